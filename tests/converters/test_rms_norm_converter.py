@@ -1,0 +1,305 @@
+"""``npu_rms_norm``: every ``nn.RMSNorm`` replaced, nothing else touched, the same training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from models import (
+    LAYOUT,
+    Step,
+    assert_as_exact,
+    assert_no_further,
+    build,
+    build_on_meta,
+    convert,
+    initialise,
+    job,
+    step,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
+from torchtitan.protocols.train_spec import get_train_spec
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.converters.rms_norm import NpuRMSNorm
+from torchtitan_npu.errors import UsageError
+
+COUNTS = {"llama3": 13, "llama4": 13, "qwen3": 33, "deepseek_v3": 19, "gpt_oss": 9}
+
+
+def norms(model: nn.Module, cls: type[nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if type(module) is cls}
+
+
+def signature(model: nn.Module) -> dict[str, tuple[object, ...]]:
+    return {
+        name: (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+
+
+def test_is_registered() -> None:
+    assert "npu_rms_norm" in known_converters()
+    assert CONVERTERS["npu_rms_norm"].name == "npu_rms_norm"
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_replaces_every_norm_of_torchtitan_s_models(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain = build_on_meta(name)
+    expected = set(norms(plain, nn.RMSNorm))
+    parameters = dict(plain.named_parameters())
+    before = signature(plain)
+    with caplog.at_level(logging.INFO):
+        model = convert(plain, "npu_rms_norm")
+    assert f"npu_rms_norm: replaced {COUNTS[name]} nn.RMSNorm" in caplog.messages
+    assert set(norms(model, NpuRMSNorm)) == expected and len(expected) == COUNTS[name]
+    assert not norms(model, nn.RMSNorm)
+    assert signature(model) == before and list(model.state_dict()) == list(before)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3"])
+def test_trains_the_same(name: str) -> None:
+    plain = build(name, n_layers=2)
+    converted = build(name, "npu_rms_norm", n_layers=2)
+    for (plain_name, a), (converted_name, b) in zip(
+        plain.named_parameters(), converted.named_parameters(), strict=True
+    ):
+        assert plain_name == converted_name and torch.equal(a, b)  # initial values
+    assert_as_exact(step(converted), step(plain), step(build(name, n_layers=2, dtype=torch.float64)))
+
+
+class Model(nn.Module):
+    """Norms in every place a model may keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attribute = nn.RMSNorm(8, eps=1e-5)
+        self.alias = self.attribute
+        self.listed = nn.ModuleList([nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8, elementwise_affine=False)])
+        self.keyed = nn.ModuleDict({"norm": nn.RMSNorm((8,)), "layer": nn.LayerNorm(8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (self.attribute, self.alias, *self.listed, *self.keyed.values()):
+            x = module(x)
+        return x
+
+
+def test_finds_norms_wherever_they_are() -> None:
+    model = Model()
+    before = list(model.state_dict())
+    convert(model, "npu_rms_norm")
+    assert model.alias is model.attribute
+    assert set(norms(model, NpuRMSNorm)) == {"attribute", "listed.0", "listed.2", "keyed.norm"}
+    assert list(model.state_dict()) == before
+    model(torch.randn(2, 8)).sum().backward()
+
+
+def test_keeps_what_a_norm_has() -> None:
+    model = nn.Sequential(nn.RMSNorm(8, eps=1e-3, dtype=torch.bfloat16), nn.RMSNorm(4, elementwise_affine=False)).eval()
+    model[0].weight.requires_grad_(False)
+    model[0].note = "kept"
+    calls: list[torch.Size] = []
+    model[0].register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    weight = model[0].weight
+    convert(model, "npu_rms_norm")
+    norm = model[0]
+    assert norm.weight is weight and not norm.weight.requires_grad
+    assert (norm.eps, norm.normalized_shape, norm.training, norm.note) == (1e-3, (8,), False, "kept")
+    assert model[1].weight is None and list(model.state_dict()) == ["0.weight"]
+    norm(torch.randn(2, 8, dtype=torch.bfloat16))
+    assert calls == [(2, 8)]
+    with torch.no_grad():
+        norm.weight.zero_()
+    norm.reset_parameters()
+    assert torch.equal(norm.weight, torch.ones(8, dtype=torch.bfloat16))
+
+
+def test_leaves_subclasses_alone() -> None:
+    """A subclass may compute something else."""
+
+    class Shifted(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    model = nn.Sequential(nn.RMSNorm(8), Shifted(8))
+    convert(model, "npu_rms_norm")
+    assert [type(module) for module in model] == [NpuRMSNorm, Shifted]
+
+
+def test_leaves_other_models_alone() -> None:
+    other, shared = build("llama3", n_layers=1), nn.RMSNorm(8)
+    neighbour = nn.Sequential(shared)
+    before = step(other)
+    other.zero_grad()
+    convert(nn.Sequential(shared), "npu_rms_norm")  # even one that shares a module
+    build("llama3", "npu_rms_norm", n_layers=1)
+    assert type(neighbour[0]) is nn.RMSNorm and not norms(other, NpuRMSNorm)
+    after = step(other)
+    assert torch.equal(before.loss, after.loss)
+    assert all(torch.equal(before.grads[name], after.grads[name]) for name in before.grads)
+
+
+def test_matching_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"model\.converters: npu_rms_norm found no nn\.RMSNorm in Sequential"):
+        convert(nn.Sequential(nn.LayerNorm(8)), "npu_rms_norm")
+
+
+def test_listing_it_twice_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"model\.converters: npu_rms_norm is listed twice"):
+        convert(Model(), "npu_rms_norm", "npu_rms_norm")
+    stage = copy.deepcopy(convert(Model(), "npu_rms_norm"))  # as pipeline parallel makes them
+    with pytest.raises(UsageError, match="listed twice"):
+        convert(stage, "npu_rms_norm")
+
+
+def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.RMSNorm(8, dtype=torch.float64), nn.RMSNorm(8, dtype=torch.float64))
+    refusal = (
+        "npu_rms_norm: an NPU would refuse 0: npu_rms_norm: input.dtype is float64, "
+        "and an NPU takes float16, bfloat16, float32 (and 1 more)"
+    )
+    with caplog.at_level(logging.INFO):
+        convert(copy.deepcopy(model), "npu_rms_norm")
+    assert refusal in caplog.messages
+    config = job()
+    config.npu = type("Npu", (), {"strict_limits": True})
+    with pytest.raises(UsageError) as error:
+        CONVERTERS["npu_rms_norm"](config, ParallelDims(**LAYOUT)).convert(model)
+    assert str(error.value) == refusal
+    assert type(model[0]) is nn.RMSNorm
+
+
+HALF = [torch.float16, torch.bfloat16]
+FLOATS = [*HALF, torch.float32, torch.float64]
+
+
+def pair(eps: float | None, affine: bool, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """An ``nn.RMSNorm`` with some gain, and the same converted."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.RMSNorm(16, eps=eps, elementwise_affine=affine, dtype=dtype))
+    if affine:
+        nn.init.uniform_(plain[0].weight, 0.5, 1.5)
+    return plain, convert(copy.deepcopy(plain), "npu_rms_norm")
+
+
+def call(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output for ``x``, and the gradients of ``x`` and the gain from a ``dy`` that every dtype holds exactly."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    dy = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, (x, *module.parameters()), dy)]
+
+
+def assert_same_call(plain: nn.Module, converted: nn.Module, x: Tensor) -> None:
+    """Same dtypes, and values no further from the float64 result."""
+    exact = copy.deepcopy(plain).double()
+    if exact[0].eps is None:  # what it means to half precision and float32
+        exact[0].eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    with torch.autocast("cpu", enabled=False):
+        oracle = call(exact, x.double())
+    names = ["y", "dx", "dgamma"][: len(oracle)]
+    # in float64 the plain norm is the oracle: then what counts is a sum over features, one over tokens, some ten steps
+    roundings = sum(x.shape) + 10 if x.dtype == torch.float64 else 2
+    for name, ours, theirs, expected in zip(names, call(converted, x), call(plain, x), oracle, strict=True):
+        assert_no_further(name, ours, theirs, expected, roundings)
+
+
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_mixed_dtypes_do_as_nn_rms_norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    plain, converted = pair(1e-5, True, weight_dtype)
+    x = torch.randn(5, 16, dtype=dtype)
+    assert_same_call(plain, converted, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_call(plain, converted, x)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_no_epsilon_means_what_it_means_to_nn_rms_norm(dtype: torch.dtype, affine: bool) -> None:
+    """Inputs so small that epsilon decides: the wrong one is off by an order of magnitude."""
+    plain, converted = pair(None, affine, dtype)
+    assert_same_call(plain, converted, torch.randn(5, 16, dtype=torch.float64).mul(1e-4).to(dtype))
+
+
+@pytest.fixture(scope="module")
+def llama3() -> tuple[Step, Step]:
+    """The plain llama3 in float32 and in float64."""
+    return step(build("llama3", n_layers=2)), step(build("llama3", n_layers=2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_with_checkpointing_and_compile(mode: str, compiled: bool, llama3: tuple[Step, Step]) -> None:
+    model = build("llama3", "npu_rms_norm", n_layers=2)
+    if mode != "none":
+        config = ActivationCheckpoint(mode=mode, selective_ac_option="op")
+        apply_ac(model, config, model_compile_enabled=compiled, op_sac_save_list=_op_sac_save_list)
+    if compiled:
+        torch._dynamo.reset()
+        for block in model.layers.values():
+            block.compile(backend="aot_eager", fullgraph=True)
+    assert_as_exact(step(model), *llama3)
+
+
+def parallel_steps(name: str, layout: dict[str, int]) -> tuple[Step, Step]:
+    """On a rank: the step of the converted and of the plain model, parallelised by TorchTitan in the same way."""
+    weights = build(name, n_layers=2).state_dict()
+    results = []
+    for converters in (("npu_rms_norm",), ()):
+        dims = ParallelDims(**LAYOUT | {"world_size": 2} | layout)
+        model = build_on_meta(name, *converters, n_layers=2)
+        model = get_train_spec(name).parallelize_fn(model, dims, job(converters)).to_empty(device="cpu")
+        initialise(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+        results.append(step(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama3", {"dp_shard": 2}), ("llama3", {"tp": 2}), ("qwen3", {"tp": 2}), ("deepseek_v3", {"tp": 2})],
+    ids=str,
+)
+def test_parallel_trains_the_same(name: str, layout: dict[str, int]) -> None:
+    """SequenceParallel (over tokens, and over qwen3's heads), NoParallel, FSDP2."""
+    oracle = step(build(name, n_layers=2, dtype=torch.float64))
+    for converted, plain in run_on_ranks(2, parallel_steps, name, layout):
+        assert_as_exact(converted, plain, oracle)
+
+
+def fsdp_half_precision() -> list[list[Tensor]]:
+    """On a rank: output and gradients of the plain and the converted model under FSDP2 in bfloat16."""
+    results = []
+    for converters in ((), ("npu_rms_norm",)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 4))
+        model = convert(model, *converters) if converters else model
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        output = model(torch.randn(8, 16))
+        output.float().square().sum().backward()
+        results.append([output.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())])
+    return results
+
+
+def test_fsdp_in_half_precision() -> None:
+    for plain, converted in run_on_ranks(2, fsdp_half_precision):
+        for theirs, ours in zip(plain, converted, strict=True):
+            assert ours.dtype == theirs.dtype
+            # what flows through is bfloat16: a handful of roundings of it, three layers deep
+            assert (ours - theirs).float().norm() <= 6 * torch.finfo(torch.bfloat16).eps * theirs.float().norm()

@@ -1,0 +1,28 @@
+"""How far a kernel may be from a float64 oracle: budgets that follow from the data and the number of roundings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding one number to ``dtype``: half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def rounding_budget(oracle: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest error of rounding ``oracle`` (float64) to ``dtype``, element by element."""
+    info = torch.finfo(dtype)
+    return oracle.abs() * unit_roundoff(dtype) + info.tiny * info.eps
+
+
+def assert_within(name: str, actual: Tensor, oracle: Tensor, budget: Tensor) -> None:
+    """``|actual - oracle| <= budget``, element by element; the message names the worst element."""
+    assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, oracle {tuple(oracle.shape)}"
+    assert oracle.dtype == torch.float64
+    excess = ((actual.double() - oracle).abs() - budget).flatten()
+    if excess.numel() and not (excess <= 0).all():  # written so that a NaN fails
+        worst = int(torch.where(excess.isnan(), torch.inf, excess).argmax())
+        got, expected, allowed = (t.expand_as(oracle).flatten()[worst].item() for t in (actual, oracle, budget))
+        raise AssertionError(f"{name}: element {worst} is {got!r}, oracle {expected!r}, budget {allowed:.3g}")

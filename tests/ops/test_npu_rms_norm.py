@@ -1,0 +1,309 @@
+"""``npu_rms_norm`` and its backward: against a float64 oracle, against ``F.rms_norm``, and in every way of calling."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from error_budget import assert_within, rounding_budget, unit_roundoff
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+
+npu_rms_norm = torch.ops.npu.npu_rms_norm
+npu_rms_norm_backward = torch.ops.npu.npu_rms_norm_backward
+
+
+class Oracle:
+    """The formulas in float64, with the error that float32 arithmetic may make of them.
+
+    Every sum of k terms in any order errs by at most k roundings of the sum of magnitudes, every other operation by
+    one; the counts below are first order, rounded up.
+    """
+
+    def __init__(self, x: Tensor, gamma: Tensor, epsilon: float, dy: Tensor, compute: torch.dtype = torch.float32):
+        tokens, n = tuple(range(x.dim() - gamma.dim())), gamma.numel()
+        normalised = tuple(range(x.dim() - gamma.dim(), x.dim()))
+        x, gamma, dy = x.double(), gamma.double(), dy.double()
+        u = unit_roundoff(compute)
+
+        self.rstd = 1 / (x.pow(2).mean(normalised, keepdim=True) + epsilon).sqrt()
+        # n squares and their sum, the division by n, epsilon and its sum; the root halves that; root and reciprocal
+        self.rstd_budget = self.rstd * (n / 2 + 5) * u
+        x_hat = x * self.rstd
+        self.y = x_hat * gamma
+        self.y_budget = self.y.abs() * (n / 2 + 7) * u
+
+        g = dy * gamma
+        magnitude = g.abs() + x_hat.abs() * (g * x_hat).abs().mean(normalised, keepdim=True)
+        self.dx = self.rstd * (g - x_hat * (g * x_hat).mean(normalised, keepdim=True))
+        # rstd enters three times, the mean sums n terms, ten other operations
+        self.dx_budget = self.rstd * magnitude * (3 * (n / 2 + 5) + n + 10) * u
+        per_token = dy * x_hat
+        self.dgamma = per_token.sum(tokens) if tokens else per_token
+        count = per_token[(..., *(0 for _ in normalised))].numel()
+        total = per_token.abs().sum(tokens) if tokens else per_token.abs()
+        self.dgamma_budget = total * (n / 2 + 7 + count) * u
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "expanded": lambda t: t[:1].expand(t.shape) if t.shape[0] else t,
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, float, Tensor]:
+    """``(x, gamma, epsilon, dy)``: none, one or several tokens; one or two normalised dimensions; any strides."""
+    leading = draw(st.lists(st.integers(0, 4), max_size=3))
+    normalised = draw(st.lists(st.integers(1, 9), min_size=1, max_size=2))
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+    scale = draw(st.sampled_from([0.05, 1.0, 20.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+
+    def make(shape: list[int], scale: float) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](values.to(dtype))
+
+    epsilon = draw(st.sampled_from([1e-6, 1e-5, 1e-2]))
+    return make([*leading, *normalised], scale), make(normalised, 1.0), epsilon, make([*leading, *normalised], 1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, float, Tensor]) -> None:
+    x, gamma, epsilon, dy = case
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    oracle = Oracle(x, gamma, epsilon, dy, compute)
+    x, gamma = x.detach().requires_grad_(), gamma.detach().requires_grad_()
+
+    y, rstd = npu_rms_norm(x, gamma, epsilon)
+    assert (y.dtype, rstd.dtype) == (x.dtype, compute)
+    assert_within("y", y, oracle.y, oracle.y_budget + rounding_budget(oracle.y, y.dtype))
+    assert_within("rstd", rstd, oracle.rstd, oracle.rstd_budget)
+
+    y.backward(dy)
+    assert_within("dx", x.grad, oracle.dx, oracle.dx_budget + rounding_budget(oracle.dx, x.dtype))
+    # autograd hands gamma its gradient in gamma's dtype
+    budget = oracle.dgamma_budget + rounding_budget(oracle.dgamma, gamma.dtype)
+    assert_within("dgamma", gamma.grad, oracle.dgamma, budget)
+    dgamma = npu_rms_norm_backward(dy, x.detach(), gamma.detach(), rstd)[1]
+    assert dgamma.dtype == compute
+    assert_within("dgamma", dgamma, oracle.dgamma, oracle.dgamma_budget)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[Tensor, Tensor, float, Tensor]) -> None:
+    x, gamma, epsilon, dy = case
+    real = npu_rms_norm(x, gamma, epsilon)
+    real += npu_rms_norm_backward(dy, x, gamma, real[1])
+    with FakeTensorMode() as mode:
+        fake_x, fake_gamma, fake_dy = (mode.from_tensor(tensor) for tensor in (x, gamma, dy))
+        fake = npu_rms_norm(fake_x, fake_gamma, epsilon)
+        fake += npu_rms_norm_backward(fake_dy, fake_x, fake_gamma, fake[1])
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype) == (f.shape, f.dtype)
+        # where a stride means nothing, torch's own empty_like answers differently on fake tensors
+        for size, real_stride, fake_stride in zip(r.shape, r.stride(), f.stride(), strict=True):
+            assert size == 1 or not r.numel() or real_stride == fake_stride
+
+
+def example(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 16, 64)) -> tuple[Tensor, Tensor, Tensor]:
+    """``(x, gamma, dy)`` with gradients asked for."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    return x.requires_grad_(), torch.randn(shape[-1], dtype=dtype).requires_grad_(), dy
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_agrees_with_torch(dtype: torch.dtype) -> None:
+    """``F.rms_norm`` and its autograd, which round within the same budget; hence twice the budget between the two."""
+    x, gamma, dy = example(dtype)
+    oracle = Oracle(x.detach(), gamma.detach(), 1e-5, dy)
+    ours = npu_rms_norm(x, gamma, 1e-5)[0]
+    theirs = F.rms_norm(x, (64,), gamma, 1e-5)
+    assert_within("y", ours, theirs.double(), 2 * (oracle.y_budget + rounding_budget(oracle.y, dtype)))
+    (dx, dgamma), (their_dx, their_dgamma) = (torch.autograd.grad(y, (x, gamma), dy) for y in (ours, theirs))
+    # in half precision torch rounds between the steps of its backward: only float32 has the same budget
+    if dtype == torch.float32:
+        assert_within("dx", dx, their_dx.double(), 2 * oracle.dx_budget)
+        assert_within("dgamma", dgamma, their_dgamma.double(), 2 * oracle.dgamma_budget)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert (dx.dtype, dgamma.dtype) == (their_dx.dtype, their_dgamma.dtype)
+
+
+def test_gradients_in_float64() -> None:
+    x, gamma, _ = example(torch.float64, (3, 2, 5))
+    assert torch.autograd.gradcheck(lambda x, gamma: npu_rms_norm(x, gamma, 1e-5)[0], (x, gamma))
+
+
+def test_opcheck() -> None:
+    x, gamma, dy = example(shape=(3, 8))
+    torch.library.opcheck(npu_rms_norm.default, (x, gamma), {"epsilon": 1e-5})
+    torch.library.opcheck(npu_rms_norm.default, (x.detach().t().contiguous().t(), gamma))
+    rstd = npu_rms_norm(x, gamma)[1]
+    torch.library.opcheck(npu_rms_norm_backward.default, (dy, x.detach(), gamma.detach(), rstd))
+
+
+def test_default_epsilon_is_the_schema_s() -> None:
+    x, gamma = torch.full((1, 4), 1e-4), torch.ones(4)
+    assert torch.equal(npu_rms_norm(x, gamma)[0], npu_rms_norm(x, gamma, 1e-6)[0])
+
+
+def test_gradients_stop_where_torch_npu_has_none() -> None:
+    x, gamma, dy = example()
+    y, rstd = npu_rms_norm(x, gamma)
+    assert y.requires_grad and not rstd.requires_grad
+    dx, _ = torch.ops.npu.npu_rms_norm_backward(dy, x, gamma, rstd)
+    with pytest.warns(UserWarning, match="npu_rms_norm_backward"):  # torch's notice of an op without autograd
+        dx.sum().backward()
+    assert x.grad is None and gamma.grad is None
+
+
+def test_compiles_whole() -> None:
+    x, gamma, dy = example()
+
+    def norm(x: Tensor, gamma: Tensor) -> Tensor:
+        return npu_rms_norm(x * 2, gamma, 1e-5)[0].sin()
+
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (16, 5):
+        inputs = x[:, :tokens], gamma
+        plain, traced = norm(*inputs), compiled(*inputs)
+        assert torch.equal(plain, traced)
+        for a, b in zip(*(torch.autograd.grad(y, (x, gamma), dy[:, :tokens]) for y in (plain, traced)), strict=True):
+            assert torch.equal(a, b)
+
+
+BAD = {
+    "gamma": [
+        ({"gamma": torch.ones(7)}, r"gamma must have the trailing shape of input \(2, 8\), not \(7,\)"),
+        ({"gamma": torch.ones(())}, "gamma must have the trailing shape"),
+        ({"gamma": torch.ones(3, 2, 8)}, "gamma must have the trailing shape"),
+        ({"gamma": torch.ones(8, dtype=torch.bfloat16)}, "gamma must have the dtype of input"),
+    ],
+    "input": [
+        ({"input": torch.ones(2, 8, dtype=torch.int64)}, "input must be float16, bfloat16 or float32, not torch.int64"),
+        ({"input": torch.ones(*[1] * 8, 8)}, "input must have at most 8 dimensions, not 9"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("change", "message"), list(itertools.chain(*BAD.values())))
+def test_names_the_bad_argument(change: dict[str, Tensor], message: str) -> None:
+    arguments = {"input": torch.ones(2, 8), "gamma": torch.ones(8)} | change
+    with pytest.raises(UsageError, match=f"npu_rms_norm: {message}"):
+        npu_rms_norm(**arguments)
+    with pytest.raises(UsageError, match=message):  # before anything is computed
+        npu_rms_norm(**{name: tensor.to("meta") for name, tensor in arguments.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"dy": torch.ones(2, 7)},
+            r"dy must have the shape and dtype of input, \(2, 8\) .*, not \(2, 7\)",
+        ),
+        ({"dy": torch.ones(2, 8, dtype=torch.bfloat16)}, "dy must have the shape and dtype"),
+        ({"gamma": torch.ones(7)}, "gamma must have the trailing shape"),
+        ({"rstd": torch.ones(2)}, r"rstd must be torch.float32 of shape \(2, 1\), not torch.float32 of shape \(2,\)"),
+        ({"rstd": torch.ones(2, 1, dtype=torch.bfloat16)}, "rstd must be torch.float32"),
+    ],
+)
+def test_backward_names_the_bad_argument(change: dict[str, Tensor], message: str) -> None:
+    arguments = {"dy": torch.ones(2, 8), "input": torch.ones(2, 8), "gamma": torch.ones(8), "rstd": torch.ones(2, 1)}
+    npu_rms_norm_backward(**arguments)
+    with pytest.raises(UsageError, match=f"npu_rms_norm_backward: {message}"):
+        npu_rms_norm_backward(**arguments | change)
+
+
+def test_limits_are_no_contract() -> None:
+    """float64 and one dimension: the stand-in takes them, an NPU would not."""
+    x = torch.ones(8, dtype=torch.float64)
+    npu_rms_norm(x, x)
+    assert OPS["npu_rms_norm"].refusals(input=x, gamma=x, epsilon=1e-6) == [
+        "npu_rms_norm: input.dtype is float64, and an NPU takes float16, bfloat16, float32",
+        "npu_rms_norm: the number of dimensions of input is 1, and an NPU takes 2 to 8",
+    ]
+    assert OPS["npu_rms_norm"].refusals(input=torch.ones(2, 8), gamma=torch.ones(8), epsilon=1e-6) == []
+
+
+Result = tuple[Tensor, Tensor, Tensor, tuple[Placement, ...], tuple[Placement, ...], int]
+
+
+def distributed(mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]) -> Result:
+    """On a rank: y, dx, dgamma in full, the placements of y and dgamma, and how many collectives the forward used."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    x, gamma, dy = (tensor.detach() for tensor in example(shape=shape))
+    local_dy = distribute_tensor(dy, mesh, [Shard(1) if p.is_shard(1) else Replicate() for p in placements])
+    if any(p.is_partial() for p in placements):  # every rank holds an equal part of the sum
+        parts = torch.tensor([n for n, p in zip(mesh_shape, placements, strict=True) if p.is_partial()]).prod()
+        dx = DTensor.from_local(x / parts, mesh, placements)
+    else:
+        dx = distribute_tensor(x, mesh, placements)
+    dx.requires_grad_()
+    dgamma = distribute_tensor(gamma, mesh, [Replicate() for _ in mesh_shape]).requires_grad_()
+    with CommDebugMode() as comm:
+        y, rstd = npu_rms_norm(dx, dgamma, 1e-5)
+    y.backward(local_dy)
+    assert rstd.full_tensor().shape == (*shape[:-1], 1)
+    grads = dx.grad.full_tensor(), dgamma.grad.full_tensor()
+    return y.full_tensor().detach(), *grads, y.placements, dgamma.grad.placements, comm.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "shape", "collectives"),
+    [
+        ((2,), [Shard(0)], (2, 16, 64), 0),
+        ((2,), [Shard(1)], (2, 16, 64), 0),
+        ((2,), [Shard(1)], (1, 5, 8), 0),  # shards of different sizes
+        ((2,), [Shard(2)], (2, 3, 4, 8), 0),  # heads, as qwen3's q_norm has them
+        ((2,), [Replicate()], (2, 16, 64), 0),
+        ((2,), [Shard(2)], (2, 16, 64), 1),  # the normalised dimension has to be gathered
+        ((2,), [Partial()], (2, 16, 64), 1),
+        ((2, 1), [Shard(0), Shard(1)], (2, 16, 64), 0),
+    ],
+    ids=str,
+)
+def test_sharded_equals_whole(
+    mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...], collectives: int
+) -> None:
+    x, gamma, dy = example(shape=shape)
+    oracle = Oracle(x.detach(), gamma.detach(), 1e-5, dy)
+    for y, dx, dgamma, y_placements, dgamma_placements, count in run_on_ranks(
+        2, distributed, mesh_shape, placements, shape
+    ):
+        assert_within("y", y, oracle.y, oracle.y_budget)
+        assert_within("dx", dx, oracle.dx, oracle.dx_budget)
+        assert_within("dgamma", dgamma, oracle.dgamma, oracle.dgamma_budget)
+        assert count == collectives
+        if not collectives:
+            assert y_placements == tuple(placements)
+            assert dgamma_placements == tuple(Partial() if p.is_shard() else Replicate() for p in placements)
+
+
+def bad_gamma_on_a_rank() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    x, gamma = torch.ones(2, 4, 8), torch.ones(7)
+    with pytest.raises(RuntimeError) as error:
+        npu_rms_norm(distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(gamma, mesh, [Replicate()]))
+    return str(error.value)
+
+
+def test_sharded_names_the_bad_argument() -> None:
+    for message in run_on_ranks(2, bad_gamma_on_a_rank):
+        assert "gamma must have the trailing shape of input (2, 4, 8), not (7,)" in message

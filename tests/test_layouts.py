@@ -1,0 +1,97 @@
+"""Parallel means equal: on every layout a model starts where one rank starts, and gives its loss and gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.layouts import DEGREES, Record, train
+from tests.multirank import run_on_ranks
+
+EPS = torch.finfo(torch.float32).eps
+# Layouts add the same float32 numbers in another order: a few units in the last place (4 were seen), not more.
+TOLERANCE = 16 * EPS
+
+
+def layout(text: str) -> dict[str, int]:
+    """``"tp2 pp2"`` as degrees; data parallel takes the ranks that are left."""
+    degrees = {}
+    for word in text.split():
+        name = word.rstrip("0123456789")
+        assert name in DEGREES
+        degrees[name] = int(word.removeprefix(name))
+    return degrees
+
+
+LAYOUTS = {
+    1: {"llama3": [""], "qwen3": [""], "qwen3_moe": [""], "deepseek_v3": [""]},
+    2: {
+        "llama3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"],
+        "qwen3": ["shard2", "replicate2 shard1", "tp2", "cp2"],
+        "qwen3_moe": ["pp2", "ep2", "tp2 ep2"],
+        "deepseek_v3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2", "ep2", "tp2 ep2", "cp2 ep2"],
+    },
+    4: {
+        "llama3": [
+            "replicate2 shard2",
+            "shard2 tp2",
+            "replicate2 shard1 tp2",
+            "replicate2 shard1 pp2",
+            "tp2 cp2",
+            "tp2 pp2",
+            "cp2 pp2",
+            "pp4",
+        ],
+        "qwen3": ["replicate2 shard2", "shard2 tp2", "tp2 cp2"],
+        "qwen3_moe": ["shard2 tp2 ep2", "shard2 tp2 ep2 etp2", "tp2 cp2 ep4", "pp2 ep2"],
+        "deepseek_v3": [
+            "replicate2 shard2 ep2",
+            "shard2 tp2",
+            "shard2 ep2",
+            "ep4",
+            "shard2 tp2 ep2",
+            "shard2 tp2 ep2 etp2",
+            "shard2 tp2 ep4",
+            "cp2 ep4",
+            "pp2 ep2",
+            "tp2 cp2 ep4",
+            "tp2 pp2 ep2",
+        ],
+    },
+}
+CASES = [(ranks, model, text) for ranks, models in LAYOUTS.items() for model, texts in models.items() for text in texts]
+
+
+@functools.cache
+def one_rank(model: str) -> Record:
+    return run_on_ranks(1, train, model, {}, process_group=False)[0]
+
+
+def whole(records: list[Record], degrees: dict[str, int]) -> Record:
+    """What the ranks saw together: a pipeline's last stage knows the loss, each stage has its own parameters."""
+    last_stage = records[len(records) - len(records) // degrees.get("pp", 1)]
+    gradients = {name: grad for record in records for name, grad in record.gradients.items()}
+    return Record(last_stage.losses, last_stage.norms, gradients)
+
+
+def assert_equal_training(actual: Record, expected: Record) -> None:
+    assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, grad in expected.gradients.items():
+        difference = (actual.gradients[name].double() - grad.double()).norm() / grad.double().norm()
+        assert difference <= TOLERANCE, f"{name}: relative difference {difference:.1e}"
+    # reported is a float32 sum of squares, up to 2048 × 64 of them in a few lanes: its last digits depend on the shards
+    assert actual.norms == pytest.approx(expected.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "model", "text"), CASES, ids=[f"{m}-{r}-{t or 'alone'}" for r, m, t in CASES])
+def test_any_layout_gives_one_ranks_loss_and_gradients(ranks: int, model: str, text: str) -> None:
+    records = run_on_ranks(ranks, train, model, layout(text), process_group=False)
+    actual = whole(records, layout(text))
+    if ranks == 1:
+        assert actual.losses == one_rank(model).losses  # the same run again: bit by bit
+        assert all(torch.equal(actual.gradients[name], grad) for name, grad in one_rank(model).gradients.items())
+    else:
+        assert_equal_training(actual, one_rank(model))

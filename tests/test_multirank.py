@@ -1,0 +1,74 @@
+"""The multi-rank helper shows what went wrong on a rank, ends what hangs, and works again afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multirank import RankError, run_on_ranks
+
+
+def sum_of_ranks(offset: int) -> tuple[int, float, str]:
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item(), os.environ["OMP_NUM_THREADS"]
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("the remote cause")
+    dist.barrier()
+
+
+def hang_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def leave_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def start_own_group() -> int:
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    return dist.get_world_size() * 10 + int(os.environ["LOCAL_RANK"])
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_on_ranks(2, sum_of_ranks, 10) == [(0, 21.0, "1"), (1, 21.0, "1")]
+
+
+def test_workers_are_kept() -> None:
+    assert run_on_ranks(2, process_id) == run_on_ranks(2, process_id)
+
+
+def test_a_function_may_start_its_own_group() -> None:
+    assert run_on_ranks(2, start_own_group, process_group=False) == [20, 21]
+    assert run_on_ranks(2, sum_of_ranks, 0)[0][1] == 1.0
+
+
+def test_the_remote_traceback_comes_first() -> None:
+    with pytest.raises(RankError, match=r"(?s)\Arank 1 of 2: .*fail_on_rank_1.*KeyError: 'the remote cause'"):
+        run_on_ranks(2, fail_on_rank_1)
+    assert run_on_ranks(2, sum_of_ranks, 0)[0][1] == 1.0
+
+
+def test_what_hangs_is_ended() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: ran longer than 3 s"):
+        run_on_ranks(2, hang_on_rank_1, timeout=3)
+
+
+def test_a_rank_that_dies_is_noticed() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: the process ended with exit code 7"):
+        run_on_ranks(2, leave_on_rank_1)

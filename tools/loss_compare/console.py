@@ -1,0 +1,79 @@
+"""Reads TorchTitan's step lines from a console log, where values have as many digits as were printed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from .curves import GRAD_NORM, LOSS, Curve, Point, Unusable, build_curve, is_placeholder
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# torchrun puts "[rank0]:" (or "[default0]:", by its --role) before each line when it tees several ranks.
+_RANK = re.compile(r"^\[[A-Za-z_]*(\d+)\]:")
+_NUMBER = r"([-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?))(?=\s|$)"
+# Validation prints "validate step: ..." with a loss of its own, which is not the training loss.
+_STEP_LINE = re.compile(
+    rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*{_NUMBER}(?:\s+grad_norm:\s*{_NUMBER})?", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One step as a rank printed it; ``rank`` is None when torchrun put no prefix before it."""
+
+    rank: int | None
+    step: int
+    metrics: dict[str, Point]
+
+
+def parse_step_line(line: str) -> StepLine | None:
+    """The step, loss and gradient norm in a console line, or None for any other line."""
+    line = _COLOUR.sub("", line)
+    match = _STEP_LINE.search(line)
+    if match is None:
+        return None
+    rank = _RANK.match(line)
+    step, loss, grad_norm = match.groups()
+    metrics = {LOSS: printed_point(loss)}
+    if grad_norm is not None:
+        metrics[GRAD_NORM] = printed_point(grad_norm)
+    return StepLine(int(rank.group(1)) if rank else None, int(step), metrics)
+
+
+def printed_point(text: str) -> Point:
+    """A printed number, with half a unit of its last digit as its resolution."""
+    exponent = Decimal(text).as_tuple().exponent
+    value = float(text)
+    if not isinstance(exponent, int):  # Decimal marks NaN and infinity with a letter
+        return Point(value)
+    # The ulp covers what is lost when the decimal digits become a binary float.
+    return Point(value, 0.5 * 10.0**exponent + math.ulp(value))
+
+
+def read_console(path: Path) -> Curve:
+    """The curve in a console log, from one rank: the lowest that has the loss, as TorchTitan's metrics rank is."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        steps = [step for step in map(parse_step_line, lines) if step is not None]
+    if not steps:
+        raise Unusable(f"{path}: no line 'step: ... loss: ...' found (read as a console log)")
+    with_loss = [step for step in steps if not is_placeholder(step.metrics[LOSS].value)]
+    if not with_loss:
+        raise Unusable(
+            f"{path}: only pipeline stages without the loss were logged (loss -1); log the last stage's rank too"
+        )
+    ranks = {step.rank for step in with_loss if step.rank is not None}
+    chosen = min(ranks, default=None)
+    curve = build_curve(str(path), "console log", _rows(step for step in with_loss if step.rank == chosen))
+    if len(ranks) > 1:
+        curve.notes.append(f"{path}: several ranks logged; the values are rank {chosen}'s")
+    return curve
+
+
+def _rows(steps: Iterator[StepLine]) -> Iterator[tuple[int, str, Point]]:
+    for step in steps:
+        for metric, point in step.metrics.items():
+            yield step.step, metric, point

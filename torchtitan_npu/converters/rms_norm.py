@@ -1,0 +1,60 @@
+"""``npu_rms_norm``: every ``nn.RMSNorm`` calls the fused operator."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
+from torchtitan_npu.ops import OPS
+
+# Whether autocast runs rms_norm in float32 differs by device and by torch version (CUDA: yes in 2.13, no in 2.11), and
+# only the dispatcher knows. Asked once, at import, for the homes that have autocast rules of their own.
+_AUTOCAST_TO_FLOAT32 = frozenset(
+    device_type
+    for device_type, key in (("cuda", "AutocastCUDA"), ("npu", "AutocastPrivateUse1"), ("cpu", "AutocastCPU"))
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key)
+)
+
+
+class NpuRMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` on ``npu_rms_norm``: same parameters, same output dtype, same meaning of ``eps=None``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (..., \\*normalized_shape) over its last dimensions."""
+        gamma = x.new_ones(self.normalized_shape) if self.weight is None else self.weight
+        # the operator takes input and gamma in one dtype; nn.RMSNorm computes in the wider and returns the input's
+        compute_dtype, output_dtype = torch.promote_types(x.dtype, gamma.dtype), x.dtype
+        if x.device.type in _AUTOCAST_TO_FLOAT32 and torch.is_autocast_enabled(x.device.type):
+            compute_dtype = output_dtype = torch.promote_types(compute_dtype, torch.float32)
+        y, _ = torch.ops.npu.npu_rms_norm(x.to(compute_dtype), gamma.to(compute_dtype), self._epsilon(x.dtype))
+        return y.to(output_dtype)
+
+    def _epsilon(self, dtype: torch.dtype) -> float:
+        """``eps=None`` means the machine epsilon of the dtype that half precision is computed in, float32."""
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+@register
+class RMSNormConverter(Converter):
+    """Replaces every module whose class is exactly ``nn.RMSNorm``."""
+
+    name = "npu_rms_norm"
+    looks_for = "nn.RMSNorm"
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return modules_of_type(model, nn.RMSNorm)
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        return retyped(module, NpuRMSNorm)
+
+    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        gamma = cast(nn.RMSNorm, module).weight
+        if gamma is None:
+            return []  # then gamma takes the dtype and the trailing shape of whatever comes in
+        one_token = torch.empty(1, *gamma.shape, dtype=gamma.dtype, device="meta")
+        return OPS["npu_rms_norm"].refusals(input=one_token, gamma=gamma)

@@ -1,0 +1,16 @@
+"""The error a user can mend: raised before the first step, printed as one line, without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(ValueError):
+    """The job as asked for cannot run; the message names the key, module or argument to change, and its limit."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` when one of ``known`` is close to ``name``, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,68 @@
+"""Autograd for a stand-in, by argument name.
+
+``torch.library.register_autograd`` takes no op with keyword-only tensors, and the indexer and sparse attention have
+them; so this is a kernel of our own for the Autograd key, built the same way: an ``autograd.Function`` around the call
+below autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from torchtitan_npu.ops.arguments import by_name
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """How gradients flow through an op whose tensor arguments are single tensors, not lists."""
+
+    save: Callable[..., None]
+    """``save(ctx, output, **arguments)``: keep what the backward needs, mark the outputs that have no gradient."""
+    backward: Callable[..., Mapping[str, Tensor | None]]
+    """``backward(npu, ctx, *output_grads)``: the gradients by argument name. ``npu`` is the namespace to call ops in;
+    the gradient of an output that nothing used is ``None``."""
+
+
+def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
+    """The kernel of ``op`` for the Autograd dispatch key (``with_keyset=True``)."""
+    npu = getattr(torch.ops, op.namespace)
+    keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+
+    def below_autograd(keyset: torch._C.DispatchKeySet, arguments: dict[str, Any]) -> Any:
+        args = [value for name, value in arguments.items() if name not in keyword_only]
+        kwargs = {name: value for name, value in arguments.items() if name in keyword_only}
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, arguments: dict[str, Any], *tensors: Tensor) -> Any:
+        # autograd sees ``tensors``; ``arguments`` holds the same ones, by name, among everything else
+        ctx.names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        arguments = arguments | dict(zip(ctx.names, tensors, strict=True))
+        output = below_autograd(keyset, arguments)
+        ctx.set_materialize_grads(False)
+        autograd.save(ctx, output, **arguments)
+        return output
+
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        used = any(grad is not None for grad in output_grads)
+        grads = autograd.backward(npu, ctx, *output_grads) if used else {}
+        return None, None, *(grads.get(name) for name in ctx.names)
+
+    # the class's name is what ``tensor.grad_fn`` shows
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(op._schema.name.partition("::")[2], (torch.autograd.Function,), methods)
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        arguments = by_name(op, args, kwargs)
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return function.apply(keyset, arguments, *tensors)
+        return below_autograd(keyset, arguments)
+
+    return kernel

@@ -1,0 +1,142 @@
+"""Checks a job before anything is started or written; what cannot run is one line that names the key to change."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+
+import torch
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models import _supported_models
+from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_train_spec
+
+from torchtitan_npu import platform
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.errors import UsageError, nearest
+
+
+def check_job(config: JobConfig, world_size: int) -> None:
+    """Raise :class:`UsageError` for the first thing that keeps ``config`` from running on ``world_size`` ranks."""
+    _known("model.name", config.model.name, {*_supported_models, *_extra_train_specs})
+    spec = get_train_spec(config.model.name)
+    _known("model.flavor", config.model.flavor, spec.model_args)
+    _known("training.dataset", config.training.dataset, DATASETS)
+    _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
+    _check_converters(config)
+    dims = _check_layout(config, world_size)
+    _check_batch(config, dims)
+    if platform.home() == "cpu":
+        _check_cpu(config, spec)
+    _check_targets(config, spec, dims)
+
+
+def _known(key: str, value: str, known: object) -> None:
+    names = sorted(known)  # type: ignore[call-overload]
+    if value not in names:
+        raise UsageError(f"{key} {value!r} is not known{nearest(value, names)} (known: {', '.join(names)})")
+
+
+def _check_converters(config: JobConfig) -> None:
+    for name, times in Counter(config.model.converters).items():
+        _known("model.converters:", name, known_converters())
+        if times > 1:
+            raise UsageError(f"model.converters lists {name!r} {times} times; once is enough")
+
+
+def _check_layout(config: JobConfig, world_size: int) -> ParallelDims:
+    p = config.parallelism
+    shard = p.data_parallel_shard_degree
+    degrees = {
+        "data_parallel_replicate_degree": p.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": shard,
+        "context_parallel_degree": p.context_parallel_degree,
+        "tensor_parallel_degree": p.tensor_parallel_degree,
+        "pipeline_parallel_degree": p.pipeline_parallel_degree,
+    }
+    ep, etp, tp = p.expert_parallel_degree, p.expert_tensor_parallel_degree, p.tensor_parallel_degree
+    experts = {"expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}
+    for name, degree in {**degrees, **experts}.items():
+        if degree < 1 and (name, degree) != ("data_parallel_shard_degree", -1):
+            raise UsageError(f"parallelism.{name} is {degree}; it must be at least 1")
+
+    fixed = {name: degree for name, degree in degrees.items() if degree != -1}
+    product = math.prod(fixed.values())
+    if world_size % product if shard == -1 else world_size != product:
+        named = " × ".join(f"{name} {degree}" for name, degree in fixed.items() if degree > 1) or "one rank"
+        raise UsageError(
+            f"{world_size} ranks (torchrun's --nproc_per_node × --nnodes) do not fit the layout: "
+            f"{named} takes {'a multiple of ' if shard == -1 else ''}{product}"
+        )
+    if ep > 1:
+        if etp not in (1, tp):
+            raise UsageError(
+                f"parallelism.expert_tensor_parallel_degree is {etp}; it must be 1 or {tp}, as the tensor's"
+            )
+        ranks = world_size // (p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
+        if ranks % (ep * etp):
+            raise UsageError(
+                f"parallelism.expert_parallel_degree {ep} × expert_tensor_parallel_degree {etp} does not divide the "
+                f"{ranks} ranks of a pipeline stage and replica"
+            )
+    return ParallelDims(
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=shard,
+        cp=p.context_parallel_degree,
+        tp=tp,
+        pp=p.pipeline_parallel_degree,
+        ep=ep,
+        etp=etp,
+        world_size=world_size,
+    )
+
+
+def _check_batch(config: JobConfig, dims: ParallelDims) -> None:
+    training = config.training
+    data_ranks = dims.dp_replicate * dims.dp_shard
+    if training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * data_ranks):
+        raise UsageError(
+            f"training.global_batch_size {training.global_batch_size} is no multiple of "
+            f"local_batch_size {training.local_batch_size} × {data_ranks} data-parallel ranks"
+        )
+    if training.seq_len % dims.seq_len_divisor:
+        raise UsageError(
+            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} "
+            "(2 × tensor_parallel_degree × context_parallel_degree)"
+        )
+    microbatch = config.parallelism.pipeline_parallel_microbatch_size
+    if dims.pp_enabled and training.local_batch_size % microbatch:
+        raise UsageError(
+            f"training.local_batch_size {training.local_batch_size} is no multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size {microbatch}"
+        )
+
+
+def _check_cpu(config: JobConfig, spec: TrainSpec) -> None:
+    """What TorchTitan can do on accelerators only."""
+    attention = getattr(spec.model_args[config.model.flavor], "attn_type", "sdpa")
+    refused = {
+        "profiling.enable_profiling": config.profiling.enable_profiling,
+        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+        f"model.flavor {config.model.flavor!r} ({attention} attention)": attention in ("flex", "varlen"),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise UsageError(f"{what} needs an accelerator; this process runs on the CPU")
+
+
+def _check_targets(config: JobConfig, spec: TrainSpec, dims: ParallelDims) -> None:
+    """Every listed converter of ours finds something to replace."""
+    ours = [CONVERTERS[name] for name in config.model.converters if name in CONVERTERS]
+    if not ours:
+        return
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    for converter in ours:
+        converter(config, dims).found_targets(model)

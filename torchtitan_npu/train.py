@@ -1,0 +1,82 @@
+"""The entry, to be launched by torchrun:
+
+    torchrun --nproc_per_node=N -m torchtitan_npu.train --job.config_file X.toml [--section.key value ...]
+
+TorchTitan's own Trainer and options, plus ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+import torchtitan_npu
+from torchtitan_npu import platform
+from torchtitan_npu.errors import UsageError
+
+platform.prepare()
+torchtitan_npu.register()
+
+from torchtitan.tools.logging import init_logger, logger  # noqa: E402
+from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
+
+from torchtitan_npu.config import JobConfig  # noqa: E402
+from torchtitan_npu.config_manager import JobConfigManager  # noqa: E402
+from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
+from torchtitan_npu.preflight import check_job  # noqa: E402
+
+
+class Trainer(TitanTrainer):
+    """TorchTitan's Trainer with gradients that are those of the mean loss over all tokens, on every layout."""
+
+    def init_distributed(self) -> ParallelDims:
+        return ParallelDims.of(super().init_distributed())
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
+    ) -> torch.Tensor:
+        dims = self.parallel_dims
+        # DDP averages the gradients of its replicas, which already are shares of the global mean
+        replicas = dims.dp_replicate if not (dims.fsdp_enabled or dims.ep_enabled) else 1
+        tokens = global_valid_tokens / replicas
+        if not dims.pp_enabled:
+            loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
+            return loss / replicas
+        self.loss_fn.tokens = tokens
+        loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=1.0)
+        self.loss_fn.tokens = 1.0  # validation divides by its own number of tokens
+        return loss / replicas
+
+
+def train(config: JobConfig) -> None:
+    """Run a job, or write its seed checkpoint."""
+    trainer = Trainer(config)
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            logger.info("Created seed checkpoint")
+        else:
+            trainer.train()
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    init_logger()
+    try:
+        config = JobConfigManager().parse_args()
+        check_job(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        train(config)
+    except UsageError as error:
+        # every rank finds the same; one line a node is enough
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"torchtitan_npu: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
