@@ -5,4 +5,4 @@ set -euo pipefail
 out=${1:-outputs/demo}
 python tools/compare_loss.py run --force --out "$out" --nproc 2 --steps 20 --rtol 1e-5 \
     --config torchtitan_npu/train_configs/llama3_debugmodel.toml --candidate-converters npu_rms_norm
-echo "the picture: $out/report.png"
+echo "the picture: $out/comparison.png"

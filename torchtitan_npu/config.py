@@ -15,10 +15,16 @@ from torchtitan_npu import platform
 class Npu:
     """Options of torchtitan_npu that belong to none of TorchTitan's sections."""
 
+    strict_limits: bool = False
+    """
+    A size or dtype that an NPU's kernels would refuse is an error in every home. Otherwise it is one on an NPU, and a
+    line in the log elsewhere.
+    """
+
     layout_independent_data: bool = True
     """
-    Every layout trains on the same batches, and a run resumes at another data-parallel degree. Each rank then reads and
-    tokenizes the whole stream; set it to false to let TorchTitan split the stream when that becomes the bottleneck.
+    Every layout trains on the same batches, and a run resumes at another data-parallel degree. Each rank then reads
+    and tokenizes the whole stream; set it to false to let TorchTitan split the stream when that becomes the bottleneck.
     """
 
 
@@ -44,3 +50,8 @@ class JobConfig(TitanJobConfig):
     training: Training = field(default_factory=Training)
     debug: Debug = field(default_factory=Debug)
     npu: Npu = field(default_factory=Npu)
+
+
+def npu_options(job_config: TitanJobConfig) -> Npu:
+    """The job's ``[npu]`` section; its defaults for a job that TorchTitan's own entry has read, which has none."""
+    return getattr(job_config, "npu", None) or Npu()

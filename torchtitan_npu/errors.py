@@ -12,5 +12,6 @@ class UsageError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` when one of ``known`` is close to ``name``, else an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    by_lower_case = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""

@@ -7,14 +7,17 @@ import math
 from collections import Counter
 
 import torch
+from torch import nn
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
+from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_train_spec
 
 from torchtitan_npu import platform
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.errors import UsageError, nearest
 
 
@@ -26,11 +29,16 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _known("training.dataset", config.training.dataset, DATASETS)
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
     _check_converters(config)
+    _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
     _check_batch(config, dims)
     if platform.home() == "cpu":
         _check_cpu(config, spec)
-    _check_targets(config, spec, dims)
+    model = _build(config, spec)
+    _check_model(config, dims, model)
+    for name in config.model.converters:
+        if name in CONVERTERS:
+            CONVERTERS[name](config, dims).found_targets(model)
 
 
 def _known(key: str, value: str, known: object) -> None:
@@ -44,6 +52,14 @@ def _check_converters(config: JobConfig) -> None:
         _known("model.converters:", name, known_converters())
         if times > 1:
             raise UsageError(f"model.converters lists {name!r} {times} times; once is enough")
+
+
+def _check_seed_checkpoint(config: JobConfig, world_size: int) -> None:
+    if config.checkpoint.create_seed_checkpoint:
+        if world_size != 1:
+            raise UsageError(f"checkpoint.create_seed_checkpoint wants one rank, not {world_size}")
+        if not config.checkpoint.enable:
+            raise UsageError("checkpoint.create_seed_checkpoint needs checkpoint.enable = true")
 
 
 def _check_layout(config: JobConfig, world_size: int) -> ParallelDims:
@@ -129,14 +145,28 @@ def _check_cpu(config: JobConfig, spec: TrainSpec) -> None:
             raise UsageError(f"{what} needs an accelerator; this process runs on the CPU")
 
 
-def _check_targets(config: JobConfig, spec: TrainSpec, dims: ParallelDims) -> None:
-    """Every listed converter of ours finds something to replace."""
-    ours = [CONVERTERS[name] for name in config.model.converters if name in CONVERTERS]
-    if not ours:
-        return
+def _build(config: JobConfig, spec: TrainSpec) -> nn.Module:
+    """The model as the job will build it, on the meta device: no memory, a second or two for the largest."""
     args = copy.deepcopy(spec.model_args[config.model.flavor])
     args.update_from_config(config)
     with torch.device("meta"):
-        model = spec.model_cls(args)
-    for converter in ours:
-        converter(config, dims).found_targets(model)
+        return spec.model_cls(args)  # type: ignore[return-value]
+
+
+def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:
+    flavor = f"model.flavor {config.model.flavor!r}"
+    if dims.ep_enabled:
+        experts = [moe.experts.num_experts for moe in model.modules() if isinstance(moe, MoE)]
+        if not experts:
+            raise UsageError(
+                f"parallelism.expert_parallel_degree must be 1: {flavor} of {config.model.name} has no experts"
+            )
+        if experts[0] % dims.ep:
+            raise UsageError(
+                f"parallelism.expert_parallel_degree {dims.ep} does not divide the {experts[0]} experts of {flavor}"
+            )
+    if dims.pp_enabled and ties_weights(model):
+        raise UsageError(
+            f"parallelism.pipeline_parallel_degree must be 1: {flavor} ties its output to its embedding, and they "
+            "would lie on different stages"
+        )

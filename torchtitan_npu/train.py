@@ -7,6 +7,7 @@ TorchTitan's own Trainer and options, plus ours.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -55,7 +56,9 @@ def train(config: JobConfig) -> None:
     """Run a job, or write its seed checkpoint."""
     trainer = Trainer(config)
     try:
-        if config.checkpoint.create_seed_checkpoint:
+        if config.comm.mode == "local_tensor":
+            logger.info("Local tensor mode enabled - skipping training execution")  # as TorchTitan does
+        elif config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("Created seed checkpoint")
         else:
@@ -69,7 +72,11 @@ def main() -> None:
     init_logger()
     try:
         config = JobConfigManager().parse_args()
-        check_job(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        if config.experimental.custom_import:  # its models and converters have to be known to the checks
+            importlib.import_module(config.experimental.custom_import)
+        # without real communication TorchTitan takes the number of ranks from NGPU
+        ranks = os.environ.get("WORLD_SIZE" if config.comm.mode == "default" else "NGPU", "1")
+        check_job(config, int(ranks))
         train(config)
     except UsageError as error:
         # every rank finds the same; one line a node is enough

@@ -24,7 +24,6 @@ from torchtitan_npu import platform
 from torchtitan_npu.data import build_text_dataloader
 from torchtitan_npu.distributed.moe_gradients import mend_moe_gradients
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
-from torchtitan_npu.errors import UsageError
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 
@@ -78,11 +77,6 @@ def adapt(upstream: TrainSpec) -> TrainSpec:
         return model
 
     def pipeline(model: nn.Module, dims: ParallelDims, job_config: JobConfig, *args: Any, **kwargs: Any) -> Any:
-        if ties_weights(model):
-            raise UsageError(
-                f"parallelism.pipeline_parallel_degree must be 1: model.flavor {job_config.model.flavor!r} ties its "
-                "output to its embedding, and they lie on different stages"
-            )
         whole = copy.deepcopy(model) if _draws_like_one_rank(dims) else None
         device, model_args, _, loss_fn = args
         schedule, parts, first, last = upstream.pipelining_fn(

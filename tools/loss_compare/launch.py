@@ -59,7 +59,8 @@ def train_command(pair: RunPair, side: str) -> list[str]:
 
 def launch_both(pair: RunPair, force: bool = False) -> tuple[Path, Path]:
     """Runs baseline, then candidate, with a progress bar each; returns their run folders."""
-    if not pair.config.is_file():
+    # what begins with the package's name is found in the installed package, by the entry
+    if not pair.config.is_file() and pair.config.parts[0] != TRAINER.partition(".")[0]:
         raise Unusable(f"--config {pair.config}: no such file")
     prepare_out(pair.out, force)
     columns = (

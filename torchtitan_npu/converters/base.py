@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
-import torchtitan.tools.utils as titan_utils
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
+from torchtitan_npu import platform
+from torchtitan_npu.config import npu_options
 from torchtitan_npu.errors import UsageError
 
 CONVERTERS: dict[str, type[Converter]] = {}
@@ -85,8 +86,7 @@ class Converter(ABC):
         message = f"{self.name}: an NPU would refuse {refused[0]}"
         if len(refused) > 1:
             message += f" (and {len(refused) - 1} more)"
-        strict = getattr(getattr(self.job_config, "npu", None), "strict_limits", False)
-        if strict or titan_utils.device_type == "npu":
+        if npu_options(self.job_config).strict_limits or platform.home() == "npu":
             raise UsageError(message)
         log_once(message)
 

@@ -24,6 +24,7 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
+from torchtitan_npu.config import npu_options
 from torchtitan_npu.errors import UsageError, nearest
 
 # {"input": (seq_len,)} and labels (seq_len,); a batch has (local batch, seq_len)
@@ -42,7 +43,7 @@ def build_text_dataloader(
     Neoverse-N1. A job that consumes more, over all its ranks, sets ``npu.layout_independent_data = false`` to get
     TorchTitan's own loader, which splits the documents over the ranks.
     """
-    if not job_config.npu.layout_independent_data:
+    if not npu_options(job_config).layout_independent_data:
         return text_datasets.build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     return _build("training", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
@@ -51,7 +52,7 @@ def build_text_validation_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig, infinite: bool = False
 ) -> BaseDataLoader:
     """The validation batches of one data-parallel rank: the same at every validation, and as many on every rank."""
-    if not job_config.npu.layout_independent_data:
+    if not npu_options(job_config).layout_independent_data:
         return text_datasets.build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     return _build("validation", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 from torchtitan.protocols.train_spec import ParallelizeFunction
-
-from torchtitan_npu.errors import UsageError
 
 
 def ties_weights(model: nn.Module) -> bool:
@@ -40,12 +38,6 @@ def parallelize_tied(
     model: Any, dims: ParallelDims, job_config: JobConfig, parallelize: ParallelizeFunction
 ) -> nn.Module:
     """``parallelize`` for everything but FSDP, then FSDP2 with embedding, last norm and output in one group."""
-    if dims.ep_enabled:
-        raise UsageError(
-            "parallelism.expert_parallel_degree must be 1: expert parallel with tied weights is not supported"
-        )
-    if job_config.training.enable_cpu_offload:
-        raise UsageError("training.enable_cpu_offload is not supported for models with tied weights")
     model = parallelize(model, _WithoutDataParallel(dims), job_config)
     model.output.weight = model.tok_embeddings.weight
 
@@ -55,6 +47,7 @@ def parallelize_tied(
             param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         ),
+        "offload_policy": CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy(),
         "reshard_after_forward": job_config.parallelism.fsdp_reshard_after_forward != "never",
     }
     for block in model.layers.values():

@@ -1,0 +1,118 @@
+"""The homes: importing the package changes nothing, preparing the CPU changes just what TorchTitan lacks there."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torchtitan
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_npu.permute_indices import generate_permute_indices
+from torchtitan_npu.platform import home
+
+
+def in_a_new_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_and_replaces_nothing() -> None:
+    code = """
+import sys, torch, torch.distributed.tensor
+modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+before = {name: {k: id(v) for k, v in vars(module).items()} for name, module in modules.items()}
+import torchtitan_npu, torchtitan_npu.errors, torchtitan_npu.platform
+changed = [name for name, module in modules.items() for k, v in vars(module).items() if before[name].get(k) != id(v)]
+print(changed, "torchtitan" in sys.modules)
+"""
+    assert in_a_new_process(code) == "[] False"
+
+
+def test_prepare_leaves_torchs_own_device_detection_alone() -> None:
+    code = """
+import torch._utils
+before = torch._utils._get_available_device_type, torch._utils._get_device_module
+from torchtitan_npu import platform
+platform.prepare()
+import torchtitan.tools.utils as titan, torchtitan.distributed.dual_pipe_v as asks_again
+assert before == (torch._utils._get_available_device_type, torch._utils._get_device_module)
+print(titan.device_type, asks_again.device_type, titan.device_module.current_device())
+"""
+    assert in_a_new_process(code) == "cpu cpu 0"
+
+
+def test_prepare_comes_before_torchtitan() -> None:
+    code = """
+import sys
+from torchtitan_npu import permute_indices, platform
+from torchtitan_npu.errors import UsageError
+sys.modules["torchtitan.models.moe.kernels"] = permute_indices
+import torchtitan.tools.utils
+try:
+    platform.prepare()
+except UsageError as error:
+    print(error)
+"""
+    assert "before torchtitan is imported" in in_a_new_process(code)
+
+
+def test_this_is_the_cpu_home_and_reports_its_memory() -> None:
+    from torchtitan.components.metrics import DeviceMemoryMonitor
+
+    assert home() == "cpu"
+    monitor = DeviceMemoryMonitor("cpu")
+    stats = monitor.get_peak_stats()
+    assert 0 < stats.max_reserved_gib < monitor.device_capacity_gib
+
+
+@given(st.lists(st.integers(-3, 12), max_size=40), st.integers(1, 10))
+def test_histc_counts_integers(values: list[int], bins: int) -> None:
+    counted = torch.histc(torch.tensor(values, dtype=torch.int64), bins=bins, min=0, max=bins)
+    floating = torch.histc(torch.tensor(values, dtype=torch.float64), bins=bins, min=0, max=bins)
+    assert counted.dtype == torch.int64
+    assert counted.tolist() == floating.tolist()
+
+
+def test_histc_keeps_floats_and_compiles() -> None:
+    x = torch.tensor([0.1, 0.4, 0.9])
+    assert torch.histc(x, bins=2, min=0, max=1).tolist() == [2.0, 1.0]
+    count = torch.compile(lambda x: torch.histc(x, bins=4, min=0, max=4), backend="aot_eager", fullgraph=True)
+    assert count(torch.tensor([0, 3, 3])).tolist() == [1, 0, 0, 2]
+
+
+@pytest.fixture(scope="module")
+def upstream_kernels() -> types.ModuleType:
+    """TorchTitan's own module, whose CPU branch needs Triton only to be imported."""
+    triton = types.ModuleType("triton")
+    triton.jit = lambda fn: fn  # type: ignore[attr-defined]
+    triton.language = types.ModuleType("triton.language")  # type: ignore[attr-defined]
+    triton.language.constexpr = int
+    path = Path(torchtitan.__file__).parent / "models/moe/kernels.py"
+    spec = importlib.util.spec_from_file_location("upstream_moe_kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton", triton)
+        patch.setitem(sys.modules, "triton.language", triton.language)
+        spec.loader.exec_module(module)
+    return module
+
+
+@given(st.data())
+def test_permute_indices_are_torchtitans(upstream_kernels: types.ModuleType, data: st.DataObject) -> None:
+    ranks, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    alignment = data.draw(st.sampled_from([1, 8, 16]))
+    counts = torch.tensor(data.draw(st.lists(st.integers(0, 20), min_size=ranks * experts, max_size=ranks * experts)))
+    max_len = int(counts.sum()) + experts * alignment
+    ours = generate_permute_indices(counts, experts, ranks, max_len, alignment)
+    theirs = upstream_kernels.generate_permute_indices(counts, experts, ranks, max_len, alignment, use_cpu=True)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=0, atol=0)

@@ -1,0 +1,102 @@
+"""What cannot run is refused before anything starts, in one line that names the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import torchtitan_npu
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight import check_job
+
+torchtitan_npu.register()
+
+
+def job(**options: Any) -> JobConfig:
+    """A valid job with ``section__key`` options changed."""
+    config = JobConfig()
+    config.training.dataset = "tiny_corpus"
+    config.training.seq_len = 64
+    for key, value in options.items():
+        section, _, name = key.partition("__")
+        assert hasattr(getattr(config, section), name)
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+@pytest.mark.parametrize("model", ["llama3", "llama4", "qwen3", "deepseek_v3"])
+def test_a_good_job_passes(model: str) -> None:
+    check_job(job(model__name=model, model__converters=["npu_rms_norm"]), world_size=4)
+    check_job(job(model__name=model, parallelism__tensor_parallel_degree=2), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        ({"model__name": "lama3"}, 1, "model.name 'lama3' is not known; did you mean 'llama3'?"),
+        ({"model__flavor": "debugmodle"}, 1, "model.flavor 'debugmodle' is not known; did you mean 'debugmodel'?"),
+        ({"training__dataset": "tiny_corpsu"}, 1, "did you mean 'tiny_corpus'?"),
+        ({"optimizer__name": "Adamw"}, 1, "did you mean 'AdamW'?"),
+        ({"model__converters": ["npu_rmsnorm"]}, 1, "model.converters: 'npu_rmsnorm' is not known; did you mean"),
+        ({"model__converters": ["npu_rms_norm"] * 2}, 1, "model.converters lists 'npu_rms_norm' 2 times"),
+        (
+            {"parallelism__tensor_parallel_degree": 2, "parallelism__pipeline_parallel_degree": 2},
+            3,
+            "3 ranks (torchrun's --nproc_per_node × --nnodes) do not fit the layout: "
+            "tensor_parallel_degree 2 × pipeline_parallel_degree 2 takes a multiple of 4",
+        ),
+        ({"parallelism__data_parallel_shard_degree": 2}, 1, "data_parallel_shard_degree 2 takes 2"),
+        ({"parallelism__context_parallel_degree": 0}, 1, "parallelism.context_parallel_degree is 0"),
+        (
+            {"parallelism__expert_parallel_degree": 3, "model__name": "deepseek_v3"},
+            4,
+            "expert_parallel_degree 3 × expert_tensor_parallel_degree 1 does not divide the 4 ranks",
+        ),
+        (
+            {
+                "parallelism__expert_parallel_degree": 2,
+                "parallelism__expert_tensor_parallel_degree": 2,
+                "model__name": "deepseek_v3",
+            },
+            4,
+            "parallelism.expert_tensor_parallel_degree is 2; it must be 1",
+        ),
+        ({"parallelism__expert_parallel_degree": 2}, 2, "model.flavor 'debugmodel' of llama3 has no experts"),
+        (
+            {"parallelism__expert_parallel_degree": 3, "model__name": "deepseek_v3"},
+            3,
+            "parallelism.expert_parallel_degree 3 does not divide the 8 experts",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "model__name": "qwen3"},
+            2,
+            "parallelism.pipeline_parallel_degree must be 1: model.flavor 'debugmodel' ties its output",
+        ),
+        ({"training__global_batch_size": 6, "training__local_batch_size": 4}, 1, "training.global_batch_size 6"),
+        ({"training__seq_len": 65}, 1, "training.seq_len 65 is no multiple of 2"),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_microbatch_size": 3,
+                "training__local_batch_size": 4,
+            },
+            2,
+            "parallelism.pipeline_parallel_microbatch_size 3",
+        ),
+        ({"checkpoint__create_seed_checkpoint": True}, 2, "checkpoint.create_seed_checkpoint wants one rank"),
+        ({"checkpoint__create_seed_checkpoint": True}, 1, "needs checkpoint.enable"),
+        ({"profiling__enable_profiling": True}, 1, "profiling.enable_profiling needs an accelerator"),
+        ({"profiling__enable_memory_snapshot": True}, 1, "profiling.enable_memory_snapshot needs an accelerator"),
+        ({"training__enable_cpu_offload": True}, 1, "training.enable_cpu_offload needs an accelerator"),
+        ({"checkpoint__async_mode": "async_with_pinned_mem"}, 1, "async_with_pinned_mem"),
+        ({"model__flavor": "debugmodel_flex_attn"}, 1, "flex attention"),
+        ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
+    ],
+)
+def test_a_bad_job_is_refused(options: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_job(job(**options), world_size)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
