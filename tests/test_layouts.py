@@ -49,7 +49,7 @@ LAYOUTS = {
         "deepseek_v3": [
             "replicate2 shard2 ep2",
             "shard2 tp2",
-            "shard2 ep2",
+            "shard4 ep2",
             "ep4",
             "shard2 tp2 ep2",
             "shard2 tp2 ep2 etp2",

@@ -13,5 +13,5 @@ def register() -> None:
     import torchtitan_npu.train_specs  # noqa: F401
 
 
-if "torchtitan.train" in sys.modules:
+if "torchtitan" in sys.modules:
     register()

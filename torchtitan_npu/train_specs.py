@@ -6,7 +6,6 @@ Importing this module registers them. The models, their sizes and their parallel
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,35 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.protocols.train_spec import (
+    LossFunction,
+    ParallelizeFunction,
+    PipeliningFunction,
+    TrainSpec,
+    get_train_spec,
+    register_train_spec,
+)
 
 from torchtitan_npu import platform
 from torchtitan_npu.data import build_text_dataloader
+from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
 from torchtitan_npu.distributed.moe_gradients import mend_moe_gradients
+from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
+
+
+def adapt(upstream: TrainSpec) -> TrainSpec:
+    """``upstream`` with our data loading, a divisible loss and parallelisation that is right in every home."""
+    parallelize_part = mended(upstream.parallelize_fn)
+    return replace(
+        upstream,
+        parallelize_fn=started_alike(parallelize_part),
+        pipelining_fn=upstream.pipelining_fn and pipelined(upstream.pipelining_fn, parallelize_part),
+        build_dataloader_fn=build_text_dataloader,
+        build_loss_fn=lambda *args, **kwargs: LossPerToken(upstream.build_loss_fn(*args, **kwargs)),
+    )
 
 
 class LossPerToken:
@@ -35,7 +55,7 @@ class LossPerToken:
     what it reports, and the gradients are those of the sum (train.py:505).
     """
 
-    def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
         self.tokens: float | torch.Tensor = 1.0
 
@@ -43,70 +63,65 @@ class LossPerToken:
         return self.loss_fn(pred, labels) / self.tokens
 
 
-def adapt(upstream: TrainSpec) -> TrainSpec:
-    """``upstream`` with our data loading, a divisible loss and parallelisation that is right in every home."""
+def mended(parallelize: ParallelizeFunction) -> ParallelizeFunction:
+    """``parallelize`` for a model or a stage of it, with what it misses in this home and gets wrong in this layout."""
 
     def parallelize_part(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        if platform.home() != "cuda":
+        home = platform.home()
+        if home != "cuda":
             _multiply_experts_one_by_one(model)
-        if dims.cp_enabled:
-            if platform.home() == "cpu":
-                from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
-
-                gather_keys_and_values(model, job_config.parallelism.context_parallel_load_balancer)
-            if dims.tp_enabled:
-                _take_local_heads(model)
-        if ties_weights(model) and dims.fsdp_enabled:
-            model = parallelize_tied(model, dims, job_config, upstream.parallelize_fn)
+        if dims.cp_enabled and home == "cpu":
+            gather_keys_and_values(model, job_config.parallelism.context_parallel_load_balancer)
+        if dims.cp_enabled and dims.tp_enabled:
+            _take_local_heads(model)
+        if dims.fsdp_enabled and ties_weights(model):
+            model = parallelize_tied(model, dims, job_config, parallelize)
         else:
-            model = upstream.parallelize_fn(model, dims, job_config)
+            model = parallelize(model, dims, job_config)
         if dims.tp_enabled:
-            tokens_are_split = dims.ep_enabled and not dims.etp_enabled
-            mend_moe_gradients(model, dims.get_mesh("tp"), tokens_are_split)
-        if platform.home() == "cpu":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            mend_moe_gradients(model, dims.get_mesh("tp"), dims.ep_enabled and not dims.etp_enabled)
+        if home == "cpu":
+            _reduce_by_plain_sums(model)
         return model
 
-    def parallelize(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        whole = copy.deepcopy(model) if _draws_like_one_rank(dims) else None
-        model = parallelize_part(model, dims, job_config)
-        if whole is not None:
-            _start_as_one_rank(whole, [model])
+    return parallelize_part
+
+
+def started_alike(parallelize: ParallelizeFunction) -> ParallelizeFunction:
+    """``parallelize``, after which the model starts from the weights that one rank would draw."""
+
+    def parallelize_model(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        whole = _copy_to_draw_from(model, dims)
+        model = parallelize(model, dims, job_config)
+        start_as_one_rank(whole, [model])
         return model
 
-    def pipeline(model: nn.Module, dims: ParallelDims, job_config: JobConfig, *args: Any, **kwargs: Any) -> Any:
-        whole = copy.deepcopy(model) if _draws_like_one_rank(dims) else None
-        device, model_args, _, loss_fn = args
-        schedule, parts, first, last = upstream.pipelining_fn(
-            model, dims, job_config, device, model_args, parallelize_part, loss_fn, **kwargs
-        )
-        if whole is not None:
-            _start_as_one_rank(whole, parts)
-        return schedule, parts, first, last
-
-    def build_loss(*args: Any, **kwargs: Any) -> LossPerToken:
-        return LossPerToken(upstream.build_loss_fn(*args, **kwargs))
-
-    return replace(
-        upstream,
-        parallelize_fn=parallelize,
-        pipelining_fn=pipeline if upstream.pipelining_fn is not None else None,
-        build_dataloader_fn=build_text_dataloader,
-        build_loss_fn=build_loss,
-    )
+    return parallelize_model
 
 
-def _draws_like_one_rank(dims: ParallelDims) -> bool:
-    return platform.home() == "cpu" and dims.world_size > 1
+def pipelined(pipeline: PipeliningFunction, parallelize_part: ParallelizeFunction) -> PipeliningFunction:
+    """``pipeline`` with stages that are parallelised by ``parallelize_part`` and start as they would on one rank."""
+
+    def pipeline_model(
+        model: nn.Module,
+        dims: ParallelDims,
+        job_config: JobConfig,
+        device: torch.device,
+        model_args: Any,
+        parallelize: ParallelizeFunction,
+        loss_fn: LossFunction,
+    ) -> Any:
+        whole = _copy_to_draw_from(model, dims)
+        schedule, parts, *rest = pipeline(model, dims, job_config, device, model_args, parallelize_part, loss_fn)
+        start_as_one_rank(whole, parts)
+        return schedule, parts, *rest
+
+    return pipeline_model
 
 
-def _start_as_one_rank(whole: nn.Module, parts: list[nn.Module]) -> None:
-    from torchtitan_npu.distributed.start import start_as_one_rank
-
-    for part in parts:
-        start_as_one_rank(whole, part)
+def _copy_to_draw_from(model: nn.Module, dims: ParallelDims) -> nn.Module | None:
+    """The whole model, still on the meta device, where the layout would otherwise decide the initial weights."""
+    return copy.deepcopy(model) if platform.home() == "cpu" and dims.world_size > 1 else None
 
 
 def _multiply_experts_one_by_one(model: nn.Module) -> None:
@@ -116,18 +131,29 @@ def _multiply_experts_one_by_one(model: nn.Module) -> None:
             module.use_grouped_mm = False
 
 
-def _take_local_heads(model: nn.Module) -> None:
+def _take_local_heads(model: Any) -> None:
     """qwen3 hands attention DTensors over its heads, where torch's context parallel takes local tensors only."""
 
     def to_local(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(arg.to_local() if isinstance(arg, DTensor) else arg for arg in args)
 
-    for block in model.layers.values():  # type: ignore[union-attr, operator]
+    for block in model.layers.values():
         block.attention.inner_attention.register_forward_pre_hook(to_local)
 
 
-for _name in ADAPTED_MODELS:
-    _upstream = get_train_spec(_name)
-    if _name == "qwen3":  # its forward takes a stage of the model as llama3's does; only the entry is missing
-        _upstream = replace(_upstream, pipelining_fn=pipeline_llm)
-    register_train_spec(_name, adapt(_upstream))
+def _reduce_by_plain_sums(model: nn.Module) -> None:
+    """gloo has no pre-multiplied sum, which FSDP would reduce gradients with."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _register() -> None:
+    for name in ADAPTED_MODELS:
+        spec = get_train_spec(name)
+        if name == "qwen3":  # its forward takes a stage of the model as llama3's does; only the entry is missing
+            spec = replace(spec, pipelining_fn=pipeline_llm)
+        register_train_spec(name, adapt(spec))
+
+
+_register()

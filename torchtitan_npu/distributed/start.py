@@ -9,6 +9,7 @@ DTensor does it right.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,21 +18,25 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 
-def start_as_one_rank(whole: nn.Module, part: Any) -> None:
-    """Make ``part.init_weights`` give ``part`` the values that ``whole.init_weights`` gives on one rank.
+def start_as_one_rank(whole: nn.Module | None, parts: list[Any]) -> None:
+    """Make the ``init_weights`` of each of ``parts`` give it the values that ``whole.init_weights`` gives on one rank.
 
-    ``whole`` is the model on the meta device before it was parallelised; ``part`` the parallelised model or a pipeline
-    stage of it. Only this instance's ``init_weights`` changes.
+    ``whole`` is the model on the meta device before it was parallelised, or None where nothing needs doing; ``parts``
+    are the parallelised model or its pipeline stages. Only these instances' ``init_weights`` change.
     """
-    init_part = part.init_weights
+    if whole is not None:
+        for part in parts:
+            part.init_weights = _from_one_rank(whole, part, part.init_weights)
 
+
+def _from_one_rank(whole: nn.Module, part: nn.Module, init_part: Callable[..., None]) -> Callable[..., None]:
     def init_weights(*args: Any, **kwargs: Any) -> None:
         init_part(*args, **kwargs)  # for the buffers
         values = _values_on_one_rank(whole)
         wanted: dict[str, Any] = {name: values[name] for name in get_model_state_dict(part)}
         set_model_state_dict(part, wanted, options=StateDictOptions(full_state_dict=True, strict=True))
 
-    part.init_weights = init_weights
+    return init_weights
 
 
 def _values_on_one_rank(whole: nn.Module) -> dict[str, torch.Tensor]:
