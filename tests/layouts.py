@@ -30,6 +30,7 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
         "debugmodel_moe",
         {"n_layers": 4, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "moe_inter_dim": 32},
     ),
+    "llama4": ("llama4", "debugmodel", {"n_layers": 4, "dim": 64, "n_heads": 4}),
     "deepseek_v3": (
         "deepseek_v3",
         "debugmodel",
@@ -60,11 +61,12 @@ DEGREES = {
 
 
 class Record(NamedTuple):
-    """What one rank saw: the loss and gradient norm it reports at each step, and the first step's gradients."""
+    """What one rank saw: losses and gradient norms as reported, the first step's gradients, the validation loss."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
+    validation: list[float]
 
 
 def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = None) -> Record:
@@ -78,7 +80,7 @@ def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = N
     with tempfile.TemporaryDirectory() as folder:
         config.job.dump_folder = folder
         trainer = entry.Trainer(config)
-        record = Record([], [], {})
+        record = Record([], [], {}, [])
         report = trainer.metrics_processor.log
 
         def log(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
@@ -97,6 +99,9 @@ def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = N
         for _ in range(STEPS):
             trainer.step += 1
             trainer.train_step(batches)
+        if config.validation.enable:
+            trainer.metrics_processor.log_validation = lambda loss, step: record.validation.append(loss)
+            trainer.validator.validate(trainer.model_parts, STEPS)
         trainer.close()
     return record
 
@@ -121,6 +126,8 @@ def add_flavors() -> None:
         tiny = dataclasses.replace(copy.deepcopy(args[flavor]), **smaller)
         if name == "qwen3_moe":
             tiny.moe_args.num_experts, tiny.moe_args.top_k = 8, 2
+        if name == "llama4":
+            tiny.moe_args.num_experts = 4
         args[name] = tiny  # type: ignore[index]
 
 
@@ -144,6 +151,8 @@ def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> A
         setattr(config.parallelism, DEGREES[name], degree)
     ranks = int(os.environ["WORLD_SIZE"]) // (layout.get("tp", 1) * layout.get("cp", 1) * layout.get("pp", 1))
     config.training.local_batch_size = max(1, GLOBAL_BATCH // ranks // 2)  # where there is room, gradients accumulate
+    config.validation.dataset, config.validation.seq_len, config.validation.steps = "tiny_corpus_validation", SEQ_LEN, 2
+    config.validation.local_batch_size = GLOBAL_BATCH // ranks
     for key, value in options.items():
         section, _, field = key.rpartition(".")
         setattr(getattr(config, section), field, value)

@@ -10,6 +10,7 @@ raised, the first one first.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -118,6 +119,7 @@ def _serve(rank: int, connection: Connection) -> None:
     """A worker's life: answer tasks until the session ends."""
     import tests.multirank_preload  # noqa: F401  (here only where the server could not find it)
 
+    faulthandler.enable()  # a crash in native code shows where it was called from
     while True:
         try:
             task = connection.recv_bytes()

@@ -84,6 +84,14 @@ def test_whole_numbers_are_floats_and_nested_sections_work(tmp_path: Path) -> No
         (["--job.config_file", "no/such.toml"], "job.config_file no/such.toml: No such file or directory"),
         (["--job.config-file=."], "job.config_file .: Is a directory"),
         (["--job.config_file"], "--job.config_file needs a value"),
+        (
+            [
+                "--job.config_file",
+                "torchtitan_npu/train_configs/llama3_debugmodel.toml",
+                "--job.custom_config_module=nix",
+            ],
+            "job.custom_config_module 'nix': No module named 'nix'",
+        ),
         (["--model.hf_assets_path", "no/such/folder"], "model.hf_assets_path no/such/folder: no such folder"),
     ],
 )

@@ -38,6 +38,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         ("[model\n", [], "no valid TOML"),
         (None, [], "job.config_file job.toml: No such file or directory"),
         ("", ["--parallelism.tensor_parallel_degree", "3"], "1 ranks"),
+        ("", ["--experimental.custom_import", "no_such_module"], "No module named 'no_such_module'"),
         (
             "",
             [
@@ -47,7 +48,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
             "npu_rms_norm found no nn.RMSNorm in PlainModel",
         ),
     ],
-    ids=["unknown-converter", "twice", "misspelt-key", "syntax", "missing-file", "nproc", "no-target"],
+    ids=["unknown-converter", "twice", "misspelt-key", "syntax", "missing-file", "nproc", "import", "no-target"],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(
     toml: str | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ LAYOUTS = {
         "llama3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"],
         "qwen3": ["shard2", "replicate2 shard1", "tp2", "cp2"],
         "qwen3_moe": ["pp2", "ep2", "tp2 ep2"],
+        "llama4": ["tp2", "tp2 ep2"],
         "deepseek_v3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2", "ep2", "tp2 ep2", "cp2 ep2"],
     },
     4: {
@@ -69,11 +71,11 @@ def one_rank(model: str) -> Record:
     return run_on_ranks(1, train, model, {}, process_group=False)[0]
 
 
-def whole(records: list[Record], degrees: dict[str, int]) -> Record:
+def whole(records: list[Record]) -> Record:
     """What the ranks saw together: a pipeline's last stage knows the loss, each stage has its own parameters."""
-    last_stage = records[len(records) - len(records) // degrees.get("pp", 1)]
+    last_stage = next(record for record in records if record.losses[0] > 0)  # the others report -1
     gradients = {name: grad for record in records for name, grad in record.gradients.items()}
-    return Record(last_stage.losses, last_stage.norms, gradients)
+    return Record(last_stage.losses, last_stage.norms, gradients, last_stage.validation)
 
 
 def assert_equal_training(actual: Record, expected: Record) -> None:
@@ -89,9 +91,34 @@ def assert_equal_training(actual: Record, expected: Record) -> None:
 @pytest.mark.parametrize(("ranks", "model", "text"), CASES, ids=[f"{m}-{r}-{t or 'alone'}" for r, m, t in CASES])
 def test_any_layout_gives_one_ranks_loss_and_gradients(ranks: int, model: str, text: str) -> None:
     records = run_on_ranks(ranks, train, model, layout(text), process_group=False)
-    actual = whole(records, layout(text))
+    actual = whole(records)
     if ranks == 1:
         assert actual.losses == one_rank(model).losses  # the same run again: bit by bit
         assert all(torch.equal(actual.gradients[name], grad) for name, grad in one_rank(model).gradients.items())
     else:
         assert_equal_training(actual, one_rank(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "options"),
+    [
+        ("llama3", "pp2", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
+        ("llama3", "pp2", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
+        ("llama3", "cp2", {"parallelism.context_parallel_load_balancer": None}),
+        ("qwen3", "tp2", {"activation_checkpoint.mode": "selective", "model.converters": ["npu_rms_norm"]}),
+        ("deepseek_v3", "tp2 ep2", {"activation_checkpoint.mode": "full", "model.converters": ["npu_rms_norm"]}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_options_give_one_ranks_loss_and_gradients(model: str, text: str, options: dict[str, Any]) -> None:
+    records = run_on_ranks(2, train, model, layout(text), options, process_group=False)
+    assert_equal_training(whole(records), one_rank(model))
+
+
+@pytest.mark.parametrize("text", ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"])
+def test_any_layout_gives_one_ranks_validation_loss(text: str) -> None:
+    options = {"validation.enable": True}
+    (alone,) = run_on_ranks(1, train, "llama3", {}, options, process_group=False)
+    actual = whole(run_on_ranks(2, train, "llama3", layout(text), options, process_group=False))
+    assert actual.validation == pytest.approx(alone.validation, rel=TOLERANCE)
+    assert len(alone.validation) == 1 and 7 < alone.validation[0] < 9

@@ -30,6 +30,13 @@ def job(**options: Any) -> JobConfig:
 def test_a_good_job_passes(model: str) -> None:
     check_job(job(model__name=model, model__converters=["npu_rms_norm"]), world_size=4)
     check_job(job(model__name=model, parallelism__tensor_parallel_degree=2), world_size=4)
+    check_job(job(model__name=model, training__dataset="TINY_CORPUS"), world_size=1)
+
+
+def test_torchtitans_own_converters_and_experiments_are_known() -> None:
+    check_job(job(model__converters=["quantize.linear.float8"]), world_size=1)
+    with pytest.raises(UsageError, match=r"model\.flavor 'nonsense' is not known"):
+        check_job(job(model__name="simple_fsdp.llama3", model__flavor="nonsense"), world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,33 @@ def test_a_good_job_passes(model: str) -> None:
             {"parallelism__pipeline_parallel_degree": 2, "model__name": "qwen3"},
             2,
             "parallelism.pipeline_parallel_degree must be 1: model.flavor 'debugmodel' ties its output",
+        ),
+        ({"training__local_batch_size": 0}, 1, "training.local_batch_size is 0; it must be at least 1"),
+        ({"training__dataset_path": "no/such"}, 1, "training.dataset_path no/such: no such file or folder"),
+        (
+            {"validation__enable": True, "validation__dataset": "tiny"},
+            1,
+            "validation.dataset 'tiny' is not known; did you",
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 3, "training__seq_len": 60},
+            3,
+            "tensor_parallel_degree 3 does not divide",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 8},
+            8,
+            "parallelism.pipeline_parallel_degree 8 exceeds the 6 layers",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "1F1BB"},
+            2,
+            "parallelism.pipeline_parallel_schedule '1F1BB'",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "DualPipeV"},
+            2,
+            "needs an accelerator",
         ),
         ({"training__global_batch_size": 6, "training__local_batch_size": 4}, 1, "training.global_batch_size 6"),
         ({"training__seq_len": 65}, 1, "training.seq_len 65 is no multiple of 2"),

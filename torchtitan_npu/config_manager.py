@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import types
@@ -47,6 +48,9 @@ class JobConfigManager(ConfigManager):
             raise UsageError(f"job.config_file {path}: {error.strerror}") from error
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"job.config_file {path}: no valid TOML: {error}") from error
+        custom = _option(args, "job.custom_config_module") or _lookup(table, "job", "custom_config_module")
+        if custom:
+            import_module("job.custom_config_module", custom)
         _check(self._maybe_add_custom_config(args, table), table, path)
         return table
 
@@ -57,6 +61,19 @@ class JobConfigManager(ConfigManager):
         if model.tokenizer_path is None and not os.path.exists(model.hf_assets_path):
             raise UsageError(f"model.hf_assets_path {model.hf_assets_path}: no such folder")
         super()._validate_config()
+
+
+def import_module(key: str, name: str) -> None:
+    """Import the module that the job names under ``key``."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{key} {name!r}: {error}") from error
+
+
+def _lookup(table: dict[str, Any], section: str, key: str) -> Any:
+    values = table.get(section)
+    return values.get(key) if isinstance(values, dict) else None
 
 
 def _option(args: Sequence[str], name: str) -> str | None:

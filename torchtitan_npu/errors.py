@@ -14,4 +14,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` when one of ``known`` is close to ``name``, else an empty string."""
     by_lower_case = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
+    close = close or [k for k in by_lower_case if name.lower() in k][:1]
     return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""

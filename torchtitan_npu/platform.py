@@ -120,10 +120,13 @@ def _let_histc_count_integers() -> None:
     def histc(keys: Any, x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
         if x.is_floating_point():
             return floating.call_boxed(keys, x, bins, min, max)
+        if bins <= 0 or max <= min:
+            raise RuntimeError(f"histc of integers needs bins > 0 and max > min, not {bins}, {max} and {min}")
         # equal bins over [min, max], the last one closed, as torch counts; what lies outside is left out
-        bin_of = ((x - min) * bins).div(max - min, rounding_mode="floor").long().clamp_max(bins - 1)
-        inside = ((x >= min) & (x <= max)).to(x.dtype)
-        return x.new_zeros(bins).scatter_add_(0, bin_of.clamp_min(0), inside)
+        values = x.flatten().long()
+        values = values[(values >= min) & (values <= max)]
+        bin_of = ((values - min) * bins).div(max - min, rounding_mode="floor").long().clamp_max(bins - 1)
+        return torch.bincount(bin_of, minlength=bins).to(x.dtype)
 
     def histc_fake(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
         return x.new_empty(bins)

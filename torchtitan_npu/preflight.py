@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import Counter
 
 import torch
 from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torchtitan.config.job_config import Training, Validation
+from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models import _supported_models
 from torchtitan.models.moe.moe import MoE
@@ -19,14 +23,18 @@ from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.train_specs import AdaptedTrainSpec
 
 
 def check_job(config: JobConfig, world_size: int) -> None:
     """Raise :class:`UsageError` for the first thing that keeps ``config`` from running on ``world_size`` ranks."""
-    _known("model.name", config.model.name, {*_supported_models, *_extra_train_specs})
+    _known("model.name", config.model.name, {*_supported_models, *_supported_experiments, *_extra_train_specs})
     spec = get_train_spec(config.model.name)
     _known("model.flavor", config.model.flavor, spec.model_args)
-    _known("training.dataset", config.training.dataset, DATASETS)
+    if isinstance(spec, AdaptedTrainSpec):  # others may bring data of their own
+        _check_data("training", config.training)
+        if config.validation.enable:
+            _check_data("validation", config.validation)
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
@@ -34,6 +42,11 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _check_batch(config, dims)
     if platform.home() == "cpu":
         _check_cpu(config, spec)
+    if dims.pp_enabled and not isinstance(spec, AdaptedTrainSpec):
+        raise UsageError(
+            f"parallelism.pipeline_parallel_degree must be 1 for model.name {config.model.name!r} unless its TrainSpec "
+            "is registered as torchtitan_npu.train_specs.adapt(spec): the gradients would be those of the summed loss"
+        )
     model = _build(config, spec)
     _check_model(config, dims, model)
     for name in config.model.converters:
@@ -45,6 +58,15 @@ def _known(key: str, value: str, known: object) -> None:
     names = sorted(known)  # type: ignore[call-overload]
     if value not in names:
         raise UsageError(f"{key} {value!r} is not known{nearest(value, names)} (known: {', '.join(names)})")
+
+
+def _check_data(section: str, data: Training | Validation) -> None:
+    _known(f"{section}.dataset", data.dataset.lower(), DATASETS)
+    for key in ("local_batch_size", "seq_len"):
+        if getattr(data, key) < 1:
+            raise UsageError(f"{section}.{key} is {getattr(data, key)}; it must be at least 1")
+    if data.dataset_path and "tiny_corpus" in data.dataset.lower() and not os.path.exists(data.dataset_path):
+        raise UsageError(f"{section}.dataset_path {data.dataset_path}: no such file or folder")
 
 
 def _check_converters(config: JobConfig) -> None:
@@ -122,12 +144,22 @@ def _check_batch(config: JobConfig, dims: ParallelDims) -> None:
             f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} "
             "(2 × tensor_parallel_degree × context_parallel_degree)"
         )
+    if dims.pp_enabled:
+        _check_schedule(config)
     microbatch = config.parallelism.pipeline_parallel_microbatch_size
     if dims.pp_enabled and training.local_batch_size % microbatch:
         raise UsageError(
             f"training.local_batch_size {training.local_batch_size} is no multiple of "
             f"parallelism.pipeline_parallel_microbatch_size {microbatch}"
         )
+
+
+def _check_schedule(config: JobConfig) -> None:
+    name = config.parallelism.pipeline_parallel_schedule
+    try:
+        get_schedule_class(name)
+    except ValueError as error:
+        raise UsageError(f"parallelism.pipeline_parallel_schedule {name!r}: {error}") from error
 
 
 def _check_cpu(config: JobConfig, spec: TrainSpec) -> None:
@@ -138,6 +170,10 @@ def _check_cpu(config: JobConfig, spec: TrainSpec) -> None:
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+        'parallelism.pipeline_parallel_schedule = "DualPipeV"': (
+            config.parallelism.pipeline_parallel_schedule == "DualPipeV"
+            and config.parallelism.pipeline_parallel_degree > 1
+        ),
         f"model.flavor {config.model.flavor!r} ({attention} attention)": attention in ("flex", "varlen"),
     }
     for what, asked in refused.items():
@@ -165,6 +201,16 @@ def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> Non
             raise UsageError(
                 f"parallelism.expert_parallel_degree {dims.ep} does not divide the {experts[0]} experts of {flavor}"
             )
+    args = getattr(model, "model_args", None)
+    for key in ("n_heads", "n_kv_heads"):
+        if (heads := getattr(args, key, None)) and heads % dims.tp:
+            raise UsageError(f"parallelism.tensor_parallel_degree {dims.tp} does not divide {key} {heads} of {flavor}")
+    if dims.pp_enabled and (layers := getattr(args, "n_layers", dims.pp)) < dims.pp:
+        raise UsageError(f"parallelism.pipeline_parallel_degree {dims.pp} exceeds the {layers} layers of {flavor}")
+    if dims.cp_enabled and config.validation.enable and not hasattr(model, "freqs_cis"):
+        raise UsageError(
+            f"validation.enable with context parallel is not offered by TorchTitan for {config.model.name}"
+        )
     if dims.pp_enabled and ties_weights(model):
         raise UsageError(
             f"parallelism.pipeline_parallel_degree must be 1: {flavor} ties its output to its embedding, and they "

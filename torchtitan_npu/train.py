@@ -7,9 +7,9 @@ TorchTitan's own Trainer and options, plus ours.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ import torchtitan_npu
 from torchtitan_npu import platform
 from torchtitan_npu.errors import UsageError
 
+FIRST_ON_NODE = os.environ.get("LOCAL_RANK", "0") == "0"
+"""A mistake in the job is found by every rank alike; one of them a node says so."""
+
 platform.prepare()
 torchtitan_npu.register()
 
@@ -25,7 +28,7 @@ from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
 
 from torchtitan_npu.config import JobConfig  # noqa: E402
-from torchtitan_npu.config_manager import JobConfigManager  # noqa: E402
+from torchtitan_npu.config_manager import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
 from torchtitan_npu.preflight import check_job  # noqa: E402
 
@@ -71,16 +74,16 @@ def train(config: JobConfig) -> None:
 def main() -> None:
     init_logger()
     try:
-        config = JobConfigManager().parse_args()
+        with open(os.devnull, "w") as nowhere, redirect_stderr(sys.stderr if FIRST_ON_NODE else nowhere):
+            config = JobConfigManager().parse_args()
         if config.experimental.custom_import:  # its models and converters have to be known to the checks
-            importlib.import_module(config.experimental.custom_import)
+            import_module("experimental.custom_import", config.experimental.custom_import)
         # without real communication TorchTitan takes the number of ranks from NGPU
         ranks = os.environ.get("WORLD_SIZE" if config.comm.mode == "default" else "NGPU", "1")
         check_job(config, int(ranks))
         train(config)
     except UsageError as error:
-        # every rank finds the same; one line a node is enough
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if FIRST_ON_NODE:
             print(f"torchtitan_npu: error: {error}", file=sys.stderr)
         sys.exit(2)
 

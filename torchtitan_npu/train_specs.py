@@ -30,22 +30,31 @@ from torchtitan_npu import platform
 from torchtitan_npu.data import build_text_dataloader
 from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
 from torchtitan_npu.distributed.moe_gradients import mend_moe_gradients
+from torchtitan_npu.distributed.parallel_dims import ParallelDims as OurParallelDims
 from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.validate import Validator
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 
 
-def adapt(upstream: TrainSpec) -> TrainSpec:
-    """``upstream`` with our data loading, a divisible loss and parallelisation that is right in every home."""
+class AdaptedTrainSpec(TrainSpec):
+    """A TrainSpec that :func:`adapt` made."""
+
+
+def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
+    """``upstream`` with our data and validation, a divisible loss and parallelisation that is right in every home."""
     parallelize_part = mended(upstream.parallelize_fn)
-    return replace(
+    ours = replace(
         upstream,
         parallelize_fn=started_alike(parallelize_part),
         pipelining_fn=upstream.pipelining_fn and pipelined(upstream.pipelining_fn, parallelize_part),
         build_dataloader_fn=build_text_dataloader,
         build_loss_fn=lambda *args, **kwargs: LossPerToken(upstream.build_loss_fn(*args, **kwargs)),
+        build_validator_fn=Validator,
     )
+    return AdaptedTrainSpec(**vars(ours))
 
 
 class LossPerToken:
@@ -68,6 +77,7 @@ def mended(parallelize: ParallelizeFunction) -> ParallelizeFunction:
 
     def parallelize_part(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         home = platform.home()
+        _require_our_trainer(dims)
         if home != "cuda":
             _multiply_experts_one_by_one(model)
         if dims.cp_enabled and home == "cpu":
@@ -122,6 +132,16 @@ def pipelined(pipeline: PipeliningFunction, parallelize_part: ParallelizeFunctio
 def _copy_to_draw_from(model: nn.Module, dims: ParallelDims) -> nn.Module | None:
     """The whole model, still on the meta device, where the layout would otherwise decide the initial weights."""
     return copy.deepcopy(model) if platform.home() == "cpu" and dims.world_size > 1 else None
+
+
+def _require_our_trainer(dims: ParallelDims) -> None:
+    """Under PP and DDP TorchTitan's Trainer has wrong gradients; ours, which mends them, brings its ParallelDims."""
+    ddp = dims.dp_replicate_enabled and not dims.fsdp_enabled
+    if (dims.pp_enabled or ddp) and not isinstance(dims, OurParallelDims):
+        key = "pipeline_parallel_degree" if dims.pp_enabled else "data_parallel_replicate_degree"
+        raise UsageError(
+            f"parallelism.{key} above 1 needs `-m torchtitan_npu.train`: in TorchTitan's entry its gradients are wrong"
+        )
 
 
 def _multiply_experts_one_by_one(model: nn.Module) -> None:

@@ -117,7 +117,9 @@ def test_the_gradient_norm_alone_can_diverge() -> None:
 
 
 def test_a_missing_gradient_norm_is_said() -> None:
-    result = compare(curve([8.0], [1.0]), curve([8.0]), Tolerance())
+    with pytest.raises(Unusable, match=r"no grad_norm in the candidate \(curve\); --allow-partial"):
+        compare(curve([8.0], [1.0]), curve([8.0]), Tolerance())
+    result = compare(curve([8.0], [1.0]), curve([8.0]), Tolerance(), allow_partial=True)
     assert result.verdict == IDENTICAL
     assert [metric.name for metric in result.metrics] == ["loss"]
     assert result.notes == ["grad_norm was not compared: there is none in the candidate (curve)"]

@@ -105,6 +105,8 @@ def compare(baseline: Curve, candidate: Curve, tolerance: Tolerance, allow_parti
             for side, curve in (("baseline", baseline), ("candidate", candidate))
             if not curve.metrics.get(name)
         ]
+        if len(lacking) == 1 and not allow_partial:
+            raise Unusable(f"there is no {name} in {lacking[0]}; --allow-partial compares what both sides have")
         if lacking:
             notes.append(f"{name} was not compared: there is none in {' and '.join(lacking)}")
             continue

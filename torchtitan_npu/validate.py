@@ -1,0 +1,44 @@
+"""Validation that gives one rank's loss on any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import Validator as TitanValidator
+from torchtitan.distributed.utils import dist_sum
+
+from torchtitan_npu.data import build_text_validation_dataloader
+
+
+class Validator(TitanValidator):
+    """TorchTitan's Validator on batches that do not depend on the layout, and the right mean under context parallel.
+
+    There TorchTitan divides by the tokens of a rank's share of the sequence, and adds up the shares: the loss comes out
+    as many times too large as there are shares (components/validate.py).
+    """
+
+    def __init__(self, *, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **kwargs: Any) -> None:
+        super().__init__(job_config, dp_world_size, dp_rank, tokenizer, **kwargs)
+        infinite = job_config.validation.steps != -1
+        self.validation_dataloader = build_text_validation_dataloader(
+            dp_world_size, dp_rank, tokenizer, job_config, infinite
+        )
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        inputs, labels, *rest = super().post_dataloading_process(input_dict, labels, model_parts)
+        dims = self.parallel_dims
+        if dims.cp_enabled:
+            tokens = (labels != IGNORE_INDEX).sum()
+            # TorchTitan will divide by the first of these, and should by the second
+            own_share = dist_sum(tokens, dims.get_optional_mesh("batch"))
+            self.loss_fn.tokens = dist_sum(tokens, dims.get_mesh("loss")) / own_share
+        return inputs, labels, *rest  # type: ignore[return-value]
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        super().validate(model_parts, step)
+        self.loss_fn.tokens = 1.0
