@@ -11,6 +11,7 @@ raised, the first one first.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -150,7 +151,10 @@ def _run(rank: int, task: bytes) -> Any:
     }
     if process_group:
         dist.init_process_group("gloo")
-    return fn(*args)
+    result = fn(*args)
+    if dist.is_initialized():
+        dist.barrier()  # nobody closes a connection that another rank still uses
+    return result
 
 
 def _tear_down() -> None:
@@ -160,6 +164,7 @@ def _tear_down() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # trainers are full of cycles, and hold on to their groups
     _clear_sharding_prop_cache()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
