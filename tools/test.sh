@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# Sets up and runs everything CI runs: ruff, mypy, pytest. Arguments go to pytest.
+# Sets up and runs everything CI runs: ruff, mypy, pytest, and the rehearsal against the real torch_npu. Arguments go to
+# pytest; then there is no rehearsal.
 set -euo pipefail
 . "$(dirname "$0")/setup_env.sh"
 ruff check .
 ruff format --check .
 mypy
 OMP_NUM_THREADS=1 python -m pytest "$@"
+if [ $# = 0 ]; then
+    (
+        . tools/rehearsal_env.sh
+        OMP_NUM_THREADS=1 python -m pytest tests/rehearsal
+    )
+fi

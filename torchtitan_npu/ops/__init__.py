@@ -7,7 +7,26 @@ with ``import torch``.
 
 from __future__ import annotations
 
-from torchtitan_npu.ops import rms_norm  # noqa: F401
+from torchtitan_npu.ops import (  # noqa: F401
+    fusion_attention,
+    grouped_matmul,
+    grouped_matmul_add,
+    lightning_indexer,
+    lightning_indexer_kl_loss,
+    moe_gating,
+    moe_permute,
+    moe_routing,
+    moe_routing_map,
+    moe_routing_map_unpermute,
+    moe_unpermute,
+    mrope,
+    rms_norm,
+    rope,
+    rotary,
+    sparse_flash_attention,
+    sparse_flash_attention_grad,
+    swiglu,
+)
 from torchtitan_npu.ops.vocabulary import OPS, Limit, Op, define
 
 __all__ = ["OPS", "Limit", "Op", "define"]

@@ -12,3 +12,10 @@ def by_name(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     schema = op._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def spelt_out(op: OpOverload, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """``(args, kwargs)`` to call ``op`` with: the inverse of :func:`by_name`."""
+    keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+    args = [value for name, value in arguments.items() if name not in keyword_only]
+    return args, {name: value for name, value in arguments.items() if name in keyword_only}

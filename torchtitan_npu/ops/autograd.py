@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from torchtitan_npu.ops.arguments import by_name
+from torchtitan_npu.ops.arguments import by_name, spelt_out
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,39 @@ class Autograd:
     the gradient of an output that nothing used is ``None``."""
 
 
+def not_implemented(name: str) -> Autograd:
+    """For an op that torch_npu registers for autograd without a gradient: its outputs require one, and it raises."""
+
+    def backward(npu: Any, ctx: Any, *output_grads: Tensor | None) -> Mapping[str, Tensor | None]:
+        raise RuntimeError(f"derivative for npu::{name} is not implemented")
+
+    return Autograd(save=lambda ctx, output, **arguments: None, backward=backward)
+
+
+@dataclass(frozen=True)
+class Through:
+    """Autograd of an op that torch_npu builds on another one: that one is what autograd and all below it see."""
+
+    op: str
+    """The name of the other op, which takes the same arguments; its first output is this op's output."""
+
+
+def through_kernel(op: OpOverload, through: Through, check: Callable[..., None]) -> Callable[..., Any]:
+    """The kernel of ``op`` for the Autograd dispatch key; ``check`` is ``op``'s own, so errors name what was called."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        check(**by_name(op, args, kwargs))
+        return getattr(getattr(torch.ops, op.namespace), through.op).default(*args, **kwargs)[0]
+
+    return kernel
+
+
 def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
     """The kernel of ``op`` for the Autograd dispatch key (``with_keyset=True``)."""
     npu = getattr(torch.ops, op.namespace)
-    keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
 
     def below_autograd(keyset: torch._C.DispatchKeySet, arguments: dict[str, Any]) -> Any:
-        args = [value for name, value in arguments.items() if name not in keyword_only]
-        kwargs = {name: value for name, value in arguments.items() if name in keyword_only}
+        args, kwargs = spelt_out(op, arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 

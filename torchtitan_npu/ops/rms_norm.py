@@ -1,4 +1,4 @@
-"""``npu_rms_norm`` and ``npu_rms_norm_backward``: root mean square normalisation over trailing dimensions."""
+"""``npu_rms_norm``, ``npu_rms_norm_backward`` and ``npu_add_rms_norm``: root mean square normalisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from torchtitan_npu.ops.autograd import Autograd
+from torchtitan_npu.ops.autograd import Autograd, not_implemented
 from torchtitan_npu.ops.reference import rms_norm as reference
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
@@ -25,15 +25,20 @@ def _rstd_shape(input: Tensor, gamma: Tensor) -> list[int]:
     return [*input.shape[: input.dim() - gamma.dim()], *([1] * gamma.dim())]
 
 
+def _problems(name: str, x: Tensor, gamma: Tensor) -> Iterator[str]:
+    """What is wrong with normalising ``x``, the argument ``name``."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        yield f"{name} must be float16, bfloat16 or float32, not {x.dtype}"
+    if x.dim() > MAX_DIMS:
+        yield f"{name} must have at most {MAX_DIMS} dimensions, not {x.dim()}"
+    if gamma.dtype != x.dtype:
+        yield f"gamma must have the dtype of {name}, {x.dtype}, not {gamma.dtype}"
+    if not 1 <= gamma.dim() <= x.dim() or gamma.shape != x.shape[x.dim() - gamma.dim() :]:
+        yield f"gamma must have the trailing shape of {name} {tuple(x.shape)}, not {tuple(gamma.shape)}"
+
+
 def contract(input: Tensor, gamma: Tensor, **_: Any) -> Iterator[str]:
-    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        yield f"input must be float16, bfloat16 or float32, not {input.dtype}"
-    if input.dim() > MAX_DIMS:
-        yield f"input must have at most {MAX_DIMS} dimensions, not {input.dim()}"
-    if gamma.dtype != input.dtype:
-        yield f"gamma must have the dtype of input, {input.dtype}, not {gamma.dtype}"
-    if not 1 <= gamma.dim() <= input.dim() or gamma.shape != input.shape[input.dim() - gamma.dim() :]:
-        yield f"gamma must have the trailing shape of input {tuple(input.shape)}, not {tuple(gamma.shape)}"
+    yield from _problems("input", input, gamma)
 
 
 def fake(input: Tensor, gamma: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -106,5 +111,41 @@ declare(
         contract=backward_contract,
         sharding=backward_sharding,
         limits=LIMITS,
+    )
+)
+
+
+def add_contract(x1: Tensor, x2: Tensor, gamma: Tensor, **_: Any) -> Iterator[str]:
+    yield from _problems("x1", x1, gamma)
+    if (x2.shape, x2.dtype) != (x1.shape, x1.dtype):
+        yield (
+            f"x2 must have the shape and dtype of x1, {tuple(x1.shape)} and {x1.dtype}, "
+            f"not {tuple(x2.shape)} and {x2.dtype}"
+        )
+
+
+def add_fake(x1: Tensor, gamma: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = x1.new_empty(_rstd_shape(x1, gamma), dtype=_statistics_dtype(x1))
+    return torch.empty_like(x1), rstd, torch.empty_like(x1)
+
+
+def add_sharding(x1: Any, gamma: Any, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+    for dim in range(x1.ndim - gamma.ndim):
+        yield [Shard(dim), Shard(dim), Shard(dim)], {"x1": Shard(dim), "x2": Shard(dim)}
+
+
+declare(
+    Op(
+        schema="npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
+        "-> (Tensor, Tensor, Tensor)",
+        reference=reference.npu_add_rms_norm,
+        fake=add_fake,
+        contract=add_contract,
+        sharding=add_sharding,
+        autograd=not_implemented("npu_add_rms_norm"),
+        limits=(
+            Limit("x1.dtype", lambda x1, **_: x1.dtype, (torch.float16, torch.bfloat16, torch.float32)),
+            Limit("the number of dimensions of x1", lambda x1, **_: x1.dim(), range(1, MAX_DIMS + 1)),
+        ),
     )
 )

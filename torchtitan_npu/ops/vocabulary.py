@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.arguments import by_name
-from torchtitan_npu.ops.autograd import Autograd, autograd_kernel
-from torchtitan_npu.ops.sharding import Sharding, has_sharding_rule, register_sharding_rule
+from torchtitan_npu.ops.autograd import Autograd, Through, autograd_kernel, through_kernel
+from torchtitan_npu.ops.sharding import Localize, Sharding, has_sharding_rule, register_sharding_rule
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Op:
     """Yields what is wrong with the arguments: what torch_npu rejects whatever the size. Runs before every kernel."""
     sharding: Sharding
     """The ways DTensor may shard the op over one mesh dimension."""
-    autograd: Autograd | None = None
+    localize: Localize | None = None
+    """The plain arguments that change with the shards a rank holds."""
+    autograd: Autograd | Through | None = None
     """``None`` where torch_npu has none: its gradients are silently missing there, and so they are here."""
     limits: tuple[Limit, ...] = ()
 
@@ -109,7 +111,7 @@ def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
             _define(library, namespace, op)
     for op in ops:
         if not has_sharding_rule(op.overload(namespace)):
-            register_sharding_rule(op.overload(namespace), op.sharding)
+            register_sharding_rule(op.overload(namespace), op.sharding, op.localize)
     return [op.name for op in missing]
 
 
@@ -136,7 +138,9 @@ def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
     library.impl(op.name, checked(op.reference), "CPU")
     library.impl(op.name, checked(op.cuda or op.reference), "CUDA")
     torch.library.register_fake(f"{namespace}::{op.name}", checked(op.fake), lib=library)
-    if op.autograd is not None:
+    if isinstance(op.autograd, Through):
+        library.impl(op.name, through_kernel(overload, op.autograd, op.check), "Autograd")
+    elif op.autograd is not None:
         library.impl(op.name, autograd_kernel(overload, op.autograd), "Autograd", with_keyset=True)
 
 

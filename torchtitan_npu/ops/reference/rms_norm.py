@@ -40,5 +40,15 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
     return torch.empty_like(input).copy_(dx), torch.empty_like(gamma, dtype=dgamma.dtype).copy_(dgamma)
 
 
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    r""":func:`npu_rms_norm` of the sum ``x = x1 + x2``, rounded to its dtype first as it is without the fusion.
+
+    ``x1`` and ``x2`` (..., \*N), ``gamma`` (\*N). Returns ``y``, ``rstd`` and ``x``.
+    """
+    x = torch.empty_like(x1).copy_(x1 + x2)
+    y, rstd = npu_rms_norm(x, gamma, epsilon)
+    return y, rstd, x
+
+
 def _upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in tensors)

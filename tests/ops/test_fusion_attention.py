@@ -1,0 +1,537 @@
+"""``npu_fusion_attention`` and its gradient: against a float64 oracle, against ``F.scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import attention_oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from error_budget import assert_within, rounding_budget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.reference import fusion_attention as reference
+
+npu_fusion_attention = torch.ops.npu.npu_fusion_attention
+npu_fusion_attention_grad = torch.ops.npu.npu_fusion_attention_grad
+CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+@dataclass
+class Call:
+    """One call, its gradient, and what each document's queries see."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dy: Tensor
+    heads: int
+    key_heads: int
+    layout: str
+    keywords: dict[str, Any]
+    visible: list[Tensor]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def run(self, *tensors: Tensor) -> tuple[Any, ...]:
+        return npu_fusion_attention(*(tensors or self.tensors()), self.heads, self.layout, **self.keywords)
+
+    def split(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """A tensor of the queries' or the keys' shape, by documents."""
+        heads, ends = (self.heads, "actual_seq_qlen") if what == "queries" else (self.key_heads, "actual_seq_kvlen")
+        return attention_oracle.documents(tensor, self.layout, heads, self.keywords.get(ends))
+
+    def statistics(self, packed: Tensor) -> list[Tensor]:
+        ends = self.keywords.get("actual_seq_qlen")
+        return attention_oracle.statistics(packed, self.layout, self.keywords.get("softmax_layout", ""), ends)
+
+
+STRIDES = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+}
+
+
+def lay_out(rows: Tensor, layout: str) -> Tensor:
+    """(B, S, N, D) in another layout."""
+    if layout == "BNSD":
+        return rows.transpose(1, 2).contiguous()
+    if layout == "BSH":
+        return rows.flatten(2)
+    if layout == "SBH":
+        return rows.transpose(0, 1).flatten(2)
+    return rows[0] if layout == "TND" else rows
+
+
+def make_call(
+    layout: str = "BSND",
+    queries: list[int] | int = 6,
+    keys: list[int] | int = 5,
+    batch: int = 2,
+    key_heads: int = 2,
+    group: int = 2,
+    size: int = 8,
+    value_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    sparse_mode: int = 0,
+    mask: str = "none",
+    strides: str = "contiguous",
+    softmax_layout: str = "",
+    seed: int = 0,
+) -> Call:
+    """In TND ``queries`` and ``keys`` are the documents' lengths; ``mask`` is none, SS, 11SS, B1SS or BNSS."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [(queries, keys)] * batch if isinstance(queries, int) else list(zip(queries, keys, strict=True))  # type: ignore[arg-type]
+    packed = layout == "TND"
+    sums = tuple(sum(pair[i] for pair in lengths) for i in range(2)) if packed else (queries, keys)
+    heads = key_heads * group
+
+    def make(length: int, n: int, d: int) -> Tensor:
+        rows = torch.randn(1 if packed else batch, length, n, d, generator=generator, dtype=torch.float64).to(dtype)
+        return STRIDES[strides](lay_out(rows, layout))
+
+    keywords: dict[str, Any] = {"scale": 1 / math.sqrt(size), "sparse_mode": sparse_mode}
+    if packed:
+        ends = torch.tensor(lengths).cumsum(0)
+        keywords |= {"actual_seq_qlen": ends[:, 0].tolist(), "actual_seq_kvlen": ends[:, 1].tolist()}
+        keywords["softmax_layout"] = softmax_layout
+    visible = [torch.ones(1, *pair, dtype=torch.bool) for pair in lengths]
+    if sparse_mode in (2, 3):
+        keywords["atten_mask"] = CAUSAL
+        visible = [one.tril(k - q if sparse_mode == 3 else 0) for one, (q, k) in zip(visible, lengths, strict=True)]
+    elif mask != "none":
+        shape = [max(pair[i] for pair in lengths) for i in range(2)] if packed else [queries, keys]
+        leading = {"SS": [], "11SS": [1, 1], "B1SS": [batch, 1], "BNSS": [batch, heads]}[mask]
+        hidden = torch.rand(*leading, *shape, generator=generator) < 0.4
+        keywords["atten_mask"] = hidden
+        if mask == "SS":
+            visible = [~hidden[None, :q, :k] for q, k in lengths]
+        else:
+            visible = [~hidden[i if hidden.shape[0] > 1 else 0] for i in range(batch)]
+    tensors = make(sums[0], heads, size), make(sums[1], key_heads, size), make(sums[1], key_heads, value_size)
+    return Call(*tensors, make(sums[0], heads, value_size), heads, key_heads, layout, keywords, visible)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    layout = draw(st.sampled_from(["BSND", "BNSD", "TND", "TND", "BSH", "SBH"]))
+    packed = layout == "TND"
+    batch = draw(st.integers(1, 3) if packed else st.integers(0, 2))
+    lengths = st.lists(st.integers(0, 6), min_size=batch, max_size=batch) if packed else st.integers(1, 7)
+    sparse_mode = draw(st.sampled_from([0, 1, 2, 3]))
+    masks = ["SS"] if packed or not batch else ["SS", "11SS", "B1SS", "BNSS"]
+    size = draw(st.integers(1, 6))
+    return make_call(
+        layout=layout,
+        queries=draw(lengths),
+        keys=draw(lengths),
+        batch=batch,
+        key_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        size=size,
+        value_size=draw(st.integers(1, size)),
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])),
+        sparse_mode=sparse_mode,
+        mask=draw(st.sampled_from(masks if sparse_mode == 1 else ["none", *masks])),
+        strides=draw(st.sampled_from(sorted(STRIDES))),
+        softmax_layout=draw(st.sampled_from(["", "TND"])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def compute(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check(call: Call) -> None:
+    """Outputs, statistics and gradients of one call."""
+    dtype, precision = call.query.dtype, compute(call.query.dtype)
+    leaves = [tensor.detach().requires_grad_() for tensor in call.tensors()]
+    output, softmax_max, softmax_sum, softmax_out, *dropout = call.run(*leaves)
+    assert (output.dtype, softmax_max.dtype, softmax_out.shape, dropout) == (dtype, precision, (0,), [0, 0, 0])
+    output.backward(call.dy)
+
+    queries = [call.split(tensor, "queries") for tensor in (call.query, call.dy, output.detach(), leaves[0].grad)]
+    keys = [call.split(tensor, "keys") for tensor in (call.key, call.value, leaves[1].grad, leaves[2].grad)]
+    softmax = call.statistics(softmax_max.detach()), call.statistics(softmax_sum.detach())
+    scale = call.keywords["scale"]
+    for (q, dy, o, dq), (k, v, dk, dv), (m, l), visible in zip(  # noqa: E741
+        zip(*queries, strict=True), zip(*keys, strict=True), zip(*softmax, strict=True), call.visible, strict=True
+    ):
+        oracle = attention_oracle.forward(q, k, v, visible, scale, precision)
+        assert_within("o", o, oracle.o, oracle.o_budget + rounding_budget(oracle.o, dtype))
+        blind = ~visible.any(-1).expand(m.shape)
+        assert (m[blind] == torch.finfo(precision).min).all() and (l[blind] == 0).all()
+        assert_within("m", m[~blind], oracle.m[~blind], oracle.m_budget[~blind])
+        assert_within("l", l[~blind], oracle.l[~blind], oracle.l_budget[~blind])
+
+        grads = attention_oracle.backward(q, k, v, visible, scale, dy, o, m, l, precision)
+        for name, actual, expected, budget in zip("qkv", (dq, dk, dv), grads.grads, grads.budgets, strict=True):
+            assert_within(f"d{name}", actual, expected, budget + rounding_budget(expected, dtype))
+
+
+@settings(max_examples=120, deadline=None)
+@given(calls(), st.sampled_from([1, 17, 1 << 24]))
+def test_agrees_with_the_oracle(call: Call, scores_at_a_time: int) -> None:
+    with patch.object(reference, "SCORES_AT_A_TIME", scores_at_a_time):
+        check(call)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BNSD", "BSH", "SBH"])
+@pytest.mark.parametrize("sparse_mode", [0, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_layout_and_mode(layout: str, sparse_mode: int, dtype: torch.dtype) -> None:
+    check(make_call(layout, 9, 13, sparse_mode=sparse_mode, dtype=dtype, size=16, value_size=12))
+
+
+def test_packed_documents_see_only_themselves() -> None:
+    """Each document of a TND call gets what it gets alone."""
+    lengths = [3, 0, 5, 1]
+    call = make_call("TND", lengths, lengths, sparse_mode=2, dtype=torch.float64)
+    together = call.split(call.run()[0], "queries")
+    for i, tensors in enumerate(
+        zip(*(call.split(t, w) for t, w in zip(call.tensors(), ["queries", "keys", "keys"], strict=True)), strict=True)
+    ):
+        rows = [tensor.transpose(0, 1) for tensor in tensors]
+        ends = {"actual_seq_qlen": [lengths[i]], "actual_seq_kvlen": [lengths[i]]}
+        alone = npu_fusion_attention(*rows, call.heads, "TND", **call.keywords | ends)[0]
+        assert torch.equal(alone.transpose(0, 1), together[i])
+
+
+A_THOUSAND_ROUNDINGS = 2e-13
+"""Of float64: how far two orders of the same short sums may be apart, and far less than an error in a formula."""
+
+
+@pytest.mark.parametrize("sparse_mode", [0, 2, 3])
+def test_agrees_with_torch(sparse_mode: int) -> None:
+    """In half precision torch rounds the probabilities, so in float32; its gradients, many sums deep, in float64."""
+    for dtype in (torch.float32, torch.float64):
+        call = make_call("BNSD", 7, 9, dtype=dtype, sparse_mode=sparse_mode, size=16, value_size=16)
+        leaves = [tensor.requires_grad_() for tensor in call.tensors()]
+        ours, scale = call.run()[0], call.keywords["scale"]
+        theirs = F.scaled_dot_product_attention(*leaves, attn_mask=call.visible[0][0], scale=scale, enable_gqa=True)
+        for i, visible in enumerate(call.visible):
+            oracle = attention_oracle.forward(*(t[i].detach() for t in leaves), visible, scale, dtype)
+            # both err within the same budget; hence twice the budget between the two
+            assert_within("o", ours[i], theirs[i].double(), 2 * (oracle.o_budget + rounding_budget(oracle.o, dtype)))
+    for mine, other in zip(*(torch.autograd.grad(o, leaves, call.dy) for o in (ours, theirs)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=A_THOUSAND_ROUNDINGS, atol=A_THOUSAND_ROUNDINGS)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        make_call("BSND", 4, 3, 1, 1, 2, 3, 2, torch.float64, mask="BNSS"),
+        make_call("BNSD", 3, 5, 1, 1, 2, 3, 3, torch.float64, sparse_mode=3),
+        make_call("BNSD", 5, 3, 1, 1, 1, 2, 2, torch.float64, sparse_mode=3),  # the first two rows see no key
+        make_call("TND", [2, 0, 3], [2, 1, 3], 3, 1, 2, 3, 2, torch.float64, sparse_mode=2),
+        make_call("TND", [2, 3], [2, 3], 2, 1, 2, 2, 2, torch.float64, softmax_layout="TND"),
+        make_call("SBH", 3, 3, 2, 2, 1, 2, 2, torch.float64, sparse_mode=2),
+    ],
+    ids=lambda call: f"{call.layout}-{call.keywords['sparse_mode']}",
+)
+def test_gradients_in_float64(call: Call) -> None:
+    leaves = [tensor.detach().requires_grad_() for tensor in call.tensors()]
+    assert torch.autograd.gradcheck(lambda *tensors: call.run(*tensors)[0], leaves)
+
+
+def test_opcheck() -> None:
+    for call in (make_call("BSND", sparse_mode=2), make_call("TND", [2, 3], [2, 2])):
+        leaves = [tensor.requires_grad_() for tensor in call.tensors()]
+        arguments = (*leaves, call.heads, call.layout)
+        torch.library.opcheck(npu_fusion_attention.default, arguments, call.keywords)
+        output, softmax_max, softmax_sum, softmax_in, *_ = (
+            t.detach() if isinstance(t, Tensor) else t for t in call.run()
+        )
+        keywords = {name: value for name, value in call.keywords.items() if name != "scale"}
+        keywords |= {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_in": softmax_in}
+        keywords |= {"attention_in": output, "scale_value": call.keywords["scale"]}
+        tensors = (*(leaf.detach() for leaf in leaves), call.dy)
+        # the tracer takes no output that is None, and torch_npu's gradient of pse is
+        checks = "test_schema", "test_autograd_registration", "test_faketensor"
+        torch.library.opcheck(
+            npu_fusion_attention_grad.default, (*tensors, call.heads, call.layout), keywords, test_utils=checks
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(calls())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(call: Call) -> None:
+    def both(query: Tensor, key: Tensor, value: Tensor, dy: Tensor, mask: Tensor | None) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        keywords = call.keywords | {"atten_mask": mask}
+        outputs = npu_fusion_attention(*leaves, call.heads, call.layout, **keywords)[:4]
+        return [*outputs, *torch.autograd.grad(outputs[0], leaves, dy)]
+
+    tensors = *call.tensors(), call.dy, call.keywords.get("atten_mask")
+    real = both(*tensors)
+    with FakeTensorMode() as mode:
+        fake = both(*(None if tensor is None else mode.from_tensor(tensor) for tensor in tensors))  # type: ignore[arg-type]
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride(), r.requires_grad) == (f.shape, f.dtype, f.stride(), f.requires_grad)
+
+
+def test_gradients_where_torch_npu_has_them() -> None:
+    """Every tensor output says that it has a gradient, as in torch_npu; that of a statistic is zero."""
+    call = make_call()
+    leaves = [tensor.requires_grad_() for tensor in call.tensors()]
+    outputs = call.run()
+    assert all(output.requires_grad for output in outputs[:4])
+    assert not any(grad.any() for grad in torch.autograd.grad(outputs[1].sum(), leaves))
+
+
+def test_backward_calls_torch_npu_s_backward() -> None:
+    call = make_call(sparse_mode=2)
+    call.query.requires_grad_()
+    output = call.run()[0]
+    with torch.profiler.profile() as profile:
+        output.backward(call.dy)
+    assert "npu::npu_fusion_attention_grad" in {event.name for event in profile.events()}
+
+
+def test_never_holds_all_scores() -> None:
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype != torch.bool:
+                largest = max(largest, result.numel())
+            return result
+
+    call = make_call("BSND", 64, 64, batch=1, size=4, value_size=4)
+    keywords = {"actual_seq_qlen": None, "actual_seq_kvlen": None, "softmax_layout": "", "pre_tockens": 99}
+    keywords |= {"next_tockens": 99, "atten_mask": torch.zeros(64, 64, dtype=torch.bool), "sparse_mode": 0}
+    with Watch(), patch.object(reference, "SCORES_AT_A_TIME", 2048):
+        o, m, l, *_ = reference.npu_fusion_attention(*call.tensors(), 4, "BSND", 1.0, **keywords)  # noqa: E741
+        reference.npu_fusion_attention_grad(*call.tensors(), call.dy, 4, "BSND", m, l, o, 1.0, **keywords)
+    assert largest == 2048  # of 4 × 64 × 64
+
+
+BSND = make_call(dtype=torch.bfloat16)
+TND = make_call("TND", [2, 4], [2, 3], dtype=torch.bfloat16)
+SMALL_MASK = torch.ones(6, 5, dtype=torch.bool).triu(1)
+BAD: list[tuple[Call, dict[str, Any], str]] = [
+    (BSND, {"input_layout": "BSXD"}, "input_layout must be one of BSND, BNSD, TND, BSH, SBH, not 'BSXD'"),
+    (BSND, {"input_layout": "BSH"}, r"query must have 3 dimensions \(BSH\), not 4"),
+    (BSND, {"keep_prob": 0.9}, "keep_prob must be 1: the stand-in has no dropout, so not 0.9"),
+    (BSND, {"pse": torch.ones(2, 4, 6, 5)}, "pse must be None: the stand-in does not have it"),
+    (BSND, {"head_num": 3}, r"head_num must be the number of heads of query \(2, 6, 4, 8\), 4, not 3"),
+    (BSND, {"head_num": 0}, "head_num must be positive, not 0"),
+    (BSND, {"query": torch.ones(2, 6, 4, 8)}, "key must have the dtype of query, torch.float32, not torch.bfloat16"),
+    (BSND, {"value": BSND.value[:, :4]}, r"value must have the shape of key \(2, 5, 2, 8\) but .*, not \(2, 4, 2, 8\)"),
+    (BSND, {"query": BSND.query[:1]}, r"key must have the batch size of query \(1, 6, 4, 8\)"),
+    (BSND, {"query": BSND.query[:, :, :3], "head_num": 3}, "key must have a number of heads that divides .*, 3, not 2"),
+    (
+        BSND,
+        {"query": BSND.query[..., :7]},
+        "query and key must have one head size and value none larger, not 7, 8 and 8",
+    ),
+    (BSND, {"sparse_mode": 4}, "sparse_mode must be 0 or 1 .*, not 4"),
+    (BSND, {"sparse_mode": 2}, "atten_mask must be given where sparse_mode is 2: without it an NPU masks nothing"),
+    (BSND, {"sparse_mode": 2, "atten_mask": SMALL_MASK}, r"atten_mask must have shape \(2048, 2048\) .*, not \(6, 5\)"),
+    (BSND, {"atten_mask": SMALL_MASK.float()}, "atten_mask must be bool or uint8, not torch.float32"),
+    (
+        BSND,
+        {"atten_mask": SMALL_MASK[:5]},
+        r"atten_mask must have shape \(6, 5\) or \(1, 1, 6, 5\) or .*, not \(5, 5\)",
+    ),
+    (BSND, {"softmax_layout": "TND"}, "softmax_layout must be '' or, where input_layout is TND, 'TND', not 'TND'"),
+    (BSND, {"actual_seq_qlen": [6, 12]}, "actual_seq_qlen must be None where input_layout is BSND"),
+    (
+        TND,
+        {"actual_seq_qlen": None},
+        r"actual_seq_qlen and actual_seq_kvlen must be given in TND, .*, not None and \[2, 5\]",
+    ),
+    (
+        TND,
+        {"actual_seq_qlen": [6]},
+        r"actual_seq_qlen and actual_seq_kvlen must be given in TND, .*, not \[6\] and \[2, 5\]",
+    ),
+    (TND, {"actual_seq_kvlen": [2, 4]}, r"actual_seq_kvlen must be the documents' ends: .*, the last 5, not \[2, 4\]"),
+    (TND, {"actual_seq_qlen": [7, 6]}, "actual_seq_qlen must be the documents' ends: never decreasing"),
+    (TND, {"atten_mask": SMALL_MASK}, r"atten_mask must have shape \(4, 3\) where sparse_mode is 0, not \(6, 5\)"),
+]
+BAD_VALUES: list[tuple[Call, dict[str, Any], str]] = [
+    (BSND, {"sparse_mode": 2, "atten_mask": ~CAUSAL}, "atten_mask must be set above the diagonal and nowhere else"),
+    (
+        BSND,
+        {"next_tockens": 0, "atten_mask": ~SMALL_MASK},
+        "atten_mask must hide what pre_tockens .* and next_tockens 0",
+    ),
+]
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    tensors = dict(zip(("query", "key", "value"), call.tensors(), strict=True))
+    return tensors | {"head_num": call.heads, "input_layout": call.layout} | call.keywords
+
+
+@pytest.mark.parametrize(("call", "change", "message"), [*BAD, *BAD_VALUES])
+def test_names_the_bad_argument(call: Call, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"npu_fusion_attention: {message}"):
+        npu_fusion_attention(**arguments_of(call) | change)
+
+
+@pytest.mark.parametrize(("call", "change", "message"), BAD)
+def test_names_the_bad_argument_before_anything_is_computed(call: Call, change: dict[str, Any], message: str) -> None:
+    arguments = arguments_of(call) | change
+    with pytest.raises(UsageError, match=message):
+        npu_fusion_attention(**{n: v.to("meta") if isinstance(v, Tensor) else v for n, v in arguments.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dy": torch.ones(2, 6, 4, 7).bfloat16()}, r"dy must be torch.bfloat16 of shape \(2, 6, 4, 8\)"),
+        ({"softmax_max": None}, "softmax_max must be given, as the forward returned it"),
+        ({"softmax_sum": torch.ones(2, 6, 4, 8)}, r"softmax_sum must be torch.float32 of shape \(2, 4, 6, 8\)"),
+        ({"attention_in": torch.ones(2, 6, 4, 8)}, "attention_in must be torch.bfloat16"),
+        ({"keep_prob": 0.5}, "keep_prob must be 1"),
+    ],
+)
+def test_grad_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    output, softmax_max, softmax_sum, *_ = BSND.run()
+    arguments = arguments_of(BSND) | {"dy": BSND.dy, "softmax_max": softmax_max, "softmax_sum": softmax_sum}
+    arguments |= {"attention_in": output, "scale_value": arguments.pop("scale")}
+    npu_fusion_attention_grad(**arguments)
+    with pytest.raises(UsageError, match=f"npu_fusion_attention_grad: {message}"):
+        npu_fusion_attention_grad(**arguments | change)
+
+
+def test_a_band_that_agrees_with_the_mask_changes_nothing() -> None:
+    call = dataclasses.replace(BSND, keywords=BSND.keywords | {"atten_mask": SMALL_MASK})
+    whole = call.run()[0]
+    call.keywords |= {"next_tockens": 0, "pre_tockens": 6}
+    assert torch.equal(call.run()[0], whole)
+
+
+def test_limits_are_no_contract() -> None:
+    query = torch.ones(1, 2, 257, 769, dtype=torch.float64)
+    arguments = {"query": query, "key": query, "value": query, "head_num": 257, "input_layout": "BSND"}
+    npu_fusion_attention(**arguments)
+    assert OPS["npu_fusion_attention"].refusals(**arguments, actual_seq_qlen=None) == [
+        "npu_fusion_attention: query.dtype is float64, and an NPU takes float16, bfloat16, float32",
+        "npu_fusion_attention: head_num is 257, and an NPU takes 1 to 256",
+        "npu_fusion_attention: the head size is 769, and an NPU takes 1 to 768",
+    ]
+    assert OPS["npu_fusion_attention"].refusals(**arguments_of(TND)) == []
+
+
+Shards = tuple[list[Tensor], tuple[Placement, ...], tuple[Placement, ...], int]
+
+
+def distributed(
+    layout: str, placements: list[Placement], mask: str, sparse_mode: int, mesh_shape: tuple[int, ...]
+) -> Shards:
+    """On a rank: output and gradients in full, placements of the output and a statistic, collectives of both ways."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    call = make_call(layout, mask=mask, sparse_mode=sparse_mode, dtype=torch.float64)
+    query, key, value, dy = (distribute_tensor(tensor, mesh, placements) for tensor in (*call.tensors(), call.dy))
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    if "atten_mask" in call.keywords:
+        everywhere = [Replicate()] * len(mesh_shape)
+        call.keywords["atten_mask"] = distribute_tensor(call.keywords["atten_mask"], mesh, everywhere)
+    with CommDebugMode() as comm:
+        output, softmax_max, *_ = call.run(*leaves)
+        output.backward(dy)
+    full = [tensor.full_tensor().detach() for tensor in (output, *(leaf.grad for leaf in leaves))]
+    return full, output.placements, softmax_max.placements, comm.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    ("layout", "placements", "mask", "sparse_mode", "mesh_shape", "statistics", "collectives"),
+    [
+        ("BSND", [Shard(0)], "none", 2, (2,), [Shard(0)], 0),
+        ("BSND", [Shard(2)], "none", 2, (2,), [Shard(1)], 0),
+        ("BNSD", [Shard(1)], "none", 3, (2,), [Shard(1)], 0),
+        ("BSND", [Shard(2)], "BNSS", 0, (2,), [Shard(1)], 0),  # the mask is sharded on the way: no collective
+        ("BSND", [Shard(0)], "B1SS", 0, (2,), [Shard(0)], 0),
+        ("BSND", [Shard(2)], "B1SS", 0, (2,), [Shard(1)], 0),
+        ("SBH", [Shard(1)], "none", 0, (2,), [Shard(0)], 0),
+        ("BSND", [Replicate()], "none", 0, (2,), [Replicate()], 0),
+        ("BSND", [Shard(1)], "none", 2, (2,), [Replicate()], None),  # a sequence has to be gathered
+        ("BSND", [Shard(0), Shard(2)], "none", 2, (1, 2), [Shard(0), Shard(1)], 0),
+    ],
+    ids=str,
+)
+def test_sharded_equals_whole(
+    layout: str,
+    placements: list[Placement],
+    mask: str,
+    sparse_mode: int,
+    mesh_shape: tuple[int, ...],
+    statistics: list[Placement],
+    collectives: int | None,
+) -> None:
+    call = make_call(layout, mask=mask, sparse_mode=sparse_mode, dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in call.tensors()]
+    output = call.run()[0]
+    whole = [output.detach(), *torch.autograd.grad(output, leaves, call.dy)]
+    for full, output_placements, statistic_placements, count in run_on_ranks(
+        2, distributed, layout, placements, mask, sparse_mode, mesh_shape
+    ):
+        for mine, other in zip(full, whole, strict=True):
+            torch.testing.assert_close(mine, other, rtol=A_THOUSAND_ROUNDINGS, atol=A_THOUSAND_ROUNDINGS)
+        if collectives is not None:
+            assert (output_placements, count) == (tuple(placements), collectives)
+            assert statistic_placements == tuple(statistics)
+
+
+def grad_on_a_rank() -> list[Tensor]:
+    """The gradient alone, with keywords that lie otherwise than the queries: they have to be brought into line."""
+    mesh = init_device_mesh("cpu", (2,))
+    call = make_call(dtype=torch.float64)
+    output, softmax_max, softmax_sum, *_ = call.run()
+    tensors = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in (*call.tensors(), call.dy)]
+    keywords = {
+        "softmax_max": distribute_tensor(softmax_max, mesh, [Replicate()]),
+        "softmax_sum": distribute_tensor(softmax_sum, mesh, [Shard(2)]),
+        "attention_in": distribute_tensor(output, mesh, [Shard(0)]),
+    }
+    scale = call.keywords["scale"]
+    grads = npu_fusion_attention_grad(*tensors, call.heads, call.layout, **keywords, scale_value=scale)
+    assert grads[0].placements == (Shard(2),) and grads[3] is None
+    return [grad.full_tensor() for grad in grads[:3]]
+
+
+def test_keywords_are_redistributed() -> None:
+    call = make_call(dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in call.tensors()]
+    whole = torch.autograd.grad(call.run()[0], leaves, call.dy)
+    for grads in run_on_ranks(2, grad_on_a_rank):
+        for mine, other in zip(grads, whole, strict=True):
+            torch.testing.assert_close(mine, other, rtol=A_THOUSAND_ROUNDINGS, atol=A_THOUSAND_ROUNDINGS)
+
+
+def uneven_heads_on_a_rank() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    call = make_call(key_heads=3, group=4)
+    tensors = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in call.tensors()]
+    with pytest.raises(UsageError) as error:
+        call.run(*tensors)
+    return str(error.value)
+
+
+def test_uneven_key_heads_are_an_error() -> None:
+    """Three key heads on two ranks: twelve query heads would meet the wrong ones."""
+    for message in run_on_ranks(2, uneven_heads_on_a_rank):
+        assert message == "npu_fusion_attention: the 3 heads of key must divide evenly among the ranks"

@@ -1,0 +1,460 @@
+"""``npu_grouped_matmul``, ``npu_grouped_matmul_add_`` and the differentiable product: against a loop in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget, unit_roundoff
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.arguments import by_name
+from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
+
+npu_grouped_matmul = torch.ops.npu.npu_grouped_matmul
+npu_grouped_matmul_add_ = torch.ops.npu.npu_grouped_matmul_add_
+
+
+def compute(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def by_rows(x: Tensor, weight: Tensor, counts: list[int], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The product group by group in float64, and how far one in the computing dtype may be from it.
+
+    A sum of K products errs by at most K roundings of the sum of their magnitudes, and adding the bias by one more.
+    """
+    u, y, budget, row = unit_roundoff(compute(x.dtype)), [], [], 0
+    for group, count in enumerate(counts):
+        for _ in range(count):
+            terms = x[row].double()[:, None] * weight[group].double()
+            shift = torch.zeros(()) if bias is None else bias[group].double()
+            y.append(terms.sum(0) + shift)
+            budget.append((terms.abs().sum(0) * (len(terms) + 1) + shift.abs()) * u)
+            row += 1
+    shape = (0, weight.shape[2])
+    return (torch.stack(y), torch.stack(budget)) if y else (torch.empty(shape).double(), torch.empty(shape).double())
+
+
+def by_summed_dimension(x: Tensor, dy: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """``x^T dy`` group by group in float64, and its error budget."""
+    u, y, budget, row = unit_roundoff(compute(x.dtype)), [], [], 0
+    for count in counts:
+        terms = x[row : row + count].double()[:, :, None] * dy[row : row + count].double()[:, None, :]
+        y.append(terms.sum(0))
+        budget.append(terms.abs().sum(0) * (count + 1) * u)
+        row += count
+    return torch.stack(y), torch.stack(budget)
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+}
+Problem = tuple[Tensor, Tensor, Tensor, list[int]]
+
+
+def problem(
+    counts: list[int], k: int, n: int, dtype: torch.dtype, layout: str = "contiguous", seed: int = 0
+) -> Problem:
+    """``(x, weight, dy, counts)``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int) -> Tensor:
+        return LAYOUTS[layout](torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+
+    return make(sum(counts), k), make(len(counts), k, n), make(sum(counts), n), counts
+
+
+problems = st.builds(
+    problem,
+    st.lists(st.sampled_from([0, 0, 1, 2, 5]), min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.integers(1, 7),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.integers(0, 2**32 - 1),
+)
+UGLY = [[0, 0, 0], [1], [0, 7, 0, 0], [3]]
+
+
+def group_list(counts: list[int], group_list_type: int) -> Tensor:
+    sizes = torch.tensor(counts, dtype=torch.int64)
+    return sizes if group_list_type == 1 else sizes.cumsum(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems, st.sampled_from([0, 1]), st.sampled_from([2, 3]), st.booleans())
+def test_agrees_with_the_oracle(case: Problem, group_list_type: int, split_item: int, with_bias: bool) -> None:
+    x, weight, dy, counts = case
+    keywords: dict[str, Any] = {"group_list": group_list(counts, group_list_type), "group_list_type": group_list_type}
+    keywords["split_item"] = split_item
+
+    bias = torch.randn(len(counts), weight.shape[2], dtype=torch.float64)
+    bias = bias.to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype)
+    (y,) = npu_grouped_matmul([x], [weight], group_type=0, bias=[bias] if with_bias else None, **keywords)
+    oracle, budget = by_rows(x, weight, counts, bias if with_bias else None)
+    assert y.dtype == x.dtype
+    assert_within("rows", y, oracle, budget + rounding_budget(oracle, y.dtype))
+
+    (y,) = npu_grouped_matmul([x.t()], [dy], group_type=2, **keywords)
+    oracle, budget = by_summed_dimension(x, dy, counts)
+    assert y.dtype == x.dtype
+    assert_within("summed dimension", y, oracle, budget + rounding_budget(oracle, y.dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems, st.sampled_from([0, 1]), st.integers(0, 2))
+def test_accumulates_in_place(case: Problem, group_list_type: int, rest: int) -> None:
+    """Rows beyond the last group are left out."""
+    x, _, dy, counts = case
+    oracle, budget = by_summed_dimension(x, dy, counts)
+    start = torch.randn(oracle.shape, dtype=compute(x.dtype))
+    x, dy = (torch.cat([rows, rows.new_full((rest, rows.shape[1]), torch.inf)]) for rows in (x, dy))
+    total = start.clone()
+    result = npu_grouped_matmul_add_(total, x, dy, group_list(counts, group_list_type), group_list_type=group_list_type)
+    assert result is total
+    oracle += start.double()
+    assert_within("sum", total, oracle, budget + rounding_budget(oracle, total.dtype))
+
+
+def test_without_groups() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [((3, 4), (4, 2)), ((2, 5, 6), (6, 7))]
+    x, weight = ([torch.randn(pair[i], generator=generator) for pair in shapes] for i in range(2))
+    bias = [torch.randn(w.shape[1], generator=generator) for w in weight]
+    outputs = npu_grouped_matmul(x, weight, bias=bias, group_type=-1)
+    for y, x_i, w, b in zip(outputs, x, weight, bias, strict=True):
+        oracle, budget = by_rows(x_i.flatten(0, -2), w[None], [x_i[..., 0].numel()], b[None])
+        assert y.shape == (*x_i.shape[:-1], w.shape[1])
+        assert_within("y", y.flatten(0, -2), oracle, budget)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems)
+@example(problem(UGLY[0], 3, 4, torch.float32))
+@example(problem(UGLY[1], 3, 4, torch.bfloat16))
+@example(problem(UGLY[2], 3, 4, torch.float32, "transposed"))
+@example(problem(UGLY[3], 1, 1, torch.float32, "strided"))
+def test_the_function_s_gradients_agree_with_the_oracle(case: Problem) -> None:
+    x, weight, dy, counts = case
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = grouped_matmul(x, weight, torch.tensor(counts))
+    y.backward(dy)
+    for name, actual, (oracle, budget) in (
+        ("y", y, by_rows(x.detach(), weight.detach(), counts)),
+        ("dx", x.grad, by_rows(dy, weight.detach().mT, counts)),
+        ("dweight", weight.grad, by_summed_dimension(x.detach(), dy, counts)),
+    ):
+        assert actual is not None and actual.dtype == x.dtype
+        assert_within(name, actual, oracle, budget + rounding_budget(oracle, actual.dtype))
+    for count, grad in zip(counts, weight.grad, strict=True):
+        assert count or not grad.any()
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0], [4], *UGLY], ids=str)
+def test_the_function_s_gradients_in_float64(counts: list[int]) -> None:
+    x, weight, _, _ = problem(counts, 3, 2, torch.float64)
+    inputs = x.requires_grad_(), weight.mT.contiguous().mT.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_matmul(x, weight, torch.tensor(counts)), inputs)
+
+
+def test_the_function_agrees_with_a_loop_of_matmuls() -> None:
+    """Both round within the same budget; hence twice the budget between the two."""
+    x, weight, dy, counts = problem([2, 0, 5, 1], 6, 4, torch.float32)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    ours = grouped_matmul(x, weight, torch.tensor(counts))
+    theirs = torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), weight, strict=True)])
+    budgets = [by_rows(x.detach(), weight.detach(), counts)[1], by_rows(dy, weight.detach().mT, counts)[1]]
+    budgets.append(by_summed_dimension(x.detach(), dy, counts)[1])
+    gradients = (torch.autograd.grad(y, (x, weight), dy) for y in (ours, theirs))
+    for a, b, budget in zip(*((y, *g) for y, g in zip((ours, theirs), gradients, strict=True)), budgets, strict=True):
+        assert_within("each", a, b.double(), 2 * budget)
+
+
+def test_the_function_computes_only_the_gradients_asked_for() -> None:
+    x, weight, dy, counts = problem([2, 3], 3, 4, torch.float32)
+    for wanted, group_types in ((x, [0, 0]), (weight, [0, 2])):
+        wanted.requires_grad_()
+        with torch.profiler.profile(record_shapes=True) as profile:
+            grouped_matmul(x, weight, torch.tensor(counts)).backward(dy)
+        assert len([e for e in profile.events() if e.name == "npu::npu_grouped_matmul"]) == len(group_types)
+        assert wanted.grad is not None
+        wanted.requires_grad_(False)
+    assert not grouped_matmul(x, weight, torch.tensor(counts)).requires_grad
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [5], [0, 0]], ids=str)
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_an_npu_would_take_what_the_function_calls(counts: list[int], layout: str) -> None:
+    """Layouts and group lists are within the limits, whatever the inputs' strides; dy of a sum has strides of zero."""
+    refused: list[str] = []
+    op = OPS["npu_grouped_matmul"]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is op.overload():
+                refused.extend(op.refusals(**by_name(func, args, kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    x, weight, _, _ = problem(counts, 3, 4, torch.bfloat16, layout)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    with Watch():
+        grouped_matmul(x, weight, torch.tensor(counts)).sum().backward()
+    assert refused == []
+
+
+def test_the_function_has_no_second_derivative() -> None:
+    """Its backward is made of ops without autograd: an error, not a gradient that is silently missing."""
+    x, weight, _, counts = problem([2, 3], 3, 4, torch.float64)
+    y = grouped_matmul(x.requires_grad_(), weight.requires_grad_(), torch.tensor(counts))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_the_function_compiles_whole() -> None:
+    x, weight, dy, counts = problem([2, 0, 4], 3, 5, torch.float32)
+    inputs = x.requires_grad_(), weight.requires_grad_()
+
+    def layer(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        return grouped_matmul(x * 2, weight, counts).sin()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sizes in (counts, [1, 1, 4]):
+        plain, traced = (f(*inputs, torch.tensor(sizes)) for f in (layer, compiled))
+        assert torch.equal(plain, traced)
+        for a, b in zip(*(torch.autograd.grad(y, inputs, dy) for y in (plain, traced)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_gradients_stop_where_torch_npu_has_none() -> None:
+    x, weight, _, counts = problem([2, 3], 3, 4, torch.float32)
+    x.requires_grad_()
+    keywords = {"group_list": torch.tensor(counts), "group_list_type": 1, "group_type": 0, "split_item": 3}
+    (y,) = npu_grouped_matmul([x], [weight], **keywords)
+    with pytest.warns(UserWarning, match="npu_grouped_matmul"):  # torch's notice of an op without autograd
+        y.sum().backward()
+    assert x.grad is None
+
+
+def test_opcheck() -> None:
+    x, weight, dy, counts = problem([2, 0, 3], 3, 4, torch.float32)
+    keywords: dict[str, Any] = {"group_list": torch.tensor(counts), "group_list_type": 1, "split_item": 3}
+    torch.library.opcheck(npu_grouped_matmul.default, ([x], [weight]), keywords | {"group_type": 0})
+    torch.library.opcheck(npu_grouped_matmul.default, ([x.t()], [dy]), keywords | {"group_type": 2})
+    arguments = torch.zeros(3, 3, 4), x, dy, torch.tensor(counts).cumsum(0)
+    # its schema says that the output is the input, which PyTorch's tracer takes from no op but its own
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(npu_grouped_matmul_add_.default, arguments, test_utils=checks)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems, st.sampled_from([0, 2]))
+def test_shapes_and_strides_are_what_the_fake_kernel_says(case: Problem, group_type: int) -> None:
+    x, weight, dy, counts = case
+    tensors = (x, weight) if group_type == 0 else (x.t(), dy)
+    keywords = {"group_type": group_type, "split_item": 3, "group_list_type": 1}
+    (real,) = npu_grouped_matmul([tensors[0]], [tensors[1]], group_list=torch.tensor(counts), **keywords)
+    with FakeTensorMode() as mode:
+        a, b, groups = (mode.from_tensor(tensor) for tensor in (*tensors, torch.tensor(counts)))
+        (fake,) = npu_grouped_matmul([a], [b], group_list=groups, **keywords)
+    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """A valid call of ``npu_grouped_matmul``, changed."""
+    arguments: dict[str, Any] = {"x": [torch.ones(6, 3)], "weight": [torch.ones(2, 3, 4)], "group_type": 0}
+    return arguments | {"group_list": torch.tensor([2, 4]), "group_list_type": 1, "split_item": 3} | changes
+
+
+K = {"x": [torch.ones(3, 6)], "weight": [torch.ones(6, 4)], "group_type": 2}
+CONTRACT = [
+    ({"group_type": 1}, "group_type must be -1 .*, 0 .* or 2 .*, not 1"),
+    ({"group_type": None}, "group_type must be .*, not None"),
+    ({"x": [torch.ones(6, 5)]}, r"x and weight must agree in the summed dimension: .*, not \(6, 5\) and \(2, 3, 4\)"),
+    (K | {"x": [torch.ones(3, 5)]}, r"x and weight must agree in the summed dimension: .*, not \(3, 5\) and \(6, 4\)"),
+    ({"group_list": torch.tensor([2, 4], dtype=torch.int32)}, "group_list must be int64, not torch.int32"),
+    ({"group_list": torch.tensor([2, 4, 0])}, r"group_list must have shape \(2,\), not \(3,\)"),
+    ({"group_list": torch.tensor([[2], [4]])}, r"group_list must have shape \(2,\), not \(2, 1\)"),
+    ({"group_list": None}, "group_list must be given where group_type is 0 or 2"),
+    ({"group_list_type": 2}, r"group_list_type must be 0 \(ends\) or 1 \(sizes\), not 2"),
+    ({"split_item": 0}, "split_item must be 2 or 3 .*, not 0"),
+    ({"x": [torch.ones(6, 3, dtype=torch.int8)]}, "x must be float16, bfloat16 or float32, not torch.int8"),
+    ({"weight": [torch.ones(2, 3, 4).half()]}, "x and weight must have one dtype"),
+    ({"weight": [torch.ones(3, 4)] * 2}, "x and weight must each hold one tensor"),
+    ({"x": []}, "x and weight must each hold a tensor, not 0 and 1"),
+    ({"x": [torch.ones(1, 6, 3)]}, "x must have 2 dimensions and weight 3 where group_type is 0, not 3 and 3"),
+    (
+        {"bias": [torch.ones(4)]},
+        r"bias\[0\] must be torch.float32 of shape \(2, 4\), not torch.float32 of shape \(4,\)",
+    ),
+    (K | {"bias": [torch.ones(2, 4)]}, "bias must be None where group_type is 2"),
+    ({"scale": [torch.ones(4)]}, "scale is for quantised products"),
+    ({"act_type": 1}, "act_type is for quantised products"),
+    ({"group_type": -1}, "group_list must be None where group_type is -1"),
+    ({"group_type": -1, "group_list": None}, "split_item must be 0 .*, not 3"),
+    ({"group_type": -1, "group_list": None, "split_item": 0}, r"x\[0\] must have 2 to 6 dimensions and weight\[0\] 2"),
+    (
+        {"group_type": -1, "group_list": None, "split_item": 0, "weight": [torch.ones(4, 2)]},
+        r"x\[0\] .* and weight\[0\] .* must agree in K, not be \(6, 3\) and \(4, 2\)",
+    ),
+]
+VALUES = [
+    ({"group_list": torch.tensor([2, 3])}, "group_list must add up to the 6 rows of x, not to 5"),
+    ({"group_list": torch.tensor([2, 5]), "group_list_type": 0}, "group_list must add up to the 6 rows of x, not to 5"),
+    ({"group_list": torch.tensor([-1, 7])}, r"group_list must hold no negative size, not be \[-1, 7\]"),
+    ({"group_list": torch.tensor([7, 6]), "group_list_type": 0}, "group_list must never decrease"),
+    (K | {"group_list": torch.tensor([2, 3])}, "group_list must add up to the 6 columns of x, not to 5"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), [*CONTRACT, *VALUES])
+def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    npu_grouped_matmul(**call())
+    with pytest.raises(UsageError, match=f"npu_grouped_matmul: {message}"):
+        npu_grouped_matmul(**call(**change))
+
+
+def on_meta(value: Any) -> Any:
+    if isinstance(value, list):
+        return [on_meta(item) for item in value]
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize(("change", "message"), [case for case in CONTRACT if case[0].get("x") != []])
+def test_names_the_bad_argument_before_anything_is_computed(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        npu_grouped_matmul(**{name: on_meta(value) for name, value in call(**change).items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_type": 0}, "group_type must be 2 .*, not 0"),
+        ({"transpose_x": False}, "transpose_x must be True and transpose_weight False, not False and False"),
+        ({"input": torch.zeros(2, 3, 5)}, r"input must have shape \(2, 3, 4\) \(groups, M, N\), not \(2, 3, 5\)"),
+        ({"input": torch.zeros(2, 3, 4).half()}, "input must be torch.float32, not torch.float16"),
+        ({"weight": torch.ones(5, 4)}, r"x \(T, M\) and weight \(T, N\) must agree in T, not be \(6, 3\) and \(5, 4\)"),
+        ({"weight": torch.ones(6, 4).half()}, "x and weight must both be float16 or both bfloat16"),
+        ({"group_list": torch.tensor([2, 6], dtype=torch.int32)}, "group_list must be int64"),
+        ({"group_list": torch.tensor([2, 7])}, "group_list must add up to at most the 6 rows of x, not to 7"),
+    ],
+)
+def test_accumulation_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"input": torch.zeros(2, 3, 4), "x": torch.ones(6, 3), "weight": torch.ones(6, 4)}
+    arguments["group_list"] = torch.tensor([2, 6])
+    npu_grouped_matmul_add_(**arguments)
+    with pytest.raises(UsageError, match=f"npu_grouped_matmul_add_: {message}"):
+        npu_grouped_matmul_add_(**arguments | change)
+
+
+def test_limits_are_no_contract() -> None:
+    """One group told by its size, float64, strided matrices: the stand-in takes them, an NPU would not."""
+    x = torch.ones(3, 6, dtype=torch.float64).t()
+    arguments = call(x=[x], weight=[torch.ones(1, 3, 8).double()[..., ::2]], group_list=torch.tensor([6]))
+    npu_grouped_matmul(**arguments)
+    assert OPS["npu_grouped_matmul"].refusals(**arguments) == [
+        "npu_grouped_matmul: x.dtype is float64, and an NPU takes float16, bfloat16, float32",
+        "npu_grouped_matmul: the number of groups with group_list_type 1 is 1, and an NPU takes 2 to 1024",
+        "npu_grouped_matmul: whether x (with group_type 2: x.t()) is contiguous is False, and an NPU takes True",
+        "npu_grouped_matmul: whether weight (or, but with group_type 2, its transpose) is contiguous is False, "
+        "and an NPU takes True",
+    ]
+    assert OPS["npu_grouped_matmul"].refusals(**call()) == []
+    wide = OPS["npu_grouped_matmul_add_"].refusals(
+        input=None, x=torch.empty(2, 65536, device="meta"), weight=torch.ones(2, 4).half(), group_list=torch.ones(1025)
+    )
+    assert wide == [
+        "npu_grouped_matmul_add_: x.dtype is float32, and an NPU takes float16, bfloat16",
+        "npu_grouped_matmul_add_: the number of groups is 1025, and an NPU takes 1 to 1024",
+        "npu_grouped_matmul_add_: the last dimension of x is 65536, and an NPU takes 0 to 65535",
+    ]
+
+
+def distributed(placements: dict[str, Placement], with_bias: bool) -> tuple[Tensor, Placement, int]:
+    """On a rank: the product in full, its placement, and how many collectives it used."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, weight, _, counts = problem([2, 0, 3], 4, 6, torch.float32)
+
+    def shard(name: str, tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor, mesh, [placements.get(name, Replicate())])
+
+    bias = [shard("bias", torch.arange(18.0).view(3, 6))] if with_bias else None
+    groups = shard("group_list", torch.tensor(counts))
+    dx, dweight = shard("x", x), shard("weight", weight)
+    with CommDebugMode() as comm:
+        (y,) = npu_grouped_matmul(
+            [dx], [dweight], bias=bias, group_list=groups, group_list_type=1, group_type=0, split_item=3
+        )
+    return y.full_tensor(), y.placements[0], comm.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    ("placements", "with_bias", "placement", "collectives"),
+    [
+        ({}, True, Replicate(), 0),
+        ({"weight": Shard(2)}, False, Shard(1), 0),
+        ({"weight": Shard(2)}, True, Shard(1), 0),  # a bias that is replicated is sharded on the way: no collective
+        ({"weight": Shard(2), "bias": Shard(1)}, True, Shard(1), 0),
+        ({"x": Shard(1), "weight": Shard(1)}, False, Partial(), 0),
+        ({"x": Shard(1), "weight": Shard(1)}, True, Replicate(), 2),  # partial sums and a bias do not go together
+        ({"weight": Shard(2), "group_list": Shard(0)}, False, Shard(1), 1),  # a keyword is gathered
+    ],
+    ids=str,
+)
+def test_sharded_equals_whole(
+    placements: dict[str, Placement], with_bias: bool, placement: Placement, collectives: int
+) -> None:
+    x, weight, _, counts = problem([2, 0, 3], 4, 6, torch.float32)
+    oracle, budget = by_rows(x, weight, counts, torch.arange(18.0).view(3, 6) if with_bias else None)
+    for y, y_placement, count in run_on_ranks(2, distributed, placements, with_bias):
+        assert_within("y", y, oracle, budget)
+        assert (y_placement, count) == (placement, collectives)
+
+
+def accumulated_on_a_rank(placements: dict[str, Placement]) -> tuple[Tensor, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    x, _, dy, counts = problem([2, 0, 3], 4, 6, torch.float32)
+    tensors = {"input": torch.ones(3, 4, 6), "x": x, "weight": dy, "group_list": torch.tensor(counts)}
+    shards = [distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]) for name, tensor in tensors.items()]
+    result = npu_grouped_matmul_add_(*shards, group_list_type=1)
+    return shards[0].full_tensor(), result is shards[0]
+
+
+@pytest.mark.parametrize(
+    "placements", [{}, {"input": Shard(2)}, {"input": Shard(2), "weight": Shard(1)}, {"x": Shard(0)}], ids=str
+)
+def test_sharded_accumulation_equals_whole(placements: dict[str, Placement]) -> None:
+    x, _, dy, counts = problem([2, 0, 3], 4, 6, torch.float32)
+    oracle, budget = by_summed_dimension(x, dy, counts)
+    for total, in_place in run_on_ranks(2, accumulated_on_a_rank, placements):
+        assert in_place
+        assert_within("sum", total, oracle + 1, budget + rounding_budget(oracle + 1, torch.float32))
+
+
+def summed_dimension_on_a_rank() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    x, dy, groups = (
+        distribute_tensor(t, mesh, [Replicate()]) for t in (torch.ones(3, 6), torch.ones(6, 4), torch.tensor([6]))
+    )
+    with pytest.raises(UsageError) as error:
+        npu_grouped_matmul([x], [dy], group_list=groups, group_type=2, split_item=3)
+    return str(error.value)
+
+
+def test_group_type_2_shards_nothing_as_in_torch_npu() -> None:
+    for message in run_on_ranks(2, summed_dimension_on_a_rank):
+        assert message == "npu_grouped_matmul: torch_npu shards no DTensor with group_type 2; call it on local tensors"

@@ -1,0 +1,343 @@
+"""The indexer's KL loss: the op and the function on it, against a float64 oracle and autograd of the written loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.indexer_loss import indexer_loss
+from torchtitan_npu.ops.reference import selected_keys
+
+npu_loss = torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss
+
+SIZES = {"query": (3, 4), "key": (1, 4), "query_index": (2, 3), "key_index": (1, 3), "weights": (2,)}
+ROPES = {"query_rope": (3, 2), "key_rope": (1, 2)}
+LEARNS = ("query_index", "key_index", "weights")
+SCALE = 0.4
+
+
+def of_key(name: str) -> bool:
+    return name.startswith("key")
+
+
+def make(docs: Documents, top_k: int, with_rope: bool = True) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """What attention and the indexer get, and the selected keys, document by document."""
+    sizes = SIZES | (ROPES if with_rope else {})
+    return (
+        {name: docs.random(of_key(name), *size) for name, size in sizes.items()},
+        docs.select(top_k, 1, docs.visible()),
+    )
+
+
+def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Tensor]) -> dict[str, Any]:
+    """The arguments of the loss, the statistics from sparse attention."""
+    # a row that is only padding has no keys; its numbers are not numbers, and must not matter
+    tensors = {name: docs.lay_out(part) for name, part in parts.items()}
+    tensors["sparse_indices"] = docs.lay_out(indices, -1)
+    ropes = {name: tensors.get(name) for name in ROPES}
+    _, maximum, total = torch.ops.npu.npu_sparse_flash_attention(
+        tensors["query"],
+        tensors["key"],
+        None,
+        tensors["sparse_indices"],
+        SCALE,
+        **ropes,
+        **docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv"),
+        layout_query=docs.layout,
+        layout_kv=docs.layout,
+        attention_mode=2,
+        return_softmax_lse=True,
+    )
+    call = tensors | {"softmax_max": maximum, "softmax_sum": total, "scale_value": SCALE, "layout": docs.layout}
+    if docs.layout == "TND":
+        call |= {"actual_seq_qlen": docs.ends(False), "actual_seq_klen": docs.ends(True)}
+    return call
+
+
+@settings(max_examples=80, deadline=None)
+@given(documents(causal=True, uneven=False), st.sampled_from([1, 3, 9]), st.booleans())
+def test_agrees_with_the_oracle(docs: Documents, top_k: int, with_rope: bool) -> None:
+    parts, indices = make(docs, top_k, with_rope)
+    call = arguments(docs, parts, indices)
+    *grads, loss = npu_loss(**call)
+    assert loss.shape == (1,) and loss.dtype == docs.compute
+    assert [grad.dtype for grad in grads] == [docs.dtype] * 3
+    grads = [docs.split(grad, of_key(name)) for name, grad in zip(LEARNS, grads, strict=True)]
+    total, total_budget, u = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), docs.u
+    for document, visible in enumerate(docs.visible()):
+        part = {name: tensors[document] for name, tensors in parts.items()}
+        mask = dense_mask(indices[document], visible)
+        q, k = (torch.cat([part[n], part[f"{n}_rope"]], -1) if with_rope else part[n] for n in ("query", "key"))
+        scores = Scores(part["query_index"], part["key_index"], part["weights"], u)
+        oracle = Loss(Attention(q, k, mask, SCALE, u), scores, mask, u)
+        total, total_budget = total + oracle.loss, total_budget + oracle.budget
+        expected = scores.gradients(oracle.d_scores, oracle.d_budget, oracle.mass, u)
+        for (name, (value, budget)), grad in zip(expected.items(), grads, strict=True):
+            got = grad[document]
+            assert_within(f"gradient of {name}", got, value, budget + rounding_budget(value, got.dtype))
+    assert_within("loss", loss, total, total_budget + len(docs.sizes) * u * total.abs())
+
+
+def written_loss(call: dict[str, Any]) -> Tensor:
+    """The loss of a batch (BSND) as the paper writes it, with torch's own ops: what autograd differentiates."""
+    indices = call["sparse_indices"][:, :, 0].long()
+    batch = torch.arange(len(indices))[:, None, None]
+    held, places = indices >= 0, indices.clamp_min(0)
+    q, k = (torch.cat([call[name], call[f"{name}_rope"]], -1) for name in ("query", "key"))
+    attention = torch.einsum("bqhd,bqsd->bqhs", q, k[:, :, 0][batch, places]) * call["scale_value"]
+    p = attention.masked_fill(~held[:, :, None], -torch.inf).softmax(-1).sum(2)
+    p = (p / p.sum(-1, keepdim=True)).detach()
+    logits = torch.einsum("bqhd,bqsd->bqhs", call["query_index"], call["key_index"][:, :, 0][batch, places])
+    scores = torch.einsum("bqh,bqhs->bqs", call["weights"], logits.relu()).masked_fill(~held, -torch.inf)
+    target = torch.where(held, p, 0)
+    return torch.nn.functional.kl_div(
+        scores.log_softmax(-1).masked_fill(~held, 0), target.masked_fill(~held, 0), reduction="sum"
+    )
+
+
+def example(dtype: torch.dtype = torch.float64, batch: int = 2) -> dict[str, Any]:
+    docs = Documents("BSND", [(4, 5)] * batch, True, dtype, torch.Generator().manual_seed(0))
+    call = arguments(docs, *make(docs, 3))
+    return call | {name: call[name].requires_grad_() for name in (*LEARNS, "query", "key", *ROPES)}
+
+
+def plain(call: dict[str, Any]) -> dict[str, Any]:
+    """The same call, without autograd."""
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in call.items()}
+
+
+def test_gradients_are_those_of_the_written_loss() -> None:
+    call = example()
+    learning = [call[name] for name in LEARNS]
+    ours, written = indexer_loss(**call), written_loss(call)
+    assert ours.shape == () and not ours.isnan()
+    torch.testing.assert_close(ours, written, rtol=1e-13, atol=0)
+    for weight in (1.0, -0.3):
+        pairs = zip(
+            *(torch.autograd.grad(weight * y, learning, retain_graph=True) for y in (ours, written)), strict=True
+        )
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_gradients_in_float64() -> None:
+    call = example(batch=1)
+    fixed = plain(call)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return indexer_loss(**fixed | dict(zip(LEARNS, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(loss, tuple(call[name] for name in LEARNS))
+
+
+def test_only_the_indexer_learns() -> None:
+    call = example()
+    indexer_loss(**call).backward()
+    assert all(call[name].grad is not None for name in LEARNS)
+    assert all(call[name].grad is None for name in ("query", "key", *ROPES))
+
+
+def test_only_what_is_asked_for_gets_a_gradient() -> None:
+    call = example() | {"weights": example()["weights"].detach()}
+    indexer_loss(**call).backward()
+    assert call["weights"].grad is None and call["query_index"].grad is not None
+
+
+def test_half_precision_gradients_are_scaled_without_bias() -> None:
+    """A third is not a bfloat16: rounding it first would make every gradient 0.1 % too large."""
+    call = example(torch.bfloat16)
+    d_query, *_ = npu_loss(**call)
+    (scaled,) = torch.autograd.grad(indexer_loss(**call) / 3, call["query_index"])
+    assert torch.equal(scaled, (d_query.float() * torch.tensor(1.0).div(3)).bfloat16())
+
+
+def test_perfect_scores_lose_nothing() -> None:
+    """One index head whose scores are the logarithms of attention's softmax, up to a constant: the loss is 0."""
+    call = plain(example(batch=1))
+    call |= {name: call[name][:, :, :1] for name in ("query", "query_rope")}
+    for name in ("softmax_max", "softmax_sum"):
+        call[name] = call[name][..., :1].contiguous()
+    q, k = (torch.cat([call[name], call[f"{name}_rope"]], -1) for name in ("query", "key"))
+    # a feature that lifts every score above 0, so that the ReLU does nothing
+    call["query_index"] = torch.cat([q * SCALE, torch.full_like(q[..., :1], 100)], -1)
+    call["key_index"] = torch.cat([k, torch.ones_like(k[..., :1])], -1)
+    call["weights"] = torch.ones_like(call["weights"][..., :1])
+    *grads, loss = npu_loss(**call)
+    # a sum of 12 terms that cancel, whose logarithms come from scores of 100: some hundred roundings of 100
+    assert loss.abs() < 1e3 * 100 * torch.finfo(torch.float64).eps
+    assert all(grad.abs().max() < 1e5 * 100 * torch.finfo(torch.float64).eps for grad in grads)
+
+
+def test_packed_documents_are_the_rows_of_a_batch() -> None:
+    docs = Documents("BSND", [(4, 5)] * 3, True, torch.float64, torch.Generator().manual_seed(0))
+    parts, indices = make(docs, 3)
+    *grads, loss = npu_loss(**arguments(docs, parts, indices))
+    packed = Documents("TND", docs.sizes, True, docs.dtype, docs.generator)
+    *packed_grads, packed_loss = npu_loss(**arguments(packed, parts, indices))
+    torch.testing.assert_close(loss, packed_loss, rtol=1e-14, atol=0)
+    for one, other in zip(grads, packed_grads, strict=True):
+        assert torch.equal(one.flatten(0, 1), other)
+
+
+def test_rows_without_keys_add_nothing() -> None:
+    """The rows of a padded batch: -1 throughout, whatever else they hold."""
+    call = plain(example(batch=1))
+    whole = npu_loss(**call)[3]
+    by_row = ("query", "query_index", "weights", "query_rope", "sparse_indices")
+    rest = call | {name: call[name][:, 1:] for name in by_row}
+    rest |= {name: call[name][:, :, 1:] for name in ("softmax_max", "softmax_sum")}
+    *expected, rest_loss = npu_loss(**rest)
+    padded = {name: call[name].clone() for name in by_row}
+    for name, tensor in padded.items():
+        tensor[:, 0] = -1 if name == "sparse_indices" else torch.nan
+    *grads, loss = npu_loss(**call | padded)
+    torch.testing.assert_close(loss, rest_loss, rtol=1e-14, atol=0)
+    assert loss < whole
+    for name, grad, rest_grad in zip(LEARNS, grads, expected, strict=True):
+        row, others = (grad[:0], grad) if of_key(name) else (grad[:, 0], grad[:, 1:])
+        assert (row == 0).all()
+        torch.testing.assert_close(others, rest_grad, rtol=1e-13, atol=1e-14)
+
+
+def test_minus_one_is_never_gathered() -> None:
+    call = plain(example(batch=1))
+    # the first and the last key, where a -1 would land, are nobody's
+    call["sparse_indices"] = torch.tensor([[1, -1], [2, 1], [3, -1], [-1, -1]], dtype=torch.int32).view(1, 4, 1, 2)
+    results = []
+    for poison in (0.0, torch.nan):
+        for name in ("key", "key_index", "key_rope"):
+            call[name] = call[name].clone()
+            call[name][:, [0, -1]] = poison
+        results.append(npu_loss(**call))
+    assert all(map(torch.equal, *results))
+
+
+def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for elements in (1, 300, 2**25):
+        monkeypatch.setattr(selected_keys, "CHUNK_ELEMENTS", elements)
+        results.append(npu_loss(**example()))
+    for result in results[:2]:
+        for one, other in zip(result, results[2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)  # some hundred roundings in float64
+
+
+def test_opcheck_and_fake() -> None:
+    call = plain(example(torch.float32))
+    positional = [argument.name for argument in npu_loss.default._schema.arguments if not argument.kwarg_only]
+    args = tuple(call.pop(name) for name in positional)
+    torch.library.opcheck(npu_loss.default, args, call)
+    real = npu_loss(*args, **call)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(v) if isinstance(v, Tensor) else v for v in (*args, *call.values())]
+        fake = npu_loss(*fakes[: len(args)], **dict(zip(call, fakes[len(args) :], strict=True)))
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+def test_the_op_has_no_autograd() -> None:
+    call = example()
+    loss = npu_loss(**call)[3]
+    with pytest.warns(UserWarning, match="npu_sparse_lightning_indexer_grad_kl_loss"):  # torch's notice of that
+        loss.backward()
+    assert call["query_index"].grad is None
+
+
+def test_compiles_whole() -> None:
+    call = example(torch.float32)
+    fixed = {name: value for name, value in call.items() if name not in LEARNS}
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return 2 * indexer_loss(**fixed, **dict(zip(LEARNS, tensors, strict=True)))
+
+    learning = [call[name] for name in LEARNS]
+    plain, traced = loss(*learning), torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)(*learning)
+    assert torch.equal(plain, traced)
+    for a, b in zip(*(torch.autograd.grad(y, learning) for y in (plain, traced)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sparse_mode": 0}, "sparse_mode must be 3, not 0"),
+        ({"layout": None}, "layout must be BSND or TND, not None"),
+        ({"actual_seq_qlen": [4, 4]}, "actual_seq_qlen must be None with the layout BSND"),
+        ({"sinks": torch.ones(3)}, "sinks must be None"),
+        ({"query_index": torch.ones(2, 3, 2, 3)}, r"query_index must have the tokens and dtype of query, \(2, 4\) and"),
+        ({"key_index": torch.ones(2, 5, 2, 3)}, "key_index must have one head, not 2"),
+        ({"weights": torch.ones(2, 4, 3)}, r"weights must have a value for each head of query_index, \(2, 4, 2\), not"),
+        ({"softmax_max": torch.ones(0)}, r"softmax_max must be torch.float32 of shape \(2, 1, 4, 3\), .*, not"),
+        ({"softmax_sum": torch.ones(2, 1, 4, 3, dtype=torch.float16)}, "softmax_sum must be torch.float32"),
+        ({"sparse_indices": torch.ones(2, 4, 3, dtype=torch.int32)}, "sparse_indices must have the shape"),
+        ({"key_rope": None}, "key_rope must be given too"),
+    ],
+)
+def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    call = plain(example(torch.float32))
+    with pytest.raises(UsageError, match=f"npu_sparse_lightning_indexer_grad_kl_loss: {message}"):
+        npu_loss(**call | change)
+
+
+def test_a_key_that_the_row_may_not_see_is_an_error() -> None:
+    """Attention would have masked it; here it means that the lengths of the two calls differ."""
+    call = plain(example(batch=1))
+    indices = call["sparse_indices"].clone()
+    indices[0, 0, 0, 0] = 4  # of five keys, the first of four rows sees two
+    with pytest.raises(UsageError, match="sparse_indices must name no key past those its row may see"):
+        npu_loss(**call | {"sparse_indices": indices})
+
+
+def test_limits_are_no_contract() -> None:
+    call = plain(example(torch.float32))
+    name = "npu_sparse_lightning_indexer_grad_kl_loss"
+    assert OPS[name].refusals(**call) == [
+        f"{name}: query.dtype is float32, and an NPU takes float16, bfloat16",
+        f"{name}: the number of heads of query is 3, and an NPU takes 32, 64, 128",
+        f"{name}: the head size of query is 4, and an NPU takes 512",
+        f"{name}: the head size of query_rope is 2, and an NPU takes None, 64",
+        f"{name}: the number of heads of query_index is 2, and an NPU takes 8, 16, 32, 64",
+        f"{name}: the head size of query_index is 3, and an NPU takes 128",
+        f"{name}: top-k is 3, and an NPU takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192",
+    ]
+
+
+def distributed(placement: Placement) -> tuple[Any, ...]:
+    """On a rank: the loss and the gradients in full, and how they are placed."""
+    mesh = init_device_mesh("cpu", (2,))
+    call = example()
+    for name, value in call.items():
+        if isinstance(value, Tensor):
+            call[name] = distribute_tensor(value.detach(), mesh, [placement])
+    learning = [call[name].requires_grad_() for name in LEARNS]
+    loss = indexer_loss(**call)
+    (loss / 3).backward()
+    assert isinstance(loss, DTensor)
+    grads = [tensor.grad for tensor in learning]
+    whole = [tensor.full_tensor().detach() for tensor in (loss, *grads)]
+    return whole, [tensor.placements[0] for tensor in (loss, *grads)]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(1)], ids=str)
+def test_sharded_equals_whole(placement: Placement) -> None:
+    call = example()
+    loss = indexer_loss(**call)
+    expected = loss.detach(), *torch.autograd.grad(loss / 3, [call[name] for name in LEARNS])
+    for whole, placed in run_on_ranks(2, distributed, placement):
+        for one, other in zip(whole, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+        if placement == Shard(0):
+            assert placed == [Partial(), *[Shard(0)] * 3]

@@ -1,0 +1,364 @@
+"""``npu_lightning_indexer`` and its gradient: against a float64 oracle, and in every way of calling."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_oracle import Documents, Scores, documents, leaf
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.multirank import run_on_ranks
+from tests.ops.cases.sparse_attention import CASES
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.reference import selected_keys
+
+npu_lightning_indexer = torch.ops.npu.npu_lightning_indexer
+npu_lightning_indexer_grad = torch.ops.npu.npu_lightning_indexer_grad
+
+heads = st.sampled_from([(1, 1), (4, 1), (6, 2)])
+"""Heads of the query and of the key."""
+
+
+def call(docs: Documents, top_k: int, **options: Any) -> dict[str, Any]:
+    lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_key")
+    layouts = {"layout_query": docs.layout, "layout_key": docs.layout}
+    return {"sparse_count": top_k, "sparse_mode": docs.sparse_mode, "return_value": True} | layouts | lengths | options
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents(), heads, st.sampled_from([1, 5]), st.sampled_from([1, 3, 9]), st.booleans())
+def test_agrees_with_the_oracle(
+    docs: Documents, heads: tuple[int, int], size: int, top_k: int, float_weights: bool
+) -> None:
+    query_heads, key_heads = heads
+    parts = [docs.random(False, query_heads, size), docs.random(True, key_heads, size), docs.random(False, query_heads)]
+    if float_weights and docs.dtype != torch.float64:
+        parts[2] = [part.float() for part in parts[2]]
+    query, key, weights = (leaf(docs.lay_out(part)) for part in parts)
+    indices, values = npu_lightning_indexer(query, key, weights, **call(docs, top_k))
+    assert (indices.dtype, values.dtype) == (torch.int32, docs.dtype)
+    assert indices.shape == values.shape == (*query.shape[:-2], key_heads, top_k)
+    assert (docs.padding(indices, False) == -1).all() and (docs.padding(values, False) == -torch.inf).all()
+
+    # the padding of short documents is not a number; a gradient that touched it would not be either
+    dy = torch.randn(values.shape, generator=docs.generator).to(docs.dtype)
+    values.backward(dy)
+    for padded, of_key in ((query, False), (key, True), (weights, False)):
+        assert (docs.padding(padded.grad, of_key) == 0).all()
+
+    outputs = zip(*parts, docs.visible(), *(docs.split(t, False) for t in (indices, values.detach(), dy)), strict=True)
+    grads = [docs.split(tensor.grad, of_key) for tensor, of_key in ((query, False), (key, True), (weights, False))]
+    for document, (q, k, w, visible, chosen, scores, gradient) in enumerate(outputs):
+        oracle = Scores(q, k, w, docs.u)
+        check_selection(chosen, visible, oracle)
+        places = chosen.clamp_min(0).long()
+        held = chosen >= 0
+        if len(k):
+            expected, budget = (t.gather(-1, places) for t in (oracle.scores, oracle.budget))
+            budget = (budget + rounding_budget(expected, docs.dtype)).masked_fill(~held, 0)
+            assert_within("scores", scores.masked_fill(~held, 0), expected.masked_fill(~held, 0), budget)
+        assert (scores[~held] == -torch.inf).all()
+
+        dense = torch.zeros_like(oracle.scores)
+        if len(k):
+            dense.scatter_add_(-1, places, gradient.double().masked_fill(~held, 0))
+        expected_grads = oracle.gradients(dense, torch.zeros_like(dense), dense.abs(), docs.u)
+        for (name, (value, budget)), grad in zip(expected_grads.items(), grads, strict=True):
+            got = grad[document]
+            assert_within(f"gradient of {name}", got, value, budget + rounding_budget(value, got.dtype))
+
+
+def check_selection(chosen: Tensor, visible: Tensor, oracle: Scores) -> None:
+    """The best keys that the row may see, best first, then -1: as exact as the scores are."""
+    for row in range(chosen.shape[0]):
+        for head in range(chosen.shape[1]):
+            keys = chosen[row, head]
+            count = min(len(keys), int(visible[row].sum()))
+            assert (keys[count:] == -1).all()
+            held = keys[:count].tolist()
+            assert len(set(held)) == count and all(key >= 0 and visible[row, key] for key in held)
+            scores, budget = oracle.scores[row, head], oracle.budget[row, head]
+            for better, worse in itertools.pairwise(held):
+                assert scores[better] + budget[better] >= scores[worse] - budget[worse]
+            left = [key for key in range(len(scores)) if visible[row, key] and key not in held]
+            for key in left:
+                assert scores[held[-1]] + budget[held[-1]] >= scores[key] - budget[key]
+
+
+def test_equal_scores_keep_the_order_of_the_keys() -> None:
+    key = torch.tensor([1.0, 3.0, 1.0, 3.0, -5.0, 0.0]).view(1, 6, 1, 1)
+    indices, values = npu_lightning_indexer(
+        torch.ones(1, 1, 1, 1), key, torch.ones(1, 1, 1), sparse_count=8, return_value=True
+    )
+    assert indices.flatten().tolist() == [1, 3, 0, 2, 4, 5, -1, -1]
+    assert values.flatten().tolist() == [3, 3, 1, 1, 0, 0, -torch.inf, -torch.inf]
+
+
+def test_a_score_of_nothing_has_no_gradient() -> None:
+    """The ReLU's derivative at 0 is 0, as torch's."""
+    query, key, weights = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 1, 4), torch.ones(1, 2, 3)
+    indices = torch.zeros(1, 2, 1, 1, dtype=torch.int32)
+    grads = npu_lightning_indexer_grad(query, key, torch.ones(1, 2, 1, 1), indices, weights)
+    assert all((grad == 0).all() for grad in grads)
+
+
+def test_the_last_query_sees_the_last_key() -> None:
+    """Two queries and four keys: the queries are the last two. Four queries and two keys: the first two see nothing."""
+    key = torch.arange(1.0, 5.0).view(1, 4, 1, 1)
+    indices, _ = npu_lightning_indexer(torch.ones(1, 2, 1, 1), key, torch.ones(1, 2, 1), sparse_count=4)
+    assert indices.view(2, 4).tolist() == [[2, 1, 0, -1], [3, 2, 1, 0]]
+    indices, _ = npu_lightning_indexer(torch.ones(1, 4, 1, 1), key[:, :2], torch.ones(1, 4, 1), sparse_count=2)
+    assert indices.view(4, 2).tolist() == [[-1, -1], [-1, -1], [0, -1], [1, 0]]
+    indices, _ = npu_lightning_indexer(torch.ones(1, 2, 1, 1), key, torch.ones(1, 2, 1), sparse_count=2, sparse_mode=0)
+    assert indices.view(2, 2).tolist() == [[3, 2], [3, 2]]
+
+
+def example(dtype: torch.dtype = torch.float64, batch: int = 2, queries: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (batch, queries, 3, 4), (batch, 6, 1, 4), (batch, queries, 3)
+    query, key, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return query.requires_grad_(), key.requires_grad_(), weights.requires_grad_()
+
+
+def pack(row: Tensor) -> Tensor:
+    """Documents (B, S, ...) as (T, ...)."""
+    return row.flatten(0, 1)
+
+
+def test_packed_documents_are_the_rows_of_a_batch() -> None:
+    query, key, weights = example()
+    whole = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True)
+    ends = [torch.arange(1, 3, dtype=torch.int32) * tensor.shape[1] for tensor in (query, key)]
+    packed = npu_lightning_indexer(
+        *(pack(tensor) for tensor in (query, key, weights)),
+        actual_seq_lengths_query=ends[0],
+        actual_seq_lengths_key=ends[1],
+        layout_query="TND",
+        layout_key="TND",
+        sparse_count=5,
+        return_value=True,
+    )
+    assert torch.equal(pack(whole[0]), packed[0]) and torch.equal(pack(whole[1]), packed[1])
+    for one, other in zip(
+        *(torch.autograd.grad(t[1].nan_to_num(neginf=0).sum(), (query, key, weights)) for t in (whole, packed)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_gradients_in_float64() -> None:
+    query, key, weights = example()
+
+    def scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+        indices, values = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True)
+        return values.masked_fill(indices < 0, 0)  # finite differences of -inf are not numbers
+
+    assert torch.autograd.gradcheck(scores, (query, key, weights))
+
+
+def test_minus_one_is_never_gathered() -> None:
+    """Neither the first nor the last key, where a -1 would land, may matter to a row that did not select it."""
+    query, key, weights = (tensor.detach() for tensor in example(batch=1))
+    indices = torch.tensor([[2, -1], [3, 1], [-1, -1], [1, -1]], dtype=torch.int32).view(1, 4, 1, 2)
+    dy = torch.ones(indices.shape, dtype=key.dtype)
+    clean = npu_lightning_indexer_grad(query, key, dy, indices, weights)
+    poisoned = key.clone()
+    poisoned[:, [0, -1]] = torch.nan
+    dy[indices < 0] = torch.nan
+    assert all(map(torch.equal, npu_lightning_indexer_grad(query, poisoned, dy, indices, weights), clean))
+    assert (clean[1][:, [0, -1]] == 0).all() and (clean[0][:, 2] == 0).all()
+
+
+def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, weights = example()
+    results = []
+    for elements in (1, 40, 2**25):
+        monkeypatch.setattr(selected_keys, "CHUNK_ELEMENTS", elements)
+        indices, values = npu_lightning_indexer(query, key, weights, sparse_count=4, return_value=True)
+        grads = npu_lightning_indexer_grad(query, key, torch.ones_like(values), indices, weights)
+        results.append((indices, values, *grads))
+    for result in results[:2]:
+        for one, other in zip(result, results[2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)  # some hundred roundings in float64
+
+
+def test_opcheck() -> None:
+    inputs = example(torch.float32, queries=3)
+    query, key, weights = (tensor.detach() for tensor in inputs)
+    for options in ({"sparse_count": 4}, {"sparse_count": 4, "sparse_mode": 0, "return_value": True}):
+        torch.library.opcheck(npu_lightning_indexer.default, (query, key, weights), options)
+        # its fourth test adds integer and floating outputs in place; test_compiles_whole stands in for it
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(npu_lightning_indexer.default, inputs, options, test_utils=tests)
+    indices, values = npu_lightning_indexer(query, key, weights, sparse_count=4, return_value=True)
+    torch.library.opcheck(npu_lightning_indexer_grad.default, (query, key, torch.ones_like(values), indices, weights))
+
+
+@settings(max_examples=15, deadline=None)
+@given(documents())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(docs: Documents) -> None:
+    query, key, weights = (
+        docs.lay_out(part) for part in (docs.random(False, 3, 2), docs.random(True, 1, 2), docs.random(False, 3))
+    )
+    options = call(docs, 4)
+
+    def run(query: Tensor, key: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        indices, values = npu_lightning_indexer(query, key, weights, **options)
+        lengths = [options.get(f"actual_seq_lengths_{of}") for of in ("query", "key")]
+        return indices, values, *npu_lightning_indexer_grad(query, key, values, indices, weights, *lengths, docs.layout)
+
+    real = run(query, key, weights, **options)
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(v) if isinstance(v, Tensor) else v for name, v in options.items()}
+        fake = run(*map(mode.from_tensor, (query, key, weights)), **fakes)
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+def test_gradients_stop_where_torch_npu_has_none() -> None:
+    query, key, weights = example(torch.float32)
+    indices, values = npu_lightning_indexer(query, key, weights, sparse_count=2)
+    assert values.shape == (0,) and values.requires_grad and not indices.requires_grad
+    with pytest.raises(UsageError, match=r"npu_lightning_indexer_grad: dy must have the shape .* return_value=True"):
+        values.sum().backward()
+
+
+def test_compiles_whole() -> None:
+    query, key, weights = example(torch.float32)
+
+    def scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+        values = npu_lightning_indexer(query * 2, key, weights, sparse_count=3, return_value=True)[1]
+        return values.clamp_min(-1e3)
+
+    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager", dynamic=True)
+    plain, traced = scores(query, key, weights), compiled(query, key, weights)
+    assert torch.equal(plain, traced)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), (query, key, weights)) for y in (plain, traced)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.rejected_by and "lightning_indexer" in c.op], ids=str)
+def test_names_the_bad_argument(case: Any) -> None:
+    for device in ("cpu", "meta"):  # before anything is computed
+        args, kwargs = case.arguments(device)
+        with pytest.raises(UsageError, match=f"{case.op}: .* (must|not)"):
+            getattr(torch.ops.npu, case.op)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "message"),
+    [
+        ("BSND", [4, 5], "of the query must be between 0 and the sequence length 4, not"),
+        ("BSND", [-1, 4], "of the query must be between 0 and the sequence length 4, not"),
+        ("TND", [4, 7], "of the query must end with the number of tokens, 8, not"),
+        ("TND", [9, 8], "of the query must not decrease"),
+    ],
+)
+def test_names_bad_lengths(layout: str, lengths: list[int], message: str) -> None:
+    query, key, weights = (tensor.detach() for tensor in example())
+    if layout == "TND":
+        query, key, weights = map(pack, (query, key, weights))
+    key_lengths = torch.tensor([6, 12] if layout == "TND" else [6, 6], dtype=torch.int32)
+    with pytest.raises(UsageError, match=message):
+        npu_lightning_indexer(
+            query,
+            key,
+            weights,
+            actual_seq_lengths_query=torch.tensor(lengths, dtype=torch.int32),
+            actual_seq_lengths_key=key_lengths,
+            layout_query=layout,
+            layout_key=layout,
+        )
+
+
+def test_keys_must_come_before_the_padding() -> None:
+    query, key, weights = (tensor.detach() for tensor in example(batch=1))
+    indices = torch.tensor([-1, 0], dtype=torch.int32).expand(1, 4, 1, 2)
+    with pytest.raises(UsageError, match="sparse_indices must have its keys first and -1 after them"):
+        npu_lightning_indexer_grad(query, key, torch.ones(1, 4, 1, 2, dtype=key.dtype), indices, weights)
+
+
+def test_limits_are_no_contract() -> None:
+    query, key, weights = (tensor.detach() for tensor in example(torch.float32))
+    npu_lightning_indexer(query, key, weights, sparse_count=2049)
+    arguments = {"query": query.mT.contiguous().mT, "key": key, "weights": weights, "sparse_count": 2049}
+    assert OPS["npu_lightning_indexer"].refusals(**arguments) == [
+        "npu_lightning_indexer: query.dtype is float32, and an NPU takes float16, bfloat16",
+        "npu_lightning_indexer: the head size of query is 4, and an NPU takes 128",
+        "npu_lightning_indexer: sparse_count is 2049, and an NPU takes 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192",
+        "npu_lightning_indexer: query's memory is not contiguous, and an NPU takes contiguous",
+    ]
+    fine = torch.ones(1, 8, 64, 128, dtype=torch.bfloat16)
+    arguments = {"query": fine, "key": fine[:, :, :1].contiguous(), "weights": fine[..., 0].contiguous()}
+    for count in (1, 2048, 8192):
+        assert OPS["npu_lightning_indexer"].refusals(**arguments, sparse_count=count) == []
+
+
+def distributed(placements: dict[str, Placement], options: dict[str, Any], lengths: bool) -> tuple[Any, ...]:
+    """On a rank: indices, scores and gradients in full, how they are placed, and the forward's collectives."""
+    mesh = init_device_mesh("cpu", (2,))
+    names = ("query", "key", "weights")
+    query, key, weights = (
+        distribute_tensor(tensor.detach(), mesh, [placements.get(name, Replicate())]).requires_grad_()
+        for name, tensor in zip(names, example(), strict=True)
+    )
+    given = {"actual_seq_lengths_query": torch.tensor([3, 4]), "actual_seq_lengths_key": torch.tensor([5, 6])}
+    for name, value in given.items() if lengths else ():
+        options |= {name: distribute_tensor(value.int(), mesh, [placements.get(name, Replicate())])}
+    with CommDebugMode() as comm:
+        indices, values = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True, **options)
+    values.nan_to_num(neginf=0).sum().backward()
+    grads = [tensor.grad for tensor in (query, key, weights)]
+    whole = [tensor.full_tensor().detach() for tensor in (indices, values, *grads)]
+    return whole, [tensor.placements[0] for tensor in (indices, *grads)], comm.get_total_counts()
+
+
+BATCH = {name: Shard(0) for name in ("query", "key", "weights", "actual_seq_lengths_query", "actual_seq_lengths_key")}
+
+
+@pytest.mark.parametrize(
+    ("placements", "options", "lengths", "expected"),
+    [
+        (BATCH, {}, False, [Shard(0)] * 4),
+        (BATCH, {}, True, [Shard(0)] * 4),
+        # lengths that are whole on every rank are split, not taken as they are
+        ({name: Shard(0) for name in ("query", "key", "weights")}, {}, True, [Shard(0)] * 4),
+        (
+            {"query": Shard(1), "weights": Shard(1)},
+            {"sparse_mode": 0},
+            False,
+            [Shard(1), Shard(1), Partial(), Shard(1)],
+        ),
+        ({"query": Shard(1), "weights": Shard(1)}, {}, False, None),  # the causal line depends on the place of a row
+        ({"query": Shard(2), "weights": Shard(2)}, {}, False, None),  # a score sums over the heads
+        ({}, {}, True, [Replicate()] * 4),
+    ],
+    ids=str,
+)
+def test_sharded_equals_whole(
+    placements: dict[str, Placement], options: dict[str, Any], lengths: bool, expected: list[Placement] | None
+) -> None:
+    query, key, weights = example()
+    given = {"actual_seq_lengths_query": torch.tensor([3, 4]), "actual_seq_lengths_key": torch.tensor([5, 6])}
+    call = options | ({name: value.int() for name, value in given.items()} if lengths else {})
+    indices, values = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True, **call)
+    grads = torch.autograd.grad(values.nan_to_num(neginf=0).sum(), (query, key, weights))
+    for whole, placed, collectives in run_on_ranks(2, distributed, placements, options, lengths):
+        assert torch.equal(whole[0], indices) and torch.equal(whole[1], values.detach())
+        for one, other in zip(whole[2:], grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+        if expected is not None:
+            assert placed == expected and collectives == 0
+        else:
+            assert collectives > 0

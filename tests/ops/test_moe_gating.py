@@ -1,0 +1,379 @@
+"""``npu_moe_gating_top_k`` and its gradient: against a float64 oracle, TorchTitan's router and DeepSeek-V3's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget, unit_roundoff
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+
+gating = torch.ops.npu.npu_moe_gating_top_k
+gating_backward = torch.ops.npu.npu_moe_gating_top_k_backward
+SOFTMAX, SIGMOID = 0, 1
+
+
+def scores_of(x: Tensor, norm_type: int) -> Tensor:
+    return 1 / (1 + (-x).exp()) if norm_type == SIGMOID else x.exp() / x.exp().sum(-1, keepdim=True)
+
+
+def weights_of(scores: Tensor, chosen: Tensor, norm_type: int, renorm: int, scale: float, eps: float) -> Tensor:
+    """The written formula, for PyTorch to differentiate."""
+    picked = [row[index] for row, index in zip(scores, chosen, strict=True)]
+    if norm_type == SIGMOID or renorm:
+        picked = [row / (row.sum() + eps) for row in picked]
+    return scale * (torch.stack(picked) if picked else scores[:, :0])
+
+
+def choice_of(scores: list[float], k: int, groups: int, k_group: int, mode: int) -> tuple[list[int], float]:
+    """The experts of one token in plain Python, best first, and the smallest gap that decided anything."""
+    size = len(scores) // groups
+    merits = []
+    for group in range(groups):
+        inside = sorted(scores[group * size : (group + 1) * size], reverse=True)
+        merits.append(sum(inside[: 2 if mode else 1]))
+    best_groups = sorted(range(groups), key=lambda group: -merits[group])[:k_group]
+    allowed = [expert for expert in range(len(scores)) if expert // size in best_groups]
+    best = sorted(allowed, key=lambda expert: -scores[expert])
+    values = sorted(merits), sorted(scores)
+    gaps = [b - a for row in values for a, b in itertools.pairwise(row)]
+    return best[:k], min(gaps, default=1.0)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Tensor, int, dict[str, Any]]:
+    """``x``, ``k`` and keywords: none, one or several tokens, one or several groups, with and without a bias."""
+    groups, size = draw(st.integers(1, 4)), draw(st.integers(2, 4))
+    k_group = draw(st.integers(1, groups))
+    k = draw(st.integers(1, size * k_group))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+    x = torch.randn(groups * size, draw(st.integers(0, 4)), generator=generator).to(dtype).t()  # not contiguous
+    bias = torch.randn(groups * size, generator=generator).to(dtype) if draw(st.booleans()) else None
+    keywords = {
+        "bias": bias,
+        "k_group": k_group,
+        "group_count": groups,
+        "group_select_mode": draw(st.integers(0, 1)),
+        "renorm": draw(st.integers(0, 1)),
+        "norm_type": draw(st.sampled_from([SOFTMAX, SIGMOID])),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "eps": draw(st.sampled_from([1e-20, 0.1])),
+        "out_flag": True,
+    }
+    return x, k, keywords
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls())
+def test_agrees_with_the_oracle(call: tuple[Tensor, int, dict[str, Any]]) -> None:
+    x, k, keywords = call
+    norm_type, bias = keywords["norm_type"], keywords["bias"]
+    compute = unit_roundoff(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    logits = x.detach().double().requires_grad_()
+    scores = scores_of(logits, norm_type)
+    experts = x.shape[1]
+    # exponentials err by their argument's error, sums by their number of terms, four other operations
+    relative = (experts + 8 + 2 * (float(x.abs().max()) if len(x) else 0)) * compute
+
+    choices = [
+        choice_of(row.tolist(), k, keywords["group_count"], keywords["k_group"], keywords["group_select_mode"])
+        for row in (scores if bias is None else scores + bias.double())
+    ]
+    assume(all(gap > 4 * relative for _, gap in choices))  # a tie in float32 may fall either way
+    chosen = torch.tensor([experts for experts, _ in choices], dtype=torch.int64).view(len(x), k)
+
+    given_x = x.detach().requires_grad_()
+    y, expert_idx, norm = gating(given_x, k, **keywords)
+    assert torch.equal(expert_idx, chosen.int()) and y.dtype == x.dtype
+    assert norm.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
+    assert_within("norm", norm, scores.detach(), scores.detach() * relative)
+    rest = [keywords[name] for name in ("norm_type", "renorm", "routed_scaling_factor", "eps")]
+    expected = weights_of(scores, chosen, *rest).view(len(x), k)
+    budget = expected.detach() * (2 * relative + (k + 4) * compute) + rounding_budget(expected.detach(), x.dtype)
+    assert_within("y", y, expected.detach(), budget)
+
+    if norm_type == SIGMOID:
+        grad_y = torch.randn(y.shape).to(x.dtype)
+        (grad,) = torch.autograd.grad(y, given_x, grad_y)
+        (expected_grad,) = torch.autograd.grad(expected, logits, grad_y.double())
+        s, scale = scores.detach(), keywords["routed_scaling_factor"]
+        total = s.gather(1, chosen).sum(-1, keepdim=True) + keywords["eps"]
+        g = (grad_y.double() * scale).abs()
+        terms = (g + (g * s.gather(1, chosen) / total).sum(-1, keepdim=True)) / total
+        magnitude = torch.zeros_like(s).scatter_(1, chosen, terms)
+        # scores enter five times; 1 - s loses what s has lost
+        budget = s * magnitude * (5 * relative + (2 * k + 10) * compute)
+        assert_within("dx", grad, expected_grad, budget + rounding_budget(expected_grad, x.dtype))
+
+
+def router(**settings: Any) -> TokenChoiceTopKRouter:
+    """TorchTitan's router with an identity for a gate, so that its input is the logits."""
+    made = TokenChoiceTopKRouter(**{"dim": 16, "num_experts": 16, "gate_bias": False, "route_scale": 2.5} | settings)
+    made.gate.weight.data = torch.eye(16)
+    return made
+
+
+def in_order(weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted by expert: TorchTitan does not sort its choice."""
+    experts, order = experts.long().sort(dim=1)
+    return weights.gather(1, order), experts
+
+
+GROUPS = {"num_expert_groups": 4, "num_limited_groups": 2}, {"group_count": 4, "k_group": 2, "group_select_mode": 1}
+NO_GROUPS: Any = {"num_expert_groups": None, "num_limited_groups": None}, {}
+
+
+@pytest.mark.parametrize("groups", [NO_GROUPS, GROUPS], ids=["all", "node-limited"])
+@pytest.mark.parametrize(
+    ("score_func", "route_norm", "call"),
+    [
+        ("sigmoid", True, {"norm_type": SIGMOID}),
+        ("softmax", False, {"norm_type": SOFTMAX}),
+        ("softmax", True, {"norm_type": SOFTMAX, "renorm": 1}),
+    ],
+)
+def test_is_torchtitan_s_router(groups: Any, score_func: Any, route_norm: bool, call: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x, bias, grad = torch.randn(64, 16, requires_grad=True), torch.randn(16) * 0.3, torch.randn(64, 4)
+    theirs = router(top_k=4, score_func=score_func, route_norm=route_norm, **groups[0])
+    expected, experts, _ = theirs(x, bias)
+    expected, experts = in_order(expected, experts)
+    y, expert_idx, _ = gating(x, 4, bias=bias, routed_scaling_factor=2.5, out_flag=True, **call, **groups[1])
+    y, expert_idx = in_order(y, expert_idx)
+    assert torch.equal(expert_idx, experts)
+    torch.testing.assert_close(y, expected, rtol=2 * (16 + 8) * 2.0**-24, atol=0)
+    if score_func == "sigmoid":
+        (ours,) = torch.autograd.grad(y, x, grad)
+        (reference,) = torch.autograd.grad(expected, x, grad)
+        # two float32 ways to the same gradient, each within 30 roundings of its terms: s (1 - s) is at most 1/4
+        smallest = float(x.detach().sigmoid().gather(1, experts).sum(1).min())
+        terms = 0.25 * 2.5 * 2 * float(grad.abs().max()) / smallest
+        torch.testing.assert_close(ours, reference, rtol=0, atol=2 * 30 * 2.0**-24 * terms)
+
+
+def test_is_deepseek_v3_s_router() -> None:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        hidden_size=16,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    )
+    theirs = DeepseekV3TopkRouter(config)
+    theirs.weight.data = torch.eye(16)
+    theirs.e_score_correction_bias.copy_(torch.randn(16) * 0.3)
+    x = torch.randn(64, 16)
+    _, weights, experts = theirs(x)
+    expected, experts = in_order(weights, experts)
+    y, expert_idx, _ = gating(
+        x,
+        4,
+        bias=theirs.e_score_correction_bias,
+        k_group=2,
+        group_count=4,
+        group_select_mode=1,
+        norm_type=SIGMOID,
+        routed_scaling_factor=2.5,
+    )
+    y, expert_idx = in_order(y, expert_idx)
+    assert torch.equal(expert_idx, experts)
+    torch.testing.assert_close(y, expected, rtol=2 * (16 + 8) * 2.0**-24, atol=0)
+
+
+def test_equal_scores_go_by_the_expert_s_number() -> None:
+    for group_count, expected in ((1, [0, 1, 2]), (2, [0, 1, 2])):
+        assert gating(torch.zeros(1, 8), 3, group_count=group_count)[1].tolist() == [expected]
+    assert gating(torch.zeros(1, 8), 8)[1].tolist() == [list(range(8))]
+
+
+def test_a_group_by_its_best_or_by_its_two_best() -> None:
+    x = torch.tensor([[3.0, -9.0, 2.0, 1.9]])
+    for mode, experts in ((0, [0, 1]), (1, [2, 3])):
+        _, chosen, _ = gating(x, 2, group_count=2, k_group=1, group_select_mode=mode, norm_type=SIGMOID)
+        assert chosen.tolist() == [experts]
+
+
+def test_a_negative_bias_does_not_let_another_group_in() -> None:
+    """The groups left out are minus infinity, not 0: a chosen expert may be worse than 0."""
+    bias = torch.tensor([-2.0, -2.0, -3.0, -3.0])
+    _, chosen, _ = gating(torch.zeros(1, 4), 2, bias=bias, group_count=2, k_group=1, norm_type=SIGMOID)
+    assert chosen.tolist() == [[0, 1]]
+
+
+def test_a_table_chooses() -> None:
+    table = torch.tensor([[0, 1], [3, 2], [5, 4]], dtype=torch.int32)
+    x = torch.randn(2, 6)
+    y, chosen, _ = gating(x, 2, input_ids=torch.tensor([2, 1]), tid2eid=table, norm_type=SIGMOID)
+    assert chosen.tolist() == [[5, 4], [3, 2]] and chosen.dtype == torch.int32
+    picked = x.sigmoid().gather(1, chosen.long())
+    assert torch.equal(y, picked / (picked.sum(1, keepdim=True) + 1e-20))
+
+
+def test_gradients_in_float64() -> None:
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(8, dtype=torch.float64)
+
+    def weights(x: Tensor) -> Tensor:
+        return gating(x, 3, bias=bias, norm_type=SIGMOID, out_flag=True, routed_scaling_factor=2.5, eps=0.1)[0]
+
+    assert torch.autograd.gradcheck(weights, (x,))
+
+
+def test_opcheck() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    torch.library.opcheck(gating.default, (x, 2), {"norm_type": SIGMOID, "out_flag": True})
+    torch.library.opcheck(gating.default, (x.detach(), 2), {"bias": torch.randn(8), "group_count": 2, "renorm": 1})
+    norm, grad, indices = torch.rand(3, 8), torch.randn(3, 2), torch.tensor([[0, 1], [7, 3], [2, 5]]).int()
+    torch.library.opcheck(gating_backward.default, (norm, grad, indices), {"norm_type": SIGMOID})
+
+
+def test_shapes_and_strides_are_what_the_fake_kernel_says() -> None:
+    x, norm = torch.randn(8, 3).bfloat16().t(), torch.rand(8, 3).t()
+    grad, indices = torch.randn(3, 2).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
+    real = [*gating(x, 2), gating_backward(norm, grad, indices, norm_type=SIGMOID)]
+    with FakeTensorMode() as mode:
+        x, norm, grad, indices = (mode.from_tensor(t) for t in (x, norm, grad, indices))
+        fake = [*gating(x, 2), gating_backward(norm, grad, indices, norm_type=SIGMOID)]
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+def test_what_torch_npu_cannot_differentiate_is_an_error() -> None:
+    x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8)
+    with pytest.raises(RuntimeError, match="bias must not require a gradient"):
+        gating(x, 2, bias=bias.requires_grad_())
+    with torch.no_grad():
+        gating(x, 2, bias=bias)
+    with pytest.raises(RuntimeError, match="out_flag must be True"):
+        gating(x, 2, norm_type=SIGMOID)[0].sum().backward()
+    with pytest.raises(UsageError, match=r"npu_moe_gating_top_k_backward: norm_type must be 1 \(sigmoid\)"):
+        gating(x, 2, out_flag=True)[0].sum().backward()
+    y, chosen, norm = gating(x, 2, norm_type=SIGMOID)
+    assert y.requires_grad and not chosen.requires_grad and not norm.requires_grad
+    assert not norm.any()  # not asked for
+
+
+def test_compiles_whole() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def weights(x: Tensor) -> Tensor:
+        return gating(x * 2, 2, norm_type=SIGMOID, out_flag=True)[0].sin()
+
+    plain, traced = weights(x), torch.compile(weights, fullgraph=True, backend="aot_eager", dynamic=True)(x)
+    assert torch.equal(plain, traced)
+    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (plain, traced)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(8)}, "x must have 2 dimensions, not 1"),
+        ({"x": torch.ones(3, 8).int()}, "x must be float16, bfloat16 or float32, not torch.int32"),
+        ({"bias": torch.ones(7)}, r"bias must have the shape \(8,\), not \(7,\)"),
+        ({"bias": torch.ones(8).half()}, "bias must be float32, not torch.float16"),
+        ({"k": 0}, "k must be 1 to 8, the experts in k_group groups, not 0"),
+        ({"k": 9}, "k must be 1 to 8, the experts in k_group groups, not 9"),
+        ({"k": 5, "group_count": 4, "k_group": 2}, "k must be 1 to 4, the experts in k_group groups, not 5"),
+        ({"group_count": 3}, "group_count must divide the 8 experts of x, and 3 does not"),
+        ({"group_count": 0}, "group_count must divide the 8 experts of x, and 0 does not"),
+        ({"k_group": 2}, "k_group must be 1 to 1, the group_count, not 2"),
+        ({"group_count": 8, "k_group": 4, "group_select_mode": 1}, "group_count must leave 2 experts a group"),
+        ({"group_select_mode": 2}, "group_select_mode must be 0 or 1, not 2"),
+        ({"renorm": 2}, "renorm must be 0 or 1, not 2"),
+        ({"norm_type": 2}, "norm_type must be 0 or 1, not 2"),
+        ({"input_ids": torch.zeros(3).int()}, "input_ids and tid2eid must be given together"),
+        (
+            {"input_ids": torch.zeros(2).int(), "tid2eid": torch.zeros(4, 2).int()},
+            r"input_ids must have the shape \(3,\)",
+        ),
+        (
+            {"input_ids": torch.zeros(3).int(), "tid2eid": torch.zeros(4, 3).int()},
+            r"tid2eid must have the shape \(4, 2\)",
+        ),
+        ({"input_ids": torch.zeros(3), "tid2eid": torch.zeros(4, 2).int()}, "input_ids must be int32 or int64, not"),
+    ],
+    ids=itertools.count(),
+)
+def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^npu_moe_gating_top_k: {message}"):
+        gating(**{"x": torch.ones(3, 8), "k": 2} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_norm": torch.rand(3, 8).half()}, "x_norm must be float32, not torch.float16"),
+        (
+            {"grad_y": torch.rand(4, 2), "expertIdx": torch.zeros(4, 2).int()},
+            "grad_y must have the 3 rows of x_norm, not 4",
+        ),
+        ({"expertIdx": torch.zeros(3, 2).long()}, "expertIdx must be int32, not torch.int64"),
+        ({"expertIdx": torch.zeros(3, 1).int()}, r"expertIdx must have the shape \(3, 2\), not \(3, 1\)"),
+        ({"norm_type": SOFTMAX}, r"norm_type must be 1 \(sigmoid\), .* not 0"),
+        ({"renorm": 2}, "renorm must be 0 or 1, not 2"),
+    ],
+    ids=itertools.count(),
+)
+def test_backward_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    arguments = {"x_norm": torch.rand(3, 8), "grad_y": torch.rand(3, 2), "expertIdx": torch.zeros(3, 2).int()}
+    with pytest.raises(UsageError, match=f"^npu_moe_gating_top_k_backward: {message}"):
+        gating_backward(**arguments | {"norm_type": SIGMOID} | change)
+
+
+def test_limits_are_no_contract() -> None:
+    def refusals(x: Tensor, group_count: int = 1, renorm: int = 0) -> list[str]:
+        return OPS["npu_moe_gating_top_k"].refusals(x=x, group_count=group_count, renorm=renorm)
+
+    assert refusals(torch.ones(1, 256).bfloat16(), group_count=8) == []
+    assert refusals(torch.ones(1, 4).double(), group_count=2, renorm=1) == [
+        "npu_moe_gating_top_k: x.dtype is float64, and an NPU takes float16, bfloat16, float32",
+        "npu_moe_gating_top_k: the number of experts in a group is 2, and an NPU takes 3 to 2048",
+        "npu_moe_gating_top_k: renorm is 1, and an NPU takes 0",
+    ]
+    assert refusals(torch.ones(1, 33 * 63), group_count=63) == [
+        "npu_moe_gating_top_k: the number of experts is 2079, and an NPU takes 2 to 2048",
+        "npu_moe_gating_top_k: the number of experts, each group rounded up to 32 is 4032, and an NPU takes 2 to 2048",
+    ]
+
+
+def distributed(placement: Placement, x: Tensor, bias: Tensor, ids: Tensor, table: Tensor) -> tuple[Any, ...]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    bias, ids, table = (distribute_tensor(t, mesh, [Replicate()]) for t in (bias, ids, table))
+    outputs = gating(x, 2, bias=bias, norm_type=SIGMOID, out_flag=True)
+    (outputs[0] * outputs[0]).sum().backward()
+    by_table = gating(x.detach(), 2, input_ids=ids, tid2eid=table)
+    results = [*outputs, x.grad, *by_table]
+    return [t.full_tensor().detach() for t in results], [t.placements[0] for t in results]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_sharded_equals_whole(placement: Placement) -> None:
+    torch.manual_seed(0)
+    x, bias, ids, table = torch.randn(4, 8), torch.randn(8), torch.tensor([2, 0, 1, 1]), torch.randint(0, 8, (3, 2))
+    whole = x.clone().requires_grad_()
+    outputs = gating(whole, 2, bias=bias, norm_type=SIGMOID, out_flag=True)
+    (outputs[0] * outputs[0]).sum().backward()
+    expected = [*outputs, whole.grad, *gating(x, 2, input_ids=ids, tid2eid=table)]
+    for full, placements in run_on_ranks(2, distributed, placement, x, bias, ids, table):
+        assert all(torch.equal(a, b) for a, b in zip(full, expected, strict=True))
+        assert placements == [Shard(0) if placement == Shard(0) else Replicate()] * len(expected)

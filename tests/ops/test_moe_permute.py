@@ -1,0 +1,391 @@
+"""``npu_moe_token_permute``, ``npu_moe_token_unpermute`` and their gradients: against the definitions, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget, unit_roundoff
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+
+permute = torch.ops.npu.npu_moe_token_permute
+unpermute = torch.ops.npu.npu_moe_token_unpermute
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def places_of(indices: list[int]) -> list[int]:
+    """The definition of ``sorted_indices``, in plain Python: where each slot goes when all are sorted by expert."""
+    order = sorted(range(len(indices)), key=lambda slot: indices[slot])  # Python's sort is stable
+    return [order.index(slot) for slot in range(len(indices))]
+
+
+def placing_matrix(places: Tensor, rows: int) -> Tensor:
+    """(slots, rows) of 0 and 1 in float64: which row each slot has, none beyond the last."""
+    return (places.unsqueeze(1) == torch.arange(rows)).double()
+
+
+def any_strides(tensor: Tensor, kind: str) -> Tensor:
+    if kind == "transposed":
+        return tensor.t().contiguous().t()
+    return torch.stack([tensor, tensor], dim=-1)[..., 0] if kind == "strided" else tensor
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> tuple[int, int, int, list[int], int | None, torch.dtype, str, int]:
+    """Tokens, top-k, hidden size, the expert of each slot, num_out_tokens, dtype, strides, seed."""
+    tokens, top_k = draw(st.integers(0, 5)), draw(st.integers(1, 4))
+    slots = tokens * top_k
+    experts = draw(st.sampled_from([1, 3, 8]))  # 1: all tokens to one; 8: experts with none
+    indices = draw(st.lists(st.integers(0, experts - 1), min_size=slots, max_size=slots))
+    num_out_tokens = draw(st.one_of(st.none(), st.integers(-slots, slots + 2)))
+    kind = draw(st.sampled_from(["contiguous", "transposed", "strided"]))
+    return (
+        tokens,
+        top_k,
+        draw(st.integers(1, 6)),
+        indices,
+        num_out_tokens,
+        draw(st.sampled_from(DTYPES)),
+        kind,
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(routes())
+@example((1, 1, 1, [0], None, torch.float32, "contiguous", 0))
+def test_permute_is_its_definition(route: tuple[Any, ...]) -> None:
+    count, top_k, hidden, indices, num_out_tokens, dtype, kind, seed = route
+    generator = torch.Generator().manual_seed(seed)
+    tokens = any_strides(torch.randn(count, hidden, generator=generator).to(dtype), kind)
+    experts = torch.tensor(indices, dtype=[torch.int32, torch.int64][seed % 2]).view(count, top_k)
+    permuted, places = permute(tokens, experts.t().contiguous().t(), num_out_tokens)
+
+    assert places.tolist() == places_of(indices) and places.dtype == torch.int32
+    kept = range(count * top_k)[: num_out_tokens or None]
+    assert permuted.shape == (len(kept), hidden) and permuted.dtype == dtype
+    for slot, place in enumerate(places.tolist()):
+        if place in kept:
+            assert torch.equal(permuted[place], tokens[slot // top_k])
+    if top_k == 1:
+        again = permute(tokens, experts.flatten(), num_out_tokens)
+        assert torch.equal(again[0], permuted) and torch.equal(again[1], places)
+        if len(kept) == count:
+            assert torch.equal(unpermute(permuted, places), tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(routes(), st.booleans())
+def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...], with_probs: bool) -> None:
+    count, top_k, hidden, indices, num_out_tokens, dtype, kind, seed = route
+    top_k = top_k if with_probs else 1
+    indices = indices[: count * top_k]
+    num_out_tokens = None if num_out_tokens is None else max(num_out_tokens, -len(indices))
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.tensor(places_of(indices), dtype=torch.int32)
+    rows = len(range(len(indices))[: num_out_tokens or None])
+
+    def random(*shape: int) -> Tensor:
+        return any_strides(torch.randn(shape, generator=generator).to(dtype), kind)
+
+    permuted, grad, grad_rows = random(rows, hidden), random(count, hidden), random(rows, hidden)
+    probs = random(count, top_k) if with_probs else None
+    compute = unit_roundoff(torch.float64 if dtype == torch.float64 else torch.float32)
+
+    # the written formula, differentiated by PyTorch, in float64
+    matrix = placing_matrix(places, rows)
+    weights = torch.ones(count, top_k) if probs is None else probs
+    p, w, t = (x.detach().double().requires_grad_() for x in (permuted, weights, grad))
+    expected = torch.einsum("tk,tkr,rh->th", w, matrix.view(count, top_k, rows), p)
+    expected_p, expected_w = torch.autograd.grad(expected, (p, w), grad.double())
+    copied = torch.einsum("tkr,th->rh", matrix.view(count, top_k, rows), t)
+    (expected_t,) = torch.autograd.grad(copied, t, grad_rows.double())
+
+    inputs = [permuted.detach().requires_grad_()] + ([] if probs is None else [probs.detach().requires_grad_()])
+    actual = unpermute(inputs[0], places, *inputs[1:])
+    grads = torch.autograd.grad(actual, inputs, grad)
+    assert [actual.dtype, *(g.dtype for g in grads)] == [dtype] * (1 + len(grads))
+
+    size = torch.einsum("tk,tkr,rh->th", w.abs(), matrix.view(count, top_k, rows), p.abs())
+    assert_within("unpermuted", actual, expected, size * (top_k + 1) * compute + rounding_budget(expected, dtype))
+    assert_within("d permuted", grads[0], expected_p, rounding_budget(expected_p, dtype) * 2)
+    if with_probs:
+        size = torch.einsum("tkr,rh,th->tk", matrix.view(count, top_k, rows), p.abs(), grad.double().abs())
+        budget = size * (hidden + 1) * compute + rounding_budget(expected_w, dtype)
+        assert_within("d probs", grads[1], expected_w, budget)
+
+    tokens = random(count, hidden).detach().requires_grad_()
+    again, same_places = permute(tokens, torch.tensor(indices, dtype=torch.int64).view(count, top_k), num_out_tokens)
+    assert torch.equal(same_places, places)
+    (grad_tokens,) = torch.autograd.grad(again, tokens, grad_rows)
+    size = torch.einsum("tkr,rh->th", matrix.view(count, top_k, rows), grad_rows.double().abs())
+    assert_within("d tokens", grad_tokens, expected_t, size * top_k * compute + rounding_budget(expected_t, dtype))
+
+
+def call(dtype: torch.dtype = torch.float32, num_out_tokens: int | None = None) -> dict[str, Any]:
+    """A call of each op on the same four tokens, two experts each, one expert without any."""
+    torch.manual_seed(0)
+    tokens, indices = torch.randn(4, 6, dtype=dtype), torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0]])
+    permuted, places = permute(tokens, indices, num_out_tokens)
+    probs, grad = torch.rand(4, 2, dtype=dtype), torch.randn(4, 6, dtype=dtype)
+    rows = len(permuted)
+    return {
+        "npu_moe_token_permute": (tokens, indices, num_out_tokens),
+        "npu_moe_token_permute_grad": (tokens, permuted, indices, places),
+        "npu_moe_token_permute_grad_v2": (permuted, places, 4, dtype, 2),
+        "npu_moe_token_unpermute": (permuted, places, probs),
+        "_npu_moe_token_unpermute": (permuted, places, probs),
+        "npu_moe_token_unpermute_grad": (permuted, grad, places, probs),
+        "npu_moe_token_unpermute_grad_v2": (grad, places, rows, dtype, probs, False, None, permuted),
+    }
+
+
+def test_the_documented_example() -> None:
+    tokens = torch.tensor([[1, 1], [2, 2], [3, 3], [4, 4]], dtype=torch.float16)
+    permuted, places = permute(tokens, torch.tensor([[0, 1], [1, 0], [0, 2], [2, 0]]))
+    assert permuted[:, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert places.tolist() == [0, 4, 5, 1, 2, 6, 7, 3]
+    assert torch.equal(unpermute(permuted, places, torch.full((4, 2), 0.5, dtype=torch.float16)), tokens)
+
+
+def test_permute_then_unpermute_is_the_weighted_sum() -> None:
+    """With weights that add up to 1 exactly, and half precision in between: the tokens themselves."""
+    tokens = torch.randn(16, 8, dtype=torch.bfloat16)
+    permuted, places = permute(tokens, torch.randint(0, 5, (16, 4)))
+    assert torch.equal(unpermute(permuted, places, torch.full((16, 4), 0.25)), tokens)
+    probs = torch.rand(16, 4, dtype=torch.float64)
+    expected = tokens.double() * probs.sum(1, keepdim=True)
+    assert_within("sum", unpermute(permuted.double(), places, probs), expected, expected.abs() * 6 * 2.0**-53)
+
+
+def test_float32_probs_weigh_bfloat16_tokens_in_float32() -> None:
+    permuted, places = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    probs = torch.tensor([[1 + 2.0**-10, 1.0]], requires_grad=True)  # in bfloat16 the two would be equal
+    out = unpermute(permuted, places, probs)
+    assert out.item() == 2.0**-10 and out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert probs.grad.tolist() == [[1.0, -1.0]] and probs.grad.dtype == torch.float32
+
+
+def test_plain_gradient_ops_are_those_that_autograd_calls() -> None:
+    for num_out_tokens in (None, 5):
+        calls = call(torch.bfloat16, num_out_tokens)
+        ops = {name: getattr(torch.ops.npu, name)(*arguments) for name, arguments in calls.items()}
+        assert torch.equal(ops["npu_moe_token_permute_grad"], ops["npu_moe_token_permute_grad_v2"])
+        for a, b in zip(ops["npu_moe_token_unpermute_grad"], ops["npu_moe_token_unpermute_grad_v2"], strict=True):
+            assert torch.equal(a, b)
+    permuted, _, places, _ = calls["npu_moe_token_unpermute_grad"]
+    assert torch.ops.npu.npu_moe_token_unpermute_grad(permuted, permuted.new_ones(8, 6), places)[1] is None
+
+
+@pytest.mark.parametrize("num_out_tokens", [None, 5])
+def test_gradients_in_float64(num_out_tokens: int | None) -> None:
+    tokens, indices, _ = call(torch.float64)["npu_moe_token_permute"]
+    permuted, places, probs = call(torch.float64, num_out_tokens)["npu_moe_token_unpermute"]
+    inputs = [x.detach().requires_grad_() for x in (tokens, permuted, probs)]
+    assert torch.autograd.gradcheck(lambda t: permute(t, indices, num_out_tokens)[0], inputs[:1])
+    assert torch.autograd.gradcheck(lambda p, w: unpermute(p, places, w), inputs[1:])
+    # the second output is the first argument, and so is its gradient
+    assert torch.autograd.gradcheck(lambda p, w: torch.ops.npu._npu_moe_token_unpermute(p, places, w), inputs[1:])
+
+
+@pytest.mark.parametrize("name", call())
+def test_opcheck(name: str) -> None:
+    for num_out_tokens in (None, 5):
+        arguments = call(num_out_tokens=num_out_tokens)[name]
+        needs_grad = OPS[name].autograd is not None
+        arguments = [
+            x.detach().requires_grad_(needs_grad and x.is_floating_point()) if isinstance(x, Tensor) else x
+            for x in arguments
+        ]
+        torch.library.opcheck(getattr(torch.ops.npu, name).default, tuple(arguments))
+
+
+def test_opcheck_without_probs() -> None:
+    permuted, places, _ = call()["npu_moe_token_unpermute"]
+    torch.library.opcheck(unpermute.default, (permuted.requires_grad_(), places))
+    torch.library.opcheck(
+        torch.ops.npu.npu_moe_token_unpermute_grad.default, (permuted.detach(), torch.ones(8, 6), places)
+    )
+
+
+@pytest.mark.parametrize("name", call())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(name: str) -> None:
+    arguments = [any_strides(x, "transposed") if isinstance(x, Tensor) and x.dim() == 2 else x for x in call()[name]]
+    real = getattr(torch.ops.npu, name)(*arguments)
+    with FakeTensorMode() as mode:
+        fake = getattr(torch.ops.npu, name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+    for r, f in zip(*([x] if isinstance(x, Tensor) else x for x in (real, fake)), strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if op.namespace == "npu":
+            self.count[op._opname] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_what_runs_is_what_torch_npu_runs() -> None:
+    tokens, indices, _ = call()["npu_moe_token_permute"]
+    probs = torch.rand(4, 2, requires_grad=True)
+    with Calls() as calls:
+        permuted, places = permute(tokens.requires_grad_(), indices)
+        unpermute(permuted, places, probs).sum().backward()
+    assert calls.count == {
+        "npu_moe_token_permute": 1,
+        "_npu_moe_token_unpermute": 1,
+        "npu_moe_token_unpermute_grad_v2": 1,
+        "npu_moe_token_permute_grad_v2": 1,
+    }
+    assert tokens.grad is not None and probs.grad is not None and not places.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(unpermute(permuted, places, probs), unpermute(permuted.detach(), places, probs.detach()))
+
+
+def test_compiles_whole() -> None:
+    tokens, indices, _ = call()["npu_moe_token_permute"]
+    tokens, probs = tokens.requires_grad_(), torch.rand(4, 2, requires_grad=True)
+
+    def moe(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
+        permuted, places = permute(tokens, indices)
+        return unpermute(permuted.sin(), places, probs)
+
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (4, 3):
+        inputs = tokens[:count], indices[:count], probs[:count]
+        plain, traced = moe(*inputs), compiled(*inputs)
+        assert torch.equal(plain, traced)
+        for a, b in zip(*(torch.autograd.grad(y.sum(), (tokens, probs)) for y in (plain, traced)), strict=True):
+            assert torch.equal(a, b)
+
+
+BAD = {
+    "npu_moe_token_permute": [
+        ({"indices": torch.zeros(4, 2)}, "indices must be int32 or int64, not torch.float32"),
+        ({"indices": torch.zeros(3, 2, dtype=torch.int64)}, "indices must have a row for each of the 4 tokens, not 3"),
+        ({"indices": torch.zeros(4, 2, 1, dtype=torch.int64)}, "indices must have 1 or 2 dimensions, not 3"),
+        ({"tokens": torch.zeros(4, 2, 3)}, "tokens must have 2 dimensions, not 3"),
+        (
+            {"tokens": torch.zeros(4, 6, dtype=torch.int32)},
+            "tokens must be float16, bfloat16 or float32, not torch.int32",
+        ),
+        ({"num_out_tokens": -9}, "num_out_tokens must be at least -8, the number of indices, not -9"),
+        ({"padded_mode": True}, "padded_mode must be False"),
+    ],
+    "npu_moe_token_unpermute": [
+        ({"probs": torch.ones(8)}, "probs must have 2 dimensions, not 1"),
+        ({"probs": torch.ones(3, 2)}, "probs must have an element for each of the 8 sorted_indices, not 6"),
+        ({"probs": torch.ones(4, 2, dtype=torch.int32)}, "probs must be float16, bfloat16 or float32, not torch.int32"),
+        ({"sorted_indices": torch.zeros(8, dtype=torch.int64)}, "sorted_indices must be int32, not torch.int64"),
+        ({"sorted_indices": torch.zeros(4, 2, dtype=torch.int32)}, "sorted_indices must have 1 dimension, not 2"),
+        ({"permuted_tokens": torch.ones(9, 6)}, "permuted_tokens must have at most a row for each of the 8 sorted_ind"),
+        ({"padded_mode": True}, "padded_mode must be False"),
+        ({"restore_shape": [4, 6]}, r"restore_shape belongs to padded_mode.* must be None, not \[4, 6\]"),
+    ],
+    "npu_moe_token_permute_grad": [
+        (
+            {"grad_permuted_tokens": torch.ones(8, 5)},
+            "grad_permuted_tokens must have the hidden size of tokens, 6, not 5",
+        ),
+    ],
+    "npu_moe_token_permute_grad_v2": [
+        ({"num_topK": 3}, r"sorted_indices must have the shape \(12,\), not \(8,\)"),
+        ({"tokens_dtype": torch.int32}, "tokens_dtype must be float16, bfloat16 or float32, not torch.int32"),
+        ({"grad_permuted_tokens": torch.ones(9, 6)}, "grad_permuted_tokens must have at most a row for each of the 8"),
+    ],
+    "npu_moe_token_unpermute_grad": [
+        (
+            {"grad_unpermuted_tokens": torch.ones(3, 6)},
+            r"grad_unpermuted_tokens must have the shape \(4, 6\), not \(3, 6\)",
+        ),
+    ],
+    "npu_moe_token_unpermute_grad_v2": [
+        ({"permuted_tokens": None}, "permuted_tokens must be given with probs"),
+        ({"permuted_tokens": torch.ones(7, 6)}, r"permuted_tokens must have the shape \(8, 6\), not \(7, 6\)"),
+        ({"permuted_tokens_dtype": torch.int8}, "permuted_tokens_dtype must be float16, bfloat16 or float32"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"), [(name, *bad) for name, bads in BAD.items() for bad in bads], ids=itertools.count()
+)
+def test_names_the_bad_argument(name: str, change: dict[str, Any], message: str) -> None:
+    names = [argument.name for argument in OPS[name].overload()._schema.arguments]
+    arguments = dict(zip(names, call()[name], strict=False)) | change
+    with pytest.raises(UsageError, match=f"^{name}: {message}"):
+        getattr(torch.ops.npu, name)(**arguments)
+    arguments = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    with pytest.raises(UsageError, match=message):  # before anything is computed
+        getattr(torch.ops.npu, name)(**arguments)
+
+
+def test_limits_are_no_contract() -> None:
+    tokens, indices = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 513, dtype=torch.int64)
+    permute(tokens, indices)
+    assert OPS["npu_moe_token_permute"].refusals(tokens=tokens, indices=indices) == [
+        "npu_moe_token_permute: tokens.dtype is float64, and an NPU takes float16, bfloat16, float32",
+        "npu_moe_token_permute: the top-k of indices is 513, and an NPU takes 0 to 512",
+    ]
+    many = torch.zeros(16777215, dtype=torch.int32, device="meta")
+    assert OPS["npu_moe_token_permute"].refusals(tokens=tokens.float(), indices=many) == [
+        "npu_moe_token_permute: the number of indices is 16777215, and an NPU takes 0 to 16777214"
+    ]
+    assert OPS["npu_moe_token_unpermute"].refusals(permuted_tokens=tokens.float(), probs=torch.ones(1, 513)) == [
+        "npu_moe_token_unpermute: the top-k of probs is 513, and an NPU takes 0 to 512"
+    ]
+
+
+def distributed(placement: Placement, num_out_tokens: int | None) -> tuple[Any, ...]:
+    """On a rank: what comes out of permute and unpermute, with their gradients, in full; and the placements."""
+    mesh = init_device_mesh("cpu", (2,))
+    tokens, indices, _ = call()["npu_moe_token_permute"]
+    probs = call()["npu_moe_token_unpermute"][2]
+    tokens = distribute_tensor(tokens, mesh, [placement]).requires_grad_()
+    indices, probs = (distribute_tensor(x, mesh, [Replicate()]) for x in (indices, probs))
+    permuted, places = permute(tokens, indices, num_out_tokens)
+    out = unpermute(permuted.sin(), places, probs.requires_grad_())
+    (out * out).sum().backward()
+    plain = unpermute(permute(tokens, indices[:, 0].contiguous())[0], permute(tokens, indices[:, 0].contiguous())[1])
+    full = [x.full_tensor().detach() for x in (permuted, places, out, tokens.grad, probs.grad, plain)]
+    return full, [x.placements[0] for x in (permuted, places, out, tokens.grad, probs.grad, plain)]
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("num_out_tokens", [None, 5])
+def test_sharded_equals_whole(placement: Placement, num_out_tokens: int | None) -> None:
+    tokens, indices, _ = call()["npu_moe_token_permute"]
+    probs = call()["npu_moe_token_unpermute"][2].requires_grad_()
+    permuted, places = permute(tokens.requires_grad_(), indices, num_out_tokens)
+    out = unpermute(permuted.sin(), places, probs)
+    (out * out).sum().backward()
+    expected = [x.detach() for x in (permuted, places, out, tokens.grad, probs.grad, tokens)]
+    # each rank sums its part of the hidden dimension: another order of the same terms
+    budget = torch.full_like(
+        probs, 2 * (6 + 2) * unit_roundoff(torch.float32) * 6 * float(2 * out.detach().abs().max())
+    )
+    for full, placements in run_on_ranks(2, distributed, placement, num_out_tokens):
+        assert_within("d probs", full.pop(4), expected[4].double(), budget.double())
+        assert all(torch.equal(actual, whole) for actual, whole in zip(full, expected[:4] + expected[5:], strict=True))
+        if placement == Shard(1):  # the hidden dimension stays where it is
+            assert placements == [Shard(1), Replicate(), Shard(1), Shard(1), Partial(), Shard(1)]

@@ -1,0 +1,408 @@
+"""``npu_mrope`` and the differentiable ``mrope`` on top of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget, unit_roundoff
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rotation import cos_sin, neighbours_apart, rotated, unrotated
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.mrope_function import mrope
+
+npu_mrope = torch.ops.npu.npu_mrope
+
+
+class Oracle:
+    """What each channel of each token is rotated by, and the rotation in float64."""
+
+    def __init__(self, positions: Tensor, cache: Tensor, section: list[int] | None, rotary_mode: str, cache_mode: str):
+        pairs = cache.shape[1] // 2
+        axes = [self.axis(pair, section, cache_mode) for pair in range(pairs)]
+        rows = positions[axes].t() if positions.dim() == 2 else positions[:, None].expand(-1, pairs)
+        channels = torch.arange(pairs)
+        of_pairs = cache[rows, channels], cache[rows, channels + pairs]  # (T, pairs)
+        self.mode = rotary_mode
+        # the angle of channel c is that of its pair
+        order = [c // 2 if rotary_mode == "interleave" else c % pairs for c in range(2 * pairs)]
+        self.cos, self.sin = (t[:, None, order] for t in of_pairs)
+
+    @staticmethod
+    def axis(pair: int, section: list[int] | None, cache_mode: str) -> int:
+        if section is None:
+            return 0
+        if cache_mode == "interleave":
+            return pair % 3 if pair < 3 * section[pair % 3] else 0
+        return next(axis for axis in range(len(section)) if pair < sum(section[: axis + 1]))
+
+    def __call__(self, x: Tensor, head_size: int, *, back: bool = False) -> tuple[Tensor, Tensor]:
+        """``x`` (T, heads * head_size) rotated (or gradients of that rotated back), and the budget."""
+        heads = x.reshape(x.shape[0], x.shape[1] // head_size, head_size)
+        turned, passed = heads.tensor_split([self.cos.shape[-1]], dim=-1)
+        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+        result, budget = (unrotated if back else rotated)(turned, self.cos, self.sin, self.mode, compute)
+        whole = torch.cat((result, passed.double()), dim=-1).flatten(1)
+        allowed = torch.cat((budget + rounding_budget(result, x.dtype), torch.zeros_like(passed).double()), dim=-1)
+        return whole, allowed.flatten(1)  # what is passed is passed unchanged
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the op: no tokens or some, partial rotation or whole, all modes, any strides."""
+    tokens, length = draw(st.integers(0, 6)), draw(st.integers(1, 20))
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+    rotary_mode = draw(st.sampled_from(["half", "interleave"]))
+    axes = draw(st.sampled_from([1, 3, 4]))
+    section, cache_mode = None, "default"
+    if axes == 1:
+        pairs = draw(st.integers(1, 7))
+    elif axes == 3 and draw(st.booleans()):
+        cache_mode = "interleave"
+        spatial = draw(st.integers(0, 3))  # as many channels for height as for width
+        section = [draw(st.integers(0 if spatial else 1, 4)), spatial, spatial]
+        pairs = sum(section)
+    else:
+        section = [draw(st.integers(0, 4)) for _ in range(axes - 1)]
+        section.append(draw(st.integers(0 if any(section) else 1, 4)))
+        pairs = sum(section)
+    head_size = 2 * pairs + draw(st.integers(0, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+
+    def make(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return values.t().contiguous().t() if draw(st.booleans()) else values
+
+    shape = (tokens,) if axes == 1 else (axes, tokens)
+    positions = torch.randint(
+        length, shape, generator=generator, dtype=draw(st.sampled_from([torch.int32, torch.int64]))
+    )
+    query, key = make(tokens, draw(st.integers(1, 3)) * head_size), make(tokens, draw(st.integers(1, 3)) * head_size)
+    modes = {"mrope_section": section, "rotary_mode": rotary_mode, "cache_mode": cache_mode}
+    return (positions, query, key, make(length, 2 * pairs), head_size), modes
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_agrees_with_the_oracle(case: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    (positions, query, key, cache, head_size), modes = case
+    oracle = Oracle(positions, cache.double(), *modes.values())
+    query, key = query.detach().requires_grad_(), key.detach().requires_grad_()
+    results = mrope(positions, query, key, cache, head_size, **modes)
+    grads = torch.autograd.grad(results, (query, key), [result.detach().flip(0) for result in results])
+    direct = npu_mrope(positions, query.detach(), key.detach(), cache, head_size, **modes)
+    for name, x, y, same, dx in zip(("query", "key"), (query, key), results, direct, grads, strict=True):
+        assert (y.shape, y.dtype) == (x.shape, x.dtype) and torch.equal(y, same)
+        assert_within(name, y, *oracle(x.detach(), head_size))
+        assert_within(f"gradient of {name}", dx, *oracle(y.detach().flip(0), head_size, back=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    (*tensors, head_size), modes = case
+    with FakeTensorMode() as mode:
+        fake = npu_mrope(*(mode.from_tensor(tensor) for tensor in tensors), head_size, **modes)
+    for r, f in zip(npu_mrope(*tensors, head_size, **modes), fake, strict=True):
+        assert (r.shape, r.dtype) == (f.shape, f.dtype)
+        for size, real_stride, fake_stride in zip(r.shape, r.stride(), f.stride(), strict=True):
+            assert size == 1 or not r.numel() or real_stride == fake_stride
+
+
+HEAD = 32
+SECTION = [8, 4, 4]
+
+
+def example(dtype: torch.dtype = torch.float32, axes: int | None = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(positions, query, key, cache)``: 5 tokens whose axes have positions of their own, 3 and 1 heads."""
+    torch.manual_seed(0)
+    positions = torch.randint(40, (5,) if axes is None else (axes, 5))
+    cache = torch.cat(cos_sin(torch.arange(40), HEAD // 2, dtype), dim=-1)
+    return positions, torch.randn(5, 3 * HEAD, dtype=dtype), torch.randn(5, HEAD, dtype=dtype), cache
+
+
+@pytest.mark.parametrize(
+    ("embedding", "config", "cache_mode"),
+    [
+        (Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextConfig, "default"),
+        (Qwen3VLTextRotaryEmbedding, Qwen3VLTextConfig, "interleave"),
+    ],
+)
+@pytest.mark.parametrize("section", [[8, 4, 4], [6, 5, 5], [4, 6, 6]], ids=str)
+def test_agrees_with_qwen(embedding: Any, config: Any, cache_mode: str, section: list[int]) -> None:
+    """Qwen2.5-VL has the axes in blocks, Qwen3-VL interleaved: each needs its own cache_mode, not the other.
+
+    Two batch rows with positions of their own. Same angles and same steps of float32; hence the same bits.
+    """
+    settings = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
+    module = embedding(
+        config(
+            hidden_size=3 * HEAD, num_attention_heads=3, head_dim=HEAD, rope_parameters=settings, num_hidden_layers=1
+        )
+    )
+    torch.manual_seed(0)
+    position_ids = torch.randint(40, (3, 2, 5))
+    query, key = torch.randn(2, 3, 5, HEAD), torch.randn(2, 1, 5, HEAD)  # BNSD
+    expected = apply_rotary_pos_emb(query, key, *module(query, position_ids))
+
+    angles = torch.arange(40)[:, None].float() * module.inv_freq
+    arguments = (
+        position_ids.flatten(1),
+        *(x.transpose(1, 2).reshape(10, -1) for x in (query, key)),
+        torch.cat((angles.cos(), angles.sin()), dim=-1),
+        HEAD,
+    )
+    results = npu_mrope(*arguments, mrope_section=section, cache_mode=cache_mode)
+    for result, x in zip(results, expected, strict=True):
+        assert torch.equal(result.view(2, 5, -1, HEAD).transpose(1, 2), x)
+    wrong = "default" if cache_mode == "interleave" else "interleave"
+    assert not torch.equal(npu_mrope(*arguments, mrope_section=section, cache_mode=wrong)[0], results[0])
+
+
+def test_text_has_one_position_on_all_axes() -> None:
+    """Then neither section nor cache_mode matters: MRoPE is RoPE."""
+    positions, query, key, cache = example(axes=None)
+    plain = npu_mrope(positions, query, key, cache, HEAD)
+    zeros = npu_mrope(positions, query, key, cache, HEAD, mrope_section=[0, 0, 0], rotary_mode=None, cache_mode=None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, zeros, strict=True))
+    for section, cache_mode in [([8, 4, 4], "default"), ([8, 4, 4], "interleave"), ([4, 4, 4, 4], "default")]:
+        rows = positions.expand(len(section), -1)
+        for a, b in zip(
+            plain, npu_mrope(rows, query, key, cache, HEAD, mrope_section=section, cache_mode=cache_mode), strict=True
+        ):
+            assert torch.equal(a, b)
+
+
+def test_is_rotary_mul_with_the_angles_looked_up() -> None:
+    positions, query, key, cache = example(axes=None)
+    cos, sin = (t.repeat(1, 2)[None, :, None] for t in cache[positions].chunk(2, dim=-1))
+    for x, y in zip((query, key), npu_mrope(positions, query, key, cache, HEAD), strict=True):
+        assert torch.equal(y, torch.ops.npu.npu_rotary_mul(x.view(1, 5, -1, HEAD), cos, sin).reshape(y.shape))
+
+
+def test_rotary_modes_are_permutations_of_each_other() -> None:
+    positions, query, key, cache = example()
+    order = neighbours_apart(HEAD)
+
+    def apart(x: Tensor) -> Tensor:
+        return x.view(5, -1, HEAD)[..., order].flatten(1)
+
+    neighbours = npu_mrope(positions, query, key, cache, HEAD, mrope_section=SECTION, rotary_mode="interleave")
+    halves = npu_mrope(positions, apart(query), apart(key), cache, HEAD, mrope_section=SECTION, rotary_mode="half")
+    assert all(torch.equal(apart(a), b) for a, b in zip(neighbours, halves, strict=True))
+
+
+@pytest.mark.parametrize("rotary_mode", ["half", "interleave"])
+@pytest.mark.parametrize("cache_mode", ["default", "interleave"])
+def test_rotation_keeps_norms(rotary_mode: str, cache_mode: str) -> None:
+    positions, query, key, cache = example(torch.float64)
+    modes = {"mrope_section": SECTION, "rotary_mode": rotary_mode, "cache_mode": cache_mode}
+    for x, y in zip((query, key), npu_mrope(positions, query, key, cache, HEAD, **modes), strict=True):
+        norms = (t.view(5, -1, HEAD).norm(dim=-1) for t in (x, y))
+        # the squares of cos and sin sum to 1 within two roundings; a norm of HEAD channels
+        torch.testing.assert_close(*norms, rtol=(HEAD + 8) * unit_roundoff(torch.float64), atol=0)
+        assert (x - y).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("axes", "modes"),
+    [
+        (None, {}),
+        (None, {"rotary_mode": "interleave"}),
+        (3, {"mrope_section": [2, 1, 1]}),
+        (3, {"mrope_section": [2, 1, 1], "cache_mode": "interleave", "rotary_mode": "interleave"}),
+        (4, {"mrope_section": [1, 1, 1, 1]}),
+    ],
+)
+def test_gradients_in_float64(axes: int | None, modes: dict[str, Any]) -> None:
+    """Of one rotation, and of its gradient; with channels that are passed, and a cache that is no rotation."""
+    positions = torch.randint(9, (2,) if axes is None else (axes, 2))
+    query, key = (torch.randn(2, heads * 9, dtype=torch.float64, requires_grad=True) for heads in (2, 1))
+    cache = torch.randn(9, 8, dtype=torch.float64)
+
+    def call(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return mrope(positions, query, key, cache, 9, **modes)
+
+    assert torch.autograd.gradcheck(call, (query, key))
+    assert torch.autograd.gradgradcheck(call, (query, key))
+
+
+def test_only_the_function_has_gradients() -> None:
+    """As in torch_npu: the op alone leaves the query without one."""
+    positions, query, key, cache = example()
+    query.requires_grad_()
+    with pytest.warns(UserWarning, match="npu_mrope"):  # torch's notice of an op without autograd
+        npu_mrope(positions, query, key, cache, HEAD, mrope_section=SECTION)[0].sum().backward()
+    assert query.grad is None
+    rotated_query, rotated_key = mrope(positions, query, key, cache, HEAD, mrope_section=SECTION)
+    rotated_query.sum().backward()
+    assert query.grad is not None and query.grad.abs().min() > 0 and rotated_key.requires_grad
+    with pytest.raises(UsageError, match="mrope: cos_sin_cache has no gradient; detach it"):
+        mrope(positions, query, key, cache.clone().requires_grad_(), HEAD, mrope_section=SECTION)
+
+
+def test_the_gradient_is_the_op_again_and_keeps_neither_query_nor_key() -> None:
+    positions, query, key, cache = example()
+    query.requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        result, _ = mrope(positions, query, key, cache, HEAD, mrope_section=SECTION)
+    assert {tensor.data_ptr() for tensor in kept} == {positions.data_ptr(), cache.data_ptr()}
+    with torch.profiler.profile() as profile:
+        result.sum().backward()
+    assert [event.name for event in profile.events()].count("npu::npu_mrope") == 1
+
+
+def test_compiles_whole() -> None:
+    positions, query, key, cache = example()
+    query.requires_grad_()
+
+    def rotate(query: Tensor, key: Tensor) -> Tensor:
+        query, key = mrope(positions, query * 2, key, cache, HEAD, mrope_section=SECTION, cache_mode="interleave")
+        return query.sum() + key.sum()
+
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
+    outputs = rotate(query, key), compiled(query, key)
+    assert torch.equal(*outputs)
+    assert torch.equal(*(torch.autograd.grad(output, query)[0] for output in outputs))
+
+
+def test_opcheck() -> None:
+    positions, query, key, cache = example()
+    modes = {"mrope_section": SECTION, "rotary_mode": "interleave", "cache_mode": "interleave"}
+    torch.library.opcheck(npu_mrope.default, (positions, query, key, cache, HEAD), modes)
+    strided = query.t().contiguous().t()
+    torch.library.opcheck(npu_mrope.default, (positions[0].int(), strided, key, cache[:, :16].contiguous(), HEAD))
+
+
+@pytest.mark.parametrize("position", [-1, 40])
+def test_a_position_outside_the_cache_is_an_error(position: int) -> None:
+    positions, query, key, cache = example(axes=None)
+    positions[2] = position
+    with pytest.raises(IndexError, match="out of range"):
+        npu_mrope(positions, query, key, cache, HEAD)
+
+
+POSITIONS = torch.zeros(3, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rotary_mode": "interleaved"}, "rotary_mode must be half or interleave, not 'interleaved'"),
+        ({"cache_mode": "half"}, "cache_mode must be default or interleave, not 'half'"),
+        ({"positions": POSITIONS.float()}, "positions must be int32 or int64, not torch.float32"),
+        ({"positions": POSITIONS[0]}, r"positions must have the shape \(3, tokens\)"),
+        ({"positions": POSITIONS[:2]}, r"positions must have the shape \(3, tokens\)"),
+        ({"positions": POSITIONS[:, :4]}, "query must have a row for each of the 4 positions, not 5"),
+        ({"query": torch.ones(5, 3, HEAD)}, r"query must have the shape \(tokens, heads \* 32\), not \(5, 3, 32\)"),
+        ({"key": torch.ones(5, 33)}, r"key must have the shape \(tokens, heads \* 32\), not \(5, 33\)"),
+        ({"key": torch.ones(4, HEAD)}, "key must have a row for each of the 5 positions, not 4"),
+        ({"key": torch.ones(5, HEAD).half()}, "key must have the dtype of query"),
+        ({"query": torch.ones(5, HEAD, dtype=torch.int64)}, "query must be float16, bfloat16 or float32"),
+        ({"cos_sin_cache": torch.ones(9, HEAD).half()}, "cos_sin_cache must have the dtype of query"),
+        ({"cos_sin_cache": torch.ones(9, 31)}, r"cos_sin_cache must have the shape \(positions, rotary_dim\)"),
+        ({"cos_sin_cache": torch.ones(9, 64)}, "cos_sin_cache must .* at most head_size 32, not"),
+        ({"cos_sin_cache": torch.ones(HEAD)}, "cos_sin_cache must have the shape"),
+        ({"head_size": 0}, "head_size must be positive, not 0"),
+        ({"mrope_section": None}, "positions must have 1 dimension without an mrope_section, not 2"),
+        ({"mrope_section": [8, 4, 5]}, r"mrope_section must be 3 or 4 sizes that sum to .*, 16, not \[8, 4, 5\]"),
+        ({"mrope_section": [8, 8]}, "mrope_section must be 3 or 4 sizes"),
+        ({"mrope_section": [-1, 8, 9]}, "mrope_section must be 3 or 4 sizes"),
+        ({"mrope_section": [4, 4, 4, 4]}, r"positions must have the shape \(4, tokens\)"),
+        (
+            {"mrope_section": [4] * 4, "positions": torch.zeros(4, 5, dtype=torch.int64), "cache_mode": "interleave"},
+            "cache_mode must be default with an mrope_section of 4 sizes",
+        ),
+        (
+            {"mrope_section": [8, 5, 3], "cache_mode": "interleave"},
+            r"mrope_section must give height and width as many channels for cache_mode interleave, not \[8, 5, 3\]",
+        ),
+        (
+            {"mrope_section": None, "positions": POSITIONS[0], "cache_mode": "interleave"},
+            "cache_mode must be default without an mrope_section",
+        ),
+    ],
+)
+def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
+    tensors = {"query": torch.ones(5, 3 * HEAD), "key": torch.ones(5, HEAD), "cos_sin_cache": torch.ones(9, HEAD)}
+    good = {"positions": POSITIONS, **tensors, "head_size": HEAD, "mrope_section": SECTION}
+    npu_mrope(**good)
+    with pytest.raises(UsageError, match=f"npu_mrope: {message}"):
+        npu_mrope(**good | change)
+    on_meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in (good | change).items()}
+    with pytest.raises(UsageError, match=message):  # before anything is computed
+        npu_mrope(**on_meta)
+
+
+def test_limits() -> None:
+    def refusals(dtype: torch.dtype, head_size: int, rotary_dim: int, section: list[int] | None) -> list[str]:
+        query, cache = (torch.empty(1, size, dtype=dtype, device="meta") for size in (head_size, rotary_dim))
+        return OPS["npu_mrope"].refusals(
+            positions=POSITIONS, query=query, key=query, cos_sin_cache=cache, head_size=head_size, mrope_section=section
+        )
+
+    assert refusals(torch.bfloat16, 128, 128, [24, 20, 20]) == refusals(torch.float32, 80, 16, None) == []
+    assert refusals(torch.bfloat16, 80, 48, [8, 8, 8]) == [
+        "npu_mrope: the remainder of head_size by 32 (by 16 in float32) is 16, and an NPU takes 0",
+        "npu_mrope: the remainder of rotary_dim by 32 (by 16 in float32) is 16, and an NPU takes 0",
+        "npu_mrope: mrope_section is [8, 8, 8], and an NPU takes "
+        "[0, 0, 0], [16, 24, 24], [24, 20, 20], [8, 12, 12], [16, 16, 16, 16]",
+    ]
+
+
+Result = tuple[Tensor, Tensor, Tensor, tuple[Placement, ...], int]
+
+
+def distributed(cases: list[tuple[int, int]]) -> list[Result]:
+    """On a rank, for each sharded dimension of query and key and number of query heads: the rotated query and key, the
+    gradient of the query, where the query was, and how many collectives that took."""
+    mesh = init_device_mesh("cpu", (2,))
+    results = []
+    for dim, heads in cases:
+        positions, query, key, cache = example()
+        query, key = query.repeat(1, 2)[:, : heads * HEAD], key.repeat(1, 2)
+        place, whole = [Shard(dim)], [Replicate()]
+        query = distribute_tensor(query, mesh, place).requires_grad_()
+        arguments = (
+            distribute_tensor(positions, mesh, [Shard(1)] if dim == 0 else whole),
+            query,
+            distribute_tensor(key, mesh, place),
+            distribute_tensor(cache, mesh, whole),
+        )
+        with CommDebugMode() as comm:
+            rotated_query, rotated_key = mrope(*arguments, HEAD, mrope_section=SECTION)
+            rotated_query.backward(rotated_query.detach())
+        full = [t.full_tensor() for t in (rotated_query.detach(), rotated_key.detach(), query.grad)]
+        results.append((*full, rotated_query.placements, comm.get_total_counts()))
+    return results
+
+
+def test_sharded_equals_whole() -> None:
+    """By tokens, by heads; heads that do not divide over the ranks are gathered, never cut."""
+    cases = [(0, 4), (0, 3), (1, 4), (1, 3)]
+    for results in run_on_ranks(2, distributed, cases):
+        for (dim, heads), (query, key, grad, placements, collectives) in zip(cases, results, strict=True):
+            positions, whole_query, whole_key, cache = example()
+            whole_query, whole_key = whole_query.repeat(1, 2)[:, : heads * HEAD], whole_key.repeat(1, 2)
+            whole_query.requires_grad_()
+            expected = mrope(positions, whole_query, whole_key, cache, HEAD, mrope_section=SECTION)
+            assert torch.equal(query, expected[0]) and torch.equal(key, expected[1])
+            assert torch.equal(grad, torch.autograd.grad(expected[0], whole_query, expected[0].detach())[0])
+            if (dim, heads) == (1, 3):
+                assert placements == (Replicate(),) and collectives > 0
+            else:
+                assert placements == (Shard(dim),) and collectives == 0

@@ -1,0 +1,407 @@
+"""``npu_sparse_flash_attention`` and its gradient: against a float64 oracle, and in every way of calling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from error_budget import assert_within, rounding_budget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_oracle import Attention, Documents, dense_mask, documents, leaf
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.multirank import run_on_ranks
+from tests.ops.cases.sparse_attention import CASES
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.reference import selected_keys
+
+npu_sparse_flash_attention = torch.ops.npu.npu_sparse_flash_attention
+npu_sparse_flash_attention_grad = torch.ops.npu.npu_sparse_flash_attention_grad
+
+NAMES = ("query", "key", "value", "query_rope", "key_rope")
+OF_KEY = {"query": False, "key": True, "value": True, "query_rope": False, "key_rope": True}
+
+
+def attention(
+    inputs: dict[str, Tensor], indices: Tensor, scale: float = 0.3, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    ropes = {name: inputs.get(name) for name in ("query_rope", "key_rope")}
+    options = {"attention_mode": 2, "return_softmax_lse": True} | ropes | options
+    return npu_sparse_flash_attention(inputs["query"], inputs["key"], inputs.get("value"), indices, scale, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents(), st.sampled_from([(1, 1), (4, 1), (6, 2)]), st.sampled_from([1, 3, 9]), st.booleans(), st.booleans())
+def test_agrees_with_the_oracle(
+    docs: Documents, heads: tuple[int, int], top_k: int, with_rope: bool, with_value: bool
+) -> None:
+    query_heads, key_heads = heads
+    sizes = {"query": (query_heads, 4), "key": (key_heads, 4)}
+    if with_value:
+        sizes["value"] = (key_heads, 4)
+    if with_rope:
+        sizes |= {"query_rope": (query_heads, 2), "key_rope": (key_heads, 2)}
+    parts = {name: docs.random(OF_KEY[name], *size) for name, size in sizes.items()}
+    # any keys of the document: what a row may not see is masked
+    indices = docs.select(top_k, key_heads, (torch.ones_like(visible) for visible in docs.visible()))
+    inputs = {name: leaf(docs.lay_out(part)) for name, part in parts.items()}
+    lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
+    options = {"layout_query": docs.layout, "layout_kv": docs.layout, "sparse_mode": docs.sparse_mode}
+    out, maximum, total = attention(inputs, docs.lay_out(indices, 0), **options, **lengths)
+
+    statistics = (*inputs["query"].shape[:-3], key_heads, inputs["query"].shape[-3], query_heads // key_heads)
+    assert out.dtype == docs.dtype and maximum.dtype == total.dtype == docs.compute
+    assert maximum.shape == total.shape == statistics
+    # the padding of short documents is not a number; what touched it would not be either
+    assert (docs.padding(out, False) == 0).all()
+    d_out = torch.randn(out.shape, generator=docs.generator).to(docs.dtype)
+    out.backward(d_out)
+
+    by_row = [docs.split(t, False) for t in (out.detach(), *(t.transpose(-2, -3) for t in (maximum, total)), d_out)]
+    grads = {name: docs.split(tensor.grad, OF_KEY[name]) for name, tensor in inputs.items()}
+    for document, visible in enumerate(docs.visible()):
+        part = {name: tensors[document] for name, tensors in parts.items()}
+        q, k = (
+            torch.cat([part[name], part[f"{name}_rope"]], -1) if with_rope else part[name] for name in ("query", "key")
+        )
+        v = part.get("value", part["key"])
+        oracle = Attention(q, k, dense_mask(indices[document], visible), 0.3, docs.u)
+        got, highest, sums, dy = (tensors[document] for tensors in by_row)
+        value, budget = oracle.output(v)
+        assert_within("out", got, value, budget + rounding_budget(value, docs.dtype))
+        assert_within("sum", sums, oracle.sum, oracle.sum_error)
+        seen = oracle.any.expand_as(highest)
+        assert_within("max", highest[seen], oracle.max[seen], oracle.max_error[seen])
+        assert (highest[~seen] == -torch.inf).all()
+
+        expected = oracle.gradients(v, got, dy)
+        if with_rope:
+            for name in ("query", "key"):
+                for parts_of, suffix in zip(
+                    zip(*(t.split([4, 2], -1) for t in expected[name]), strict=True), ("", "_rope"), strict=True
+                ):
+                    expected[f"{name}{suffix}"] = parts_of
+        if not with_value:
+            expected["key"] = tuple(sum(t) for t in zip(expected["key"], expected.pop("value"), strict=True))
+        for name, (value, budget) in expected.items():
+            got = grads[name][document]
+            assert_within(f"gradient of {name}", got, value, budget + rounding_budget(value, docs.dtype))
+    for name, tensor in inputs.items():
+        assert (docs.padding(tensor.grad, OF_KEY[name]) == 0).all()
+
+
+def example(
+    dtype: torch.dtype = torch.float64, batch: int = 2, queries: int = 4, keys: int = 6, heads: int = 4
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"query": (queries, heads, 4), "key": (keys, 1, 4), "value": (keys, 1, 4)}
+    sizes |= {"query_rope": (queries, heads, 2), "key_rope": (keys, 1, 2)}
+    return {
+        name: torch.randn(batch, *size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for name, size in sizes.items()
+    }
+
+
+def selection(batch: int = 2, queries: int = 4, keys: int = 6, top_k: int = 3) -> Tensor:
+    """Keys that a causal row may see, as the indexer gives them: (batch, queries, 1, top_k)."""
+    docs = Documents("BSND", [(queries, keys)] * batch, True, torch.float64, torch.Generator().manual_seed(1))
+    return docs.lay_out(docs.select(top_k, 1, docs.visible()), -1)
+
+
+@pytest.mark.parametrize("top_k", [6, 11])
+@pytest.mark.parametrize("from_indexer", [True, False])
+def test_with_every_key_selected_it_is_dense_causal_attention(top_k: int, from_indexer: bool) -> None:
+    inputs = example(queries=6)
+    if from_indexer:
+        indices = selection(queries=6, top_k=top_k)
+    else:  # all keys for every row: the causal mask is the op's
+        indices = F.pad(torch.arange(6, dtype=torch.int32), (0, top_k - 6), value=-1).expand(2, 6, 1, top_k)
+    out = attention(inputs, indices)[0]
+    q, k = (torch.cat([inputs[name], inputs[f"{name}_rope"]], -1).transpose(1, 2) for name in ("query", "key"))
+    v = inputs["value"].transpose(1, 2)
+    dense = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand(-1, 4, -1, -1), is_causal=True, scale=0.3)
+    dense = dense.transpose(1, 2)
+    torch.testing.assert_close(out, dense, rtol=1e-13, atol=1e-13)
+    tensors = [inputs[name] for name in NAMES]
+    for one, other in zip(*(torch.autograd.grad(y.square().sum(), tensors) for y in (out, dense)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_one_token() -> None:
+    inputs = example(torch.float32, batch=1, queries=1, keys=1)
+    out, maximum, total = attention(inputs, torch.tensor([0, -1], dtype=torch.int32).view(1, 1, 1, 2))
+    assert torch.equal(out, inputs["value"].expand_as(out)) and torch.equal(total, torch.ones_like(total))
+    assert maximum.shape == (1, 1, 1, 4)
+
+
+def test_packed_documents_are_the_rows_of_a_batch() -> None:
+    inputs, indices = example(), selection()
+    whole = attention(inputs, indices)
+    ends = {
+        f"actual_seq_lengths_{of}": torch.arange(1, 3, dtype=torch.int32) * inputs[name].shape[1]
+        for of, name in (("query", "query"), ("kv", "key"))
+    }
+    packed_inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
+    packed = attention(packed_inputs, indices.flatten(0, 1), layout_query="TND", layout_kv="TND", **ends)
+    assert torch.equal(whole[0].flatten(0, 1), packed[0])
+    for one, other in zip(whole[1:], packed[1:], strict=True):  # (B, 1, S, N) and (1, T, N)
+        assert torch.equal(one[:, 0].flatten(0, 1), other[0])
+    tensors = list(inputs.values())
+    for one, other in zip(*(torch.autograd.grad(y[0].square().sum(), tensors) for y in (whole, packed)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_in_float64() -> None:
+    sizes = {"batch": 1, "queries": 2, "keys": 3}
+    inputs, indices = example(**sizes, heads=2), selection(**sizes, top_k=2)
+
+    def out(*tensors: Tensor) -> Tensor:
+        return attention(dict(zip(NAMES, tensors, strict=True)), indices)[0]
+
+    assert torch.autograd.gradcheck(out, tuple(inputs.values()))
+    shared = {name: tensor for name, tensor in inputs.items() if name != "value"}
+    assert torch.autograd.gradcheck(
+        lambda *tensors: attention(dict(zip(shared, tensors, strict=True)), indices)[0], tuple(shared.values())
+    )
+
+
+def test_minus_one_is_never_gathered() -> None:
+    """Neither the first nor the last key, where a -1 would land, may matter to a row that did not select it."""
+    inputs = {name: tensor.detach() for name, tensor in example(batch=1).items()}
+    indices = torch.tensor([[2, -1], [3, 1], [-1, -1], [1, -1]], dtype=torch.int32).view(1, 4, 1, 2)
+    results = []
+    for poison in (0.0, torch.nan):
+        poisoned = {name: tensor.clone() for name, tensor in inputs.items()}
+        for name in ("key", "value", "key_rope"):
+            poisoned[name][:, [0, -1]] = poison
+        leaves = {name: tensor.requires_grad_() for name, tensor in poisoned.items()}
+        out, maximum, total = attention(leaves, indices, sparse_mode=0)
+        grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+        results.append((out.detach(), maximum, total, *grads))
+    for clean, poisoned_result in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned_result)
+    out, maximum, total, _, d_key, *_ = results[0]
+    assert (out[:, 2] == 0).all() and (maximum[:, :, 2] == -torch.inf).all() and (total[:, :, 2] == 0).all()
+    assert (d_key[:, [0, -1]] == 0).all()
+
+
+def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, indices = example(), selection()
+    results = []
+    for elements in (1, 200, 2**25):
+        monkeypatch.setattr(selected_keys, "CHUNK_ELEMENTS", elements)
+        outputs = attention(inputs, indices)
+        results.append((*outputs, *torch.autograd.grad(outputs[0].square().sum(), list(inputs.values()))))
+    for result in results[:2]:
+        for one, other in zip(result, results[2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)  # some hundred roundings in float64
+
+
+def test_opcheck() -> None:
+    inputs, indices = example(torch.float32), selection()
+    args = (inputs["query"], inputs["key"], inputs["value"], indices, 0.3)
+    kwargs = {name: inputs[name] for name in ("query_rope", "key_rope")} | {"attention_mode": 2}
+    torch.library.opcheck(npu_sparse_flash_attention.default, args, kwargs | {"return_softmax_lse": True})
+    detached = {name: tensor.detach() for name, tensor in inputs.items()}
+    args = (detached["query"], detached["key"], detached["value"], indices)
+    torch.library.opcheck(npu_sparse_flash_attention.default, (*args, 0.3), {"attention_mode": 2})
+    out, maximum, total = attention(detached, indices)
+    ropes = (detached["query_rope"], detached["key_rope"])
+    torch.library.opcheck(npu_sparse_flash_attention_grad.default, (*args, out, out, maximum, total, 0.3, 1, *ropes))
+
+
+@settings(max_examples=15, deadline=None)
+@given(documents(), st.booleans())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(docs: Documents, statistics: bool) -> None:
+    query, key = docs.lay_out(docs.random(False, 2, 3)), docs.lay_out(docs.random(True, 1, 3))
+    indices = docs.lay_out(docs.select(4, 1, docs.visible()), -1)
+    lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
+
+    def run(query: Tensor, key: Tensor, indices: Tensor, **lengths: Tensor) -> list[Tensor]:
+        options = {"layout_query": docs.layout, "layout_kv": docs.layout, "return_softmax_lse": statistics}
+        out, *stats = attention({"query": query, "key": key}, indices, **options, **lengths)
+        if not statistics:
+            return [out, *stats]
+        values = (None, None, *lengths.values()) if lengths else (None, None, None, None)
+        grads = npu_sparse_flash_attention_grad(
+            query, key, None, indices, out, out, *stats, 0.3, 1, *values, docs.layout
+        )
+        return [out, *stats, *grads]
+
+    real = run(query, key, indices, **lengths)
+    with FakeTensorMode() as mode:
+        fake = run(
+            *map(mode.from_tensor, (query, key, indices)),
+            **{name: mode.from_tensor(value) for name, value in lengths.items()},
+        )
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+def test_gradients_stop_where_torch_npu_has_none() -> None:
+    inputs, indices = example(torch.float32), selection()
+    out, maximum, total = attention(inputs, indices)
+    assert out.requires_grad and not maximum.requires_grad and not total.requires_grad
+    out = attention(inputs, indices, return_softmax_lse=False)[0]
+    with pytest.raises(
+        UsageError, match=r"npu_sparse_flash_attention_grad: softmax_max must be .*return_softmax_lse=True"
+    ):
+        out.sum().backward()
+
+
+def test_compiles_whole() -> None:
+    inputs, indices = example(torch.float32), selection()
+
+    def out(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor) -> Tensor:
+        tensors = {"query": query, "key": key, "value": key, "query_rope": query_rope, "key_rope": key_rope}
+        return attention(tensors, indices)[0].sin()
+
+    compiled = torch.compile(out, fullgraph=True, backend="aot_eager", dynamic=True)
+    tensors = [inputs[name] for name in NAMES if name != "value"]
+    plain, traced = out(*tensors), compiled(*tensors)
+    assert torch.equal(plain, traced)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), tensors) for y in (plain, traced)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.rejected_by and "sparse_flash" in c.op], ids=str)
+def test_names_the_bad_argument(case: Any) -> None:
+    for device in ("cpu", "meta"):  # before anything is computed
+        args, kwargs = case.arguments(device)
+        with pytest.raises(UsageError, match=f"{case.op}: .* must"):
+            getattr(torch.ops.npu, case.op)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sinks": torch.ones(4)}, "sinks must be None"),
+        ({"block_table": torch.ones(2, 1, dtype=torch.int32)}, "block_table must be None"),
+        ({"pre_tokens": 7}, r"pre_tokens must be 2\*\*63 - 1, not 7"),
+        ({"query_rope": torch.ones(2, 4, 3, 2)}, r"query_rope must have the shape of query, \(2, 4, 4, '...'\)"),
+        ({"key_rope": torch.ones(2, 6, 1, 3)}, "key_rope must have the head size of query_rope, 2, not 3"),
+        ({"actual_seq_lengths_kv": torch.tensor([6, 6])}, "actual_seq_lengths_kv must be torch.int32 of one dimension"),
+        (
+            {"actual_seq_lengths_kv": torch.tensor([6], dtype=torch.int32)},
+            "actual_seq_lengths_kv must have one length for each row of the batch, 2, not 1",
+        ),
+    ],
+)
+def test_names_other_bad_arguments(change: dict[str, Any], message: str) -> None:
+    inputs = {name: tensor.detach() for name, tensor in example(torch.float32).items()}
+    with pytest.raises(UsageError, match=f"npu_sparse_flash_attention: {message}"):
+        attention(inputs, selection(), **change)
+
+
+def test_limits_are_no_contract() -> None:
+    inputs = {name: tensor.detach() for name, tensor in example(torch.float32, heads=3).items()}
+    attention(inputs, selection())
+    arguments = inputs | {"sparse_indices": selection()}
+    sizes = [
+        "query.dtype is float32, and an NPU takes float16, bfloat16",
+        "the number of heads of query is 3, and an NPU takes 1, 2, 4, 8, 16, 32, 64, 128",
+        "the head size of query is 4, and an NPU takes 512",
+        "the head size of query_rope is 2, and an NPU takes None, 64",
+    ]
+    top_k = "top-k is 3, and an NPU takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192"
+    for op, refused in (("npu_sparse_flash_attention", sizes), ("npu_sparse_flash_attention_grad", [*sizes, top_k])):
+        assert OPS[op].refusals(**arguments) == [f"{op}: {text}" for text in refused]
+    query = torch.ones(1, 2, 16, 512, dtype=torch.bfloat16)
+    indices = torch.zeros(1, 2, 1, 2048, dtype=torch.int32)
+    arguments = {"query": query, "key": query[:, :, :1].contiguous(), "query_rope": None, "sparse_indices": indices}
+    assert OPS["npu_sparse_flash_attention"].refusals(**arguments) == []
+    assert OPS["npu_sparse_flash_attention_grad"].refusals(**arguments) == []
+
+
+def distributed(placements: dict[str, Placement], options: dict[str, Any], packed: bool) -> tuple[Any, ...]:
+    """On a rank: outputs and gradients in full, how they are placed, and the forward's collectives."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def place(name: str, tensor: Tensor) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh, [placements.get(name, Replicate())])
+
+    inputs, indices, lengths = problem(packed)
+    inputs = {name: place(name, tensor).requires_grad_() for name, tensor in inputs.items()}
+    lengths = {name: place(name, tensor) for name, tensor in lengths.items()}
+    indices = place("sparse_indices", indices)
+    with CommDebugMode() as comm:
+        outputs = attention(inputs, indices, **options, **lengths)
+    outputs[0].square().sum().backward()
+    grads = [tensor.grad for tensor in inputs.values()]
+    whole = [tensor.full_tensor().detach() for tensor in (*outputs, *grads)]
+    return whole, [tensor.placements[0] for tensor in (outputs[0], outputs[1], *grads)], comm.get_total_counts()
+
+
+def problem(packed: bool) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    inputs, indices = example(), selection()
+    if not packed:
+        return inputs, indices, {}
+    ends = {
+        "actual_seq_lengths_query": torch.tensor([4, 8], dtype=torch.int32),
+        "actual_seq_lengths_kv": torch.tensor([6, 12], dtype=torch.int32),
+    }
+    return (
+        {name: tensor.detach().flatten(0, 1).requires_grad_() for name, tensor in inputs.items()},
+        indices.flatten(0, 1),
+        ends,
+    )
+
+
+BATCH = {name: Shard(0) for name in (*NAMES, "sparse_indices")}
+TND = {"layout_query": "TND", "layout_kv": "TND"}
+ADDED = [Partial(), Partial()]  # key and value: every rank adds what its heads or rows give
+
+
+@pytest.mark.parametrize(
+    ("placements", "options", "packed", "expected"),
+    [
+        (BATCH, {}, False, [Shard(0)] * 7),
+        # the rope is a keyword: whole on every rank, it is split like the query
+        ({name: p for name, p in BATCH.items() if name != "query_rope"}, {}, False, [Shard(0)] * 7),
+        (
+            {"query": Shard(2), "query_rope": Shard(2)},
+            {},
+            False,
+            [Shard(2), Shard(3), Shard(2), *ADDED, Shard(2), Partial()],
+        ),
+        (
+            {"query": Shard(1), "query_rope": Shard(1)},
+            TND,
+            True,
+            [Shard(1), Shard(2), Shard(1), *ADDED, Shard(1), Partial()],
+        ),
+        (
+            {"query": Shard(1), "query_rope": Shard(1), "sparse_indices": Shard(1)},
+            {"sparse_mode": 0},
+            False,
+            [Shard(1), Shard(2), Shard(1), *ADDED, Shard(1), Partial()],
+        ),
+        # the causal line depends on the place of a row
+        ({"query": Shard(1), "query_rope": Shard(1), "sparse_indices": Shard(1)}, {}, False, None),
+        ({}, {}, False, [Replicate()] * 7),
+    ],
+    ids=["batch", "rope whole", "heads", "heads, packed", "rows", "causal rows", "whole"],
+)
+def test_sharded_equals_whole(
+    placements: dict[str, Placement], options: dict[str, Any], packed: bool, expected: list[Placement] | None
+) -> None:
+    inputs, indices, lengths = problem(packed)
+    outputs = attention(inputs, indices, **options, **lengths)
+    grads = torch.autograd.grad(outputs[0].square().sum(), list(inputs.values()))
+    for whole, placed, collectives in run_on_ranks(2, distributed, placements, options, packed):
+        for one, other in zip(whole, (*outputs, *grads), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=1e-13, atol=1e-13)
+        if expected is not None:
+            order = ["out", "statistics", *NAMES]
+            assert dict(zip(order, placed, strict=True)) == dict(zip(order, expected, strict=True))
+            assert collectives == 0
+        else:
+            assert collectives > 0

@@ -1,0 +1,190 @@
+"""``npu_swiglu`` and its backward: against a float64 oracle, against torch's own ops, and in every way of calling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from error_budget import assert_within, rounding_budget, unit_roundoff
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
+
+npu_swiglu = torch.ops.npu.npu_swiglu
+npu_swiglu_backward = torch.ops.npu.npu_swiglu_backward
+
+
+class Oracle:
+    """The formulas in float64, with the error that float32 arithmetic may make of them.
+
+    A sigmoid is an exponential (two roundings at most), a sum and a division: 4 roundings of its value. It may also
+    underflow, hence the smallest normal number.
+    """
+
+    def __init__(self, x: Tensor, dim: int, g: Tensor, compute: torch.dtype):
+        u, tiny = unit_roundoff(compute), torch.finfo(compute).tiny
+        a, b = (half.double() for half in x.tensor_split(2, dim))
+        g = g.double()
+        s = 1 / (1 + (-a).exp())
+        self.y = a * s * b
+        self.y_budget = self.y.abs() * 6 * u + (a * b).abs() * tiny  # the sigmoid, two products
+        da, db = g * b * s * (1 + a * (1 - s)), g * a * s
+        # the sigmoid enters twice; 1 - s and the outer sum round what they cancel; six operations besides
+        da_budget = (g * b * s).abs() * (1 + a.abs()) * 16 * u + (g * b).abs() * (1 + a.abs()) * tiny
+        db_budget = db.abs() * 6 * u + (g * a).abs() * tiny
+        self.dx, self.dx_budget = torch.cat((da, db), dim), torch.cat((da_budget, db_budget), dim)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, int, Tensor]:
+    """``(input, dim, grad_output)``: no elements, one or several; halves along any dimension; any strides."""
+    halved = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    dim = draw(st.integers(-len(halved), len(halved) - 1))
+    whole = list(halved)
+    whole[dim] *= 2
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+    scale = draw(st.sampled_from([0.05, 1.0, 40.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+
+    def make(shape: list[int], scale: float) -> Tensor:
+        values = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        return values.transpose(0, -1).contiguous().transpose(0, -1) if draw(st.booleans()) else values
+
+    return make(whole, scale), dim, make(halved, 1.0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_agrees_with_the_oracle(case: tuple[Tensor, int, Tensor]) -> None:
+    x, dim, g = case
+    oracle = Oracle(x, dim, g, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    x = x.detach().requires_grad_()
+    y = npu_swiglu(x, dim)
+    assert y.dtype == x.dtype and y.is_contiguous()
+    assert_within("y", y, oracle.y, oracle.y_budget + rounding_budget(oracle.y, x.dtype))
+    y.backward(g)
+    assert_within("dx", x.grad, oracle.dx, oracle.dx_budget + rounding_budget(oracle.dx, x.dtype))
+    assert torch.equal(x.grad, npu_swiglu_backward(g, x.detach(), dim))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[Tensor, int, Tensor]) -> None:
+    x, dim, g = case
+    real = npu_swiglu(x, dim), npu_swiglu_backward(g, x, dim)
+    with FakeTensorMode() as mode:
+        x, g = mode.from_tensor(x), mode.from_tensor(g)
+        fake = npu_swiglu(x, dim), npu_swiglu_backward(g, x, dim)
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype) == (f.shape, f.dtype)
+        for size, real_stride, fake_stride in zip(r.shape, r.stride(), f.stride(), strict=True):
+            assert size == 1 or not r.numel() or real_stride == fake_stride
+
+
+def test_agrees_with_torch() -> None:
+    """``silu(a) * b`` in float32: both within the budget."""
+    torch.manual_seed(0)
+    x, g = torch.randn(5, 16, requires_grad=True), torch.randn(5, 8)
+    oracle = Oracle(x.detach(), -1, g, torch.float32)
+    a, b = x.chunk(2, -1)
+    theirs, ours = F.silu(a) * b, npu_swiglu(x)
+    assert_within("y", ours, theirs.detach().double(), 2 * oracle.y_budget)
+    ours_dx, theirs_dx = (torch.autograd.grad(y, x, g)[0] for y in (ours, theirs))
+    assert_within("dx", ours_dx, theirs_dx.double(), 2 * oracle.dx_budget)
+
+
+def test_the_first_half_gates() -> None:
+    """Where the first half is very negative, nothing comes through; where the second half is, everything does."""
+    assert npu_swiglu(torch.tensor([-200.0, 3.0])).item() == 0
+    assert npu_swiglu(torch.tensor([3.0, -200.0])).item() < -500
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gradients_in_float64(dim: int) -> None:
+    x = torch.randn(4, 2, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: npu_swiglu(x, dim), (x,))
+
+
+def test_opcheck() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    torch.library.opcheck(npu_swiglu.default, (x,))
+    torch.library.opcheck(npu_swiglu.default, (torch.randn(8, 4).t(), 0))
+    torch.library.opcheck(npu_swiglu_backward.default, (torch.randn(3, 4), x.detach()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input": torch.ones(2, 7)}, "input must have an even size along dim -1, not 7"),
+        ({"input": torch.ones(3, 8), "dim": 0}, "input must have an even size along dim 0, not 3"),
+        ({"input": torch.ones(2, 8), "dim": 2}, "dim must be one of the 2 dimensions of input, not 2"),
+        ({"input": torch.ones(2, 8), "dim": -3}, "dim must be one of the 2 dimensions of input, not -3"),
+        ({"input": torch.ones(())}, "input must have 1 to 8 dimensions, not 0"),
+        ({"input": torch.ones([2] * 9)}, "input must have 1 to 8 dimensions, not 9"),
+        ({"input": torch.ones(2, 8, dtype=torch.int64)}, "input must be float16, bfloat16 or float32"),
+    ],
+)
+def test_names_the_bad_argument(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"npu_swiglu: {message}"):
+        npu_swiglu(**arguments)
+    with pytest.raises(UsageError, match=message):  # before anything is computed
+        npu_swiglu(**arguments | {"input": arguments["input"].to("meta")})
+
+
+def test_backward_names_the_bad_argument() -> None:
+    x = torch.ones(2, 8)
+    for grad in (torch.ones(2, 8), torch.ones(2, 4).half()):
+        with pytest.raises(
+            UsageError, match=r"npu_swiglu_backward: grad_output must be torch.float32 of shape \(2, 4\)"
+        ):
+            npu_swiglu_backward(grad, x)
+    with pytest.raises(UsageError, match="npu_swiglu_backward: dim must be one of the 2 dimensions of input, not 5"):
+        npu_swiglu_backward(x, x, 5)
+
+
+def test_limits_are_no_contract() -> None:
+    assert OPS["npu_swiglu"].refusals(input=torch.ones(2, dtype=torch.float64), dim=-1) == [
+        "npu_swiglu: input.dtype is float64, and an NPU takes float16, bfloat16, float32"
+    ]
+    assert OPS["npu_swiglu"].refusals(input=torch.ones(2), dim=-1) == []
+
+
+def example() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(3, 5, 8), torch.randn(3, 5, 4)
+
+
+def distributed() -> list[tuple[Tensor, Tensor, tuple[Placement, ...], int]]:
+    """On a rank, for each sharded dimension: y and dx in full, the placements of y, how many collectives it took."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, g = example()
+    results = []
+    for dim in range(3):
+        dx = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+        grad = distribute_tensor(g, mesh, [Shard(dim) if dim < 2 else Replicate()])
+        with CommDebugMode() as comm:
+            y = npu_swiglu(dx)
+            y.backward(grad)
+        results.append((y.full_tensor().detach(), dx.grad.full_tensor(), y.placements, comm.get_total_counts()))
+    return results
+
+
+def test_sharded_equals_whole() -> None:
+    """Along the halved dimension a shard would hold the wrong halves: it is gathered."""
+    x, g = example()
+    expected = npu_swiglu(x), npu_swiglu_backward(g, x)
+    for results in run_on_ranks(2, distributed):
+        for dim, (y, dx, placements, collectives) in enumerate(results):
+            assert torch.equal(y, expected[0]) and torch.equal(dx, expected[1])
+            assert placements == ((Shard(dim),) if dim < 2 else (Replicate(),))
+            assert (collectives == 0) == (dim < 2)

@@ -1,0 +1,184 @@
+"""One training step of TorchTitan's models on fake npu tensors, built as the Trainer builds it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.distributed import utils as titan
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+
+from tests.layouts import DEGREES
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.tied_weights import ties_weights
+from torchtitan_npu.rehearsal import Calls, StatedLoad, fake_device, fake_ranks
+
+RANKS = 8
+BATCH, SEQUENCE = 2, 2048
+ONE_RANK = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+
+# What people train, each layer in full size: fake tensors take no memory. Two layers, one of each kind where there are
+# two kinds, and few experts, since each takes a handful of small operators.
+FEW_EXPERTS = {"n_layers": 2, "moe_args.num_experts": 16}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama3": ("llama3", "8B", {"n_layers": 2}),
+    "llama4": ("llama4", "17bx128e", FEW_EXPERTS),
+    "qwen3": ("qwen3", "0.6B", {"n_layers": 2}),
+    "qwen3_moe": ("qwen3", "30B-A3B", FEW_EXPERTS),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "671B",
+        {**FEW_EXPERTS, "n_dense_layers": 1, "attn_type": "sdpa", "attn_mask_type": "causal"},
+    ),
+}
+"""By name: TorchTitan's model, its flavor, what is changed."""
+
+
+@dataclass
+class Step:
+    """What a step showed."""
+
+    targets: dict[str, int]
+    """How many modules each converter replaced."""
+    calls: Calls
+    """The operators called, in forward, backward, gradient clipping and optimizer."""
+    gradients: set[str]
+    """The parameters that have a gradient."""
+    outputs: dict[str, list[Any]]
+    """By module, the shape and dtype of each output it gave."""
+
+    def promised(self, per_target: dict[str, dict[str, int]]) -> Counter[str]:
+        """How often this step should call each operator, given what one target of each converter calls."""
+        expected: Counter[str] = Counter()
+        for converter, number in self.targets.items():
+            expected.update({op: number * times for op, times in per_target[converter].items()})
+        return expected
+
+
+def rehearse(model: str, converters: tuple[str, ...] = (), **layout: int) -> Step:
+    """A step of ``model``, on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
+
+    ``layout`` goes by the names of :data:`tests.layouts.DEGREES`; the ranks left are shards of data parallel.
+    """
+    config = job(model, converters, layout)
+    with fake_ranks(RANKS if layout else 1):
+        return _step(config, model_args(model, config))
+
+
+@functools.cache
+def matching(model: str) -> tuple[str, ...]:
+    """The converters that find something to replace in ``model``."""
+    config = job(model, (), {})
+    whole = _build(config, model_args(model, config))
+    return tuple(name for name, converter in CONVERTERS.items() if converter(config, ONE_RANK).targets(whole))
+
+
+def job(model: str, converters: tuple[str, ...], layout: dict[str, int]) -> JobConfig:
+    config = JobConfig()
+    config.model.name, config.model.flavor = MODELS[model][:2]
+    config.model.converters = list(converters)
+    config.training.seq_len = SEQUENCE
+    config.activation_checkpoint.mode = "none"
+    for name, degree in layout.items():
+        setattr(config.parallelism, DEGREES[name], degree)
+    return config
+
+
+def model_args(model: str, config: JobConfig) -> Any:
+    name, flavor, changes = MODELS[model]
+    args = copy.deepcopy(get_train_spec(name).model_args[flavor])
+    for path, value in changes.items():
+        *parents, field = path.split(".")
+        owner = args
+        for parent in parents:
+            owner = getattr(owner, parent)
+        assert hasattr(owner, field), path
+        setattr(owner, field, value)
+    args.update_from_config(config)
+    return args
+
+
+def _step(config: JobConfig, args: Any) -> Step:
+    spec = get_train_spec(config.model.name)
+    dims = _dims(config)
+    model = _build(config, args)
+    targets = {name: len(CONVERTERS[name](config, dims).targets(model)) for name in config.model.converters}
+    build_model_converters(config, dims).convert(model)
+    loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+    model = spec.parallelize_fn(model, dims, config)
+    outputs = _record_outputs(model)
+
+    device = torch.device("npu")
+    context = titan.get_train_context(dims.tp_enabled)
+    with fake_device(), StatedLoad():
+        model.to_empty(device=device)
+        # no initial weights, since there are no values; but init_weights also ties what to_empty has untied
+        if ties_weights(model):
+            model.output.weight = model.tok_embeddings.weight
+        model.train()
+        optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
+
+        def forward_and_backward() -> None:
+            tokens = torch.zeros(BATCH, SEQUENCE + 1, dtype=torch.int64, device=device)
+            inputs, labels = tokens[:, :-1], tokens[:, 1:]
+            extra: dict[str, Any] = {}
+            if dims.cp_enabled:
+                inputs, labels, extra = prepare_context_parallel_input(
+                    inputs, labels, {}, dims.get_mesh("cp"), device, config.parallelism.context_parallel_load_balancer
+                )
+            outputs.clear()
+            with context(), titan.maybe_enable_amp(dims, config.training.mixed_precision_param, device.type):
+                loss_fn(model(inputs, **extra), labels).backward()
+
+        if dims.tp_enabled or dims.cp_enabled:
+            # when DTensor meets an operator for the first time, it runs it once more to learn the output's shape
+            forward_and_backward()
+        with Calls() as calls:
+            forward_and_backward()
+            parameters = list(model.parameters())
+            titan.clip_grad_norm_(parameters, 1.0, foreach=True, pp_mesh=None, ep_enabled=dims.ep_enabled)
+            optimizers.step()
+    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return Step(targets, calls, gradients, outputs)
+
+
+def _build(config: JobConfig, args: Any) -> Any:
+    with torch.device("meta"):
+        return get_train_spec(config.model.name).model_cls(args)
+
+
+def _dims(config: JobConfig) -> ParallelDims:
+    p = config.parallelism
+    dims = ParallelDims(
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=p.data_parallel_shard_degree,
+        cp=p.context_parallel_degree,
+        tp=p.tensor_parallel_degree,
+        pp=p.pipeline_parallel_degree,
+        ep=p.expert_parallel_degree,
+        etp=p.expert_tensor_parallel_degree,
+        world_size=torch.distributed.get_world_size(),
+    )
+    dims.build_mesh()  # now, because later there are only fake tensors, and a mesh holds the numbers of its ranks
+    return dims
+
+
+def _record_outputs(model: nn.Module) -> dict[str, list[Any]]:
+    outputs: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+
+        def record(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            if isinstance(output, torch.Tensor):
+                outputs.setdefault(name, []).append((tuple(output.shape), output.dtype))
+
+        module.register_forward_hook(record)
+    return outputs

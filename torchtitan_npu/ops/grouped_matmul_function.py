@@ -1,0 +1,46 @@
+"""The experts' matrix product with gradients, which torch_npu's ``npu_grouped_matmul`` does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows of ``x`` by its matrix; differentiable in ``x`` and ``weight``.
+
+    ``x`` (T, K) sorted by expert, ``weight`` (E, K, N), ``counts`` (E) int64: the experts' numbers of rows, which add
+    up to T. Returns (T, N). An expert may have no rows; the gradient of its matrix is zero.
+    """
+    return _GroupedMatmul.apply(x, weight, counts)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        # the NPU takes contiguous matrices and, of the weights, transposed views
+        x = x.contiguous()
+        weight = weight if weight.mT.is_contiguous() else weight.contiguous()
+        ctx.save_for_backward(x, weight, counts)
+        return _product(x, weight, counts, group_type=0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts = ctx.saved_tensors
+        dy = dy.contiguous()
+        x_wanted, weight_wanted, _ = ctx.needs_input_grad
+        dx = _product(dy, weight.mT, counts, group_type=0) if x_wanted else None
+        dweight = _product(x.t(), dy, counts, group_type=2) if weight_wanted else None
+        return dx, dweight, None
+
+
+def _product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    # the NPU takes no list of one size; one size is its own cumulative sum, and a list of one end it takes
+    group_list_type = 0 if counts.shape == (1,) else 1
+    return torch.ops.npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=group_list_type
+    )[0]
