@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchtitan_npu.ops.arguments import by_name
+
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
@@ -119,9 +121,19 @@ class StatedLoad(BelowSubclasses):
                 if isinstance(tensor, Tensor):  # and no device or number
                     self._values[tensor] = value
         elif op._schema.is_mutable:
-            for tensor in tensors:
-                self._values.pop(tensor, None)
+            self._forget(op, args, kwargs)
         return output
+
+    def _forget(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What ``op`` has overwritten with something unknown is unknown, and so is every view of it."""
+        arguments = by_name(op, args, kwargs)
+        written = [
+            arguments[x.name] for x in op._schema.arguments if x.alias_info is not None and x.alias_info.is_write
+        ]
+        storages = {x.untyped_storage()._cdata for x in tree_flatten(written)[0] if isinstance(x, Tensor)}
+        for tensor in list(self._values):
+            if tensor.untyped_storage()._cdata in storages:
+                del self._values[tensor]
 
     def _compute(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is c10d.wait_tensor.default:

@@ -45,7 +45,13 @@ def test_every_rank_has_the_same_load() -> None:
 def test_what_is_not_stated_cannot_be_read() -> None:
     with fake_device(), StatedLoad():
         stated, unknown = counts(), torch.zeros(EXPERTS, dtype=torch.int64, device="npu")
-        for tensor in (unknown, stated + unknown, stated.add_(unknown)):
+        view = stated[1:]
+        for tensor in (unknown, stated + unknown, unknown.add_(stated)):
+            with pytest.raises(DataDependentOutputException):
+                tensor.tolist()
+        assert view.tolist() == balanced(30, EXPERTS)[1:]
+        stated.add_(unknown)
+        for tensor in (stated, view):
             with pytest.raises(DataDependentOutputException):
                 tensor.tolist()
 
