@@ -90,7 +90,9 @@ def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localiz
         schema = OpSchema(op, tuple(map(specs, args)), {name: specs(kwargs[name]) for name in kwargs}, info)
         whole = by_name(op, schema.args_schema, schema.kwargs_schema)
         chosen = _propagate(schema)
-        outputs = chosen.output_spec if isinstance(chosen.output_spec, Sequence) else [chosen.output_spec]
+        outputs: Sequence[Any] = (
+            chosen.output_spec if isinstance(chosen.output_spec, Sequence) else [chosen.output_spec]
+        )
         positional = [name for name, value in zip(whole, args, strict=False) for _ in _tensors(value)]
         inputs = (chosen.redistribute_schema or schema).args_spec
 
