@@ -8,3 +8,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from torchtitan_npu import platform
 
 platform.prepare()
+
+from hypothesis import settings
+
+# the same examples in every run: what passed once passes in a fresh clone
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")

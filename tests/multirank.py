@@ -29,6 +29,10 @@ GRACE = 10.0
 """Seconds the other ranks get to finish once one has failed: they may be waiting for it in a collective."""
 
 
+CALLS = 5
+"""Calls that workers serve before new ones are forked: when a group goes down its threads stay, dozens a call."""
+
+
 class RankError(AssertionError):
     """A rank raised, died or did not finish in time."""
 
@@ -50,7 +54,12 @@ def run_on_ranks(
         for worker in workers:
             worker.stop()
         raise
-    _workers[world_size] = workers
+    _served[world_size] = _served.get(world_size, 0) + 1
+    if _served[world_size] % CALLS:
+        _workers[world_size] = workers
+    else:
+        for worker in workers:
+            worker.stop()
     return [pickle.loads(reply) for reply in replies]
 
 
@@ -67,6 +76,7 @@ class _Worker:
 
 
 _workers: dict[int, list[_Worker]] = {}
+_served: dict[int, int] = {}
 
 
 def _start(rank: int) -> _Worker:

@@ -36,8 +36,7 @@ def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, float, Tensor]) -> N
     oracle = Oracle(x, gamma, epsilon, x, compute)
     assert_within("y", y, oracle.y, oracle.y_budget + rounding_budget(oracle.y, y.dtype))
     assert_within("rstd", rstd, oracle.rstd, oracle.rstd_budget)
-    parts = *torch.ops.npu.npu_rms_norm(x1 + x2, gamma, epsilon), x1 + x2
-    assert all(torch.equal(a, b) for a, b in zip((y, rstd, x), parts, strict=True))
+    assert torch.equal(x, x1 + x2)
 
 
 @settings(max_examples=25, deadline=None)
