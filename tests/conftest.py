@@ -5,11 +5,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from hypothesis import settings
+
 from torchtitan_npu import platform
 
 platform.prepare()
-
-from hypothesis import settings
 
 # the same examples in every run: what passed once passes in a fresh clone
 settings.register_profile("repeatable", derandomize=True, deadline=None)
