@@ -425,6 +425,50 @@ def test_sharded_equals_whole(
         assert (y_placement, count) == (placement, collectives)
 
 
+def without_groups_on_a_rank(placements: dict[str, Placement], with_bias: bool) -> tuple[list[Tensor], list[Placement]]:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard(name: str, tensors: list[Tensor]) -> list[Tensor]:
+        return [distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]) for tensor in tensors]
+
+    x, weight, bias = pairs()
+    outputs = npu_grouped_matmul(
+        shard("x", x), shard("weight", weight), bias=shard("bias", bias) if with_bias else None, group_type=-1
+    )
+    return [y.full_tensor() for y in outputs], [y.placements[0] for y in outputs]
+
+
+def pairs() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [((2, 3, 4), (4, 6), (6,)), ((2, 5, 8), (8, 2), (2,))]
+    x, weight, bias = ([torch.randn(shape, generator=generator) for shape in of] for of in zip(*shapes, strict=True))
+    return x, weight, bias
+
+
+@pytest.mark.parametrize(
+    ("placements", "with_bias", "placement"),
+    [
+        ({"x": Shard(0)}, True, Shard(0)),
+        ({"x": Shard(1)}, False, Shard(1)),  # an uneven one: 3 rows and 5 on two ranks
+        ({"weight": Shard(1)}, True, Shard(2)),
+        ({"x": Shard(2)}, False, Partial()),
+        ({"weight": Shard(0)}, False, Partial()),
+        ({"x": Shard(2), "weight": Shard(0)}, True, Replicate()),
+    ],
+    ids=str,
+)
+def test_sharded_without_groups_equals_whole(
+    placements: dict[str, Placement], with_bias: bool, placement: Placement
+) -> None:
+    x, weight, bias = pairs()
+    for outputs, placed in run_on_ranks(2, without_groups_on_a_rank, placements, with_bias):
+        for y, x_i, w, b in zip(outputs, x, weight, bias, strict=True):
+            rows = x_i.flatten(0, 1)
+            oracle, budget = by_rows(rows, w[None], [len(rows)], b[None] if with_bias else None)
+            assert_within("y", y.flatten(0, 1), oracle, budget)
+        assert placed == [placement] * 2
+
+
 def accumulated_on_a_rank(placements: dict[str, Placement]) -> tuple[Tensor, bool]:
     mesh = init_device_mesh("cpu", (2,))
     x, _, dy, counts = problem([2, 0, 3], 4, 6, torch.float32)

@@ -316,9 +316,17 @@ def test_limits_are_no_contract() -> None:
         assert OPS[op].refusals(**arguments) == [f"{op}: {text}" for text in refused]
     query = torch.ones(1, 2, 16, 512, dtype=torch.bfloat16)
     indices = torch.zeros(1, 2, 1, 2048, dtype=torch.int32)
-    arguments = {"query": query, "key": query[:, :, :1].contiguous(), "query_rope": None, "sparse_indices": indices}
+    arguments = {"query": query, "key": query[:, :, :1].contiguous(), "value": None, "sparse_indices": indices}
+    arguments |= {"query_rope": None, "key_rope": None}
     assert OPS["npu_sparse_flash_attention"].refusals(**arguments) == []
     assert OPS["npu_sparse_flash_attention_grad"].refusals(**arguments) == []
+    both = torch.ones(1, 2, 16, 576, dtype=torch.bfloat16)  # halves of a projection are views with its strides
+    key, key_rope = both[:, :, :1].split([512, 64], -1)
+    views = {"query_rope": both[..., 512:], "key": key, "value": key, "key_rope": key_rope}
+    assert OPS["npu_sparse_flash_attention"].refusals(**arguments | views) == [
+        f"npu_sparse_flash_attention: {name}'s memory is not contiguous, and an NPU takes contiguous"
+        for name in ("key", "value", "query_rope", "key_rope")
+    ]
 
 
 def distributed(placements: dict[str, Placement], options: dict[str, Any], packed: bool) -> tuple[Any, ...]:

@@ -186,3 +186,16 @@ def test_a_sharding_rule_sees_every_argument_each_time() -> None:
     for rows, columns in run_on_ranks(2, toy_on_a_rank, ["rows", "columns"]):
         assert torch.equal(rows, expected.sum(1))
         assert torch.equal(columns, expected.sum(0))
+
+
+def toy_with_a_plain_tensor_on_a_rank() -> str:
+    scale = distribute_tensor(torch.tensor(2.0), init_device_mesh("cpu", (2,)), [Replicate()])
+    with pytest.raises(RuntimeError) as error:
+        torch.ops.npu_toys.npu_toy(torch.ones(4, 4), scale=scale)
+    return str(error.value)
+
+
+def test_a_plain_tensor_beside_a_dtensor_is_an_error_that_says_so() -> None:
+    """Also where the only DTensor is a keyword."""
+    for message in run_on_ranks(2, toy_with_a_plain_tensor_on_a_rank):
+        assert "npu_toy" in message and "got mixed torch.Tensor and DTensor" in message

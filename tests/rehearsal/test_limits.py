@@ -5,6 +5,7 @@ refuse: it fails when our table differs, and when another torch_npu says somethi
 documentation of CANN are not in the wheel, and not here.
 """
 
+# ruff: noqa: RUF001 (the quotes keep their punctuation)
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torchtitan_npu.ops import OPS
 
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [*HALVES, torch.float32]
+MEMORY = ["contiguous"], ["not contiguous"]
 
 
 class Quote(NamedTuple):
@@ -43,7 +45,21 @@ QUOTES = [
         [1000],
     ),
     Quote("npu_rotary_mul", "B * N with gradients for r1 and r2", "B*N <= 1024", [1024], [1025]),
+    Quote(
+        "npu_rotary_mul",
+        "the layout of r1 and r2",
+        "input为BNSD: 11SD、B1SD、BNSD;",
+        ["half: 11SD", "half: B1SD", "half: BNSD", "interleave: 11SD"],
+        ["half: 1NSD", "interleave: B1SD", "interleave: BNSD"],
+    ),
     Quote("npu_mrope", "query.dtype", "数据类型支持BFLOAT16、FLOAT16、FLOAT32", FLOATS, [torch.float64]),
+    Quote(
+        "npu_mrope",
+        "the remainder of rotary_dim by 32 (by 16 in float32)",
+        "rotary_dim要求是32的倍数，当输入是FLOAT32时，rotary_dim要求是16的倍数",
+        [0],
+        [8, 16],
+    ),
     Quote("npu_apply_rotary_pos_emb", "query.dtype", "数据类型支持bfloat16、float16、float32", FLOATS, [torch.float64]),
     Quote("npu_apply_rotary_pos_emb", "the last dimension of query", "必须等于128或者64", [64, 128], [32, 96]),
     Quote("npu_apply_rotary_pos_emb", "layout", "支持BSND的4维Tensor、TND的3维Tensor", ["BSND", "TND"], ["SBND"]),
@@ -62,6 +78,13 @@ QUOTES = [
     Quote("npu_grouped_matmul", "the innermost dimension of weight", "都应小于InnerLimit", [65535], [65536]),
     Quote("npu_moe_token_permute", "tokens.dtype", "数据类型支持float16、bfloat16、float32", FLOATS, [torch.float64]),
     Quote("npu_moe_token_permute", "the number of indices", "元素个数小于16777215", [16777214], [16777215]),
+    Quote(
+        "npu_moe_token_unpermute",
+        "permuted_tokens.dtype",
+        "数据类型支持float16、bfloat16、float32",
+        FLOATS,
+        [torch.float64],
+    ),
     Quote("npu_moe_token_unpermute", "the top-k of probs", "topK_num要求小于等于512", [512], [513]),
     Quote(
         "npu_moe_token_permute_with_routing_map",
@@ -69,6 +92,41 @@ QUOTES = [
         "tokens_num和experts_num要求小于16777215",
         [16777214],
         [16777215],
+    ),
+    Quote(
+        "npu_moe_token_permute_with_routing_map",
+        "the number of experts",
+        "tokens_num和experts_num要求小于16777215",
+        [16777214],
+        [16777215],
+    ),
+    Quote(
+        "npu_moe_token_permute_with_routing_map",
+        "the top-k, num_out_tokens // tokens,",
+        "topK（num_out_tokens // tokens_num）小于512",
+        [511],
+        [512],
+    ),
+    Quote(
+        "npu_moe_token_permute_with_routing_map",
+        "the number of permuted rows",
+        "topK * tokens_num小于16777215",
+        [16777214],
+        [16777215],
+    ),
+    Quote(
+        "npu_moe_token_permute_with_routing_map",
+        "tokens.dtype",
+        "数据类型支持float16、bfloat16、float32",
+        FLOATS,
+        [torch.float64],
+    ),
+    Quote(
+        "npu_moe_token_unpermute_with_routing_map",
+        "permuted_tokens.dtype",
+        "数据类型支持float16、bfloat16、float32",
+        FLOATS,
+        [torch.float64],
     ),
     Quote(
         "npu_moe_token_unpermute_with_routing_map",
@@ -79,6 +137,14 @@ QUOTES = [
     ),
     Quote("npu_moe_gating_top_k", "the number of experts", "要求不大于`2048`", [2048], [2049]),
     Quote("npu_moe_gating_top_k", "the number of experts in a group", "整除后的结果大于`2`", [3], [2]),
+    Quote("npu_moe_gating_top_k", "x.dtype", "数据类型支持`float16`、`bfloat16`、`float32`", FLOATS, [torch.float64]),
+    Quote(
+        "npu_moe_gating_top_k",
+        "the number of experts, each group rounded up to 32",
+        "按照`32`个数对齐后乘`group_count`的结果不大于`2048`",
+        [2048],
+        [2080],
+    ),
     Quote("npu_moe_gating_top_k", "renorm", "当前仅支持`0`", [0], [1]),
     Quote("npu_lightning_indexer", "query.dtype", "数据类型支持bfloat16和float16", HALVES, [torch.float32]),
     Quote(
@@ -88,7 +154,16 @@ QUOTES = [
         [1, 2048, 3072, 4096, 5120, 6144, 7168, 8192],
         [0, 2049, 8193],
     ),
+    Quote("npu_lightning_indexer", "query's memory", "query（Tensor）：必选参数，不支持非连续", *MEMORY),
+    Quote("npu_lightning_indexer", "key's memory", "key（Tensor）：必选参数，不支持非连续", *MEMORY),
+    Quote("npu_lightning_indexer", "weights' memory", "weights（Tensor）：必选参数，不支持非连续", *MEMORY),
     Quote("npu_sparse_flash_attention", "query.dtype", "数据类型支持bfloat16和float16", HALVES, [torch.float32]),
+    Quote("npu_sparse_flash_attention", "query's memory", "query（Tensor）：必选参数，不支持非连续", *MEMORY),
+    Quote("npu_sparse_flash_attention", "key's memory", "key（Tensor）：必选参数，不支持非连续", *MEMORY),
+    Quote("npu_sparse_flash_attention", "value's memory", "value（Tensor）：必选参数，不支持非连续", *MEMORY),
+    Quote("npu_sparse_flash_attention", "sparse_indices' memory", "代表离散取kvCache的索引，不支持非连续", *MEMORY),
+    Quote("npu_sparse_flash_attention", "query_rope's memory", "query的rope信息，不支持非连续", *MEMORY),
+    Quote("npu_sparse_flash_attention", "key_rope's memory", "key的rope信息，不支持非连续", *MEMORY),
     Quote(
         "npu_sparse_lightning_indexer_grad_kl_loss",
         "query.dtype",
@@ -100,6 +175,7 @@ QUOTES = [
     Quote("npu_fusion_attention", "head_num", "Nq取值范围1~256", [1, 256], [0, 257]),
     Quote("npu_fusion_attention", "the head size", "取值范围1~768", [1, 768], [0, 769]),
     Quote("npu_fusion_attention", "the number of queries", "sequence length, 取值范围1~1M", [1, 2**20], [0]),
+    Quote("npu_fusion_attention", "the number of keys", "sequence length, 取值范围1~1M", [1, 2**20], [0]),
     Quote("npu_fusion_attention", "the batch size", "B取值范围1~2M", [1, 2**21], [0]),
     Quote("npu_fusion_attention", "the number of documents", "varlen场景下长度最大支持1K", [1, 1024], [1025]),
 ]

@@ -134,14 +134,20 @@ def fake(x: list[Tensor], weight: list[Tensor], group_list: Tensor | None, group
 def sharding(x: Any, bias: Any, group_type: int | None, **_: Any) -> Iterator[Way]:
     if group_type == 2:
         raise UsageError("npu_grouped_matmul: torch_npu shards no DTensor with group_type 2; call it on local tensors")
-    if group_type == -1:
-        yield [Replicate()] * len(x), {}
+    products, summed = len(x), x[0].ndim - 1
+    if group_type == 0:
+        yield [Shard(1)], {"weight": Shard(2), "bias": Shard(1)}
+    elif any(one.ndim != x[0].ndim for one in x):  # the tensors of a list are all sharded alike
+        yield [Replicate()] * products, {}
         return
-    yield [Shard(1)], {"weight": Shard(2), "bias": Shard(1)}
+    else:
+        for dim in range(summed):
+            yield [Shard(dim)] * products, {"x": Shard(dim)}
+        yield [Shard(summed)] * products, {"weight": Shard(1), "bias": Shard(0)}
     if not bias:  # a bias would be added once a rank
-        yield [Partial()], {"x": Shard(1), "weight": Shard(1)}
-        yield [Partial()], {"weight": Partial()}
-        yield [Partial()], {"x": Partial()}
+        yield [Partial()] * products, {"x": Shard(summed), "weight": Shard(1 if group_type == 0 else 0)}
+        yield [Partial()] * products, {"weight": Partial()}
+        yield [Partial()] * products, {"x": Partial()}
 
 
 def _inner(tensor: Tensor) -> int:

@@ -41,8 +41,8 @@ def statistics_shape(query: Tensor, key: Tensor) -> list[int]:
     return [*tokens[:-1], key_heads, tokens[-1], heads // key_heads]
 
 
-def memory(tensor: Tensor) -> str:
-    return "contiguous" if tensor.is_contiguous() else "not contiguous"
+def memory(tensor: Tensor | None) -> str:
+    return "contiguous" if tensor is None or tensor.is_contiguous() else "not contiguous"
 
 
 def layout_problems(**layouts: str | None) -> Iterator[str]:

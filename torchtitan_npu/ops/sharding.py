@@ -86,7 +86,7 @@ def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localiz
         return found
 
     def dispatch(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        specs = partial(_specs, op, next(leaf.device_mesh for leaf in tree_leaves(args) if isinstance(leaf, DTensor)))
+        specs = partial(_specs, op, next(x.device_mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
         schema = OpSchema(op, tuple(map(specs, args)), {name: specs(kwargs[name]) for name in kwargs}, info)
         whole = by_name(op, schema.args_schema, schema.kwargs_schema)
         chosen = _propagate(schema)

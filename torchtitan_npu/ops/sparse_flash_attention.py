@@ -198,6 +198,10 @@ declare(
             *SIZES,
             Limit("query's memory", lambda query, **_: memory(query), ("contiguous",)),
             Limit("key's memory", lambda key, **_: memory(key), ("contiguous",)),
+            Limit("value's memory", lambda value, **_: memory(value), ("contiguous",)),
+            Limit("sparse_indices' memory", lambda sparse_indices, **_: memory(sparse_indices), ("contiguous",)),
+            Limit("query_rope's memory", lambda query_rope, **_: memory(query_rope), ("contiguous",)),
+            Limit("key_rope's memory", lambda key_rope, **_: memory(key_rope), ("contiguous",)),
         ),
     )
 )

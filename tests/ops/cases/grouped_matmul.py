@@ -38,12 +38,17 @@ def gmm(  # type: ignore[no-untyped-def]
     return arguments
 
 
-def lists(*shapes: tuple[tuple[int, ...], tuple[int, ...]], **keywords: Any):  # type: ignore[no-untyped-def]
+def lists(  # type: ignore[no-untyped-def]
+    *shapes: tuple[tuple[int, ...], tuple[int, ...]], bias: bool = False, **keywords: Any
+):
     """No groups: a product for each pair of shapes."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, weight = ([torch.randn(pair[i], device=device) for pair in shapes] for i in range(2))
-        return (x, weight), {"split_item": 0, "group_type": -1} | keywords
+        kwargs = {"split_item": 0, "group_type": -1} | keywords
+        if bias:
+            kwargs["bias"] = [torch.randn(one.shape[1], device=device) for one in weight]
+        return (x, weight), kwargs
 
     return arguments
 
@@ -89,7 +94,10 @@ CASES = [
     Case("npu_grouped_matmul", "summed dimension, float32", gmm(**K, transposed="x", dtype=torch.float32)),
     Case("npu_grouped_matmul", "summed dimension, no tokens", gmm((8, 0), (0, 6), transposed="x", group_type=2)),
     Case("npu_grouped_matmul", "no groups", lists(((3, 8), (8, 6)), ((5, 4), (4, 2)))),
-    Case("npu_grouped_matmul", "no groups, more dimensions", lists(((2, 3, 8), (8, 6)))),
+    Case("npu_grouped_matmul", "no groups, bias", lists(((3, 8), (8, 6)), ((5, 4), (4, 2)), bias=True)),
+    Case("npu_grouped_matmul", "no groups, more dimensions", lists(((2, 3, 8), (8, 6)), ((2, 4, 4), (4, 2)))),
+    Case("npu_grouped_matmul", "no groups, more and fewer dimensions", lists(((2, 3, 8), (8, 6)), ((5, 4), (4, 2)))),
+    Case("npu_grouped_matmul", "no groups, one product", lists(((2, 3, 8), (8, 6)))),
     Case("npu_grouped_matmul", "groups of columns", gmm(group_type=1), rejected_by="torch_npu"),
     Case("npu_grouped_matmul", "no group_type", gmm(group_type=None), rejected_by="torch_npu"),
     Case("npu_grouped_matmul", "empty lists", lists(), rejected_by="torch_npu"),
