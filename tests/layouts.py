@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import tempfile
 from typing import Any, NamedTuple
@@ -48,6 +49,12 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """By name: TorchTitan's model, the flavor to start from, what is smaller."""
+
+FUSED = {
+    name: ["npu_rms_norm", "npu_rope", *(["npu_permute", "npu_gmm"] if name not in ("llama3", "qwen3") else [])]
+    for name in TINY
+}
+"""By name: every converter that has something to replace in the model."""
 
 DEGREES = {
     "shard": "data_parallel_shard_degree",
@@ -96,12 +103,12 @@ def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = N
         trainer.optimizers.register_step_pre_hook(keep_gradients)
         # what Trainer.train does with it, without its two seconds of sleep at the end
         batches = trainer.batch_generator(trainer.dataloader)
-        for _ in range(STEPS):
+        for _ in range(config.training.steps):
             trainer.step += 1
             trainer.train_step(batches)
         if config.validation.enable:
             trainer.metrics_processor.log_validation = lambda loss, step: record.validation.append(loss)
-            trainer.validator.validate(trainer.model_parts, STEPS)
+            trainer.validator.validate(trainer.model_parts, config.training.steps)
         trainer.close()
     return record
 
@@ -155,5 +162,5 @@ def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> A
     config.validation.local_batch_size = GLOBAL_BATCH // ranks
     for key, value in options.items():
         section, _, field = key.rpartition(".")
-        setattr(getattr(config, section), field, value)
+        setattr(functools.reduce(getattr, section.split("."), config), field, value)
     return config

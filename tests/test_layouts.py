@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.layouts import DEGREES, Record, train
+from tests.layouts import DEGREES, FUSED, Record, train
 from tests.multirank import run_on_ranks
 
 EPS = torch.finfo(torch.float32).eps
@@ -67,8 +67,9 @@ CASES = [(ranks, model, text) for ranks, models in LAYOUTS.items() for model, te
 
 
 @functools.cache
-def one_rank(model: str) -> Record:
-    return run_on_ranks(1, train, model, {}, process_group=False)[0]
+def one_rank(model: str, fused: bool = False) -> Record:
+    options = {"model.converters": FUSED[model]} if fused else {}
+    return run_on_ranks(1, train, model, {}, options, process_group=False)[0]
 
 
 def whole(records: list[Record]) -> Record:
@@ -99,20 +100,31 @@ def test_any_layout_gives_one_ranks_loss_and_gradients(ranks: int, model: str, t
         assert_equal_training(actual, one_rank(model))
 
 
+@pytest.mark.parametrize(("ranks", "model", "text"), CASES, ids=[f"{m}-{r}-{t or 'alone'}" for r, m, t in CASES])
+def test_any_layout_gives_one_ranks_loss_and_gradients_with_all_converters(ranks: int, model: str, text: str) -> None:
+    options = {"model.converters": FUSED[model]}
+    records = run_on_ranks(ranks, train, model, layout(text), options, process_group=False)
+    assert_equal_training(whole(records), one_rank(model, fused=True))
+
+
 @pytest.mark.parametrize(
     ("model", "text", "options"),
     [
         ("llama3", "pp2", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
         ("llama3", "pp2", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
         ("llama3", "cp2", {"parallelism.context_parallel_load_balancer": None}),
-        ("qwen3", "tp2", {"activation_checkpoint.mode": "selective", "model.converters": ["npu_rms_norm"]}),
-        ("deepseek_v3", "tp2 ep2", {"activation_checkpoint.mode": "full", "model.converters": ["npu_rms_norm"]}),
+        ("qwen3", "tp2", {"activation_checkpoint.mode": "selective"}),
+        ("deepseek_v3", "tp2 ep2", {"activation_checkpoint.mode": "full"}),
+        ("qwen3", "tp2", {"activation_checkpoint.mode": "selective", "model.converters": FUSED["qwen3"]}),
+        ("deepseek_v3", "tp2 ep2", {"activation_checkpoint.mode": "full", "model.converters": FUSED["deepseek_v3"]}),
+        ("deepseek_v3", "ep2", {"model.converters": ["npu_permute"]}),
+        ("deepseek_v3", "ep2", {"model.converters": ["npu_gmm"]}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_options_give_one_ranks_loss_and_gradients(model: str, text: str, options: dict[str, Any]) -> None:
     records = run_on_ranks(2, train, model, layout(text), options, process_group=False)
-    assert_equal_training(whole(records), one_rank(model))
+    assert_equal_training(whole(records), one_rank(model, options.get("model.converters") == FUSED[model]))
 
 
 @pytest.mark.parametrize("text", ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"])

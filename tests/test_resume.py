@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import add_flavors, job_config
+from tests.layouts import FUSED, add_flavors, job_config
 from tests.multirank import run_on_ranks
 from tests.test_layouts import TOLERANCE, layout
 
@@ -42,11 +42,13 @@ def train_until(model: str, degrees: dict[str, int], converters: list[str], fold
 @pytest.mark.parametrize(
     ("model", "first", "second"),
     [
-        ("llama3", (1, "", []), (2, "shard2", ["npu_rms_norm"])),
-        ("llama3", (2, "shard2", ["npu_rms_norm"]), (1, "", [])),
-        ("llama3", (2, "tp2", []), (4, "shard2 pp2", ["npu_rms_norm"])),
-        ("qwen3", (2, "shard2", []), (1, "", [])),
-        ("deepseek_v3", (2, "ep2", ["npu_rms_norm"]), (4, "shard2 tp2", [])),
+        ("llama3", (1, "", []), (2, "shard2", FUSED["llama3"])),
+        ("llama3", (2, "shard2", FUSED["llama3"]), (1, "", [])),
+        ("llama3", (2, "tp2", []), (4, "shard2 pp2", FUSED["llama3"])),
+        ("qwen3", (2, "shard2", FUSED["qwen3"]), (2, "tp2", [])),
+        ("qwen3_moe", (2, "shard2", []), (2, "tp2", FUSED["qwen3_moe"])),
+        ("deepseek_v3", (2, "ep2", FUSED["deepseek_v3"]), (4, "shard2 tp2", [])),
+        ("deepseek_v3", (2, "shard2", FUSED["deepseek_v3"]), (2, "tp2", [])),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value[0]}-{value[1] or 'alone'}-{'+'.join(value[2])}",
 )

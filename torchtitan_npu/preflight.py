@@ -40,8 +40,10 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
     _check_batch(config, dims)
+    if platform.home() != "cuda":
+        _check_attention(config, spec)
     if platform.home() == "cpu":
-        _check_cpu(config, spec)
+        _check_cpu(config)
     if dims.pp_enabled and not isinstance(spec, AdaptedTrainSpec):
         raise UsageError(
             f"parallelism.pipeline_parallel_degree must be 1 for model.name {config.model.name!r} unless its TrainSpec "
@@ -162,9 +164,19 @@ def _check_schedule(config: JobConfig) -> None:
         raise UsageError(f"parallelism.pipeline_parallel_schedule {name!r}: {error}") from error
 
 
-def _check_cpu(config: JobConfig, spec: TrainSpec) -> None:
-    """What TorchTitan can do on accelerators only."""
+def _check_attention(config: JobConfig, spec: TrainSpec) -> None:
+    """Flex and varlen attention have kernels for CUDA only."""
     attention = getattr(spec.model_args[config.model.flavor], "attn_type", "sdpa")
+    if attention in ("flex", "varlen"):
+        others = [name for name, args in spec.model_args.items() if getattr(args, "attn_type", "sdpa") == "sdpa"]
+        raise UsageError(
+            f"model.flavor {config.model.flavor!r} has {attention} attention, which trains on CUDA only; "
+            f"flavors of {config.model.name} that train here: {', '.join(others) or 'none'}"
+        )
+
+
+def _check_cpu(config: JobConfig) -> None:
+    """What TorchTitan can do on accelerators only."""
     refused = {
         "profiling.enable_profiling": config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
@@ -174,7 +186,6 @@ def _check_cpu(config: JobConfig, spec: TrainSpec) -> None:
             config.parallelism.pipeline_parallel_schedule == "DualPipeV"
             and config.parallelism.pipeline_parallel_degree > 1
         ),
-        f"model.flavor {config.model.flavor!r} ({attention} attention)": attention in ("flex", "varlen"),
     }
     for what, asked in refused.items():
         if asked:

@@ -38,9 +38,9 @@ def fake_device() -> FakeTensorMode:
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ``world_size`` ranks whose collectives return at once and move nothing."""
-    dist.init_process_group("fake", rank=0, world_size=world_size)
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of ``world_size`` ranks whose collectives return at once and move nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.gpt_oss.model.model import GptOssModel as TitanGptOssModel
+from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import (
     LossFunction,
     ParallelizeFunction,
@@ -27,13 +28,16 @@ from torchtitan.protocols.train_spec import (
 )
 
 from torchtitan_npu import platform
+from torchtitan_npu.converters.permute import counting_once
 from torchtitan_npu.data import build_text_dataloader
 from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
+from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.moe_gradients import mend_moe_gradients
 from torchtitan_npu.distributed.parallel_dims import ParallelDims as OurParallelDims
 from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.sdpa_flavors import with_sdpa_flavors
 from torchtitan_npu.validate import Validator
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
@@ -50,6 +54,7 @@ def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
         upstream,
         parallelize_fn=started_alike(parallelize_part),
         pipelining_fn=upstream.pipelining_fn and pipelined(upstream.pipelining_fn, parallelize_part),
+        build_optimizers_fn=counting_once(upstream.build_optimizers_fn),
         build_dataloader_fn=build_text_dataloader,
         build_loss_fn=lambda *args, **kwargs: LossPerToken(upstream.build_loss_fn(*args, **kwargs)),
         build_validator_fn=Validator,
@@ -84,10 +89,11 @@ def mended(parallelize: ParallelizeFunction) -> ParallelizeFunction:
             gather_keys_and_values(model, job_config.parallelism.context_parallel_load_balancer)
         if dims.cp_enabled and dims.tp_enabled:
             _take_local_heads(model)
+        parallelize_experts = with_fused_dispatch(parallelize, model) if dims.ep_enabled else parallelize
         if dims.fsdp_enabled and ties_weights(model):
-            model = parallelize_tied(model, dims, job_config, parallelize)
+            model = parallelize_tied(model, dims, job_config, parallelize_experts)
         else:
-            model = parallelize(model, dims, job_config)
+            model = parallelize_experts(model, dims, job_config)
         if dims.tp_enabled:
             mend_moe_gradients(model, dims.get_mesh("tp"), dims.ep_enabled and not dims.etp_enabled)
         if home == "cpu":
@@ -168,11 +174,25 @@ def _reduce_by_plain_sums(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+class GptOssModel(TitanGptOssModel):
+    """gpt_oss whose routers' biases start at zero: TorchTitan 0.2.2 starts them with what was in memory."""
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        super().init_weights(buffer_device)
+        for module in self.modules():
+            if isinstance(module, TokenChoiceTopKRouter) and module.gate.bias is not None:
+                nn.init.zeros_(module.gate.bias)
+
+
 def _register() -> None:
     for name in ADAPTED_MODELS:
         spec = get_train_spec(name)
         if name == "qwen3":  # its forward takes a stage of the model as llama3's does; only the entry is missing
             spec = replace(spec, pipelining_fn=pipeline_llm)
+        if name == "gpt_oss":
+            spec = replace(spec, model_cls=GptOssModel)
+        if name == "deepseek_v3":
+            spec = replace(spec, model_args=with_sdpa_flavors(spec.model_args))
         register_train_spec(name, adapt(spec))
 
 

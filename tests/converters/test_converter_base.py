@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_npu.converters import CONVERTERS, known_converters
-from torchtitan_npu.converters.base import Converter, modules_of_type, retyped
+from torchtitan_npu.converters.base import Converter, _ranges, modules_of_type, retyped, summary
+from torchtitan_npu.errors import UsageError
 
 
 class LoudSiLU(nn.SiLU):
@@ -20,6 +22,8 @@ class LoudSiLU(nn.SiLU):
 class SiLUConverter(Converter):
     name = "loud_silu"
     looks_for = "nn.SiLU"
+    operators = ("npu_silu", "npu_silu_backward")
+    collides_with = {"quiet_silu": "both replace nn.SiLU"}  # noqa: RUF012
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return modules_of_type(model, nn.SiLU)
@@ -54,6 +58,60 @@ def test_retyping_keeps_apart_what_is_not_the_same() -> None:
     assert "mark" not in old._buffers and not old._forward_hooks
     with pytest.raises(TypeError, match="LoudSiLU is no subclass of ReLU"):
         retyped(nn.ReLU(), LoudSiLU)
+
+
+def test_says_what_was_converted(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a module, however many names it has."""
+    shared = nn.SiLU()
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.SiLU(), nn.Linear(2, 2), shared]), "last": shared})
+    with caplog.at_level(logging.INFO):
+        SiLUConverter(job(), ParallelDims(**LAYOUT)).convert(model)
+    assert "loud_silu: 2 SiLU in layers 0 2: npu_silu, npu_silu_backward" in caplog.messages
+
+
+def test_summary() -> None:
+    def norms(*names: str) -> list[tuple[str, nn.Module]]:
+        return [(name, nn.RMSNorm(2)) for name in names]
+
+    layers = [f"layers.{n}.{part}" for n in range(6) for part in ("attention_norm", "ffn_norm")]
+    assert summary(norms(*layers, "norm")) == "13 RMSNorm in layers 0-5, norm"
+    assert summary(norms("norm")) == "1 RMSNorm in norm"
+    assert summary(norms("layers.10.a", "layers.9.a", "layers.2.a.b.3")) == "3 RMSNorm in layers 2 9-10"
+    assert summary([*norms("layers.1.norm"), ("layers.1.act", nn.SiLU())]) == "1 RMSNorm, 1 SiLU in layers 1"
+    assert summary(norms("tower.0.a", "layers.0.a", "tower.1.a")) == "3 RMSNorm in layers 0, tower 0-1"
+    assert summary(norms("z.norm", "a.norm", "layers.3.n")) == "3 RMSNorm in layers 3, a.norm, z.norm"
+    # names that only begin like a layer's
+    assert summary(norms("layers.first.norm", "0")) == "2 RMSNorm in 0, layers.first.norm"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1, 2, 5], "0-2 5"),
+        ([7, 2, 1, 9, 8], "1-2 7-9"),
+        ([0, 2, 4], "0 2 4"),
+        ([9, 10], "9-10"),
+    ],
+    ids=str,
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert _ranges(numbers) == text
+
+
+def test_converters_that_collide_are_an_error() -> None:
+    """Before anything is converted, and whichever of them comes first in the list."""
+    for listed in (("loud_silu", "quiet_silu"), ("quiet_silu", "loud_silu")):
+        model = nn.Sequential(nn.SiLU())
+        with pytest.raises(UsageError) as error:
+            SiLUConverter(job(listed), ParallelDims(**LAYOUT)).convert(model)
+        assert str(error.value) == (
+            "model.converters: loud_silu and quiet_silu collide: both replace nn.SiLU; list one of them"
+        )
+        assert type(model[0]) is nn.SiLU
+    SiLUConverter(job(("loud_silu", "npu_rms_norm")), ParallelDims(**LAYOUT)).convert(model)
+    assert type(model[0]) is LoudSiLU
 
 
 def test_every_converter_is_known_and_documented() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.distributed import utils as titan
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.protocols.model_converter import build_model_converters
@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "671B",
         {**FEW_EXPERTS, "n_dense_layers": 1, "attn_type": "sdpa", "attn_mask_type": "causal"},
     ),
+    "gpt_oss": ("gpt_oss", "20b", FEW_EXPERTS),
 }
 """By name: TorchTitan's model, its flavor, what is changed."""
 
@@ -55,13 +56,8 @@ class Step:
     """The parameters that have a gradient."""
     outputs: dict[str, list[Any]]
     """By module, the shape and dtype of each output it gave."""
-
-    def promised(self, per_target: dict[str, dict[str, int]]) -> Counter[str]:
-        """How often this step should call each operator, given what one target of each converter calls."""
-        expected: Counter[str] = Counter()
-        for converter, number in self.targets.items():
-            expected.update({op: number * times for op, times in per_target[converter].items()})
-        return expected
+    model: nn.Module
+    """What was trained: the model, or the part of it in this rank's pipeline stage."""
 
 
 def rehearse(model: str, converters: tuple[str, ...] = (), **layout: int) -> Step:
@@ -71,7 +67,7 @@ def rehearse(model: str, converters: tuple[str, ...] = (), **layout: int) -> Ste
     """
     config = job(model, converters, layout)
     with fake_ranks(RANKS if layout else 1):
-        return _step(config, model_args(model, config))
+        return train_step(config, model_args(model, config))
 
 
 @functools.cache
@@ -86,7 +82,7 @@ def job(model: str, converters: tuple[str, ...], layout: dict[str, int]) -> JobC
     config = JobConfig()
     config.model.name, config.model.flavor = MODELS[model][:2]
     config.model.converters = list(converters)
-    config.training.seq_len = SEQUENCE
+    config.training.local_batch_size, config.training.seq_len = BATCH, SEQUENCE
     config.activation_checkpoint.mode = "none"
     for name, degree in layout.items():
         setattr(config.parallelism, DEGREES[name], degree)
@@ -107,17 +103,29 @@ def model_args(model: str, config: JobConfig) -> Any:
     return args
 
 
-def _step(config: JobConfig, args: Any) -> Step:
+def train_step(config: JobConfig, args: Any) -> Step:
+    """A step as this rank takes it; of a pipeline, one microbatch through the rank's stage.
+
+    A stage then takes its activations and its gradient from nowhere: the schedule, and what it sends and receives, stay
+    out, since ranks agree on shapes by sending each other objects, and fake tensors carry none.
+    """
     spec = get_train_spec(config.model.name)
     dims = _dims(config)
     model = _build(config, args)
     targets = {name: len(CONVERTERS[name](config, dims).targets(model)) for name in config.model.converters}
     build_model_converters(config, dims).convert(model)
+    masks = _without_flex(model) if config.model.name == "gpt_oss" else {}
     loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
-    model = spec.parallelize_fn(model, dims, config)
+    device = torch.device("npu")
+    if dims.pp_enabled:
+        _, (model,), *_ = spec.pipelining_fn(model, dims, config, device, args, spec.parallelize_fn, loss_fn)
+    else:
+        model = spec.parallelize_fn(model, dims, config)
     outputs = _record_outputs(model)
 
-    device = torch.device("npu")
+    batch = config.training.local_batch_size
+    if dims.pp_enabled:
+        batch = config.parallelism.pipeline_parallel_microbatch_size
     context = titan.get_train_context(dims.tp_enabled)
     with fake_device(), StatedLoad():
         model.to_empty(device=device)
@@ -128,16 +136,20 @@ def _step(config: JobConfig, args: Any) -> Step:
         optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
 
         def forward_and_backward() -> None:
-            tokens = torch.zeros(BATCH, SEQUENCE + 1, dtype=torch.int64, device=device)
+            tokens = torch.zeros(batch, config.training.seq_len + 1, dtype=torch.int64, device=device)
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
-            extra: dict[str, Any] = {}
+            extra: dict[str, Any] = dict(masks)
             if dims.cp_enabled:
                 inputs, labels, extra = prepare_context_parallel_input(
                     inputs, labels, {}, dims.get_mesh("cp"), device, config.parallelism.context_parallel_load_balancer
                 )
             outputs.clear()
             with context(), titan.maybe_enable_amp(dims, config.training.mixed_precision_param, device.type):
-                loss_fn(model(inputs, **extra), labels).backward()
+                if model.tok_embeddings is None:
+                    inputs = torch.zeros(*inputs.shape, args.dim, dtype=torch.bfloat16, device=device)
+                    inputs.requires_grad_()
+                output = model(inputs, **extra)
+                (output.sum() if model.output is None else loss_fn(output, labels)).backward()
 
         if dims.tp_enabled or dims.cp_enabled:
             # when DTensor meets an operator for the first time, it runs it once more to learn the output's shape
@@ -145,15 +157,35 @@ def _step(config: JobConfig, args: Any) -> Step:
         with Calls() as calls:
             forward_and_backward()
             parameters = list(model.parameters())
-            titan.clip_grad_norm_(parameters, 1.0, foreach=True, pp_mesh=None, ep_enabled=dims.ep_enabled)
+            pp_mesh = dims.get_optional_mesh("pp")
+            titan.clip_grad_norm_(parameters, 1.0, foreach=True, pp_mesh=pp_mesh, ep_enabled=dims.ep_enabled)
             optimizers.step()
     gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return Step(targets, calls, gradients, outputs)
+    return Step(targets, calls, gradients, outputs, model)
 
 
 def _build(config: JobConfig, args: Any) -> Any:
     with torch.device("meta"):
         return get_train_spec(config.model.name).model_cls(args)
+
+
+class SmallOpAttention(nn.Module):
+    """In place of flex attention, which needs Triton on the device: the same outputs, unmasked, by small operators."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = (q @ k.mT).float() * scale
+        return scores.softmax(dim=-1).to(v.dtype) @ v, scores.logsumexp(dim=-1)
+
+
+def _without_flex(model: Any) -> dict[str, Any]:
+    """Let gpt_oss, which has no other, do without flex attention; return the masks that it insists on."""
+    for block in model.layers.values():
+        block.attention.inner_attention = SmallOpAttention()
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    return {"attention_masks": {"basic_mask": mask, "sliding_window_mask": mask}}
 
 
 def _dims(config: JobConfig) -> ParallelDims:

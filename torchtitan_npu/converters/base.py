@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
@@ -34,7 +35,11 @@ class Converter(ABC):
     name: ClassVar[str]
     """What the user lists in ``model.converters``."""
     looks_for: ClassVar[str]
-    """What it replaces, as logs and errors call it: ``"nn.RMSNorm"``."""
+    """What it replaces, as errors call it: ``"nn.RMSNorm"``."""
+    operators: ClassVar[tuple[str, ...]]
+    """The fused operators that its modules call."""
+    collides_with: ClassVar[dict[str, str]] = {}
+    """Other names in ``model.converters`` that it cannot be listed with, and why."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         self.job_config = job_config
@@ -52,6 +57,13 @@ class Converter(ABC):
         """What an NPU's kernels would refuse of this target (see :meth:`torchtitan_npu.ops.Op.refusals`)."""
         return []
 
+    def objection(self) -> str | None:
+        """Why this job cannot have the converter, whatever the model; ``None`` if it can."""
+        for other, reason in self.collides_with.items():
+            if other in self.job_config.model.converters:
+                return f"{self.name} and {other} collide: {reason}; list one of them"
+        return None
+
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The :meth:`targets`, of which there must be some."""
         targets = self.targets(model)
@@ -67,12 +79,14 @@ class Converter(ABC):
         done = getattr(model, _MARK, ())
         if self.name in done:
             raise UsageError(f"model.converters: {self.name} is listed twice; list it once")
+        if objection := self.objection():
+            raise UsageError(f"model.converters: {objection}")
         targets = self.found_targets(model)
         self._check_limits(targets)
         replacements = {module: self.replacement(fqn, module) for fqn, module in targets}
         replace_modules(model, replacements)
         setattr(model, _MARK, (*done, self.name))
-        log_once(f"{self.name}: replaced {len(replacements)} {self.looks_for}")
+        log_once(f"{self.name}: {summary(targets)}: {', '.join(self.operators)}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """TorchTitan calls it after each optimizer step; there is nothing to do unless a subclass says otherwise."""
@@ -131,6 +145,38 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
         for name, child in parent._modules.items():
             if child in replacements:
                 parent._modules[name] = replacements[child]
+
+
+def deepep_objection(name: str, job_config: JobConfig) -> str | None:
+    """Why the converter ``name`` of experts' work cannot be had with DeepEP, if the job asks for that."""
+    if job_config.parallelism.expert_parallel_comm_backend != "deepep":
+        return None
+    return (
+        f'{name} and parallelism.expert_parallel_comm_backend = "deepep" collide: DeepEP orders the tokens in a way of '
+        f'its own; set it to "standard", or take {name} off the list'
+    )
+
+
+def summary(targets: list[tuple[str, nn.Module]]) -> str:
+    """``"13 RMSNorm in layers 0-5, norm"``: how many modules of which types, and where."""
+    types = Counter(type(module).__name__ for _, module in targets)
+    layers, places = set(), set()
+    for fqn, _ in targets:
+        path, _, rest = fqn.partition(".")
+        number = rest.partition(".")[0]
+        if number.isdecimal():
+            layers.add((path, int(number)))
+        else:
+            places.add(fqn)
+    where = [f"{path} {_ranges([n for p, n in layers if p == path])}" for path in sorted({path for path, _ in layers})]
+    return f"{', '.join(f'{n} {name}' for name, n in types.items())} in {', '.join([*where, *sorted(places)])}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2 5"``."""
+    ends = sorted(n for n in numbers if n + 1 not in numbers)
+    starts = sorted(n for n in numbers if n - 1 not in numbers)
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def log_once(message: str) -> None:

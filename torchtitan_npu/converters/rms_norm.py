@@ -45,6 +45,7 @@ class RMSNormConverter(Converter):
 
     name = "npu_rms_norm"
     looks_for = "nn.RMSNorm"
+    operators = ("npu_rms_norm",)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return modules_of_type(model, nn.RMSNorm)

@@ -1,0 +1,146 @@
+"""Converters compose: any subset in any order, with float8 and compile, in a user's own model; collisions are named."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.llama3.model.model import Attention, precompute_freqs_cis
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+from tests.converters.models import assert_as_exact, build, build_on_meta, convert, initialise, job, step
+from tests.layouts import FUSED, train
+from tests.multirank import run_on_ranks
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.errors import UsageError
+
+NAMES = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")
+SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(NAMES, size)]
+SMALL = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
+
+
+def classes(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+def test_these_are_all_converters() -> None:
+    assert set(NAMES) == set(CONVERTERS)
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
+def test_any_order_gives_the_same_model(subset: tuple[str, ...]) -> None:
+    models = [build_on_meta("deepseek_v3", *order, **SMALL) for order in itertools.permutations(subset)]
+    assert all(classes(model) == classes(models[0]) for model in models)
+    assert classes(models[0]) != classes(build_on_meta("deepseek_v3", **SMALL))
+    hooks = [len(model._forward_pre_hooks) for model in models]
+    assert set(hooks) == {int("npu_rope" in subset)}
+
+
+def test_any_subset_computes_the_same() -> None:
+    plain, oracle = step(build("deepseek_v3", **SMALL)), step(build("deepseek_v3", dtype=torch.float64, **SMALL))
+    for subset in SUBSETS:
+        assert_as_exact(step(build("deepseek_v3", *subset, **SMALL)), plain, oracle)
+
+
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+def test_with_float8(model: str) -> None:
+    """torchao's float8 linears, emulated on the CPU, beside ours in either order."""
+    float8 = "quantize.linear.float8"
+    options = {"quantize.linear.float8.emulate": True, "model.print_after_conversion": False}
+    ours = FUSED[model]
+    records = [
+        run_on_ranks(1, train, model, {}, {**options, "model.converters": names}, process_group=False)[0]
+        for names in ([float8], [float8, *ours], [*ours, float8], ours)
+    ]
+    alone, before, after, without = records
+    assert before.losses == after.losses
+    # a float8 keeps 3 bits behind the first: what differs in the last place of float32 may round to the next of these
+    assert before.losses == pytest.approx(alone.losses, rel=2**-4 / len(alone.losses))
+    assert before.losses != without.losses  # float8 was on
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3_moe", "deepseek_v3"])
+def test_compiled(model: str) -> None:
+    options = {"model.converters": FUSED[model]}
+    compiled = {**options, "compile.enable": True, "compile.backend": "aot_eager", "compile.components": ["model"]}
+    (eager,) = run_on_ranks(1, train, model, {}, options, process_group=False)
+    (ours,) = run_on_ranks(1, train, model, {}, compiled, process_group=False)
+    assert ours.losses == pytest.approx(eager.losses, rel=1e-6)
+    assert ours.gradients.keys() == eager.gradients.keys()
+    for name, grad in eager.gradients.items():
+        torch.testing.assert_close(ours.gradients[name], grad, rtol=1e-5, atol=1e-6 * grad.abs().max().item())
+
+
+class Block(nn.Module):
+    """A user's own block of TorchTitan's parts, with names of its own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mixer = Attention(TransformerModelArgs(dim=dim, n_heads=4))
+        self.router_and_experts = MoE(MoEArgs(num_experts=4, top_k=2, use_grouped_mm=False), dim=dim, hidden_dim=dim)
+        self.first, self.second = nn.RMSNorm(dim), nn.RMSNorm(dim)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        x = x + self.mixer(self.first(x), angles, None)
+        return x + self.router_and_experts(self.second(x))
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2048, 32)
+        self.stack = nn.ModuleList([Block(32), Block(32)])
+        self.register_buffer("angles", precompute_freqs_cis(8, 64), persistent=False)
+        self.head = nn.Linear(32, 2048)
+
+    def init_weights(self, buffer_device: torch.device) -> None:
+        self.angles = precompute_freqs_cis(8, 64)
+        for block in self.stack:
+            block.mixer.init_weights(0.02)
+            block.router_and_experts.init_weights(0.02, buffer_device)
+        for module in (self.embed, self.head):
+            module.reset_parameters()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.stack:
+            x = block(x, self.angles)
+        return self.head(x)
+
+
+def mine(*converters: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        model = Mine()
+    model = (convert(model, *converters) if converters else model).to_empty(device="cpu")
+    initialise(model)
+    return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def test_a_users_model_of_torchtitans_parts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        converted = mine(*NAMES)
+    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("npu_")] == [
+        "npu_rms_norm: 4 RMSNorm in stack 0-1: npu_rms_norm",
+        "npu_rope: 2 Attention in stack 0-1: npu_rotary_mul",
+        "npu_permute: 2 MoE in stack 0-1: npu_moe_token_permute, npu_moe_token_unpermute",
+        "npu_gmm: 2 GroupedExperts in stack 0-1: npu_grouped_matmul, npu_swiglu",
+    ]
+    assert_as_exact(step(converted), step(mine()), step(mine(dtype=torch.float64)))
+
+
+def test_print_after_conversion_shows_what_was_replaced() -> None:
+    text = str(build_on_meta("deepseek_v3", *NAMES, **SMALL))
+    for line in ("NpuAttention(", "rotation=npu_rotary_mul", "NpuMoE(", "NpuGroupedExperts()", "NpuRMSNorm((64,)"):
+        assert line in text, line
+
+
+@pytest.mark.parametrize("name", ["npu_permute", "npu_gmm"])
+def test_deepep_is_refused(name: str) -> None:
+    config = job((name,))
+    config.parallelism.expert_parallel_comm_backend = "deepep"
+    with pytest.raises(UsageError, match=f"{name} and parallelism.expert_parallel_comm_backend"):
+        CONVERTERS[name](config, None).convert(build_on_meta("deepseek_v3", **SMALL))

@@ -1,0 +1,238 @@
+"""``npu_gmm``: the experts' products by the fused operators, the same results and gradients, wherever weights lie."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.expert_parallel import TensorParallel
+from torchtitan.models.gpt_oss.infra.expert_parallel import GptossTensorParallel
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
+from torchtitan.models.moe.moe import GroupedExperts
+
+from tests.converters.models import LAYOUT, assert_no_further, build_on_meta, convert, job
+from tests.moes import DIM, ROUNDINGS, build_moe, call_experts, call_experts_exact, in_dtype, output_gradient, rows
+from tests.multirank import run_on_ranks
+from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.converters.gmm import NpuGptOssGroupedExperts, NpuGroupedExperts
+from torchtitan_npu.errors import UsageError
+
+KINDS = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}
+
+
+def experts(biased: bool, number: int) -> tuple[nn.Module, nn.Module]:
+    """Experts with weights, and the same converted."""
+    model = build_moe(biased, num_experts=number, top_k=1)
+    return model[0].experts, convert(copy.deepcopy(model), "npu_gmm")[0].experts
+
+
+def assert_same_experts(plain: nn.Module, converted: nn.Module, counts: list[int], dtype: torch.dtype) -> None:
+    plain, converted = in_dtype(plain, dtype), in_dtype(converted, dtype)
+    x, numbers = rows(counts, dtype)
+    theirs, ours = (call_experts(module, x, numbers) for module in (plain, converted))
+    exact = call_experts_exact(plain, x, numbers)
+    assert ours.keys() == theirs.keys() == exact.keys()
+    for name in exact:
+        assert_no_further(name, ours[name], theirs[name], exact[name], ROUNDINGS)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_computes_the_same(counts: list[int], biased: bool, dtype: torch.dtype) -> None:
+    assert_same_experts(*experts(biased, len(counts)), counts, dtype)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 4, 0], [5, 0, 0]], ids=str)
+def test_experts_without_tokens_have_zero_gradients(biased: bool, counts: list[int]) -> None:
+    plain, converted = experts(biased, 3)
+    assert_same_experts(plain, converted, counts, torch.float32)
+    results = call_experts(converted, *rows(counts))
+    for name, _ in converted.named_parameters():
+        assert results[name].shape == getattr(converted, name).shape
+        for expert, count in enumerate(counts):
+            assert bool(results[name][expert].count_nonzero()) == (count > 0)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("biased", "products"), [(False, 3), (True, 2)])
+def test_calls_the_fused_operators_whatever_the_number_of_experts(biased: bool, products: int) -> None:
+    for number in (2, 8):
+        _, converted = experts(biased, number)
+        with Operators() as operators:
+            call_experts(converted, *rows([1] * number))
+        assert operators.names.count("npu_grouped_matmul") == 3 * products  # forward, gradients of rows and weights
+        assert operators.names.count("npu_swiglu") == operators.names.count("npu_swiglu_backward") == int(not biased)
+        assert not {"mm", "bmm", "addmm", "_grouped_mm"} & set(operators.names)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_reads_nothing_back_to_the_host(biased: bool) -> None:
+    with FakeTensorMode():
+        model = build_moe(biased, num_experts=4)
+        x, counts = torch.empty(9, DIM), torch.empty(4, dtype=torch.int64)
+        with pytest.raises(DataDependentOutputException):
+            model[0].experts(x, counts)
+        results = call_experts(convert(model, "npu_gmm")[0].experts, x, counts)
+    assert results["output"].shape == (9, DIM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_autocast_computes_in_bfloat16(biased: bool, dtype: torch.dtype) -> None:
+    plain, converted = experts(biased, 3)
+    x, counts = rows([2, 0, 5], dtype)
+    exact = call_experts_exact(plain, x, counts)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours = (call_experts(module, x, counts) for module in (plain, converted))
+    assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
+    # float32 biases widen the sums they are added to
+    assert ours["output"].dtype == (torch.float32 if biased else torch.bfloat16)
+    for name in exact:
+        # what is float32 here has been through bfloat16
+        assert_no_further(name, ours[name].bfloat16(), theirs[name].bfloat16(), exact[name], ROUNDINGS)
+
+
+@pytest.mark.parametrize(("name", "biased", "number"), [("deepseek_v3", False, 5), ("gpt_oss", True, 4)])
+def test_replaces_every_expert_and_keeps_its_state(
+    name: str, biased: bool, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_on_meta(name)
+    theirs, ours = KINDS[biased]
+    state = model.state_dict(keep_vars=True)
+    assert sum(type(module) is theirs for module in model.modules()) == number
+    with caplog.at_level(logging.INFO):
+        convert(model, "npu_gmm")
+    assert sum(type(module) is ours for module in model.modules()) == number
+    assert not any(type(module) is theirs for module in model.modules())
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(state) and all(after[key] is state[key] for key in state)
+    message = next(text for text in caplog.messages if text.startswith("npu_gmm"))
+    assert f"{number} {theirs.__name__} in layers" in message and "npu_grouped_matmul" in message
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_initial_values_and_checkpoints_are_upstream_s(biased: bool) -> None:
+    plain, converted = experts(biased, 3)
+    for module in (plain, converted):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            module.init_weights(0.1)
+    drawn = plain.state_dict()
+    names = ["mlp1_weight", "mlp1_bias", "mlp2_weight", "mlp2_bias"] if biased else ["w1", "w2", "w3"]
+    assert list(drawn) == list(converted.state_dict()) == names
+    assert all(torch.equal(drawn[name], converted.state_dict()[name]) for name in names)
+    other, _ = experts(biased, 3)
+    other.load_state_dict(converted.state_dict(), strict=True)
+    assert all(torch.equal(drawn[name], other.state_dict()[name]) for name in names)
+
+
+def test_leaves_other_models_alone() -> None:
+    model = build_moe()
+    neighbour = nn.Sequential(model[0].experts)
+    convert(model, "npu_gmm")
+    assert type(neighbour[0]) is GroupedExperts and type(model[0].experts) is NpuGroupedExperts
+    assert neighbour[0].w1 is model[0].experts.w1
+
+
+@pytest.mark.parametrize("other", ["quantize.grouped_mm.float8", "quantize.grouped_mm.mx"])
+def test_collides_with_quantization_of_the_same_product(other: str) -> None:
+    model, config = build_moe(), job(("npu_gmm", other))
+    assert other in known_converters()
+    with pytest.raises(UsageError, match=rf"model\.converters: npu_gmm and {other} collide: .*_grouped_mm"):
+        CONVERTERS["npu_gmm"](config, ParallelDims(**LAYOUT)).convert(model)
+    assert type(model[0].experts) is GroupedExperts
+
+
+def test_matching_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match="npu_gmm found no TorchTitan GroupedExperts in Sequential"):
+        convert(nn.Sequential(nn.Linear(2, 2)), "npu_gmm")
+    with pytest.raises(UsageError, match="npu_gmm found no TorchTitan GroupedExperts in GroupedExperts"):
+        convert(build_moe()[0].experts, "npu_gmm")
+
+
+def strictly(model: nn.Module, ep: int) -> nn.Module:
+    config = job()
+    config.npu = type("Npu", (), {"strict_limits": True})
+    CONVERTERS["npu_gmm"](config, ParallelDims(**LAYOUT | {"ep": ep, "dp_shard": ep, "world_size": ep})).convert(model)
+    return model
+
+
+def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(GroupedExperts(8, 8, 2000, use_grouped_mm=False))
+    refusal = (
+        "npu_gmm: an NPU would refuse 0: npu_grouped_matmul: the number of groups is 2000, and an NPU takes 1 to 1024"
+    )
+    with caplog.at_level(logging.INFO):
+        convert(copy.deepcopy(model), "npu_gmm")
+    assert any(text.startswith(refusal) for text in caplog.messages)
+    with pytest.raises(UsageError, match=refusal):
+        strictly(model, ep=1)
+    assert type(model[0]) is GroupedExperts
+    assert type(strictly(model, ep=2)[0]) is NpuGroupedExperts  # a rank has 1000 of them
+
+
+def test_one_expert_is_within_the_limits() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(GroupedExperts(8, 8, 1, use_grouped_mm=False))
+    assert type(strictly(model, ep=1)[0]) is NpuGroupedExperts
+
+
+COUNTS = [2, 0, 5, 1]
+
+
+def on_ranks(biased: bool, layout: str) -> list[dict[str, Tensor]]:
+    """On a rank: plain and converted experts under FSDP or tensor parallel, whole gradients, outputs added up."""
+    results = []
+    for module in experts(biased, len(COUNTS)):
+        x, counts = rows(COUNTS)
+        x.requires_grad_()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        if layout == "fsdp":
+            fully_shard(module, mesh=mesh)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+        else:
+            (GptossTensorParallel() if biased else TensorParallel())._apply(module, mesh)
+        output = module(x, counts)
+        output.backward(output_gradient(output))
+        whole = output.detach().clone()
+        if layout == "tp":
+            torch.distributed.all_reduce(whole)
+        grads = {name: parameter.grad.full_tensor() for name, parameter in module.named_parameters()}
+        results.append({"output": whole, "x": x.grad} | grads)
+    return results
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_parallel_is_equal(biased: bool, layout: str) -> None:
+    """FSDP's ranks have the same rows, so the mean of their gradients is what one rank has."""
+    exact = call_experts_exact(experts(biased, len(COUNTS))[0], *rows(COUNTS))
+    for theirs, ours in run_on_ranks(2, on_ranks, biased, layout):
+        for name in exact:
+            assert_no_further(name, ours[name], theirs[name], exact[name], ROUNDINGS)

@@ -1,0 +1,205 @@
+"""Converted models are the released ones: Hugging Face weights go in, its logits come out, and its files again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from hugging_face_pairs import PAIRS, VOCABULARY, Pair
+from models import LAYOUT, convert, initialise, job
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
+from transformers import AutoModelForCausalLM
+
+from tests.layouts import TINY
+from torchtitan_npu.converters import CONVERTERS
+
+TOLERANCE = 1e-5
+"""Of the largest logit. Float32 rounds by 6e-8; a logit is some thirty sums deep, each of up to 128 terms, and rounding
+errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6, of which the furthest of 4,608 logits may be twice."""
+
+
+def build(train_spec: str, args: BaseModelArgs, converters: tuple[str, ...] = ()) -> nn.Module:
+    """The model as TorchTitan's trainer builds, converts and initialises it."""
+    model = build_on_meta(train_spec, args)
+    model = convert(model, *converters) if converters else model
+    model.to_empty(device="cpu")
+    initialise(model)
+    return model
+
+
+def build_on_meta(train_spec: str, args: BaseModelArgs) -> nn.Module:
+    with torch.device("meta"):
+        return get_train_spec(train_spec).model_cls(args)
+
+
+def applicable(train_spec: str, args: BaseModelArgs) -> tuple[str, ...]:
+    """The converters that find something to replace in the model."""
+    model, dims = build_on_meta(train_spec, args), ParallelDims(**LAYOUT)
+    return tuple(name for name, converter in CONVERTERS.items() if converter(job(), dims).targets(model))
+
+
+def lists_of_converters(pair: Pair) -> list[tuple[str, ...]]:
+    """None, each alone, all together."""
+    names = applicable(pair.train_spec, pair.args)
+    return list(dict.fromkeys([(), *((name,) for name in names), names]))
+
+
+CASES = [(name, converters) for name, pair in PAIRS.items() for converters in lists_of_converters(pair)]
+
+
+def test_every_converter_takes_part() -> None:
+    dense = {"npu_rms_norm", "npu_rope"}
+    assert all(dense <= set(applicable(pair.train_spec, pair.args)) for pair in PAIRS.values())
+    for name in ("qwen3_moe", "deepseek_v3"):
+        assert dense | {"npu_permute", "npu_gmm"} <= set(applicable(PAIRS[name].train_spec, PAIRS[name].args))
+
+
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """What there is of a released model."""
+
+    weights: dict[str, Tensor]
+    """As in its files: transformers has one tensor for all experts in memory, and writes one for each."""
+    logits: Tensor
+    """What transformers computes of :func:`tokens`."""
+
+
+@functools.cache
+def released(name: str) -> Released:
+    """A random model by transformers, saved."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
+    model = AutoModelForCausalLM.from_config(PAIRS[name].config, **plain).eval()
+    randomise(model)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return Released(load_file(f"{folder}/model.safetensors"), model(tokens()).logits)
+
+
+def randomise(model: nn.Module) -> None:
+    """Weights under which every part counts: gains that are not 1, biases that reroute tokens, large matrices.
+
+    Only what goes into norms is small, so that their epsilon shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    with torch.no_grad():
+        for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5, generator=generator)
+            else:
+                small = any(part in name for part in ("embed_tokens", "_a_proj", "q_proj", "k_proj", "bias"))
+                tensor.normal_(0, 0.05 if small else tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def tokens() -> Tensor:
+    """(2, 24); with this seed, no router's choice hangs on less than 3e-4 of a score, which no rounding decides."""
+    return torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(2))
+
+
+def loaded(name: str, pair: Pair, converters: tuple[str, ...] = ()) -> nn.Module:
+    """TorchTitan's model with the released weights: with all of them, and no others."""
+    model = build(pair.train_spec, pair.args, converters)
+    # a copy, since an adapter may add to what it is given (qwen3's: the tied output)
+    model.load_state_dict(adapter(pair.train_spec, pair.args).from_hf(dict(released(name).weights)), strict=True)
+    return model
+
+
+def adapter(train_spec: str, args: BaseModelArgs) -> Any:
+    return get_train_spec(train_spec).state_dict_adapter(args, None)
+
+
+def distance(name: str, pair: Pair, converters: tuple[str, ...] = ()) -> float:
+    """How far TorchTitan's logits are from transformers', of the largest logit."""
+    with torch.no_grad():
+        ours, theirs = loaded(name, pair, converters)(tokens()), released(name).logits
+    assert ours.dtype == theirs.dtype == torch.float32
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize(("name", "converters"), CASES, ids=str)
+def test_computes_what_hugging_face_computes(name: str, converters: tuple[str, ...]) -> None:
+    assert distance(name, PAIRS[name], converters) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama3", {"norm_eps": 1e-6}),
+        ("qwen3", {"norm_eps": 1e-5}),
+        ("qwen3", {"rope_theta": 10000.0}),
+        ("qwen3_moe", {"route_norm": False}),
+        ("qwen3_moe", {"score_before_experts": True}),
+        ("qwen3_moe", {"top_k": 2}),
+        ("deepseek_v3", {"norm_eps": 1e-5}),
+        ("deepseek_v3", {"score_func": "softmax"}),
+        ("deepseek_v3", {"route_norm": False}),
+        ("deepseek_v3", {"route_scale": 1.0}),
+        ("deepseek_v3", {"score_before_experts": True}),
+        ("deepseek_v3_groups", {"num_expert_groups": None}),
+        ("deepseek_v3_groups", {"num_limited_groups": 3}),
+        ("deepseek_v3_yarn", {"original_seq_len": 1024}),
+        ("deepseek_v3_yarn", {"mscale": 0.7}),
+    ],
+    ids=str,
+)
+def test_another_convention_would_show(name: str, change: dict[str, Any]) -> None:
+    """What makes a pair one model is in its configuration, and the comparison is fine enough to see each of it."""
+    assert distance(name, PAIRS[name].changed(**change)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gives_released_weights_back(name: str) -> None:
+    """From Hugging Face's format into a model and out again."""
+    pair = PAIRS[name]
+    for converters in ((), applicable(pair.train_spec, pair.args)):
+        model = loaded(name, pair, converters)
+        exported = adapter(pair.train_spec, pair.args).to_hf(model.state_dict())
+        assert_identical(exported, released(name).weights)
+
+
+def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    differing = [
+        key for key, value in theirs.items() if value.dtype != ours[key].dtype or not torch.equal(value, ours[key])
+    ]
+    assert not differing, f"not the same: {differing}"
+
+
+SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **TINY,
+    "gpt_oss": (
+        "gpt_oss",
+        "debugmodel",
+        {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_exports_what_the_plain_model_exports(name: str) -> None:
+    """Every model that TorchTitan can export, from the same seed."""
+    train_spec, flavor, smaller = SMALL[name]
+    args = dataclasses.replace(copy.deepcopy(get_train_spec(train_spec).model_args[flavor]), vocab_size=256, **smaller)
+    args.update_from_config(job())
+    plain, converted = (export(train_spec, args, names) for names in ((), applicable(train_spec, args)))
+    assert_identical(converted, plain)
+
+
+def export(train_spec: str, args: BaseModelArgs, converters: tuple[str, ...]) -> dict[str, Tensor]:
+    """The weights of a model as initialised, in Hugging Face's format."""
+    state = build(train_spec, args, converters).state_dict()
+    for name, tensor in state.items():
+        # one starts as zeros, and would look right if it were lost; the other as what memory holds: TorchTitan does
+        # not initialise it (https://github.com/pytorch/torchtitan/pull/2450)
+        if name.endswith(("moe.expert_bias", "router.gate.bias")):
+            tensor.normal_(generator=torch.Generator().manual_seed(0))
+    return adapter(train_spec, args).to_hf(state)

@@ -1,0 +1,132 @@
+"""The TOML files users start from: each loads, fits its devices, and says so in a header that adds up."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.protocols.train_spec import get_train_spec
+
+import torchtitan_npu
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.config_manager import PACKAGE, JobConfigManager
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.preflight import check_job
+
+torchtitan_npu.register()
+
+FILES = sorted(file for file in (PACKAGE / "train_configs").glob("*.toml") if "debugmodel" not in file.stem)
+DENSE = ["npu_rms_norm", "npu_rope"]
+MOE = [*DENSE, "npu_permute", "npu_gmm"]
+BYTES = 4 + 4 + 4 + 4
+"""Of one parameter, all in float32: itself, its gradient, and AdamW's two moments."""
+
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def load(file: Path) -> JobConfig:
+    config = JobConfigManager().parse_args(["--job.config_file", str(file)])
+    return config
+
+
+def world_size(config: JobConfig) -> int:
+    """How many devices the file is for: it leaves no degree open."""
+    p = config.parallelism
+    assert p.data_parallel_shard_degree > 0
+    return math.prod(
+        (
+            p.data_parallel_replicate_degree,
+            p.data_parallel_shard_degree,
+            p.context_parallel_degree,
+            p.tensor_parallel_degree,
+            p.pipeline_parallel_degree,
+        )
+    )
+
+
+def build(config: JobConfig) -> nn.Module:
+    spec = get_train_spec(config.model.name)
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        return spec.model_cls(args)  # type: ignore[return-value]
+
+
+def stages(config: JobConfig, model: nn.Module) -> list[dict[str, int]]:
+    """The parameters of each pipeline stage, as TorchTitan cuts the model, and how many elements each has."""
+    p = config.parallelism
+    parts = generate_llm_fqn_per_model_part(
+        p.pipeline_parallel_degree,
+        len(model.layers),  # type: ignore[arg-type]
+        p.pipeline_parallel_first_stage_less_layers,
+        p.pipeline_parallel_last_stage_less_layers,
+    )
+    return [
+        {name: x.numel() for name, x in model.named_parameters() if name.startswith(tuple(f"{fqn}." for fqn in part))}
+        for part in parts
+    ]
+
+
+def test_the_list() -> None:
+    names = ["deepseek_v3_16b", "deepseek_v3_671b", "llama3_8b", "qwen3_235b_a22b", "qwen3_30b_a3b"]
+    assert [file.stem for file in FILES] == names
+
+
+@each_file
+def test_it_fits_its_devices(file: Path) -> None:
+    config = load(file)
+    check_job(config, world_size(config))
+    assert config.training.mixed_precision_param == "bfloat16"
+    # the NPU has no kernel for the others
+    assert get_train_spec(config.model.name).model_args[config.model.flavor].attn_type == "sdpa"  # type: ignore[attr-defined]
+
+
+@each_file
+def test_it_lists_every_converter_that_finds_something(file: Path) -> None:
+    config = load(file)
+    experts = any(".experts." in name for name, _ in build(config).named_parameters())
+    assert config.model.converters == (MOE if experts else DENSE)
+    assert set(config.model.converters) <= set(CONVERTERS)
+
+
+@each_file
+def test_its_header_says_what_it_is(file: Path) -> None:
+    config, text = load(file), file.read_text()
+    header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    devices, p = world_size(config), config.parallelism
+    flavor = config.model.flavor.removesuffix("_sdpa")
+    assert header.startswith(f"{config.model.name} {flavor} on {devices} devices of 64 GiB")
+
+    nodes = re.search(r"--nnodes=(\d+)", header)
+    on_node = re.search(r"--nproc_per_node=(\d+)", header)
+    assert on_node and int(nodes[1] if nodes else 1) * int(on_node[1]) == devices
+    assert f"--job.config_file torchtitan_npu/train_configs/{file.name}" in header
+
+    degrees = {"FSDP": p.data_parallel_shard_degree, "EP": p.expert_parallel_degree, "PP": p.pipeline_parallel_degree}
+    for name, degree in degrees.items():
+        first = re.search(rf"\b{name} (\d+)", header)
+        assert int(first[1] if first else 1) == degree
+    assert devices == degrees["FSDP"] * degrees["PP"]  # all parameters of a stage are shared out over all its devices
+
+    # the figures are rounded to their last digit
+    largest = max(stages(config, build(config)), key=lambda stage: sum(stage.values()))
+    sum_in_header = re.search(r"16 bytes x ([\d.]+)e9 parameters / (\d+) devices = ([\d.]+) GiB", header)
+    assert sum_in_header
+    elements, ranks = sum(largest.values()), devices // p.pipeline_parallel_degree
+    assert float(sum_in_header[1]) == float(f"{elements / 1e9:.4g}")
+    assert int(sum_in_header[2]) == ranks
+    gib = BYTES * elements / ranks / 2**30
+    assert sum_in_header[3] == f"{gib:.1f}"
+
+    if p.pipeline_parallel_degree > 1:
+        experts = sum(n for name, n in largest.items() if ".experts." in name)
+        kept = (2 + 4) * (elements - experts + experts / p.expert_parallel_degree) / 2**30
+        assert f"= {kept:.1f} GiB a device more" in header
+        gib += kept
+    assert gib < 64 - 16  # room for activations

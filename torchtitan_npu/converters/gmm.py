@@ -1,0 +1,125 @@
+"""``npu_gmm``: the experts' matrix products are grouped ones, ``npu_grouped_matmul``, for all experts at once."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
+from torchtitan.models.moe.moe import GroupedExperts
+
+from torchtitan_npu.converters.base import Converter, deepep_objection, register, retyped
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
+
+
+class NpuGroupedExperts(GroupedExperts):
+    """TorchTitan's experts on ``npu_grouped_matmul`` and ``npu_swiglu``; the same three weights."""
+
+    dispatch_pads = True
+    """Whether expert parallel's dispatch leaves rows of zeros behind the last expert's, as TorchTitan's does."""
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
+        counts = _counts(self, self.w1, x, num_tokens_per_expert)
+        x, w1, w2, w3 = _in_one_dtype(x, self.w1, self.w2, self.w3)
+        gate = grouped_matmul(x, w1.mT, counts)
+        up = grouped_matmul(x, w3.mT, counts)
+        hidden = torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1))
+        return grouped_matmul(hidden, w2.mT, counts)
+
+
+class NpuGptOssGroupedExperts(GptOssGroupedExperts):
+    """gpt_oss's experts on ``npu_grouped_matmul``: biases are added row by row, the clamped gate is no SwiGLU."""
+
+    dispatch_pads = True
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
+        counts = _counts(self, self.mlp1_weight, x, num_tokens_per_expert)
+        x, w1, w2 = _in_one_dtype(x, self.mlp1_weight, self.mlp2_weight)
+        b1, b2 = _local(self.mlp1_bias), _local(self.mlp2_bias)  # which autocast does not round
+        expert = torch.arange(counts.numel(), device=x.device).repeat_interleave(counts, output_size=x.shape[0])
+        hidden = grouped_matmul(x, w1.mT, counts) + b1[expert]
+        hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(w2.dtype)
+        # tensor parallel adds up its ranks' outputs, and the bias must come out once
+        b2 = ScaleBiasForward.apply(b2, _degree(self.mlp1_weight, "tp") * _degree(self.mlp1_weight, "etp"))
+        return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
+
+
+def _counts(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """The experts' numbers of rows, which add up to those of ``x``."""
+    counts = num_tokens_per_expert.to(torch.int64)
+    if module.dispatch_pads and _degree(weight, "ep") > 1:
+        # the operator takes no rows beyond the last expert's; zeros add nothing to its weight's gradient
+        padding = x.shape[0] - counts.sum()
+        counts = torch.cat((counts[:-1], counts[-1:] + padding))
+    return counts
+
+
+def _in_one_dtype(x: Tensor, *parameters: Tensor) -> list[Tensor]:
+    """What a matrix product is given: local tensors, in autocast's dtype or else the wider of ``x`` and weights."""
+    local = [_local(parameter) for parameter in parameters]
+    dtype = torch.promote_types(x.dtype, local[0].dtype)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return [tensor.to(dtype) for tensor in (x, *local)]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _degree(parameter: Tensor, dimension: str) -> int:
+    """Over how many ranks of a mesh dimension ``parameter`` is sharded."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.device_mesh.size(names.index(dimension)) if dimension in names else 1
+
+
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    GroupedExperts: NpuGroupedExperts,
+    GptOssGroupedExperts: NpuGptOssGroupedExperts,
+}
+
+
+@register
+class GroupedMatmulConverter(Converter):
+    """Replaces TorchTitan's ``GroupedExperts`` and gpt_oss's."""
+
+    name = "npu_gmm"
+    looks_for = "TorchTitan GroupedExperts"
+    operators = ("npu_grouped_matmul", "npu_swiglu")
+    collides_with: ClassVar[dict[str, str]] = {
+        "quantize.grouped_mm.float8": "it quantizes torch._grouped_mm, which is then no longer called",
+        "quantize.grouped_mm.mx": "it quantizes torch._grouped_mm, which is then no longer called",
+    }
+
+    def objection(self) -> str | None:
+        return super().objection() or deepep_objection(self.name, self.job_config)
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(fqn, module) for fqn, module in model.named_modules() if type(module) in CLASSES and fqn]
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        experts: Any = retyped(module, CLASSES[type(module)])
+        experts.use_grouped_mm = False  # torch's, with the padding it needs
+        return experts
+
+    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        messages = []
+        for weight in (parameter for parameter in module.parameters() if parameter.ndim == 3):
+            experts, _, dim = weight.shape
+            experts //= self.parallel_dims.ep  # a rank's groups
+            messages += OPS["npu_grouped_matmul"].refusals(
+                x=[torch.empty(experts, dim, dtype=weight.dtype, device="meta")],
+                weight=[weight[:experts].mT],
+                group_list=torch.empty(experts, dtype=torch.int64, device="meta"),
+                group_type=0,
+                group_list_type=0,
+            )
+        return messages

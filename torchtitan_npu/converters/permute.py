@@ -1,0 +1,153 @@
+"""``npu_permute``: tokens go to their experts and come back by the fused operators.
+
+TorchTitan sorts the (token, expert) pairs, gathers the tokens' rows, and after the experts scatters and adds them up.
+``npu_moe_token_permute`` and ``npu_moe_token_unpermute`` do either in one call. Where expert parallel moves tokens
+between ranks, its dispatch and combine use them too: :mod:`torchtitan_npu.distributed.expert_parallel`.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.models.moe.moe import MoE, TokenReorderer
+from torchtitan.protocols.train_spec import OptimizersBuilder, get_train_spec
+
+from torchtitan_npu.converters.base import Converter, deepep_objection, register, retyped
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.rebind import rebound
+
+
+class NpuTokenReorderer(TokenReorderer):
+    """Says which of the (token, choice) pairs this rank routes, and leaves the sorting to the operator.
+
+    It stays a module with TorchTitan's arguments and results because parallel plans hook on to it: where expert
+    parallel takes the tensor-parallel ranks, each rank routes a share of the pairs.
+    """
+
+    def forward(self, top_scores: Tensor, selected_experts_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From scores and experts (tokens, top_k): the pairs' scores, their numbers, the experts' numbers of pairs."""
+        experts = selected_experts_indices.view(-1)
+        tokens_per_expert = torch.histc(experts, bins=self.num_experts, min=0, max=self.num_experts)
+        return top_scores.view(-1), torch.arange(experts.numel(), device=experts.device), tokens_per_expert
+
+
+class NpuMoE(MoE):
+    """TorchTitan's ``MoE`` on ``npu_moe_token_permute`` and ``npu_moe_token_unpermute``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (batch, sequence, dim) through its experts."""
+        shape, dim, top_k = x.shape, x.shape[-1], self.router.top_k
+        x = x.view(-1, dim)
+
+        # (tokens, top_k), (tokens, top_k), (num_experts)
+        top_scores, experts, tokens_per_expert = self.router(x, self.expert_bias)
+        if not _recomputing():
+            with torch.no_grad():
+                self.tokens_per_expert.add_(tokens_per_expert)
+
+        # the pairs of a token and a choice that this rank routes: all of them, or a share
+        scores, pairs, tokens_per_expert = self.reorderer(top_scores, experts)
+        tokens = None
+        if pairs.numel() < experts.numel():
+            experts = experts.view(-1)[pairs].view(-1, top_k)
+            tokens = pairs[::top_k] // top_k
+        scores = scores.view(-1, top_k)
+
+        # (pairs, dim); row_of_pair (pairs) says where each pair's row is
+        rows, row_of_pair = torch.ops.npu.npu_moe_token_permute(x if tokens is None else x[tokens], experts.int())
+        if self.score_before_experts:
+            score_of_row = scores.new_empty(scores.numel()).scatter(0, row_of_pair.long(), scores.view(-1))
+            rows = (rows.float() * score_of_row.unsqueeze(1)).to(x.dtype)
+        rows = self.experts(rows, tokens_per_expert)
+
+        # before the sum over the experts, so that it may overlap with expert parallel's communication
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+
+        # the dtypes of TorchTitan's sums: of scored rows the experts', of others that of x
+        if not self.score_before_experts:
+            weights, rows = scores, rows.to(x.dtype)
+        else:
+            weights = torch.ones_like(scores)
+            if torch.is_autocast_enabled(x.device.type):
+                # which sums in float32 on CUDA and not on CPU; a sum of nothing tells
+                rows = rows.to(rows[:0].sum(dim=1).dtype)
+        out = torch.ops.npu.npu_moe_token_unpermute(rows, row_of_pair, weights)
+        if tokens is not None:
+            out = out.new_zeros(x.shape).index_copy(0, tokens, out)
+        return (out if shared is None else shared + out).view(shape)
+
+
+def _recomputing() -> bool:
+    """Whether this forward is activation checkpointing's second one, which runs inside the backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def counting_once(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
+    """``build_optimizers`` that takes our layers' counts as they are.
+
+    TorchTitan's halves what the layers of checkpointed blocks have counted, rounded down, for its own count twice
+    (components/optimizer.py:387); it knows such blocks by ``CheckpointImpl.NO_REENTRANT``.
+    """
+
+    def build(model_parts: list[nn.Module], *args: Any, **kwargs: Any) -> OptimizersContainer:
+        ours = any(isinstance(module, NpuMoE) for part in model_parts for module in part.modules())
+        replacements = {CheckpointImpl: SimpleNamespace(NO_REENTRANT=object())} if ours else {}
+        return rebound(build_optimizers, replacements)(model_parts, *args, **kwargs)
+
+    return build
+
+
+@functools.cache
+def permuting(cls: type[MoE]) -> type[MoE]:
+    """``cls``, which has TorchTitan's forward, with ours."""
+    return NpuMoE if cls is MoE else type(f"Npu{cls.__name__}", (NpuMoE, cls), {})
+
+
+@register
+class PermuteConverter(Converter):
+    """Replaces every ``MoE``, and every subclass of it that has its forward."""
+
+    name = "npu_permute"
+    looks_for = "TorchTitan MoE"
+    operators = ("npu_moe_token_permute", "npu_moe_token_unpermute")
+
+    def objection(self) -> str | None:
+        return super().objection() or deepep_objection(self.name, self.job_config) or self._dispatch_objection()
+
+    def _dispatch_objection(self) -> str | None:
+        from torchtitan_npu.train_specs import AdaptedTrainSpec
+
+        name = self.job_config.model.name
+        if self.job_config.parallelism.expert_parallel_degree == 1 or isinstance(
+            get_train_spec(name), AdaptedTrainSpec
+        ):
+            return None
+        return (
+            f"{self.name} with expert parallel needs a train spec that brings its dispatch: register that of {name} as "
+            "torchtitan_npu.train_specs.adapt(spec)"
+        )
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [
+            (fqn, module)
+            for fqn, module in model.named_modules()
+            if isinstance(module, MoE) and type(module).forward is MoE.forward and module is not model
+        ]
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        moe = retyped(module, permuting(cast(Any, type(module))))
+        moe.reorderer = retyped(moe.reorderer, NpuTokenReorderer)
+        return moe
+
+    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        router = cast(MoE, module).router
+        gate = cast(nn.Linear, router.gate).weight
+        tokens = torch.empty(1, gate.shape[1], dtype=gate.dtype, device="meta")
+        experts = torch.empty(1, router.top_k, dtype=torch.int32, device="meta")
+        return OPS["npu_moe_token_permute"].refusals(tokens=tokens, indices=experts)

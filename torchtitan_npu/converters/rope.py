@@ -1,0 +1,121 @@
+"""``npu_rope``: attention rotates its queries and keys by the fused operator.
+
+TorchTitan's attention modules call a function of their model, ``apply_rotary_emb``, and there are two kinds of it: on
+neighbouring pairs, with complex angles (llama3, llama4, deepseek_v3), and on halves, with a table of cosines and sines
+(qwen3, gpt_oss). A converted module runs the code it had, with our function in that one's place
+(:mod:`torchtitan_npu.rebind`): so does a user's module that calls one of these functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.deepseek_v3.model import model as deepseek_v3
+from torchtitan.models.gpt_oss.model import model as gpt_oss
+from torchtitan.models.llama3.model import model as llama3
+from torchtitan.models.llama4.model import model as llama4
+from torchtitan.models.qwen3.model import model as qwen3
+
+from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.converters.rotary_tables import HALF, INTERLEAVE, ForwardTables, Pairing, rotate
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.rebind import rebound, refers_to
+
+
+def rotate_pairs(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:
+    """``x`` (batch, sequence, heads, dim), its neighbouring elements rotated by the angles of ``freqs_cis``."""
+    return rotate(INTERLEAVE, freqs_cis, positions, x)[0]
+
+
+def rotate_pairs_of_both(
+    xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated as :func:`rotate_pairs` does."""
+    return rotate(INTERLEAVE, freqs_cis, positions, xq, xk)
+
+
+def rotate_halves_of_both(
+    xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Queries and keys, each element rotated with the one half a head away."""
+    return rotate(HALF, rope_cache, positions, xq, xk)
+
+
+ROTATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    llama3.apply_rotary_emb: rotate_pairs_of_both,
+    llama4.apply_rotary_emb: rotate_pairs_of_both,
+    deepseek_v3.apply_rotary_emb: rotate_pairs,
+    qwen3.apply_rotary_emb: rotate_halves_of_both,
+    gpt_oss.apply_rotary_emb: rotate_halves_of_both,
+}
+"""TorchTitan's functions, and ours with the same arguments."""
+
+PAIRINGS = {rotate_pairs: INTERLEAVE, rotate_pairs_of_both: INTERLEAVE, rotate_halves_of_both: HALF}
+
+
+@functools.cache
+def rotating_methods(cls: type[nn.Module]) -> dict[str, Pairing]:
+    """The methods of ``cls`` (not those of every module) that call one of TorchTitan's functions: how they rotate."""
+    names = [name for name in dir(cls) if name == "forward" or not hasattr(nn.Module, name)]
+    found = {name: refers_to(inspect.getattr_static(cls, name), ROTATIONS) for name in names}
+    return {name: PAIRINGS[ROTATIONS[functions[0]]] for name, functions in found.items() if functions}
+
+
+@functools.cache
+def rotating(cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with our rotations in its methods."""
+
+    def extra_repr(self: nn.Module) -> str:
+        return ", ".join(filter(None, (cls.extra_repr(self), "rotation=npu_rotary_mul")))
+
+    names = rotating_methods(cls)  # type: ignore[arg-type] # mypy takes the modules' __hash__ for that of their class
+    methods = {name: rebound(getattr(cls, name), ROTATIONS) for name in names}
+    return type(f"Npu{cls.__name__}", (cls,), {**methods, "extra_repr": extra_repr})
+
+
+def pairing_of(module: nn.Module) -> Pairing | None:
+    """How ``module`` rotates, if its methods call one of TorchTitan's functions and it uses its rotations."""
+    if not getattr(module, "use_rope", True):  # llama4's layers without positions
+        return None
+    return next(iter(rotating_methods(type(module)).values()), None)  # type: ignore[arg-type]
+
+
+@register
+class RoPEConverter(Converter):
+    """Replaces the modules whose forward calls one of TorchTitan's ``apply_rotary_emb``."""
+
+    name = "npu_rope"
+    looks_for = "attention that calls TorchTitan's apply_rotary_emb"
+    operators = ("npu_rotary_mul",)
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(fqn, m) for fqn, m in model.named_modules() if m is not model and pairing_of(m) is not None]
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        return retyped(module, rotating(type(module)))  # type: ignore[arg-type]
+
+    def convert(self, model: nn.Module) -> None:
+        pairings = {pairing for _, module in self.targets(model) if (pairing := pairing_of(module))}
+        super().convert(model)
+        takes_positions = "positions" in inspect.signature(model.forward).parameters
+        if takes_positions and len(pairings) == 1:  # layers of two kinds could not share tables
+            (pairing,) = pairings
+            if isinstance(getattr(model, pairing.cache, None), Tensor):
+                model.register_forward_pre_hook(ForwardTables(pairing), with_kwargs=True)
+
+    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        pairing, heads = pairing_of(module), getattr(module, "n_heads", None)
+        dim = getattr(module, "qk_rope_head_dim", None) or getattr(module, "head_dim", None)
+        if pairing is None or heads is None or dim is None:
+            return []  # a user's attention with names of its own: its sizes show in the first forward
+        batch = self.job_config.training.local_batch_size
+        if self.parallel_dims.pp_enabled:
+            batch = self.job_config.parallelism.pipeline_parallel_microbatch_size
+        x = torch.empty(batch, 3, heads // self.parallel_dims.tp, dim, device="meta")
+        table = x.new_empty(1, 3, 1, dim)
+        return OPS["npu_rotary_mul"].refusals(input=x, r1=table, r2=table, rotary_mode=pairing.rotary_mode)

@@ -1,0 +1,125 @@
+"""Cosines and sines for ``npu_rotary_mul``, made once a forward and handed to every layer.
+
+Every model that takes ``positions`` hands them to its attention layers, and so they reach a layer that is
+checkpointed, compiled or a pipeline stage's: :class:`ForwardTables` puts the tables in their place. FSDP casts what
+is floating among a block's inputs to its parameters' dtype, and angles do not stand bfloat16: tables travel as the
+integers that hold their bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which elements of a head rotate together, and what TorchTitan's models keep to rotate them by."""
+
+    rotary_mode: str
+    """What ``npu_rotary_mul`` calls it."""
+    cache: str
+    """The buffer of the model that holds the angles of all positions."""
+    tables: Callable[[Tensor], Tensor]
+    """From rows of that buffer (..., its width), cosines and sines (2, ..., 1, dim) in float32."""
+
+
+def _from_complex(freqs_cis: Tensor) -> Tensor:
+    """(..., dim / 2) complex: each angle serves two neighbours."""
+    cos_sin = torch.view_as_real(freqs_cis).movedim(-1, 0)  # (2, ..., dim / 2)
+    return cos_sin.repeat_interleave(2, dim=-1).unsqueeze(-2)
+
+
+def _from_concatenated(rope_cache: Tensor) -> Tensor:
+    """(..., 2 * dim): cosines beside sines, the same for either half of a head."""
+    cos_sin = rope_cache.unflatten(-1, (2, -1)).movedim(-2, 0)  # (2, ..., dim)
+    return cos_sin.float().unsqueeze(-2)
+
+
+INTERLEAVE = Pairing("interleave", "freqs_cis", _from_complex)
+HALF = Pairing("half", "rope_cache", _from_concatenated)
+
+
+def rotate(pairing: Pairing, cache: Tensor, positions: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` (batch, sequence, heads, dim) rotated in float32, each in its own dtype.
+
+    ``positions`` are those TorchTitan passes, (1 or batch, sequence) or none for 0, 1, 2, ...; or tables, for which
+    ``cache`` was used already.
+    """
+    sequence = tensors[0].shape[1]
+    if positions is None:
+        tables = pairing.tables(_local(cache)[None, :sequence])
+    elif positions.ndim == 2:
+        tables = pairing.tables(_local(cache)[_local(positions)])
+    else:
+        tables = unpack(_local(positions))
+    if tables.shape[2] not in (sequence, cache.shape[0]):  # as the models assert it: what follows would cut them off
+        raise ValueError(f"positions of {tables.shape[2]} tokens for a sequence of {sequence}")
+    cos, sin = tables[:, :, :sequence]  # (1 or batch, sequence, 1, dim)
+    return tuple(_rotated(x, cos, sin, pairing.rotary_mode) for x in tensors)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
+    heads, dim = x.shape[2:]
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if cos.shape[0] > 1:  # in mode interleave, an NPU takes no cosines by batch: one long sequence serves as well
+        cos, sin = (table.reshape(1, -1, 1, dim) for table in (cos, sin))
+        y = y.reshape(1, -1, heads, dim)
+    if isinstance(y, DTensor):
+        cos, sin = (_replicated(table, y) for table in (cos, sin))
+    y = torch.ops.npu.npu_rotary_mul(y, cos, sin, rotary_mode)
+    return y.reshape(x.shape).to(x.dtype)
+
+
+def look_up(tables: Tensor, positions: Tensor | None) -> Tensor:
+    """The rows of ``tables`` (2, all positions, 1, dim) for these ``positions``: (2, 1 or batch, sequence, 1, dim)."""
+    return tables.unsqueeze(1) if positions is None else tables[:, positions]
+
+
+def pack(tables: Tensor) -> Tensor:
+    """Float32 ``tables`` as integers of the same bits."""
+    return tables.view(torch.int32)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The tables that :func:`pack` was given."""
+    return packed.view(torch.float32)
+
+
+class ForwardTables:
+    """A forward pre-hook of the whole model: tables in place of ``positions``."""
+
+    def __init__(self, pairing: Pairing) -> None:
+        self.pairing = pairing
+        self._cache: Tensor | None = None
+        self._tables: Tensor | None = None
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        call = inspect.signature(model.forward).bind(*args, **kwargs)
+        positions = call.arguments.get("positions")
+        if positions is None or positions.ndim == 2:
+            call.arguments["positions"] = pack(look_up(self.tables(model), positions))
+        return call.args, call.kwargs
+
+    def tables(self, model: nn.Module) -> Tensor:
+        """The tables of all positions, made anew when the model's buffer is another."""
+        cache = getattr(model, self.pairing.cache)
+        if cache is not self._cache or self._tables is None:
+            with torch.inference_mode(False), torch.no_grad():  # a validation's tables must serve training too
+                self._cache, self._tables = cache, self.pairing.tables(cache).contiguous()
+        return self._tables
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Tensor parallel replicates a layer's angles and positions over its ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _replicated(table: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(table, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
