@@ -16,10 +16,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import expert_parallel as upstream
+from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
 from torchtitan.models.gpt_oss.infra.parallelize import parallelize_gptoss
 from torchtitan.models.llama4.infra import parallelize as llama4
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe import utils
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
@@ -35,7 +37,6 @@ from tests.moes import (
     rows,
 )
 from tests.multirank import run_on_ranks
-from torchtitan_npu.converters.gmm import NpuGroupedExperts
 from torchtitan_npu.distributed.expert_parallel import (
     STYLES,
     NpuExpertParallel,
@@ -238,7 +239,6 @@ def test_plans_get_the_fused_styles_for_a_converted_model_only(plan: FunctionTyp
     assert upstream.ExpertParallel in styles and len(styles) >= 2
     assert not refers_to(fused, STYLES)
     assert set(refers_to(fused, STYLES.values())) == {STYLES[style] for style in styles}
-    assert not converted.moe.experts.dispatch_pads and NpuGroupedExperts.dispatch_pads
     after = upstream_names()
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
@@ -252,6 +252,19 @@ def test_a_plan_without_these_styles_stays_as_it_is() -> None:
     converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
     assert with_fused_dispatch(plan, converted) is plan
     assert converted.moe.experts.dispatch_pads
+
+
+def plan_of_a_user(model: nn.Module, *args: Any) -> None:
+    """In another package than TorchTitan's."""
+    apply_moe_ep_tp(model, *args)
+
+
+def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
+    converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
+    fused = with_fused_dispatch(plan_of_a_user, converted)
+    assert fused is not plan_of_a_user and not refers_to(fused, STYLES)
+    assert set(refers_to(plan_of_a_user, STYLES)) == {ExpertParallel, ExpertTensorParallel}
+    assert refers_to(fused, STYLES.values())
 
 
 def test_torch_s_grouped_product_keeps_its_padding() -> None:

@@ -125,6 +125,20 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
         ({"profiling__enable_memory_snapshot": True}, 1, "profiling.enable_memory_snapshot needs an accelerator"),
         ({"training__enable_cpu_offload": True}, 1, "training.enable_cpu_offload needs an accelerator"),
         ({"checkpoint__async_mode": "async_with_pinned_mem"}, 1, "async_with_pinned_mem"),
+        (
+            {"model__name": "deepseek_v3", "model__converters": ["npu_gmm", "quantize.grouped_mm.float8"]},
+            1,
+            "npu_gmm and quantize.grouped_mm.float8 collide",
+        ),
+        (
+            {
+                "model__name": "deepseek_v3",
+                "model__converters": ["npu_permute"],
+                "parallelism__expert_parallel_comm_backend": "deepep",
+            },
+            1,
+            'npu_permute and parallelism.expert_parallel_comm_backend = "deepep" collide',
+        ),
         ({"model__flavor": "debugmodel_flex_attn"}, 1, "flex attention"),
         ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
     ],

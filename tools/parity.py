@@ -4,8 +4,9 @@
     python tools/parity.py [--models llama3 gpt_oss ...] [--steps 20] [--dtype float32|bfloat16] [--out parity.json]
 
 A row a model and a list of converters: the largest relative difference of the loss and of the gradient norm from the
-eager model's, over all steps. With bfloat16, the eager model is trained in float32 too: how far the eager model in
-bfloat16 is from it, the spread, is what rounding alone does. One process, on the device of this machine.
+eager model's, over all steps; and the same for the eager model with its first weights off by one in the last place,
+which shows how far such a difference grows. With bfloat16, the eager model is trained in float32 too: how far the
+eager model in bfloat16 is from it, the spread, is what rounding alone does. One process, on this machine's device.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ MODELS = {
 NEEDS_CUDA = ("gpt_oss",)
 """Flex attention has no gradient on a CPU. (llama4's, for chunked layers, fails in TorchTitan 0.2.2 on any device.)"""
 FLAVOR = "parity"
+NUDGED = "none, weights off by one in the last place"
 
 
 class Curve(NamedTuple):
@@ -94,9 +96,9 @@ def compare(name: str, args: argparse.Namespace, console: Console) -> list[dict[
     exact = None
     if args.dtype != "float32":
         exact = run(name, [], "float32", args)
-    for converters in [*([one] for one in matching), matching]:
-        curve = run(name, converters, args.dtype, args)
-        what = converters[0] if len(converters) == 1 else "all"
+    variants = {**{one: [one] for one in matching}, "all": matching, NUDGED: []}
+    for what, converters in variants.items():
+        curve = run(name, converters, args.dtype, args, nudge=what == NUDGED)
         row: dict[str, Any] = {"model": name, "converters": what, "loss": apart(curve.losses, eager.losses)}
         row["gradient norm"] = apart(curve.norms, eager.norms)
         if exact:
@@ -137,8 +139,8 @@ def converters_for(name: str) -> list[str]:
     return [one for one, converter in CONVERTERS.items() if converter(JobConfig(), None).targets(model)]  # type: ignore[arg-type]
 
 
-def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace) -> Curve:
-    """Train for some steps, alone, and record what is reported."""
+def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace, nudge: bool = False) -> Curve:
+    """Train for some steps, alone, and record what is reported; ``nudge`` moves weights by one in the last place."""
     with tempfile.TemporaryDirectory() as folder:
         config = JobConfig()
         config.job.dump_folder = folder
@@ -159,6 +161,9 @@ def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace) 
         check_job(config, 1)
         trainer = Trainer(config)
         curve = Curve([], [])
+        if nudge:
+            with torch.no_grad():
+                torch._foreach_mul_(list(trainer.model_parts[0].parameters()), 1 + torch.finfo(torch.float32).eps)
 
         def log(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
             curve.losses.append(loss)

@@ -18,12 +18,12 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_train_spec
 
 from torchtitan_npu import platform
+from torchtitan_npu.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.errors import UsageError, nearest
-from torchtitan_npu.train_specs import AdaptedTrainSpec
 
 
 def check_job(config: JobConfig, world_size: int) -> None:
@@ -39,6 +39,9 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
+    converters = [CONVERTERS[name](config, dims) for name in config.model.converters if name in CONVERTERS]
+    for converter in converters:
+        converter.check_job()
     _check_batch(config, dims)
     if platform.home() != "cuda":
         _check_attention(config, spec)
@@ -51,9 +54,8 @@ def check_job(config: JobConfig, world_size: int) -> None:
         )
     model = _build(config, spec)
     _check_model(config, dims, model)
-    for name in config.model.converters:
-        if name in CONVERTERS:
-            CONVERTERS[name](config, dims).found_targets(model)
+    for converter in converters:
+        converter.check_limits(converter.found_targets(model))
 
 
 def _known(key: str, value: str, known: object) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 def rebound(function: Callable[..., Any], replacements: Mapping[Any, Any]) -> Callable[..., Any]:
     """``function`` with ``replacements`` for objects that it refers to by a global name, whatever the name.
 
-    So are the functions of its own package that it calls, and those that they call. A function that comes by none of
-    the objects is returned as it is.
+    The same is done in the functions that it calls, of its own package or TorchTitan's, and in those that they call. A
+    function that comes by none of the objects is returned as it is.
     """
     return _rebound(function, replacements, {})
 
 
 def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]:
-    """Those of ``objects`` that ``function``, or a function of its package that it calls, has a global name for."""
+    """Those of ``objects`` that ``function``, or a function that it calls as in :func:`rebound`, has a name for."""
     found: dict[int, Any] = {}
     wanted = {id(thing): thing for thing in objects}
     queue, seen = [function], set()
@@ -35,7 +35,7 @@ def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]
         for _, value in _globals_of(current):
             if id(value) in wanted:
                 found[id(value)] = value
-            elif _is_of_package(value, current):
+            elif _is_followed(value, current):
                 queue.append(value)
     return list(found.values())
 
@@ -58,7 +58,7 @@ def _rebound(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any
     for name, value in _globals_of(function):
         if id(value) in new:
             scope[name] = new[id(value)]
-        elif _is_of_package(value, function):
+        elif _is_followed(value, function):
             scope[name] = _rebound(value, replacements, done)
     return copy
 
@@ -77,8 +77,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_of_package(value: Any, function: FunctionType) -> bool:
-    return isinstance(value, FunctionType) and _package(value) == _package(function)
+def _is_followed(value: Any, function: FunctionType) -> bool:
+    return isinstance(value, FunctionType) and _package(value) in (_package(function), "torchtitan")
 
 
 def _package(function: FunctionType) -> str:

@@ -28,7 +28,7 @@ from torchtitan.protocols.train_spec import (
 )
 
 from torchtitan_npu import platform
-from torchtitan_npu.converters.permute import counting_once
+from torchtitan_npu.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.data import build_text_dataloader
 from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
@@ -37,14 +37,11 @@ from torchtitan_npu.distributed.parallel_dims import ParallelDims as OurParallel
 from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.expert_counts import counting_once
 from torchtitan_npu.sdpa_flavors import with_sdpa_flavors
 from torchtitan_npu.validate import Validator
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
-
-
-class AdaptedTrainSpec(TrainSpec):
-    """A TrainSpec that :func:`adapt` made."""
 
 
 def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:

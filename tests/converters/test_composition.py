@@ -58,9 +58,9 @@ def test_with_float8(model: str) -> None:
     ]
     alone, before, after, without = records
     assert before.losses == after.losses
-    # a float8 keeps 3 bits behind the first: what differs in the last place of float32 may round to the next of these
-    assert before.losses == pytest.approx(alone.losses, rel=2**-4 / len(alone.losses))
-    assert before.losses != without.losses  # float8 was on
+    # what differs in the last place of float32 may round to another float8; that moves less than float8 itself does
+    for ours, theirs, exact in zip(before.losses, alone.losses, without.losses, strict=True):
+        assert abs(ours - theirs) < abs(theirs - exact)
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3_moe", "deepseek_v3"])
@@ -102,6 +102,8 @@ class Mine(nn.Module):
         for block in self.stack:
             block.mixer.init_weights(0.02)
             block.router_and_experts.init_weights(0.02, buffer_device)
+            for norm in (block.first, block.second):
+                norm.weight.uniform_(0.5, 1.5)
         for module in (self.embed, self.head):
             module.reset_parameters()
 
@@ -124,17 +126,25 @@ def test_a_users_model_of_torchtitans_parts(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO):
         converted = mine(*NAMES)
     assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("npu_")] == [
-        "npu_rms_norm: 4 RMSNorm in stack 0-1: npu_rms_norm",
-        "npu_rope: 2 Attention in stack 0-1: npu_rotary_mul",
-        "npu_permute: 2 MoE in stack 0-1: npu_moe_token_permute, npu_moe_token_unpermute",
-        "npu_gmm: 2 GroupedExperts in stack 0-1: npu_grouped_matmul, npu_swiglu",
+        "npu_rms_norm: 4 RMSNorm in stack 0-1 -> npu_rms_norm",
+        "npu_rope: 2 Attention in stack 0-1 -> npu_rotary_mul",
+        "npu_rope: 2 of the modules take cosines and sines from the model in each layer",
+        "npu_permute: 2 MoE in stack 0-1 -> npu_moe_token_permute, npu_moe_token_unpermute",
+        "npu_gmm: 2 GroupedExperts in stack 0-1 -> npu_grouped_matmul, npu_swiglu",
     ]
     assert_as_exact(step(converted), step(mine()), step(mine(dtype=torch.float64)))
 
 
 def test_print_after_conversion_shows_what_was_replaced() -> None:
     text = str(build_on_meta("deepseek_v3", *NAMES, **SMALL))
-    for line in ("NpuAttention(", "rotation=npu_rotary_mul", "NpuMoE(", "NpuGroupedExperts()", "NpuRMSNorm((64,)"):
+    lines = (
+        "NpuAttention(",
+        "rotation=npu_rotary_mul",
+        "NpuMoE(",
+        "permutation=npu_moe_token_permute",
+        "NpuRMSNorm((64,)",
+    )
+    for line in (*lines, "NpuGroupedExperts(experts=8, dim=64, hidden=32, product=npu_grouped_matmul)"):
         assert line in text, line
 
 

@@ -66,7 +66,7 @@ def test_says_what_was_converted(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.SiLU(), nn.Linear(2, 2), shared]), "last": shared})
     with caplog.at_level(logging.INFO):
         SiLUConverter(job(), ParallelDims(**LAYOUT)).convert(model)
-    assert "loud_silu: 2 SiLU in layers 0 2: npu_silu, npu_silu_backward" in caplog.messages
+    assert "loud_silu: 2 SiLU in layers 0 2 -> npu_silu, npu_silu_backward" in caplog.messages
 
 
 def test_summary() -> None:

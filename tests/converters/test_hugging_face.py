@@ -198,8 +198,7 @@ def export(train_spec: str, args: BaseModelArgs, converters: tuple[str, ...]) ->
     """The weights of a model as initialised, in Hugging Face's format."""
     state = build(train_spec, args, converters).state_dict()
     for name, tensor in state.items():
-        # one starts as zeros, and would look right if it were lost; the other as what memory holds: TorchTitan does
-        # not initialise it (https://github.com/pytorch/torchtitan/pull/2450)
+        # these start as zeros, and would look right if they were lost
         if name.endswith(("moe.expert_bias", "router.gate.bias")):
             tensor.normal_(generator=torch.Generator().manual_seed(0))
     return adapter(train_spec, args).to_hf(state)

@@ -208,7 +208,7 @@ def test_converts_the_attention_of_torchtitan_s_models(name: str, caplog: pytest
     with caplog.at_level(logging.INFO):
         model = convert(plain, "npu_rope")
     layers = "1" if name == "llama4" else "0-1"
-    assert f"npu_rope: {COUNTS[name]} Attention in layers {layers}: npu_rotary_mul" in caplog.messages
+    assert f"npu_rope: {COUNTS[name]} Attention in layers {layers} -> npu_rotary_mul" in caplog.messages
     attention = [block.attention for block in model.layers.values()]
     assert [type(module).__name__ for module in attention].count("NpuAttention") == COUNTS[name]
     assert str(model).count("NpuAttention(\n") == str(model).count("rotation=npu_rotary_mul") == COUNTS[name]
@@ -623,6 +623,78 @@ class MixedModel(OwnModel):
 
 def test_a_user_s_own_model_with_both_kinds_of_rotation() -> None:
     assert_own_model_is_right(MixedModel, rotations=4, positions=ROWS)
+
+
+class BothWays(OwnAttention):
+    """Queries and keys on pairs, then on halves, in one method."""
+
+    def forward(self, x: Tensor, angles: Tensor, cache: Tensor, positions: Any) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
+        q, k = apply_rotary_emb(q, k, angles, positions)
+        q, k = apply_rotary_emb_on_halves(q, k, cache, positions)
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
+class BothWaysModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = BothWays()
+        self.register_buffer("freqs_cis", llama3.precompute_freqs_cis(8, MAX_SEQ_LEN), persistent=False)
+        self.register_buffer("rope_cache", qwen3.precompute_rope_cache(8, MAX_SEQ_LEN), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.attention(x, self.freqs_cis, self.rope_cache, positions).flatten(-2)
+
+
+def test_a_user_s_module_with_both_kinds_of_rotation() -> None:
+    assert_own_model_is_right(BothWaysModel, rotations=4, positions=ROWS)
+
+
+class Learned(nn.Module):
+    """Uses positions in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(MAX_SEQ_LEN, 32)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.embeddings(positions)
+
+
+class ModelWithAStranger(BothWaysModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = OwnAttentionOnHalves()
+        self.learned = Learned()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = self.learned(x, positions)
+        return x + self.attention(x, self.rope_cache, positions).flatten(-2)
+
+
+def test_a_user_s_module_that_takes_positions_too_gets_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert_own_model_is_right(ModelWithAStranger, rotations=2, positions=ROWS)
+    assert "npu_rope: 1 of the modules take cosines and sines from the model in each layer" in caplog.messages
+
+
+class Wrapped(nn.Module):
+    """A model of which TorchTitan's is a part."""
+
+    def __init__(self, text: nn.Module) -> None:
+        super().__init__()
+        self.text = text
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.text(tokens, positions=positions)
+
+
+def test_a_model_inside_another_makes_its_tables_once() -> None:
+    whole = Wrapped(build("llama3"))
+    convert(whole, "npu_rope")
+    assert len(whole.text._forward_pre_hooks) == 1 and not whole._forward_pre_hooks
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
+    assert torch.equal(whole(tokens, ROWS), build("llama3", "npu_rope")(tokens, positions=ROWS))
 
 
 def test_a_model_without_rotations_is_an_error() -> None:

@@ -13,7 +13,8 @@ from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
@@ -37,7 +38,7 @@ class Converter(ABC):
     looks_for: ClassVar[str]
     """What it replaces, as errors call it: ``"nn.RMSNorm"``."""
     operators: ClassVar[tuple[str, ...]]
-    """The fused operators that its modules call."""
+    """The fused operators that its modules call; a module's own ``operators`` go before."""
     collides_with: ClassVar[dict[str, str]] = {}
     """Other names in ``model.converters`` that it cannot be listed with, and why."""
 
@@ -64,6 +65,11 @@ class Converter(ABC):
                 return f"{self.name} and {other} collide: {reason}; list one of them"
         return None
 
+    def check_job(self) -> None:
+        """Raise the :meth:`objection`, if there is one."""
+        if objection := self.objection():
+            raise UsageError(f"model.converters: {objection}")
+
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The :meth:`targets`, of which there must be some."""
         targets = self.targets(model)
@@ -79,30 +85,31 @@ class Converter(ABC):
         done = getattr(model, _MARK, ())
         if self.name in done:
             raise UsageError(f"model.converters: {self.name} is listed twice; list it once")
-        if objection := self.objection():
-            raise UsageError(f"model.converters: {objection}")
+        self.check_job()
         targets = self.found_targets(model)
-        self._check_limits(targets)
+        if refusal := self.check_limits(targets):
+            log_once(refusal)
         replacements = {module: self.replacement(fqn, module) for fqn, module in targets}
         replace_modules(model, replacements)
         setattr(model, _MARK, (*done, self.name))
-        log_once(f"{self.name}: {summary(targets)}: {', '.join(self.operators)}")
+        called = dict.fromkeys(op for new in replacements.values() for op in getattr(new, "operators", self.operators))
+        log_once(f"{self.name}: {summary(targets)} -> {', '.join(called)}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """TorchTitan calls it after each optimizer step; there is nothing to do unless a subclass says otherwise."""
         return
 
-    def _check_limits(self, targets: list[tuple[str, nn.Module]]) -> None:
-        """What an NPU would refuse is an error there, and elsewhere one line (with ``npu.strict_limits``, an error)."""
+    def check_limits(self, targets: list[tuple[str, nn.Module]]) -> str | None:
+        """What an NPU would refuse: an error there, elsewhere a line to log (with ``npu.strict_limits``, an error)."""
         refused = [f"{fqn}: {text}" for fqn, module in targets for text in self.refusals(fqn, module)]
         if not refused:
-            return
+            return None
         message = f"{self.name}: an NPU would refuse {refused[0]}"
         if len(refused) > 1:
             message += f" (and {len(refused) - 1} more)"
         if npu_options(self.job_config).strict_limits or platform.home() == "npu":
             raise UsageError(message)
-        log_once(message)
+        return message
 
 
 ConverterClass = TypeVar("ConverterClass", bound=type[Converter])
@@ -147,28 +154,19 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
                 parent._modules[name] = replacements[child]
 
 
-def deepep_objection(name: str, job_config: JobConfig) -> str | None:
-    """Why the converter ``name`` of experts' work cannot be had with DeepEP, if the job asks for that."""
-    if job_config.parallelism.expert_parallel_comm_backend != "deepep":
-        return None
-    return (
-        f'{name} and parallelism.expert_parallel_comm_backend = "deepep" collide: DeepEP orders the tokens in a way of '
-        f'its own; set it to "standard", or take {name} off the list'
-    )
-
-
 def summary(targets: list[tuple[str, nn.Module]]) -> str:
     """``"13 RMSNorm in layers 0-5, norm"``: how many modules of which types, and where."""
     types = Counter(type(module).__name__ for _, module in targets)
     layers, places = set(), set()
     for fqn, _ in targets:
-        path, _, rest = fqn.partition(".")
-        number = rest.partition(".")[0]
-        if number.isdecimal():
-            layers.add((path, int(number)))
-        else:
+        path = fqn.split(".")
+        number = next((i for i, part in enumerate(path) if part.isdecimal()), None)
+        if number is None:
             places.add(fqn)
-    where = [f"{path} {_ranges([n for p, n in layers if p == path])}" for path in sorted({path for path, _ in layers})]
+        else:
+            layers.add((".".join(path[:number]), int(path[number])))
+    paths = sorted({path for path, _ in layers})
+    where = [f"{path} {_ranges([n for p, n in layers if p == path])}".strip() for path in paths]
     return f"{', '.join(f'{n} {name}' for name, n in types.items())} in {', '.join([*where, *sorted(places)])}"
 
 
@@ -177,6 +175,11 @@ def _ranges(numbers: list[int]) -> str:
     ends = sorted(n for n in numbers if n + 1 not in numbers)
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def log_once(message: str) -> None:

@@ -11,7 +11,8 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasF
 from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_npu.converters.base import Converter, deepep_objection, register, retyped
+from torchtitan_npu.converters.base import Converter, local, register, retyped
+from torchtitan_npu.converters.permute import deepep_objection
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
 
@@ -21,6 +22,9 @@ class NpuGroupedExperts(GroupedExperts):
 
     dispatch_pads = True
     """Whether expert parallel's dispatch leaves rows of zeros behind the last expert's, as TorchTitan's does."""
+
+    def extra_repr(self) -> str:
+        return f"{_sizes(self.w1)}, product=npu_grouped_matmul"
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
@@ -36,18 +40,27 @@ class NpuGptOssGroupedExperts(GptOssGroupedExperts):
     """gpt_oss's experts on ``npu_grouped_matmul``: biases are added row by row, the clamped gate is no SwiGLU."""
 
     dispatch_pads = True
+    operators = ("npu_grouped_matmul",)
+
+    def extra_repr(self) -> str:
+        return f"{_sizes(self.mlp1_weight)}, product=npu_grouped_matmul"
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
         counts = _counts(self, self.mlp1_weight, x, num_tokens_per_expert)
         x, w1, w2 = _in_one_dtype(x, self.mlp1_weight, self.mlp2_weight)
-        b1, b2 = _local(self.mlp1_bias), _local(self.mlp2_bias)  # which autocast does not round
+        b1, b2 = local(self.mlp1_bias), local(self.mlp2_bias)  # which autocast does not round
         expert = torch.arange(counts.numel(), device=x.device).repeat_interleave(counts, output_size=x.shape[0])
         hidden = grouped_matmul(x, w1.mT, counts) + b1[expert]
         hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(w2.dtype)
         # tensor parallel adds up its ranks' outputs, and the bias must come out once
         b2 = ScaleBiasForward.apply(b2, _degree(self.mlp1_weight, "tp") * _degree(self.mlp1_weight, "etp"))
         return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
+
+
+def _sizes(weight: Tensor) -> str:
+    experts, hidden, dim = weight.shape
+    return f"experts={experts}, dim={dim}, hidden={hidden}"
 
 
 def _counts(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -62,15 +75,11 @@ def _counts(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tenso
 
 def _in_one_dtype(x: Tensor, *parameters: Tensor) -> list[Tensor]:
     """What a matrix product is given: local tensors, in autocast's dtype or else the wider of ``x`` and weights."""
-    local = [_local(parameter) for parameter in parameters]
-    dtype = torch.promote_types(x.dtype, local[0].dtype)
+    tensors = [local(parameter) for parameter in parameters]
+    dtype = torch.promote_types(x.dtype, tensors[0].dtype)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    return [tensor.to(dtype) for tensor in (x, *local)]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return [tensor.to(dtype) for tensor in (x, *tensors)]
 
 
 def _degree(parameter: Tensor, dimension: str) -> int:

@@ -8,19 +8,17 @@ between ranks, its dispatch and combine use them too: :mod:`torchtitan_npu.distr
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
-from torchtitan.protocols.train_spec import OptimizersBuilder, get_train_spec
+from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_npu.converters.base import Converter, deepep_objection, register, retyped
+from torchtitan_npu.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.rebind import rebound
 
 
 class NpuTokenReorderer(TokenReorderer):
@@ -39,6 +37,9 @@ class NpuTokenReorderer(TokenReorderer):
 
 class NpuMoE(MoE):
     """TorchTitan's ``MoE`` on ``npu_moe_token_permute`` and ``npu_moe_token_unpermute``."""
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.router.top_k}, permutation=npu_moe_token_permute"
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (batch, sequence, dim) through its experts."""
@@ -69,38 +70,29 @@ class NpuMoE(MoE):
         # before the sum over the experts, so that it may overlap with expert parallel's communication
         shared = None if self.shared_experts is None else self.shared_experts(x)
 
-        # the dtypes of TorchTitan's sums: of scored rows the experts', of others that of x
-        if not self.score_before_experts:
-            weights, rows = scores, rows.to(x.dtype)
-        else:
-            weights = torch.ones_like(scores)
-            if torch.is_autocast_enabled(x.device.type):
-                # which sums in float32 on CUDA and not on CPU; a sum of nothing tells
-                rows = rows.to(rows[:0].sum(dim=1).dtype)
-        out = torch.ops.npu.npu_moe_token_unpermute(rows, row_of_pair, weights)
+        if self.score_before_experts:
+            out = torch.ops.npu.npu_moe_token_unpermute(rows, row_of_pair).view(-1, top_k, dim).sum(dim=1)
+        else:  # weighted in the wider dtype, as TorchTitan does in float32
+            rows = rows.to(torch.promote_types(rows.dtype, x.dtype))
+            out = torch.ops.npu.npu_moe_token_unpermute(rows, row_of_pair, scores).to(x.dtype)
         if tokens is not None:
             out = out.new_zeros(x.shape).index_copy(0, tokens, out)
         return (out if shared is None else shared + out).view(shape)
 
 
+def deepep_objection(name: str, job_config: JobConfig) -> str | None:
+    """Why the converter ``name`` of experts' work cannot be had with DeepEP, if the job asks for that."""
+    if job_config.parallelism.expert_parallel_comm_backend != "deepep":
+        return None
+    return (
+        f'{name} and parallelism.expert_parallel_comm_backend = "deepep" collide: DeepEP orders the tokens in a way of '
+        f'its own; set it to "standard", or take {name} off the list'
+    )
+
+
 def _recomputing() -> bool:
     """Whether this forward is activation checkpointing's second one, which runs inside the backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def counting_once(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
-    """``build_optimizers`` that takes our layers' counts as they are.
-
-    TorchTitan's halves what the layers of checkpointed blocks have counted, rounded down, for its own count twice
-    (components/optimizer.py:387); it knows such blocks by ``CheckpointImpl.NO_REENTRANT``.
-    """
-
-    def build(model_parts: list[nn.Module], *args: Any, **kwargs: Any) -> OptimizersContainer:
-        ours = any(isinstance(module, NpuMoE) for part in model_parts for module in part.modules())
-        replacements = {CheckpointImpl: SimpleNamespace(NO_REENTRANT=object())} if ours else {}
-        return rebound(build_optimizers, replacements)(model_parts, *args, **kwargs)
-
-    return build
 
 
 @functools.cache
@@ -121,12 +113,8 @@ class PermuteConverter(Converter):
         return super().objection() or deepep_objection(self.name, self.job_config) or self._dispatch_objection()
 
     def _dispatch_objection(self) -> str | None:
-        from torchtitan_npu.train_specs import AdaptedTrainSpec
-
-        name = self.job_config.model.name
-        if self.job_config.parallelism.expert_parallel_degree == 1 or isinstance(
-            get_train_spec(name), AdaptedTrainSpec
-        ):
+        name, degree = self.job_config.model.name, self.job_config.parallelism.expert_parallel_degree
+        if degree == 1 or isinstance(get_train_spec(name), AdaptedTrainSpec):
             return None
         return (
             f"{self.name} with expert parallel needs a train spec that brings its dispatch: register that of {name} as "

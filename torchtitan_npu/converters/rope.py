@@ -21,7 +21,7 @@ from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
-from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.converters.base import Converter, log_once, register, retyped
 from torchtitan_npu.converters.rotary_tables import HALF, INTERLEAVE, ForwardTables, Pairing, rotate
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.rebind import rebound, refers_to
@@ -59,11 +59,13 @@ PAIRINGS = {rotate_pairs: INTERLEAVE, rotate_pairs_of_both: INTERLEAVE, rotate_h
 
 
 @functools.cache
-def rotating_methods(cls: type[nn.Module]) -> dict[str, Pairing]:
+def rotating_methods(cls: type[nn.Module]) -> dict[str, frozenset[Pairing]]:
     """The methods of ``cls`` (not those of every module) that call one of TorchTitan's functions: how they rotate."""
     names = [name for name in dir(cls) if name == "forward" or not hasattr(nn.Module, name)]
     found = {name: refers_to(inspect.getattr_static(cls, name), ROTATIONS) for name in names}
-    return {name: PAIRINGS[ROTATIONS[functions[0]]] for name, functions in found.items() if functions}
+    return {
+        name: frozenset(PAIRINGS[ROTATIONS[f]] for f in functions) for name, functions in found.items() if functions
+    }
 
 
 @functools.cache
@@ -78,11 +80,37 @@ def rotating(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Npu{cls.__name__}", (cls,), {**methods, "extra_repr": extra_repr})
 
 
-def pairing_of(module: nn.Module) -> Pairing | None:
+def pairings_of(module: nn.Module) -> frozenset[Pairing]:
     """How ``module`` rotates, if its methods call one of TorchTitan's functions and it uses its rotations."""
     if not getattr(module, "use_rope", True):  # llama4's layers without positions
+        return frozenset()
+    return frozenset().union(*rotating_methods(type(module)).values())  # type: ignore[arg-type]
+
+
+def rotates(module: nn.Module) -> bool:
+    """Whether a method of ``module`` calls one of TorchTitan's functions, used or not."""
+    return bool(rotating_methods(type(module)))  # type: ignore[arg-type]
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` has an argument of that name."""
+    return "positions" in inspect.signature(module.forward).parameters
+
+
+def shared_pairing(owner: nn.Module, targets: list[nn.Module]) -> Pairing | None:
+    """How the ``targets`` inside ``owner`` rotate, if they can share tables that ``owner`` hands them as positions.
+
+    That is so if ``owner`` takes positions and holds the angles, its targets all rotate in one way, and none of its
+    other modules takes positions too, with which it may do anything.
+    """
+    inside = [module for module in targets if any(module is part for part in owner.modules())]
+    pairings = frozenset[Pairing]().union(*map(pairings_of, inside))
+    if len(pairings) != 1 or owner in inside or not takes_positions(owner):
         return None
-    return next(iter(rotating_methods(type(module)).values()), None)  # type: ignore[arg-type]
+    (pairing,) = pairings
+    with_positions = filter(takes_positions, owner.modules())
+    strangers = [module for module in with_positions if not any(map(rotates, module.modules()))]
+    return pairing if isinstance(getattr(owner, pairing.cache, None), Tensor) and not strangers else None
 
 
 @register
@@ -94,28 +122,31 @@ class RoPEConverter(Converter):
     operators = ("npu_rotary_mul",)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(fqn, m) for fqn, m in model.named_modules() if m is not model and pairing_of(m) is not None]
+        return [(fqn, module) for fqn, module in model.named_modules() if module is not model and pairings_of(module)]
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         return retyped(module, rotating(type(module)))  # type: ignore[arg-type]
 
     def convert(self, model: nn.Module) -> None:
-        pairings = {pairing for _, module in self.targets(model) if (pairing := pairing_of(module))}
+        targets = [module for _, module in self.targets(model)]
+        shared = [(owner, pairing) for owner in model.modules() if (pairing := shared_pairing(owner, targets))]
+        left = len(targets) - len({id(t) for owner, _ in shared for t in owner.modules()} & {id(t) for t in targets})
         super().convert(model)
-        takes_positions = "positions" in inspect.signature(model.forward).parameters
-        if takes_positions and len(pairings) == 1:  # layers of two kinds could not share tables
-            (pairing,) = pairings
-            if isinstance(getattr(model, pairing.cache, None), Tensor):
-                model.register_forward_pre_hook(ForwardTables(pairing), with_kwargs=True)
+        for owner, pairing in shared:
+            owner.register_forward_pre_hook(ForwardTables(pairing), with_kwargs=True)
+        if left:
+            log_once(f"{self.name}: {left} of the modules take cosines and sines from the model in each layer")
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
-        pairing, heads = pairing_of(module), getattr(module, "n_heads", None)
+        heads = getattr(module, "n_heads", None)
         dim = getattr(module, "qk_rope_head_dim", None) or getattr(module, "head_dim", None)
-        if pairing is None or heads is None or dim is None:
+        if heads is None or dim is None:
             return []  # a user's attention with names of its own: its sizes show in the first forward
         batch = self.job_config.training.local_batch_size
         if self.parallel_dims.pp_enabled:
             batch = self.job_config.parallelism.pipeline_parallel_microbatch_size
         x = torch.empty(batch, 3, heads // self.parallel_dims.tp, dim, device="meta")
         table = x.new_empty(1, 3, 1, dim)
-        return OPS["npu_rotary_mul"].refusals(input=x, r1=table, r2=table, rotary_mode=pairing.rotary_mode)
+        modes = sorted(pairing.rotary_mode for pairing in pairings_of(module))
+        operator = OPS["npu_rotary_mul"]
+        return [text for mode in modes for text in operator.refusals(input=x, r1=table, r2=table, rotary_mode=mode)]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan_npu.converters.base import local
+
 
 @dataclass(frozen=True)
 class Pairing:
@@ -52,15 +54,18 @@ def rotate(pairing: Pairing, cache: Tensor, positions: Tensor | None, *tensors: 
     ``positions`` are those TorchTitan passes, (1 or batch, sequence) or none for 0, 1, 2, ...; or tables, for which
     ``cache`` was used already.
     """
-    sequence = tensors[0].shape[1]
+    batch, sequence = tensors[0].shape[:2]
     if positions is None:
-        tables = pairing.tables(_local(cache)[None, :sequence])
-    elif positions.ndim == 2:
-        tables = pairing.tables(_local(cache)[_local(positions)])
+        tables = pairing.tables(local(cache)[None, :sequence])
+    elif positions.ndim == PACKED_NDIM:
+        tables = unpack(local(positions))
     else:
-        tables = unpack(_local(positions))
-    if tables.shape[2] not in (sequence, cache.shape[0]):  # as the models assert it: what follows would cut them off
-        raise ValueError(f"positions of {tables.shape[2]} tokens for a sequence of {sequence}")
+        tables = pairing.tables(local(cache)[local(positions)])
+    # tables of all positions are longer than the sequence; positions that are would be cut off below
+    lengths = (sequence, cache.shape[0]) if positions is not None and positions.ndim == PACKED_NDIM else (sequence,)
+    if tables.shape[1] not in (1, batch) or tables.shape[2] not in lengths:
+        given = tuple(tables.shape[1:3])
+        raise ValueError(f"positions or angles for {given} tokens, for a batch of sequences ({batch}, {sequence})")
     cos, sin = tables[:, :, :sequence]  # (1 or batch, sequence, 1, dim)
     return tuple(_rotated(x, cos, sin, pairing.rotary_mode) for x in tensors)
 
@@ -80,6 +85,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
 def look_up(tables: Tensor, positions: Tensor | None) -> Tensor:
     """The rows of ``tables`` (2, all positions, 1, dim) for these ``positions``: (2, 1 or batch, sequence, 1, dim)."""
     return tables.unsqueeze(1) if positions is None else tables[:, positions]
+
+
+PACKED_NDIM = 5  # (2, 1 or batch, sequence, 1, dim); positions have 2 dimensions
 
 
 def pack(tables: Tensor) -> Tensor:
@@ -103,7 +111,7 @@ class ForwardTables:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         call = inspect.signature(model.forward).bind(*args, **kwargs)
         positions = call.arguments.get("positions")
-        if positions is None or positions.ndim == 2:
+        if positions is None or positions.ndim != PACKED_NDIM:
             call.arguments["positions"] = pack(look_up(self.tables(model), positions))
         return call.args, call.kwargs
 
@@ -114,11 +122,6 @@ class ForwardTables:
             with torch.inference_mode(False), torch.no_grad():  # a validation's tables must serve training too
                 self._cache, self._tables = cache, self.pairing.tables(cache).contiguous()
         return self._tables
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Tensor parallel replicates a layer's angles and positions over its ranks."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _replicated(table: Tensor, like: DTensor) -> DTensor:

@@ -11,24 +11,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
 from torchtitan.models.moe.utils import _permute, _unpermute
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
+from torchtitan_npu.converters.base import log_once
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.rebind import rebound
 
 
 def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> ParallelizeFunction:
     """``parallelize`` for this ``model``: with fused dispatch and combine, if ``npu_permute`` has converted it."""
-    experts: list[Any] = [module.experts for module in model.modules() if isinstance(module, NpuMoE)]
-    if not experts or any(module.use_grouped_mm for module in experts):
-        return parallelize  # torch._grouped_mm needs TorchTitan's padding
+    experts = [module.experts for module in model.modules() if isinstance(module, NpuMoE)]
+    if not experts:
+        return parallelize
+    if any(getattr(module, "use_grouped_mm", False) for module in experts):
+        log_once(
+            "npu_permute: expert parallel sorts as TorchTitan does, with the padding of torch._grouped_mm; see npu_gmm"
+        )
+        return parallelize
     fused = rebound(parallelize, STYLES)
-    if fused is not parallelize:
-        for module in experts:
-            module.dispatch_pads = False
+    if fused is parallelize:
+        log_once(
+            f"npu_permute: expert parallel sorts as it did: {parallelize.__qualname__} uses none of TorchTitan's styles"
+        )
     return fused
 
 
@@ -52,10 +60,16 @@ def restore_order(rows: Tensor, shape: torch.Size, place_of_row: Tensor) -> Tens
     return torch.ops.npu.npu_moe_token_unpermute(rows, place_of_row)
 
 
+_dispatch = rebound(ExpertParallel._token_dispatch, {_permute: sort_by_expert})
+
+
 class NpuExpertParallel(ExpertParallel):
     """TorchTitan's ``ExpertParallel`` with the fused operators."""
 
-    _token_dispatch = rebound(ExpertParallel._token_dispatch, {_permute: sort_by_expert})
+    def _token_dispatch(self, mod: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        mod.dispatch_pads = False
+        return _dispatch(self, mod, inputs, device_mesh)
+
     _token_combine = rebound(ExpertParallel._token_combine, {_unpermute: restore_order})
 
 
