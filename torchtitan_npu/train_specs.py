@@ -38,6 +38,7 @@ from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.expert_counts import counting_once
+from torchtitan_npu.models import deepseek_v32
 from torchtitan_npu.sdpa_flavors import with_sdpa_flavors
 from torchtitan_npu.validate import Validator
 
@@ -191,6 +192,7 @@ def _register() -> None:
         if name == "deepseek_v3":
             spec = replace(spec, model_args=with_sdpa_flavors(spec.model_args))
         register_train_spec(name, adapt(spec))
+    register_train_spec("deepseek_v32", adapt(deepseek_v32.get_train_spec()))
 
 
 _register()

@@ -42,6 +42,34 @@ def test_replaces_in_nested_and_shared_containers() -> None:
     assert block[0] is not model["b"][1]
 
 
+class Nested(nn.SiLU):
+    """A target that may hold another."""
+
+    def __init__(self, child: nn.Module | None = None) -> None:
+        super().__init__()
+        self.child = child
+
+
+class LoudNested(Nested):
+    pass
+
+
+class NestedConverter(SiLUConverter):
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return modules_of_type(model, Nested)
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        return retyped(module, LoudNested)
+
+
+def test_replaces_a_target_inside_another() -> None:
+    inner, outer = Nested(), Nested()
+    outer.child = inner
+    model = nn.Sequential(outer)
+    NestedConverter(job(), ParallelDims(**LAYOUT)).convert(model)
+    assert type(model[0]) is type(model[0].child) is LoudNested
+
+
 def test_a_marked_model_has_the_same_state() -> None:
     model = nn.Sequential(nn.SiLU(), nn.Linear(2, 2))
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}

@@ -148,7 +148,8 @@ def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
     """Put each replacement wherever the module it replaces is registered, under every name it has."""
-    for parent in list(model.modules()):
+    # one of the replacements may be a child of another
+    for parent in [*model.modules(), *replacements.values()]:
         for name, child in parent._modules.items():
             if child in replacements:
                 parent._modules[name] = replacements[child]

@@ -1,0 +1,178 @@
+"""DeepSeek-V3.2's attention: absorbed or not, whom its gradients reach, what it selects, in which order tokens come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, model_args, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
+
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
+from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.indexer import Indexer
+from torchtitan_npu.models.deepseek_v32.inner_attention import index_scores, select
+from torchtitan_npu.ops import OPS
+
+TOP_KS = (1, TOP_K, SEQUENCE + 9)
+
+
+def attention_step(absorb: bool, top_k: int) -> dict[str, Tensor]:
+    """Output and gradients of one layer's attention in float64."""
+    args = model_args(absorb=absorb, index_topk=top_k)
+    torch.manual_seed(0)
+    attention = Attention(args).double()
+    x = torch.randn(BATCH, SEQUENCE, args.dim, dtype=torch.float64, requires_grad=True)
+    output = attention(x, precompute_freqs_cis(args), None)
+    output.backward(torch.randn(output.shape, dtype=output.dtype))
+    gradients = {name: p.grad for name, p in attention.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), "x": x.grad, **gradients}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("top_k", TOP_KS)
+def test_absorbed_is_not_absorbed(top_k: int) -> None:
+    absorbed, plain = (attention_step(absorb, top_k) for absorb in (True, False))
+    assert absorbed.keys() == plain.keys()
+    for name, expected in plain.items():
+        # each is a few hundred terms and a dozen sums deep; but for the rotation, which TorchTitan has in float32 and
+        # which is of the same numbers on both sides, nothing is coarser than float64
+        assert (absorbed[name] - expected).norm() <= 1e-12 * expected.norm(), name
+
+
+def model_step(**changes: Any) -> tuple[float, dict[str, Tensor | None]]:
+    model = build(model_args(**changes))
+    logits = model(tokens()[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens()[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_absorbed_trains_as_not_absorbed() -> None:
+    (loss, gradients), (expected_loss, expected_gradients) = (model_step(absorb=absorb) for absorb in (True, False))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for name, expected in expected_gradients.items():
+        if expected is not None:
+            ours = gradients[name]
+            assert ours is not None and (ours - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def test_the_loss_gives_gradients_to_all_but_the_indexer() -> None:
+    _, gradients = model_step()
+    without = {name for name, gradient in gradients.items() if gradient is None}
+    assert without == {name for name in gradients if ".indexer." in name}
+    assert without
+
+
+def test_the_indexer_gives_gradients_to_itself_only() -> None:
+    args = model_args()
+    indexer = Indexer(args)
+    x = torch.randn(BATCH, SEQUENCE, args.dim, requires_grad=True)
+    q_latent = torch.randn(BATCH, SEQUENCE, args.q_lora_rank, requires_grad=True)
+    index_scores(*indexer(x, q_latent, precompute_freqs_cis(args), None)).square().sum().backward()
+    assert x.grad is None and q_latent.grad is None
+    for name, parameter in indexer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.norm() > 0, name
+
+
+@given(sequence=st.integers(1, 12), heads=st.integers(1, 3), top_k=st.integers(1, 15), seed=st.integers(0, 2**32 - 1))
+def test_selects_what_the_operator_selects(sequence: int, heads: int, top_k: int, seed: int) -> None:
+    """Of small integers, so that many scores are equal and none is rounded."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, weights = (
+        torch.randint(-2, 3, size, generator=generator).float()
+        for size in ((BATCH, sequence, heads, 4), (BATCH, sequence, 4), (BATCH, sequence, heads))
+    )
+    visible = torch.ones(1, sequence, sequence, dtype=torch.bool).tril()
+    selected = select(index_scores(q, k, weights), visible, top_k)
+    indices, _ = torch.ops.npu.npu_lightning_indexer(q, k.unsqueeze(2), weights, sparse_count=top_k, sparse_mode=3)
+    expected = torch.zeros(BATCH, sequence, sequence + 1, dtype=torch.bool)
+    expected.scatter_(-1, indices.squeeze(2).long() + 1, True)  # -1, where there are fewer keys, goes to the first
+    assert torch.equal(selected, expected[..., 1:])
+
+
+def test_of_equal_scores_takes_the_earlier() -> None:
+    visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    selected = select(torch.zeros(1, 5, 5), visible, 2)
+    assert selected[0].int().tolist() == [[1, 0, 0, 0, 0]] + [[1, 1, 0, 0, 0]] * 4
+
+
+def test_tokens_in_another_order_with_their_positions_give_the_same() -> None:
+    """Positions, not places in memory, say what a token sees: another order in each row."""
+    model = build(model_args())
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.randperm(SEQUENCE, generator=generator) for _ in range(BATCH)])
+    with torch.no_grad():
+        in_order, shuffled = model(tokens()), model(tokens().gather(1, positions), positions=positions)
+    expected = in_order.gather(1, positions.unsqueeze(-1).expand_as(in_order))
+    assert (shuffled - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_token_does_not_see_later_ones() -> None:
+    model = build(model_args())
+    changed = tokens()
+    changed[:, 10] = (changed[:, 10] + 1) % model.model_args.vocab_size
+    with torch.no_grad():
+        before, after = model(tokens()), model(changed)
+    difference = (before - after).abs().amax((0, 2)) / before.abs().max()
+    assert difference[:10].max() <= 1e-5  # not 0: experts multiply another number of tokens at once
+    assert difference[10:].max() > 1e-2
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel_npu", "671B_4layers", "671B_8layers", "671B"])
+def test_an_npu_takes_the_sizes(flavor: str) -> None:
+    args, rows = deepseekv32_args[flavor], 8
+
+    def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    q, kv = tensor(1, rows, args.n_heads, args.kv_lora_rank), tensor(1, rows, 1, args.kv_lora_rank)
+    rope = {
+        "query_rope": tensor(1, rows, args.n_heads, args.qk_rope_head_dim),
+        "key_rope": tensor(1, rows, 1, args.qk_rope_head_dim),
+    }
+    index = {
+        "query": tensor(1, rows, args.index_n_heads, args.index_head_dim),
+        "key": tensor(1, rows, 1, args.index_head_dim),
+        "weights": tensor(1, rows, args.index_n_heads),
+    }
+    indices = tensor(1, rows, 1, args.index_topk, dtype=torch.int32)
+    assert OPS["npu_lightning_indexer"].refusals(**index, sparse_count=args.index_topk) == []
+    attention = {"query": q, "key": kv, "value": kv, "sparse_indices": indices, "scale_value": 1.0, **rope}
+    assert OPS["npu_sparse_flash_attention"].refusals(**attention) == []
+    assert OPS["npu_sparse_flash_attention_grad"].refusals(**attention) == []
+    loss = {**attention, "query_index": index["query"], "key_index": index["key"], "weights": index["weights"]}
+    assert OPS["npu_sparse_lightning_indexer_grad_kl_loss"].refusals(**loss) == []
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_degree", "context_parallel_degree"])
+def test_says_what_cannot_be_split(key: str) -> None:
+    config = JobConfig()
+    setattr(config.parallelism, key, 2)
+    with pytest.raises(UsageError, match=f"parallelism.{key} is 2"):
+        model_args().update_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [({"q_lora_rank": 0}, "q_lora_rank"), ({"index_head_dim": 8}, "index_head_dim"), ({"attn_type": "flex"}, "flex")],
+    ids=["q_lora_rank", "index_head_dim", "attn_type"],
+)
+def test_says_which_size_is_wrong(change: dict[str, Any], names: str) -> None:
+    with pytest.raises(UsageError, match=names):
+        model_args(**change)
+
+
+def test_every_weight_gets_a_value() -> None:
+    model = DeepSeekV32Model(model_args())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        model.init_weights(torch.device("cpu"))
+    assert [name for name, parameter in model.named_parameters() if parameter.isnan().any()] == []

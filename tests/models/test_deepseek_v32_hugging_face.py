@@ -1,0 +1,188 @@
+"""DeepSeek-V3.2 is the released model: its weights go in, transformers' logits come out, and its files again."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, hugging_face_config, model_args, randomise, tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchtitan.distributed import ParallelDims
+from transformers import AutoModelForCausalLM, DeepseekV32Config
+
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.models.deepseek_v32 import (
+    DeepSeekV32Model,
+    DeepSeekV32ModelArgs,
+    DeepSeekV32StateDictAdapter,
+    deepseekv32_args,
+)
+
+TOLERANCE = 1e-5
+"""Of the largest logit. Float32 rounds by 6e-8; a logit is some thirty sums deep, each of up to 128 terms, and rounding
+errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6, of which the furthest of 4,608 logits may be twice."""
+
+STRETCHED = torch.arange(SEQUENCE) * torch.tensor([[1], [5]])
+"""Positions of another kind in each row: a constant offset would not show, since rotations are relative."""
+
+
+class Released(NamedTuple):
+    """What there is of a released model."""
+
+    weights: dict[str, Tensor]
+    """As in its files: transformers has one tensor for all experts in memory, and writes one for each."""
+    logits: Tensor
+    """What transformers computes of ``tokens``."""
+    stretched_logits: Tensor
+    """The same with the positions :data:`STRETCHED`."""
+
+
+@functools.cache
+def released(**changes: Any) -> Released:
+    """A random model by transformers, saved."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
+    model = AutoModelForCausalLM.from_config(hugging_face_config(**changes), **plain).eval()
+    randomise(model)
+    # a mask, else transformers takes each jump of the positions for the start of a document
+    mask = torch.full((SEQUENCE, SEQUENCE), -torch.inf).triu(1).expand(BATCH, 1, -1, -1)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stretched = model(tokens(), attention_mask=mask, position_ids=STRETCHED)
+        return Released(load_file(f"{folder}/model.safetensors"), model(tokens()).logits, stretched.logits)
+
+
+def loaded(weights: dict[str, Tensor], args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
+    """Our model with the released weights: with all of them, and no others."""
+    model = build(args)
+    model.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(weights), strict=True)
+    return model
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.dtype == theirs.dtype == torch.float32
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("absorb", [True, False], ids=["absorbed", "not absorbed"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"index_topk": 1}, {"index_topk": 1}),
+        ({"index_topk": SEQUENCE + 9}, {"index_topk": SEQUENCE + 9}),
+        ({"original_seq_len": 256}, {"yarn": True}),
+    ],
+    ids=["top-k 7 of 24", "top-k 1", "top-k 33 of 24", "yarn"],
+)
+def test_computes_what_hugging_face_computes(ours: dict[str, Any], theirs: dict[str, Any], absorb: bool) -> None:
+    model = loaded(released(**theirs).weights, model_args(**ours, absorb=absorb))
+    with torch.no_grad():
+        assert distance(model(tokens()), released(**theirs).logits) <= TOLERANCE
+        assert distance(model(tokens(), positions=STRETCHED), released(**theirs).stretched_logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"])
+def test_computes_it_with_converters(name: str) -> None:
+    model = loaded(released().weights, model_args())
+    CONVERTERS[name](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)
+    with torch.no_grad():
+        assert distance(model(tokens()), released().logits) <= TOLERANCE
+        assert distance(model(tokens(), positions=STRETCHED), released().stretched_logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index_topk": TOP_K - 1},
+        {"index_topk": SEQUENCE},
+        {"original_seq_len": 256},
+        {"norm_eps": 1e-5},
+        {"rope_theta": 20000.0},
+        {"route_scale": 1.0},
+    ],
+    ids=str,
+)
+def test_another_convention_would_show(change: dict[str, Any]) -> None:
+    model = loaded(released().weights, model_args(**change))
+    with torch.no_grad():
+        assert distance(model(tokens()), released().logits) > 10 * TOLERANCE
+
+
+def test_gives_released_weights_back() -> None:
+    args, weights = model_args(), released().weights
+    exported = DeepSeekV32StateDictAdapter(args, None).to_hf(loaded(weights, args).state_dict())
+    assert exported.keys() == weights.keys()
+    for name, value in weights.items():
+        assert exported[name].dtype == value.dtype and torch.equal(exported[name], value), name
+
+
+def test_reads_weights_in_fp8(tmp_path: Path) -> None:
+    """Quantised by blocks of 128 × 128, as released; the last blocks of these matrices are smaller."""
+    args = model_args(dim=144, moe_inter_dim=136, q_lora_rank=130, kv_lora_rank=132, n_layers=2, num_experts=4)
+    args.moe_args.num_expert_groups = None
+    model, adapter = build(args), DeepSeekV32StateDictAdapter(args, None)
+    wanted = adapter.to_hf(model.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    file: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+    for name, value in wanted.items():
+        if name.endswith(("_proj.weight", "_with_mqa.weight", "wq_b.weight", "wk.weight")) and "weights_" not in name:
+            file[name] = torch.randn(value.shape, generator=generator).to(torch.float8_e4m3fn)
+            blocks = [-(-size // 128) for size in value.shape]
+            scales = file[f"{name}_scale_inv"] = torch.rand(blocks, generator=generator) + 0.5
+            expected[name] = file[name].float()
+            for row in range(blocks[0]):
+                for column in range(blocks[1]):
+                    expected[name][row * 128 : row * 128 + 128, column * 128 : column * 128 + 128] *= scales[
+                        row, column
+                    ]
+        else:
+            file[name] = expected[name] = torch.randn(value.shape, generator=generator)
+    assert any(len(scales) > 1 for name, scales in file.items() if "indexer" in name and name.endswith("scale_inv"))
+    save_file(file, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(file, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    dcp.load(wanted, storage_reader=adapter.get_hf_storage_reader(str(tmp_path), from_quantized=True))
+    model.load_state_dict(adapter.from_hf(wanted), strict=True)
+    for name, value in adapter.to_hf(model.state_dict()).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_the_largest_flavor_has_the_released_sizes() -> None:
+    ours, theirs = deepseekv32_args["671B"], DeepseekV32Config()  # transformers' defaults are the release's
+    experts = ours.moe_args
+    sizes = {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.dim,
+        "intermediate_size": ours.inter_dim,
+        "moe_intermediate_size": ours.moe_inter_dim,
+        "num_hidden_layers": ours.n_layers,
+        "first_k_dense_replace": ours.n_dense_layers,
+        "num_attention_heads": ours.n_heads,
+        "rms_norm_eps": ours.norm_eps,
+        "q_lora_rank": ours.q_lora_rank,
+        "kv_lora_rank": ours.kv_lora_rank,
+        "qk_nope_head_dim": ours.qk_nope_head_dim,
+        "qk_rope_head_dim": ours.qk_rope_head_dim,
+        "v_head_dim": ours.v_head_dim,
+        "index_n_heads": ours.index_n_heads,
+        "index_head_dim": ours.index_head_dim,
+        "index_topk": ours.index_topk,
+        "n_routed_experts": experts.num_experts,
+        "n_shared_experts": experts.num_shared_experts,
+        "num_experts_per_tok": experts.top_k,
+        "n_group": experts.num_expert_groups,
+        "topk_group": experts.num_limited_groups,
+        "norm_topk_prob": experts.route_norm,
+        "routed_scaling_factor": experts.route_scale,
+    }
+    assert sizes == {name: getattr(theirs, name) for name in sizes}
