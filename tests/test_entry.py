@@ -97,7 +97,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_converted_training_follows_the_eager_baseline(compared: Path) -> None:
-    assert "npu_rms_norm: replaced 13 nn.RMSNorm" in (compared / "candidate.log").read_text()
+    assert "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm" in (compared / "candidate.log").read_text()
     assert "npu_rms_norm" not in (compared / "baseline.log").read_text()
     assert (compared / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
