@@ -52,7 +52,7 @@ class BelowSubclasses(TorchDispatchMode):
     """A mode that sees what reaches the device: a DTensor's operators and collectives on its local tensors."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(issubclass(cls, FakeTensor) for cls in types):
+        if not all(cls is Tensor or issubclass(cls, FakeTensor) for cls in types):
             return NotImplemented  # the subclass unwraps itself, and what it then calls comes by here again
         return self.call(op, args, kwargs or {})
 

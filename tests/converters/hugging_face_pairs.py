@@ -10,13 +10,14 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from models import job
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.model import BaseModelArgs
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests.converters.models import job
 
 VOCABULARY = 96
 POSITIONS = 1024

@@ -14,6 +14,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
+import torchtitan_npu
+
+torchtitan_npu.register()
+
 BATCH, SEQUENCE = 2, 16
 
 LAYOUT = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "world_size": 1}

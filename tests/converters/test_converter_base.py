@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from models import LAYOUT, job
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
+from tests.converters.models import LAYOUT, job
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.base import Converter, _ranges, modules_of_type, retyped, summary
 from torchtitan_npu.errors import UsageError

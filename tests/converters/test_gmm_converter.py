@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.expert_parallel import TensorParallel
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossTensorParallel
@@ -27,6 +25,7 @@ from tests.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.gmm import NpuGptOssGroupedExperts, NpuGroupedExperts
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.rehearsal import Calls
 
 KINDS = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}
 
@@ -69,25 +68,15 @@ def test_experts_without_tokens_have_zero_gradients(biased: bool, counts: list[i
             assert bool(results[name][expert].count_nonzero()) == (count > 0)
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("biased", "products"), [(False, 3), (True, 2)])
 def test_calls_the_fused_operators_whatever_the_number_of_experts(biased: bool, products: int) -> None:
     for number in (2, 8):
         _, converted = experts(biased, number)
-        with Operators() as operators:
+        with Calls() as calls:
             call_experts(converted, *rows([1] * number))
-        assert operators.names.count("npu_grouped_matmul") == 3 * products  # forward, gradients of rows and weights
-        assert operators.names.count("npu_swiglu") == operators.names.count("npu_swiglu_backward") == int(not biased)
-        assert not {"mm", "bmm", "addmm", "_grouped_mm"} & set(operators.names)
+        assert calls.count("npu")["npu_grouped_matmul"] == 3 * products  # forward, gradients of rows and weights
+        assert calls.count("npu")["npu_swiglu"] == calls.count("npu")["npu_swiglu_backward"] == int(not biased)
+        assert not {"mm", "bmm", "addmm", "_grouped_mm"} & set(calls.count("aten"))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_pairs import PAIRS, VOCABULARY, Pair
-from models import LAYOUT, convert, initialise, job
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
@@ -19,7 +17,10 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoModelForCausalLM
 
+from tests.converters.hugging_face_pairs import PAIRS, VOCABULARY, Pair
+from tests.converters.models import LAYOUT, convert, initialise, job
 from tests.layouts import TINY
+from tests.random_weights import randomise
 from torchtitan_npu.converters import CONVERTERS
 
 TOLERANCE = 1e-5
@@ -78,26 +79,10 @@ def released(name: str) -> Released:
     """A random model by transformers, saved."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
     model = AutoModelForCausalLM.from_config(PAIRS[name].config, **plain).eval()
-    randomise(model)
+    randomise(model, small=("embed_tokens", "_a_proj", "q_proj", "k_proj", "bias"))
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return Released(load_file(f"{folder}/model.safetensors"), model(tokens()).logits)
-
-
-def randomise(model: nn.Module) -> None:
-    """Weights under which every part counts: gains that are not 1, biases that reroute tokens, large matrices.
-
-    Only what goes into norms is small, so that their epsilon shows.
-    """
-    generator = torch.Generator().manual_seed(0)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    with torch.no_grad():
-        for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
-            if "norm" in name:
-                tensor.uniform_(0.5, 1.5, generator=generator)
-            else:
-                small = any(part in name for part in ("embed_tokens", "_a_proj", "q_proj", "k_proj", "bias"))
-                tensor.normal_(0, 0.05 if small else tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def tokens() -> Tensor:

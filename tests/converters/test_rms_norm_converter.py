@@ -7,7 +7,17 @@ import logging
 
 import pytest
 import torch
-from models import (
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
+from torchtitan.protocols.train_spec import get_train_spec
+
+from tests.converters.models import (
     LAYOUT,
     Step,
     assert_as_exact,
@@ -19,16 +29,6 @@ from models import (
     job,
     step,
 )
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
-from torchtitan.protocols.train_spec import get_train_spec
-
 from tests.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.rms_norm import NpuRMSNorm

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LAYOUT, assert_no_further, convert, initialise, job
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -35,6 +33,7 @@ from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.models.qwen3.model.model import apply_rotary_emb as apply_rotary_emb_on_halves
 from torchtitan.protocols.train_spec import get_train_spec
 
+from tests.converters.models import LAYOUT, assert_no_further, convert, initialise, job
 from tests.layouts import TINY
 from tests.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS, known_converters
@@ -43,6 +42,7 @@ from torchtitan_npu.converters.rotary_tables import HALF, INTERLEAVE, rotate
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.arguments import by_name
+from torchtitan_npu.rehearsal import BelowSubclasses
 
 BATCH, SEQUENCE, MAX_SEQ_LEN, VOCABULARY = 2, 12, 48, 64
 
@@ -169,18 +169,16 @@ def references(name: str, positions: str) -> tuple[dict[str, Tensor], dict[str, 
         return theirs, compute(build(name, dtype=torch.float64), POSITIONS[positions])
 
 
-class Operators(TorchDispatchMode):
-    """Records what is called."""
+class Operators(BelowSubclasses):
+    """Records what is called, and with what."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented
-        self.calls.append((op._schema.name, by_name(op, args, kwargs or {})))
-        return op(*args, **(kwargs or {}))
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls.append((op._schema.name, by_name(op, args, kwargs)))
+        return op(*args, **kwargs)
 
     def rotations(self) -> list[dict[str, Any]]:
         """The arguments of each, by name."""

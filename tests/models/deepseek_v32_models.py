@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchtitan.models.moe import MoEArgs
 from transformers import DeepseekV32Config
 
@@ -112,22 +112,6 @@ def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     return model
-
-
-def randomise(model: nn.Module) -> None:
-    """Weights under which every part counts: gains that are not 1, biases that reroute tokens, large matrices.
-
-    Only what goes into norms is small, so that their epsilon shows.
-    """
-    generator = torch.Generator().manual_seed(0)
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    with torch.no_grad():
-        for name, tensor in {**dict(model.named_parameters()), **biases}.items():
-            if "norm" in name:
-                tensor.uniform_(0.5, 1.5, generator=generator)
-            else:
-                small = any(part in name for part in ("embed_tokens", "_a_proj", "indexer.wk", "bias"))
-                tensor.normal_(0, 0.05 if small else tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def tokens() -> Tensor:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, model_args, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
 
+from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, model_args, tokens
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args

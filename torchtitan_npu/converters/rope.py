@@ -103,7 +103,7 @@ def shared_pairing(owner: nn.Module, targets: list[nn.Module]) -> Pairing | None
     That is so if ``owner`` takes positions and holds the angles, its targets all rotate in one way, and none of its
     other modules takes positions too, with which it may do anything.
     """
-    inside = [module for module in targets if any(module is part for part in owner.modules())]
+    inside = set(targets).intersection(owner.modules())
     pairings = frozenset[Pairing]().union(*map(pairings_of, inside))
     if len(pairings) != 1 or owner in inside or not takes_positions(owner):
         return None
@@ -130,12 +130,12 @@ class RoPEConverter(Converter):
     def convert(self, model: nn.Module) -> None:
         targets = [module for _, module in self.targets(model)]
         shared = [(owner, pairing) for owner in model.modules() if (pairing := shared_pairing(owner, targets))]
-        left = len(targets) - len({id(t) for owner, _ in shared for t in owner.modules()} & {id(t) for t in targets})
+        left = set(targets).difference(*(owner.modules() for owner, _ in shared))
         super().convert(model)
         for owner, pairing in shared:
             owner.register_forward_pre_hook(ForwardTables(pairing), with_kwargs=True)
         if left:
-            log_once(f"{self.name}: {left} of the modules take cosines and sines from the model in each layer")
+            log_once(f"{self.name}: {len(left)} of the modules take cosines and sines from the model in each layer")
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         heads = getattr(module, "n_heads", None)
