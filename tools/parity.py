@@ -37,7 +37,7 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 from torchtitan_npu.config import JobConfig  # noqa: E402
 from torchtitan_npu.config_manager import shipped  # noqa: E402
 from torchtitan_npu.converters import CONVERTERS  # noqa: E402
-from torchtitan_npu.preflight import check_job  # noqa: E402
+from torchtitan_npu.preflight import build_on_meta, check_job  # noqa: E402
 from torchtitan_npu.train import Trainer  # noqa: E402
 
 MODELS = {
@@ -131,12 +131,10 @@ def add_flavor(name: str) -> None:
 
 def converters_for(name: str) -> list[str]:
     """Those that find something to replace."""
-    spec = get_train_spec(MODELS[name][0])
-    args: Any = copy.deepcopy(spec.model_args[FLAVOR])
-    args.update_from_config(JobConfig())
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    return [one for one, converter in CONVERTERS.items() if converter(JobConfig(), None).targets(model)]  # type: ignore[arg-type]
+    config = JobConfig()
+    config.model.name, config.model.flavor = MODELS[name][0], FLAVOR
+    model = build_on_meta(config)
+    return [one for one, converter in CONVERTERS.items() if converter(config, None).targets(model)]  # type: ignore[arg-type]
 
 
 def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace, nudge: bool = False) -> Curve:

@@ -52,7 +52,7 @@ def check_job(config: JobConfig, world_size: int) -> None:
             f"parallelism.pipeline_parallel_degree must be 1 for model.name {config.model.name!r} unless its TrainSpec "
             "is registered as torchtitan_npu.train_specs.adapt(spec): the gradients would be those of the summed loss"
         )
-    model = _build(config, spec)
+    model = build_on_meta(config)
     _check_model(config, dims, model)
     for converter in converters:
         converter.check_limits(converter.found_targets(model))
@@ -194,8 +194,9 @@ def _check_cpu(config: JobConfig) -> None:
             raise UsageError(f"{what} needs an accelerator; this process runs on the CPU")
 
 
-def _build(config: JobConfig, spec: TrainSpec) -> nn.Module:
+def build_on_meta(config: JobConfig) -> nn.Module:
     """The model as the job will build it, on the meta device: no memory, a second or two for the largest."""
+    spec = get_train_spec(config.model.name)
     args = copy.deepcopy(spec.model_args[config.model.flavor])
     args.update_from_config(config)
     with torch.device("meta"):
