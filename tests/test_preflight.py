@@ -148,3 +148,21 @@ def test_a_bad_job_is_refused(options: dict[str, Any], world_size: int, message:
         check_job(job(**options), world_size)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dsa__stage": "warmup"}, r"\[dsa\] is for models that have it, and llama3 does not"),
+        ({"mtp__layers": 1}, r"\[mtp\] is for models that have it, and llama3 does not"),
+    ],
+    ids=str,
+)
+def test_options_of_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_job(job(**changes), world_size=1)
+
+
+def test_a_context_parallel_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"npu\.context_parallel 'nowhere:Class' is no"):
+        check_job(job(npu__context_parallel="nowhere:Class", parallelism__context_parallel_degree=2), world_size=2)

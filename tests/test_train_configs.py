@@ -22,10 +22,11 @@ from torchtitan_npu.preflight import check_job
 torchtitan_npu.register()
 
 FILES = sorted(file for file in (PACKAGE / "train_configs").glob("*.toml") if "debugmodel" not in file.stem)
-DENSE = ["npu_rms_norm", "npu_rope"]
-MOE = [*DENSE, "npu_permute", "npu_gmm"]
-BYTES = 4 + 4 + 4 + 4
-"""Of one parameter, all in float32: itself, its gradient, and AdamW's two moments."""
+ORDER = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"]
+STATES = 4 + 4
+"""Bytes of AdamW's two moments of a parameter, in float32."""
+ON_DEVICE = 4 + 4
+"""And of the parameter itself and its gradient."""
 
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -74,8 +75,9 @@ def stages(config: JobConfig, model: nn.Module) -> list[dict[str, int]]:
 
 
 def test_the_list() -> None:
-    names = ["deepseek_v3_16b", "deepseek_v3_671b", "llama3_8b", "qwen3_235b_a22b", "qwen3_30b_a3b"]
-    assert [file.stem for file in FILES] == names
+    deepseek_v32 = [f"deepseek_v32_671b_{cut}" for cut in ("32k", "4k", "4layers_4k", "8layers_4k")]
+    others = ["llama3_8b", "qwen3_235b_a22b", "qwen3_30b_a3b"]
+    assert [file.stem for file in FILES] == [*deepseek_v32, "deepseek_v3_16b", "deepseek_v3_671b", *others]
 
 
 @each_file
@@ -90,9 +92,10 @@ def test_it_fits_its_devices(file: Path) -> None:
 @each_file
 def test_it_lists_every_converter_that_finds_something(file: Path) -> None:
     config = load(file)
-    experts = any(".experts." in name for name, _ in build(config).named_parameters())
-    assert config.model.converters == (MOE if experts else DENSE)
-    assert set(config.model.converters) <= set(CONVERTERS)
+    model = build(config)
+    matching = {name for name in CONVERTERS if CONVERTERS[name](config, None).targets(model)}  # type: ignore[arg-type]
+    assert config.model.converters == [name for name in ORDER if name in matching]
+    assert matching <= set(ORDER)
 
 
 @each_file
@@ -108,25 +111,40 @@ def test_its_header_says_what_it_is(file: Path) -> None:
     assert on_node and int(nodes[1] if nodes else 1) * int(on_node[1]) == devices
     assert f"--job.config_file torchtitan_npu/train_configs/{file.name}" in header
 
-    degrees = {"FSDP": p.data_parallel_shard_degree, "EP": p.expert_parallel_degree, "PP": p.pipeline_parallel_degree}
+    degrees = {
+        "FSDP": p.data_parallel_shard_degree,
+        "TP": p.tensor_parallel_degree,
+        "EP": p.expert_parallel_degree,
+        "PP": p.pipeline_parallel_degree,
+    }
     for name, degree in degrees.items():
         first = re.search(rf"\b{name} (\d+)", header)
         assert int(first[1] if first else 1) == degree
-    assert devices == degrees["FSDP"] * degrees["PP"]  # all parameters of a stage are shared out over all its devices
+    # all parameters of a stage are shared out over all its devices
+    assert devices == degrees["FSDP"] * degrees["TP"] * degrees["PP"]
 
     # the figures are rounded to their last digit
     largest = max(stages(config, build(config)), key=lambda stage: sum(stage.values()))
-    sum_in_header = re.search(r"16 bytes x ([\d.]+)e9 parameters / (\d+) devices = ([\d.]+) GiB", header)
+    swap = config.optimizer.swap
+    size = ON_DEVICE if swap else ON_DEVICE + STATES
+    sum_in_header = re.search(rf"{size} bytes x ([\d.]+)e9 parameters / (\d+) devices = ([\d.]+) GiB", header)
     assert sum_in_header
     elements, ranks = sum(largest.values()), devices // p.pipeline_parallel_degree
     assert float(sum_in_header[1]) == float(f"{elements / 1e9:.4g}")
     assert int(sum_in_header[2]) == ranks
-    gib = BYTES * elements / ranks / 2**30
+    gib = size * elements / ranks / 2**30
     assert sum_in_header[3] == f"{gib:.1f}"
+    if swap:
+        host = STATES * elements / ranks * int(on_node[1]) / 2**30
+        assert f"in host memory: {host:.0f} GiB on a node" in header
 
     if p.pipeline_parallel_degree > 1:
         experts = sum(n for name, n in largest.items() if ".experts." in name)
-        kept = (2 + 4) * (elements - experts + experts / p.expert_parallel_degree) / 2**30
+        dense = elements - experts
+        kept = (2 + 4) * (dense / p.tensor_parallel_degree + experts / p.expert_parallel_degree) / 2**30
         assert f"= {kept:.1f} GiB a device more" in header
-        gib += kept
+        if config.training.local_batch_size > p.pipeline_parallel_microbatch_size:
+            gib += kept
+        else:  # nothing is kept from one microbatch to the next, nor from forward to backward
+            assert p.fsdp_reshard_after_forward == "always"
     assert gib < 64 - 16  # room for activations

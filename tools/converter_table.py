@@ -19,6 +19,7 @@ def table() -> str:
     from torchtitan_npu.train_specs import ADAPTED_MODELS
 
     rows = {name: job(name) for name in ADAPTED_MODELS}
+    rows["deepseek_v32"] = job("deepseek_v32")
     rows["qwen3, MoE"] = job("qwen3", "debugmodel_moe")
     rows["deepseek_v3, DeepEP"] = job("deepseek_v3", backend="deepep")
     names = sorted(CONVERTERS)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Trains the debug model twice on the CPU, eager and with converters, and compares the two loss curves.
+# Trains the debug model of DeepSeek-V3.2 twice on the CPU, eager and with all converters, and compares the loss curves.
 set -euo pipefail
 . "$(dirname "$0")/setup_env.sh"
 out=${1:-outputs/demo}
-python tools/compare_loss.py run --force --out "$out" --nproc 2 --steps 20 --rtol 1e-5 \
-    --config torchtitan_npu/train_configs/llama3_debugmodel.toml --candidate-converters npu_rms_norm,npu_rope
+python tools/compare_loss.py run --force --out "$out" --nproc 2 --steps 15 --rtol 1e-4 \
+    --config torchtitan_npu/train_configs/deepseek_v32_debugmodel.toml \
+    --candidate-converters npu_rms_norm,npu_rope,npu_permute,npu_gmm,npu_dsa -- --training.seq_len 64
 echo "the picture: $out/comparison.png"

@@ -6,7 +6,7 @@ set -euo pipefail
 ruff check .
 ruff format --check .
 mypy
-OMP_NUM_THREADS=1 python -m pytest "$@"
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile "$@"
 if [ $# = 0 ]; then
     (
         . tools/rehearsal_env.sh

@@ -21,6 +21,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.distributed.context_parallel import context_class
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.errors import UsageError, nearest
@@ -36,6 +37,8 @@ def check_job(config: JobConfig, world_size: int) -> None:
         if config.validation.enable:
             _check_data("validation", config.validation)
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
+    if config.optimizer.swap:
+        _check_swap(config, spec)
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
@@ -54,6 +57,7 @@ def check_job(config: JobConfig, world_size: int) -> None:
         )
     model = build_on_meta(config)
     _check_model(config, dims, model)
+    _check_options(config, dims, model)
     for converter in converters:
         converter.check_limits(converter.found_targets(model))
 
@@ -78,6 +82,28 @@ def _check_converters(config: JobConfig) -> None:
         _known("model.converters:", name, known_converters())
         if times > 1:
             raise UsageError(f"model.converters lists {name!r} {times} times; once is enough")
+
+
+def _check_swap(config: JobConfig, spec: TrainSpec) -> None:
+    optimizer = config.optimizer
+    if optimizer.swap_slice_mib < 1:
+        raise UsageError(f"optimizer.swap_slice_mib is {optimizer.swap_slice_mib}; it must be at least 1")
+    if not 0 < optimizer.swap_fraction <= 1:
+        raise UsageError(f"optimizer.swap_fraction is {optimizer.swap_fraction}; it must be above 0 and at most 1")
+    refused = {
+        # one parameter at a time, as its gradient comes in: nothing is left to overlap
+        "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,  # the states are in host memory already
+        "fault_tolerance.enable": config.fault_tolerance.enable,  # it brings an optimizer container of its own
+    }
+    for key, asked in refused.items():
+        if asked:
+            raise UsageError(f"optimizer.swap does not go with {key} = true")
+    if not isinstance(spec, AdaptedTrainSpec):
+        raise UsageError(
+            f"optimizer.swap needs the TrainSpec of model.name {config.model.name!r} to be registered as "
+            "torchtitan_npu.train_specs.adapt(spec)"
+        )
 
 
 def _check_seed_checkpoint(config: JobConfig, world_size: int) -> None:
@@ -201,6 +227,17 @@ def build_on_meta(config: JobConfig) -> nn.Module:
     args.update_from_config(config)
     with torch.device("meta"):
         return spec.model_cls(args)  # type: ignore[return-value]
+
+
+def _check_options(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:
+    """Sections that are for some models only, and what they name."""
+    args = getattr(model, "model_args", None)
+    for section, field in (("dsa", "index_topk"), ("mtp", "n_mtp_layers")):
+        options = getattr(config, section)
+        if options != type(options)() and not hasattr(args, field):
+            raise UsageError(f"[{section}] is for models that have it, and {config.model.name} does not: take it out")
+    if dims.cp_enabled:
+        context_class(config, getattr(args, "context_parallel", None))
 
 
 def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:

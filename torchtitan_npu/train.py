@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -27,8 +28,11 @@ torchtitan_npu.register()
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
 
+from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config import JobConfig  # noqa: E402
 from torchtitan_npu.config_manager import JobConfigManager, import_module  # noqa: E402
+from torchtitan_npu.distributed.context_parallel import context_parallel, with_context  # noqa: E402
+from torchtitan_npu.distributed.matmul_sharding import register_matmul_sharding  # noqa: E402
 from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
 from torchtitan_npu.preflight import check_job  # noqa: E402
 
@@ -36,8 +40,22 @@ from torchtitan_npu.preflight import check_job  # noqa: E402
 class Trainer(TitanTrainer):
     """TorchTitan's Trainer with gradients that are those of the mean loss over all tokens, on every layout."""
 
+    def __init__(self, job_config: JobConfig) -> None:
+        if job_config.npu.matmul_sharding:
+            register_matmul_sharding()
+        super().__init__(job_config)
+        self.auxiliary_losses = auxiliary_losses(self.model_parts)
+        own = getattr(self.model_args, "context_parallel", None)
+        if context := context_parallel(job_config, self.parallel_dims, own):
+            self.post_dataloading_process = with_context(TitanTrainer.post_dataloading_process, context).__get__(self)
+
     def init_distributed(self) -> ParallelDims:
         return ParallelDims.of(super().init_distributed())
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        for loss in self.auxiliary_losses:
+            loss.start_step()
+        super().train_step(data_iterator)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
@@ -45,6 +63,10 @@ class Trainer(TitanTrainer):
         dims = self.parallel_dims
         # DDP averages the gradients of its replicas, which already are shares of the global mean
         replicas = dims.dp_replicate if not (dims.fsdp_enabled or dims.ep_enabled) else 1
+        if self.auxiliary_losses:
+            every_token = torch.as_tensor(global_valid_tokens, dtype=torch.float32, device=self.device)
+            for auxiliary_loss in self.auxiliary_losses:
+                auxiliary_loss.start_batch(every_token, replicas)
         tokens = global_valid_tokens / replicas
         if not dims.pp_enabled:
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)

@@ -13,13 +13,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
+from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.gpt_oss.model.model import GptOssModel as TitanGptOssModel
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import (
     LossFunction,
+    OptimizersBuilder,
     ParallelizeFunction,
     PipeliningFunction,
     TrainSpec,
@@ -29,16 +34,26 @@ from torchtitan.protocols.train_spec import (
 
 from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
-from torchtitan_npu.data import build_text_dataloader
+from torchtitan_npu.data import build_text_dataloader, shapes
+from torchtitan_npu.data.shapes_loader import build_image_text_dataloader
+from torchtitan_npu.distributed.activation_checkpoint import without_marks
+from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.moe_gradients import mend_moe_gradients
+from torchtitan_npu.distributed.moe_tensor_parallel import routes_own_tokens, with_own_tokens
 from torchtitan_npu.distributed.parallel_dims import ParallelDims as OurParallelDims
+from torchtitan_npu.distributed.pipeline_stage import PipelineStage, TorchPipelineStage
 from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.expert_counts import counting_once
-from torchtitan_npu.models import deepseek_v32
+from torchtitan_npu.metrics import build_metrics_processor
+from torchtitan_npu.models import deepseek_v32, qwen3_vl
+from torchtitan_npu.models.deepseek_v32.mtp import MultiTokenLogits
+from torchtitan_npu.models.qwen3_vl.validate import ImageTextValidator
+from torchtitan_npu.optimizer.container import swapping_if_asked
+from torchtitan_npu.rebind import rebound
 from torchtitan_npu.sdpa_flavors import with_sdpa_flavors
 from torchtitan_npu.validate import Validator
 
@@ -52,12 +67,25 @@ def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
         upstream,
         parallelize_fn=started_alike(parallelize_part),
         pipelining_fn=upstream.pipelining_fn and pipelined(upstream.pipelining_fn, parallelize_part),
-        build_optimizers_fn=counting_once(upstream.build_optimizers_fn),
+        build_optimizers_fn=placing_states(upstream.build_optimizers_fn),
         build_dataloader_fn=build_text_dataloader,
         build_loss_fn=lambda *args, **kwargs: LossPerToken(upstream.build_loss_fn(*args, **kwargs)),
         build_validator_fn=Validator,
+        build_metrics_processor_fn=build_metrics_processor,
     )
     return AdaptedTrainSpec(**vars(ours))
+
+
+def placing_states(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
+    """``build_optimizers`` with the states where the job wants them, and the token counts of our layers as they are."""
+
+    def build(
+        model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
+    ) -> OptimizersContainer:
+        placed = swapping_if_asked(build_optimizers, model_parts, optimizer_config)
+        return counting_once(placed)(model_parts, optimizer_config, *args, **kwargs)
+
+    return build
 
 
 class LossPerToken:
@@ -71,34 +99,51 @@ class LossPerToken:
         self.loss_fn = loss_fn
         self.tokens: float | torch.Tensor = 1.0
 
-    def __call__(self, pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def __call__(self, pred: torch.Tensor | MultiTokenLogits, labels: torch.Tensor) -> torch.Tensor:
+        if isinstance(pred, MultiTokenLogits):
+            pred = pred.with_loss(self.loss_fn, labels)
         return self.loss_fn(pred, labels) / self.tokens
 
 
 def mended(parallelize: ParallelizeFunction) -> ParallelizeFunction:
     """``parallelize`` for a model or a stage of it, with what it misses in this home and gets wrong in this layout."""
+    titans = without_marks(parallelize)
 
     def parallelize_part(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         home = platform.home()
         _require_our_trainer(dims)
         if home != "cuda":
             _multiply_experts_one_by_one(model)
-        if dims.cp_enabled and home == "cpu":
-            gather_keys_and_values(model, job_config.parallelism.context_parallel_load_balancer)
-        if dims.cp_enabled and dims.tp_enabled:
-            _take_local_heads(model)
-        parallelize_experts = with_fused_dispatch(parallelize, model) if dims.ep_enabled else parallelize
+        parallelize = titans
+        if context := context_parallel(job_config, dims, _own_context(model)):
+            context.parallelize(model)
+            parallelize = rebound(parallelize, {apply_cp_to_attention_module: lambda *args: None})
+        elif dims.cp_enabled:
+            if home == "cpu":
+                gather_keys_and_values(model, job_config.parallelism.context_parallel_load_balancer)
+            if dims.tp_enabled:
+                _take_local_heads(model)
+        own_tokens = routes_own_tokens(parallelize, dims, job_config)
+        if own_tokens:
+            parallelize_experts = with_own_tokens(parallelize, with_fused_dispatch(apply_moe_ep_tp, model))
+        else:
+            parallelize_experts = with_fused_dispatch(parallelize, model) if dims.ep_enabled else parallelize
         if dims.fsdp_enabled and ties_weights(model):
             model = parallelize_tied(model, dims, job_config, parallelize_experts)
         else:
             model = parallelize_experts(model, dims, job_config)
-        if dims.tp_enabled:
+        if dims.tp_enabled and not own_tokens:
             mend_moe_gradients(model, dims.get_mesh("tp"), dims.ep_enabled and not dims.etp_enabled)
         if home == "cpu":
             _reduce_by_plain_sums(model)
         return model
 
     return parallelize_part
+
+
+def _own_context(model: Any) -> str | None:
+    """The context parallel that the model says it needs."""
+    return getattr(getattr(model, "model_args", None), "context_parallel", None)
 
 
 def started_alike(parallelize: ParallelizeFunction) -> ParallelizeFunction:
@@ -115,6 +160,7 @@ def started_alike(parallelize: ParallelizeFunction) -> ParallelizeFunction:
 
 def pipelined(pipeline: PipeliningFunction, parallelize_part: ParallelizeFunction) -> PipeliningFunction:
     """``pipeline`` with stages that are parallelised by ``parallelize_part`` and start as they would on one rank."""
+    pipeline = rebound(pipeline, {TorchPipelineStage: PipelineStage})
 
     def pipeline_model(
         model: nn.Module,
@@ -193,6 +239,9 @@ def _register() -> None:
             spec = replace(spec, model_args=with_sdpa_flavors(spec.model_args))
         register_train_spec(name, adapt(spec))
     register_train_spec("deepseek_v32", adapt(deepseek_v32.get_train_spec()))
+    with_images = {"build_dataloader_fn": build_image_text_dataloader, "build_validator_fn": ImageTextValidator}
+    register_train_spec("qwen3_vl", replace(adapt(qwen3_vl.get_train_spec()), **with_images))
+    shapes.register_datasets()
 
 
 _register()

@@ -11,6 +11,7 @@ from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed.utils import dist_sum
 
 from torchtitan_npu.data import build_text_validation_dataloader
+from torchtitan_npu.distributed.context_parallel import context_parallel, with_context
 
 
 class Validator(TitanValidator):
@@ -30,8 +31,12 @@ class Validator(TitanValidator):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        inputs, labels, *rest = super().post_dataloading_process(input_dict, labels, model_parts)
         dims = self.parallel_dims
+        process = TitanValidator.post_dataloading_process
+        own = getattr(getattr(model_parts[0], "model_args", None), "context_parallel", None)
+        if context := context_parallel(self.job_config, dims, own):
+            process = with_context(process, context)
+        inputs, labels, *rest = process(self, input_dict, labels, model_parts)
         if dims.cp_enabled:
             tokens = (labels != IGNORE_INDEX).sum()
             # TorchTitan will divide by the first of these, and should by the second

@@ -12,8 +12,20 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Attention, precompute_freqs_cis
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from tests.converters.models import assert_as_exact, build, build_on_meta, convert, initialise, job, step
+from tests.converters.models import (
+    BATCH,
+    SEQUENCE,
+    Step,
+    assert_as_exact,
+    build,
+    build_on_meta,
+    convert,
+    initialise,
+    job,
+    step,
+)
 from tests.layouts import FUSED, train
+from tests.models.deepseek_v32_models import start_batch
 from tests.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
@@ -21,6 +33,8 @@ from torchtitan_npu.errors import UsageError
 NAMES = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")
 SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(NAMES, size)]
 SMALL = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
+SPARSE = {**SMALL, "index_topk": 5}
+"""For deepseek_v32, which has what all of the converters look for: fewer keys than a sequence has."""
 
 
 def classes(model: nn.Module) -> dict[str, type]:
@@ -28,7 +42,7 @@ def classes(model: nn.Module) -> dict[str, type]:
 
 
 def test_these_are_all_converters() -> None:
-    assert set(NAMES) == set(CONVERTERS)
+    assert {*NAMES, "npu_dsa"} == set(CONVERTERS)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
@@ -44,6 +58,30 @@ def test_any_subset_computes_the_same() -> None:
     plain, oracle = step(build("deepseek_v3", **SMALL)), step(build("deepseek_v3", dtype=torch.float64, **SMALL))
     for subset in SUBSETS:
         assert_as_exact(step(build("deepseek_v3", *subset, **SMALL)), plain, oracle)
+
+
+ORDERS = [(*NAMES[:place], "npu_dsa", *NAMES[place:]) for place in range(5)]
+ORDERS += [tuple(reversed(order)) for order in ORDERS]
+
+
+def test_sparse_attention_in_any_order_gives_the_same_model() -> None:
+    models = [build_on_meta("deepseek_v32", *order, **SPARSE) for order in ORDERS]
+    assert all(classes(model) == classes(models[0]) for model in models)
+    for name in ORDERS[0]:
+        without = build_on_meta("deepseek_v32", *(other for other in ORDERS[0] if other != name), **SPARSE)
+        assert classes(without) != classes(models[0])
+
+
+def sparse_step(*converters: str, dtype: torch.dtype = torch.float32) -> Step:
+    model = build("deepseek_v32", *converters, dtype=dtype, **SPARSE)
+    start_batch(model, BATCH * SEQUENCE, dtype)
+    return step(model)
+
+
+def test_sparse_attention_with_others_computes_the_same() -> None:
+    plain, oracle = sparse_step(), sparse_step(dtype=torch.float64)
+    for subset in [(), *((name,) for name in NAMES), NAMES]:
+        assert_as_exact(sparse_step(*subset, "npu_dsa"), plain, oracle)
 
 
 @pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])

@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from tests.layouts import FUSED, Record, train
+from tests.models.test_deepseek_v32_training import CONVERTERS, one_rank, train_on
 from tests.multirank import run_on_ranks
 
 STEPS = 20
@@ -26,3 +27,11 @@ def test_converted_training_follows_the_eager_curve(model: str, converters: tupl
     assert len(eager.losses) == STEPS and eager.losses[-1] < eager.losses[0]
     assert converted.losses == pytest.approx(eager.losses, rel=1e-5)
     assert converted.norms == pytest.approx(eager.norms, rel=1e-4)
+
+
+def test_sparse_attention_follows_the_eager_curves() -> None:
+    """The largest learning rate of all here, by which small differences grow."""
+    eager, (converted,) = one_rank(), train_on(1, {}, {"model.converters": CONVERTERS}, STEPS)
+    assert len(eager.losses) == len(eager.indexer_losses) == STEPS
+    assert converted.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert converted.indexer_losses == pytest.approx(eager.indexer_losses, rel=1e-4)

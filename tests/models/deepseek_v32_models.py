@@ -5,19 +5,22 @@ Sizes are odd enough that a mixed-up dimension shows.
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.models.moe import MoEArgs
 from transformers import DeepseekV32Config
 
+from torchtitan_npu.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs
 
 VOCABULARY, POSITIONS = 96, 1024
 BATCH, SEQUENCE = 2, 24
 TOP_K = 7
+STAGE = {"indexer_loss", "indexer_loss_weight", "warmup"}
 
 
 def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
@@ -48,7 +51,7 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
         "qk_rope_head_dim": 16,
         "v_head_dim": 10,
         "original_seq_len": POSITIONS,
-        "rope_factor": 4.0,
+        "rope_factor": 1.0,
         # few, with ReLU, make scores of exactly 0, and of equal ones transformers may take another
         "index_n_heads": 16,
         "index_head_dim": 26,
@@ -60,16 +63,18 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
     config = JobConfig()
     config.training.seq_len = POSITIONS
     args.update_from_config(config)
+    for name in STAGE & changes.keys():  # which the job has just set
+        setattr(args, name, changes[name])
     return args
 
 
-def hugging_face_config(yarn: bool = False, **changes: Any) -> DeepseekV32Config:
-    """The same model for transformers; ``yarn`` is ``original_seq_len=256`` for us."""
+def hugging_face_config(yarn: int = 0, **changes: Any) -> DeepseekV32Config:
+    """The same model for transformers; ``yarn`` is ``original_seq_len`` for us, with ``rope_factor=4.0``."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if yarn:
         # TorchTitan's mscale is both of these: cosines and sines keep length 1, the softmax takes the square
         scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
-        rope |= {"rope_type": "yarn", "original_max_position_embeddings": 256, **scales}
+        rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn, **scales}
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -112,6 +117,18 @@ def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     return model
+
+
+def start_batch(model: nn.Module, tokens: int = BATCH * SEQUENCE, dtype: torch.dtype = torch.float32) -> None:
+    """What the Trainer says to the losses beside the main one before it runs the model."""
+    for loss in auxiliary_losses([model]):
+        loss.start_step()
+        loss.start_batch(torch.tensor(tokens, dtype=dtype))
+
+
+def counted(model: nn.Module) -> float:
+    """What the backward pass has counted: the mean over layers and tokens."""
+    return mean(float(loss.total / loss.tokens) for loss in auxiliary_losses([model]))  # type: ignore[operator, arg-type]
 
 
 def tokens() -> Tensor:

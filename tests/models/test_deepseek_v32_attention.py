@@ -12,13 +12,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
 
-from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, model_args, tokens
+from tests.models.deepseek_v32_models import (
+    BATCH,
+    POSITIONS,
+    SEQUENCE,
+    TOP_K,
+    VOCABULARY,
+    build,
+    counted,
+    model_args,
+    start_batch,
+    tokens,
+)
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
-from torchtitan_npu.models.deepseek_v32.inner_attention import index_scores, select
+from torchtitan_npu.models.deepseek_v32.inner_attention import divergence, index_scores, select
 from torchtitan_npu.ops import OPS
 
 TOP_KS = (1, TOP_K, SEQUENCE + 9)
@@ -29,11 +41,13 @@ def attention_step(absorb: bool, top_k: int) -> dict[str, Tensor]:
     args = model_args(absorb=absorb, index_topk=top_k)
     torch.manual_seed(0)
     attention = Attention(args).double()
+    start_batch(attention, dtype=torch.float64)
     x = torch.randn(BATCH, SEQUENCE, args.dim, dtype=torch.float64, requires_grad=True)
     output = attention(x, precompute_freqs_cis(args), None)
     output.backward(torch.randn(output.shape, dtype=output.dtype))
-    gradients = {name: p.grad for name, p in attention.named_parameters() if p.grad is not None}
-    return {"output": output.detach(), "x": x.grad, **gradients}  # type: ignore[dict-item]
+    gradients = {name: p.grad for name, p in attention.named_parameters()}
+    indexer_loss = torch.tensor(counted(attention))
+    return {"output": output.detach(), "indexer loss": indexer_loss, "x": x.grad, **gradients}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("top_k", TOP_KS)
@@ -48,6 +62,7 @@ def test_absorbed_is_not_absorbed(top_k: int) -> None:
 
 def model_step(**changes: Any) -> tuple[float, dict[str, Tensor | None]]:
     model = build(model_args(**changes))
+    start_batch(model)
     logits = model(tokens()[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens()[:, 1:].flatten())
     loss.backward()
@@ -63,11 +78,68 @@ def test_absorbed_trains_as_not_absorbed() -> None:
             assert ours is not None and (ours - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def test_the_loss_gives_gradients_to_all_but_the_indexer() -> None:
-    _, gradients = model_step()
+def test_without_its_loss_the_indexer_gets_no_gradients() -> None:
+    _, gradients = model_step(indexer_loss=False)
     without = {name for name, gradient in gradients.items() if gradient is None}
     assert without == {name for name in gradients if ".indexer." in name}
     assert without
+
+
+def test_the_main_loss_gives_the_indexer_no_gradients() -> None:
+    """With a weight of 0 its own loss gives it none either; the others' are the same."""
+    (_, gradients), (_, expected) = model_step(indexer_loss_weight=0.0), model_step(indexer_loss=False)
+    for name, gradient in gradients.items():
+        other = expected[name]
+        assert gradient is not None
+        assert torch.equal(gradient, torch.zeros_like(gradient) if other is None else other), name
+
+
+def test_the_indexers_loss_is_the_divergence_of_its_choice_from_attentions() -> None:
+    """Against a loop over queries and torch's own divergence, in float64."""
+    torch.manual_seed(0)
+    queries = 9
+    scores = torch.randn(1, queries, queries, dtype=torch.float64)
+    selected = select(scores, torch.ones(1, queries, queries, dtype=torch.bool).tril(), 4)
+    logits = torch.randn(1, 3, queries, queries, dtype=torch.float64).masked_fill(~selected.unsqueeze(1), -torch.inf)
+    expected = 0.0
+    for query in range(queries):
+        keys = selected[0, query].nonzero().squeeze(1)
+        attention = F.normalize(logits[0, :, query, keys].softmax(-1).sum(0), p=1, dim=0)
+        expected += F.kl_div(scores[0, query, keys].log_softmax(0), attention, reduction="sum").item()
+    assert divergence(scores, selected, logits.softmax(-1)).item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_without_the_trainer_the_loss_has_no_scale_and_says_so() -> None:
+    model = build(model_args())
+    with pytest.raises(UsageError, match=r"indexer_loss needs `-m torchtitan_npu\.train`"):
+        model(tokens()).sum().backward()
+
+
+def test_in_the_warm_up_queries_attend_to_all_they_see_and_only_the_indexer_learns() -> None:
+    dense, warm = build(model_args(index_topk=POSITIONS)), build(model_args(warmup=True))
+    with torch.no_grad():
+        assert torch.equal(dense(tokens()), warm(tokens()))
+    learning = {name for name, parameter in warm.named_parameters() if parameter.requires_grad}
+    assert learning == {name for name, _ in warm.named_parameters() if ".indexer." in name}
+
+
+def test_documents_are_as_if_alone() -> None:
+    model = build(model_args()).eval()
+    rows = tokens() % (VOCABULARY - 1)
+    eos, last_tokens = VOCABULARY - 1, [(4, 5, 15), (20,)]  # a document of one token, and rows that end within one
+    for row, places in zip(rows, last_tokens, strict=True):
+        row[list(places)] = eos
+    documents = Documents.of(rows, eos)
+    ends = documents.of_keys.integers
+    assert ends == (5, 6, 16, 24, 45, 48) == tuple(documents.of_queries.tensor.tolist())
+    of_query, _ = documents.numbers(BATCH)
+    assert of_query.flatten().unique_consecutive(return_counts=True)[1].tolist() == [5, 1, 10, 8, 21, 3]
+    with torch.no_grad():
+        packed = model(rows, attention_masks=documents).flatten(0, 1)
+        for start, end in zip((0, *ends), ends, strict=False):
+            alone = model(rows.flatten()[start:end].unsqueeze(0))[0]
+            # rotated by other angles with the same differences, in float32
+            assert (packed[start:end] - alone).abs().max() <= 1e-4 * alone.abs().max()
 
 
 def test_the_indexer_gives_gradients_to_itself_only() -> None:
@@ -103,15 +175,14 @@ def test_of_equal_scores_takes_the_earlier() -> None:
     assert selected[0].int().tolist() == [[1, 0, 0, 0, 0]] + [[1, 1, 0, 0, 0]] * 4
 
 
-def test_tokens_in_another_order_with_their_positions_give_the_same() -> None:
-    """Positions, not places in memory, say what a token sees: another order in each row."""
+def test_only_differences_of_positions_matter() -> None:
     model = build(model_args())
-    generator = torch.Generator().manual_seed(0)
-    positions = torch.stack([torch.randperm(SEQUENCE, generator=generator) for _ in range(BATCH)])
+    positions = torch.arange(SEQUENCE) + torch.tensor([[5], [300]])
     with torch.no_grad():
-        in_order, shuffled = model(tokens()), model(tokens().gather(1, positions), positions=positions)
-    expected = in_order.gather(1, positions.unsqueeze(-1).expand_as(in_order))
-    assert (shuffled - expected).abs().max() <= 1e-5 * expected.abs().max()
+        expected, shifted = model(tokens()), model(tokens(), positions=positions)
+        stretched = model(tokens(), positions=2 * positions)
+    assert (shifted - expected).abs().max() <= 1e-4 * expected.abs().max()  # angles of other float32 numbers
+    assert (stretched - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 def test_a_token_does_not_see_later_ones() -> None:
@@ -155,8 +226,9 @@ def test_an_npu_takes_the_sizes(flavor: str) -> None:
 def test_says_what_cannot_be_split(key: str) -> None:
     config = JobConfig()
     setattr(config.parallelism, key, 2)
-    with pytest.raises(UsageError, match=f"parallelism.{key} is 2"):
-        model_args().update_from_config(config)
+    model_args().update_from_config(config)
+    with pytest.raises(UsageError, match=f"parallelism.{key} must be 1 for a flavor with absorb=False"):
+        model_args(absorb=False).update_from_config(config)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.layouts import DEGREES
-from torchtitan_npu.config import JobConfig
+from torchtitan_npu.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.distributed.tied_weights import ties_weights
+from torchtitan_npu.models.deepseek_v32.documents import Documents, Ends
 from torchtitan_npu.rehearsal import Calls, StatedLoad, fake_device, fake_ranks
 
 RANKS = 8
@@ -39,6 +41,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "671B",
         {**FEW_EXPERTS, "n_dense_layers": 1, "attn_type": "sdpa", "attn_mask_type": "causal"},
     ),
+    "deepseek_v32": ("deepseek_v32", "671B", {**FEW_EXPERTS, "n_dense_layers": 1}),
     "gpt_oss": ("gpt_oss", "20b", FEW_EXPERTS),
 }
 """By name: TorchTitan's model, its flavor, what is changed."""
@@ -60,12 +63,14 @@ class Step:
     """What was trained: the model, or the part of it in this rank's pipeline stage."""
 
 
-def rehearse(model: str, converters: tuple[str, ...] = (), **layout: int) -> Step:
+def rehearse(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
     """A step of ``model``, on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
 
     ``layout`` goes by the names of :data:`tests.layouts.DEGREES`; the ranks left are shards of data parallel.
+    ``dsa`` is the job's section of that name.
     """
     config = job(model, converters, layout)
+    config.dsa = Dsa(**(dsa or {}))
     with fake_ranks(RANKS if layout else 1):
         return train_step(config, model_args(model, config))
 
@@ -127,7 +132,9 @@ def train_step(config: JobConfig, args: Any) -> Step:
     if dims.pp_enabled:
         batch = config.parallelism.pipeline_parallel_microbatch_size
     context = titan.get_train_context(dims.tp_enabled)
-    with fake_device(), StatedLoad():
+    # a device's backward pass has a thread of its own, where DTensor would remember the meshes of an earlier step
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with fake_device(), StatedLoad(), one_thread:
         model.to_empty(device=device)
         # no initial weights, since there are no values; but init_weights also ties what to_empty has untied
         if ties_weights(model):
@@ -136,9 +143,14 @@ def train_step(config: JobConfig, args: Any) -> Step:
         optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
 
         def forward_and_backward() -> None:
+            for loss in auxiliary_losses([model]):
+                loss.start_step()
+                loss.start_batch(torch.ones((), device=device))
             tokens = torch.zeros(batch, config.training.seq_len + 1, dtype=torch.int64, device=device)
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
             extra: dict[str, Any] = dict(masks)
+            if getattr(args, "attn_type", "sdpa") == "varlen":
+                extra["attention_masks"] = _documents(batch, config.training.seq_len, device)
             if dims.cp_enabled:
                 inputs, labels, extra = prepare_context_parallel_input(
                     inputs, labels, {}, dims.get_mesh("cp"), device, config.parallelism.context_parallel_load_balancer
@@ -146,7 +158,8 @@ def train_step(config: JobConfig, args: Any) -> Step:
             outputs.clear()
             with context(), titan.maybe_enable_amp(dims, config.training.mixed_precision_param, device.type):
                 if model.tok_embeddings is None:
-                    inputs = torch.zeros(*inputs.shape, args.dim, dtype=torch.bfloat16, device=device)
+                    length = inputs.shape[1] // dims.tp  # tensor parallel splits the sequence between the layers
+                    inputs = torch.zeros(batch, length, args.dim, dtype=torch.bfloat16, device=device)
                     inputs.requires_grad_()
                 output = model(inputs, **extra)
                 (output.sum() if model.output is None else loss_fn(output, labels)).backward()
@@ -186,6 +199,12 @@ def _without_flex(model: Any) -> dict[str, Any]:
         block.attention.inner_attention = SmallOpAttention()
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
     return {"attention_masks": {"basic_mask": mask, "sliding_window_mask": mask}}
+
+
+def _documents(batch: int, sequence: int, device: torch.device) -> Documents:
+    """Three in each sequence; the model would read on the host where they end."""
+    ends = [row * sequence + end for row in range(batch) for end in (sequence // 4, sequence // 3, sequence)]
+    return Documents(Ends.of(ends, device), Ends.of(ends, device))
 
 
 def _dims(config: JobConfig) -> ParallelDims:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.rehearsal.step import MODELS, Step, matching, rehearse
 from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.models.deepseek_v32.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ PROMISES = {
     "npu_gmm": Promise(
         {"npu_grouped_matmul": 9, "npu_swiglu": 1, "npu_swiglu_backward": 1}, instead_of=("aten::_local_scalar_dense",)
     ),
+    "npu_dsa": Promise(
+        {
+            "npu_lightning_indexer": 1,
+            "npu_sparse_flash_attention": 1,
+            "npu_sparse_flash_attention_grad": 1,
+            "npu_sparse_lightning_indexer_grad_kl_loss": 1,
+        },
+        instead_of=("aten::_softmax",),
+        gone=("aten::_softmax",),
+    ),
 }
 
 
@@ -63,6 +75,14 @@ def promised(model: str, step: Step, ep: bool = False) -> Counter[str]:
         for ops in (per_target, PROMISES[name].under_ep if ep else {}):
             calls.update({op: modules * times for op, times in ops.items()})
     return calls
+
+
+def gone(model: str, converters: tuple[str, ...]) -> set[str]:
+    """Small operators that a step with ``converters`` does not call any more."""
+    ops = {op for name in converters for op in PROMISES[name].gone}
+    if model == "deepseek_v32" and "npu_dsa" not in converters:
+        ops -= {"aten::sort"}  # of keys by their scores, in attention
+    return ops
 
 
 CONVERTED = [
@@ -93,8 +113,37 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     for name in converters:
         small = next(op for op in PROMISES[name].instead_of if op in before)
         assert after[small] < before[small]
-        assert not set(PROMISES[name].gone) & set(after)
+    assert not gone(model, converters) & set(after)
     assert converted.outputs == {name: plain.outputs[name] for name in converted.outputs}
+
+
+@pytest.mark.parametrize(
+    ("dsa", "learns", "not_called"),
+    [
+        # nothing before the second layer's attention learns but indexers, and those from their own losses
+        ({"stage": "warmup"}, {"indexer"}, {"npu_sparse_flash_attention_grad": 1}),
+        ({"document_mask": True}, {"indexer", "rest"}, {}),
+        ({"indexer_loss": False}, {"rest"}, {"npu_sparse_lightning_indexer_grad_kl_loss": 2}),
+    ],
+    ids=["warmup", "documents", "without_loss"],
+)
+def test_stages_of_sparse_attention(
+    dsa: dict[str, Any], learns: set[str], not_called: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, packed = NpuSparseAttention.forward, []
+
+    def recorded(self: NpuSparseAttention, *args: Any, documents: Documents | None, **kwargs: Any) -> Any:
+        packed.append(documents is not None)
+        return forward(self, *args, documents=documents, **kwargs)
+
+    monkeypatch.setattr(NpuSparseAttention, "forward", recorded)
+    step = rehearse("deepseek_v32", matching("deepseek_v32"), dsa)
+    expected = {n for n in eager("deepseek_v32").gradients if ("indexer" if ".indexer." in n else "rest") in learns}
+    assert expected and step.gradients == expected
+    assert packed == [dsa.get("document_mask", False)] * 2
+    called = step.calls.count("npu")
+    attention = {op: 2 * times - not_called.get(op, 0) for op, times in PROMISES["npu_dsa"].per_target.items()}
+    assert {op: called[op] for op in attention} == attention
 
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
@@ -130,5 +179,4 @@ def test_parallel(model: str, layout: dict[str, Any]) -> None:
     expected = promised(model, step, ep="ep" in layout)
     assert {op: called[op] for op in expected} == expected
     assert {EVIDENCE[dimension] for dimension in layout} <= set(step.calls.names)
-    for name in matching(model):
-        assert not set(PROMISES[name].gone) & set(step.calls.names)
+    assert not gone(model, matching(model)) & set(step.calls.names)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .curves import METRICS, Curve, Unusable, name_steps
+from .curves import AUXILIARY, METRICS, Curve, Unusable, name_steps
 from .patterns import Pattern, find_patterns
 
 IDENTICAL = "identical"
@@ -105,6 +105,8 @@ def compare(baseline: Curve, candidate: Curve, tolerance: Tolerance, allow_parti
             for side, curve in (("baseline", baseline), ("candidate", candidate))
             if not curve.metrics.get(name)
         ]
+        if len(lacking) == 2 and name in AUXILIARY:
+            continue
         if len(lacking) == 1 and not allow_partial:
             raise Unusable(f"there is no {name} in {lacking[0]}; --allow-partial compares what both sides have")
         if lacking:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from .curves import GRAD_NORM, LOSS, Curve, Point, Unusable, build_curve, is_placeholder
+from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, Point, Unusable, build_curve, is_placeholder
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchrun puts "[rank0]:" (or "[default0]:", by its --role) before each line when it tees several ranks.
@@ -19,6 +19,9 @@ _NUMBER = r"([-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?))(?=\s|$)"
 _STEP_LINE = re.compile(
     rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*{_NUMBER}(?:\s+grad_norm:\s*{_NUMBER})?", re.IGNORECASE
 )
+# Other losses follow on a line of their own.
+_AUXILIARY_LINE = re.compile(rf"\bstep:\s*(\d+)\s+(?=(?:{'|'.join(AUXILIARY)}):)")
+_AUXILIARY = re.compile(rf"\b({'|'.join(AUXILIARY)}):\s*{_NUMBER}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,17 @@ def parse_step_line(line: str) -> StepLine | None:
     return StepLine(int(rank.group(1)) if rank else None, int(step), metrics)
 
 
+def parse_auxiliary_line(line: str) -> StepLine | None:
+    """The step and the losses beside the main one in a console line, or None for any other line."""
+    line = _COLOUR.sub("", line)
+    match = _AUXILIARY_LINE.search(line)
+    if match is None:
+        return None
+    rank = _RANK.match(line)
+    metrics = {name: printed_point(value) for name, value in _AUXILIARY.findall(line, match.end())}
+    return StepLine(int(rank.group(1)) if rank else None, int(match.group(1)), metrics)
+
+
 def printed_point(text: str) -> Point:
     """A printed number, with half a unit of its last digit as its resolution."""
     exponent = Decimal(text).as_tuple().exponent
@@ -57,7 +71,9 @@ def printed_point(text: str) -> Point:
 def read_console(path: Path) -> Curve:
     """The curve in a console log, from one rank: the lowest that has the loss, as TorchTitan's metrics rank is."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        steps = [step for step in map(parse_step_line, lines) if step is not None]
+        found = [parse_step_line(line) or parse_auxiliary_line(line) for line in lines]
+    steps = [step for step in found if step is not None and LOSS in step.metrics]
+    auxiliary = [step for step in found if step is not None and LOSS not in step.metrics]
     if not steps:
         raise Unusable(f"{path}: no line 'step: ... loss: ...' found (read as a console log)")
     with_loss = [step for step in steps if not is_placeholder(step.metrics[LOSS].value)]
@@ -67,7 +83,8 @@ def read_console(path: Path) -> Curve:
         )
     ranks = {step.rank for step in with_loss if step.rank is not None}
     chosen = min(ranks, default=None)
-    curve = build_curve(str(path), "console log", _rows(step for step in with_loss if step.rank == chosen))
+    rows = _rows(step for step in [*with_loss, *auxiliary] if step.rank == chosen)
+    curve = build_curve(str(path), "console log", rows)
     if len(ranks) > 1:
         curve.notes.append(f"{path}: several ranks logged; the values are rank {chosen}'s")
     return curve

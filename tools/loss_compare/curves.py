@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
-METRICS = (LOSS, GRAD_NORM)
+AUXILIARY = ("indexer_loss", "mtp_loss")
+"""Losses that only some models have beside the one above."""
+METRICS = (LOSS, GRAD_NORM, *AUXILIARY)
 
 
 class Unusable(ValueError):

@@ -11,9 +11,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from .curves import GRAD_NORM, LOSS, Curve, Point, Unusable, is_placeholder, name_steps
+from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, Point, Unusable, is_placeholder, name_steps
 
 TAGS = {LOSS: "loss_metrics/global_avg_loss", GRAD_NORM: "grad_norm"}
+TAGS |= {name: f"loss_metrics/{name}" for name in AUXILIARY}
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 
 Metrics = dict[str, dict[int, Point]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .curves import GRAD_NORM, LOSS
+from .curves import AUXILIARY, GRAD_NORM, LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 # All lengths in inches: a fixed layout keeps the pictures of a series comparable.
 DPI = 100
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, GAP = 9.0, 0.85, 0.25, 0.8, 0.55, 0.38
-HEIGHTS = {LOSS: 2.5, GRAD_NORM: 1.5, "difference": 1.9}
+HEIGHTS = {LOSS: 2.5, GRAD_NORM: 1.5, **dict.fromkeys(AUXILIARY, 1.5), "difference": 1.9}
 
 _BASELINE, _CANDIDATE = "#4c78a8", "#e4572e"
-_DIFFERENCE = {LOSS: "#3b3b6d", GRAD_NORM: "#4c9f70"}
-_LABELS = {LOSS: "loss", GRAD_NORM: "gradient norm"}
-_MARKERS = {LOSS: "o", GRAD_NORM: "s"}
-# Where both metrics sit on one edge, the loss's small marker shows on top of the gradient norm's large one.
+_DIFFERENCE = {LOSS: "#3b3b6d", GRAD_NORM: "#4c9f70", "indexer_loss": "#b07aa1", "mtp_loss": "#c49a3a"}
+_LABELS = {LOSS: "loss", GRAD_NORM: "gradient norm", "indexer_loss": "indexer loss", "mtp_loss": "MTP loss"}
+_MARKERS = {LOSS: "o", GRAD_NORM: "s", "indexer_loss": "D", "mtp_loss": "^"}
+# Where several metrics sit on one edge, smaller markers show on top of larger ones.
 _EDGE_STYLES: dict[str, dict[str, Any]] = {
     LOSS: {"linestyle": "none", "ms": 4.0, "clip_on": False, "zorder": 6},
     GRAD_NORM: {"linestyle": "none", "ms": 8.0, "clip_on": False, "zorder": 5},
+    "indexer_loss": {"linestyle": "none", "ms": 11.0, "clip_on": False, "zorder": 4},
+    "mtp_loss": {"linestyle": "none", "ms": 15.0, "clip_on": False, "zorder": 3},
 }
 _PASSED, _FAILED, _GREY = "#2e7d32", "#c62828", "0.35"
 _DOTTED: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (1, 1.2))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
-from torchtitan_npu.converters import gmm, permute, rms_norm, rope  # noqa: F401
+from torchtitan_npu.converters import dsa, gmm, mrope, permute, rms_norm, rope  # noqa: F401
 from torchtitan_npu.converters.base import CONVERTERS, Converter
 
 __all__ = ["CONVERTERS", "Converter", "known_converters"]

@@ -26,16 +26,22 @@ class Pairing:
 
     rotary_mode: str
     """What ``npu_rotary_mul`` calls it."""
-    cache: str
-    """The buffer of the model that holds the angles of all positions."""
+    cache: str | None
+    """The buffer of the model that holds the angles of all positions; none if it hands its layers tables already."""
     tables: Callable[[Tensor], Tensor]
-    """From rows of that buffer (..., its width), cosines and sines (2, ..., 1, dim) in float32."""
+    """From rows of that buffer, or that table, (..., its width), cosines and sines (2, ..., 1, dim) in float32."""
 
 
-def _from_complex(freqs_cis: Tensor) -> Tensor:
+def _neighbours_from_complex(freqs_cis: Tensor) -> Tensor:
     """(..., dim / 2) complex: each angle serves two neighbours."""
     cos_sin = torch.view_as_real(freqs_cis).movedim(-1, 0)  # (2, ..., dim / 2)
     return cos_sin.repeat_interleave(2, dim=-1).unsqueeze(-2)
+
+
+def _halves_from_complex(freqs_cis: Tensor) -> Tensor:
+    """(..., dim / 2) complex: the angles of one half of a head serve the other too."""
+    cos_sin = torch.view_as_real(freqs_cis).movedim(-1, 0)  # (2, ..., dim / 2)
+    return cos_sin.tile(2).unsqueeze(-2)
 
 
 def _from_concatenated(rope_cache: Tensor) -> Tensor:
@@ -44,8 +50,14 @@ def _from_concatenated(rope_cache: Tensor) -> Tensor:
     return cos_sin.float().unsqueeze(-2)
 
 
-INTERLEAVE = Pairing("interleave", "freqs_cis", _from_complex)
+INTERLEAVE = Pairing("interleave", "freqs_cis", _neighbours_from_complex)
 HALF = Pairing("half", "rope_cache", _from_concatenated)
+HALF_OF_COMPLEX = Pairing("half", "freqs_cis", _halves_from_complex)
+HALF_OF_TABLE = Pairing("half", None, lambda table: _from_concatenated(table.view(torch.float32)))
+"""The table is the bits of float32, as :func:`pack` has them."""
+
+FROM_COMPLEX = (INTERLEAVE, HALF_OF_COMPLEX)
+"""Those with one buffer: where a model rotates both ways, the tables of both travel together, in this order."""
 
 
 def rotate(pairing: Pairing, cache: Tensor, positions: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -58,7 +70,7 @@ def rotate(pairing: Pairing, cache: Tensor, positions: Tensor | None, *tensors: 
     if positions is None:
         tables = pairing.tables(local(cache)[None, :sequence])
     elif positions.ndim == PACKED_NDIM:
-        tables = unpack(local(positions))
+        tables = unpack(local(positions), pairing)
     else:
         tables = pairing.tables(local(cache)[local(positions)])
     # tables of all positions are longer than the sequence; positions that are would be cut off below
@@ -67,10 +79,11 @@ def rotate(pairing: Pairing, cache: Tensor, positions: Tensor | None, *tensors: 
         given = tuple(tables.shape[1:3])
         raise ValueError(f"positions or angles for {given} tokens, for a batch of sequences ({batch}, {sequence})")
     cos, sin = tables[:, :, :sequence]  # (1 or batch, sequence, 1, dim)
-    return tuple(_rotated(x, cos, sin, pairing.rotary_mode) for x in tensors)
+    return tuple(rotated(x, cos, sin, pairing.rotary_mode) for x in tensors)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
+    """``x`` (batch, sequence, heads, dim) by tables (1 or batch, sequence, 1, dim), in float32."""
     heads, dim = x.shape[2:]
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if cos.shape[0] > 1:  # in mode interleave, an NPU takes no cosines by batch: one long sequence serves as well
@@ -83,11 +96,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
 
 
 def look_up(tables: Tensor, positions: Tensor | None) -> Tensor:
-    """The rows of ``tables`` (2, all positions, 1, dim) for these ``positions``: (2, 1 or batch, sequence, 1, dim)."""
+    """The rows of ``tables`` (n, all positions, 1, dim) for these ``positions``: (n, 1 or batch, sequence, 1, dim)."""
     return tables.unsqueeze(1) if positions is None else tables[:, positions]
 
 
-PACKED_NDIM = 5  # (2, 1 or batch, sequence, 1, dim); positions have 2 dimensions
+PACKED_NDIM = 5  # (2 or 4, 1 or batch, sequence, 1, dim); positions have 2 dimensions
 
 
 def pack(tables: Tensor) -> Tensor:
@@ -95,16 +108,20 @@ def pack(tables: Tensor) -> Tensor:
     return tables.view(torch.int32)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """The tables that :func:`pack` was given."""
-    return packed.view(torch.float32)
+def unpack(packed: Tensor, pairing: Pairing) -> Tensor:
+    """The tables of ``pairing`` (2, ...) among those that :func:`pack` was given: only these, or ``FROM_COMPLEX``'s."""
+    tables = packed.view(torch.float32)
+    if tables.shape[0] == 2:
+        return tables
+    neighbours, halves = tables.chunk(2)  # the order of FROM_COMPLEX
+    return neighbours if pairing.rotary_mode == "interleave" else halves
 
 
 class ForwardTables:
-    """A forward pre-hook of the whole model: tables in place of ``positions``."""
+    """A forward pre-hook of the whole model: tables of one pairing or ``FROM_COMPLEX``'s in place of ``positions``."""
 
-    def __init__(self, pairing: Pairing) -> None:
-        self.pairing = pairing
+    def __init__(self, pairings: tuple[Pairing, ...]) -> None:
+        self.pairings = pairings
         self._cache: Tensor | None = None
         self._tables: Tensor | None = None
 
@@ -116,11 +133,11 @@ class ForwardTables:
         return call.args, call.kwargs
 
     def tables(self, model: nn.Module) -> Tensor:
-        """The tables of all positions, made anew when the model's buffer is another."""
-        cache = getattr(model, self.pairing.cache)
+        """The tables of all positions (2 or 4, all positions, 1, dim), made anew when the model's buffer is another."""
+        cache = getattr(model, str(self.pairings[0].cache))
         if cache is not self._cache or self._tables is None:
             with torch.inference_mode(False), torch.no_grad():  # a validation's tables must serve training too
-                self._cache, self._tables = cache, self.pairing.tables(cache).contiguous()
+                self._cache, self._tables = cache, torch.cat([pairing.tables(cache) for pairing in self.pairings])
         return self._tables
 
 

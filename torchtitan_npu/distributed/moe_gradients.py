@@ -8,6 +8,9 @@ Two of them are not in TorchTitan 0.2.2 (llama4/infra/parallelize.py, ``apply_mo
 - When expert parallel takes the tensor-parallel ranks, each of them routes a share of the tokens. TorchTitan cuts
   the batch and the sequence as one dimension; but a rank keeps the gradient of its share of the *sequence*, and
   drops what it computed for the rest. With one sequence a batch the two cuts are the same, with more they are not.
+
+In the layout of :mod:`torchtitan_npu.distributed.moe_tensor_parallel` there is neither: a rank's router sees its own
+tokens only.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torchtitan.models.moe.moe import MoE
 
 
 def mend_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: bool) -> None:
-    """Mend both in a tensor-parallel model; ``tokens_are_split`` over its ranks where expert parallel takes them."""
+    """Mend both in TorchTitan's layout of a model; ``tokens_are_split`` where expert parallel takes the same ranks."""
     for moe in model.modules():
         if not isinstance(moe, MoE):
             continue

@@ -1,6 +1,6 @@
 """``npu_sparse_lightning_indexer_grad_kl_loss``: the indexer's loss and its gradients in one op, without autograd.
 
-To train with it, call :func:`torchtitan_npu.ops.indexer_loss.indexer_loss`.
+To train with it, call :func:`torchtitan_npu.ops.indexer_loss.with_indexer_loss`.
 """
 
 from __future__ import annotations

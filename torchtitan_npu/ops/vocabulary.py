@@ -129,8 +129,9 @@ def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             arguments = by_name(overload, args, kwargs)
             op.check(**arguments)
-            # without this, autograd would see into the kernel of an op for which torch_npu has no gradient
-            with torch.no_grad():
+            # autograd would see into the kernel of an op for which torch_npu has no gradient; and the products inside
+            # are the kernel's own, whose dtype is not autocast's to choose
+            with torch.no_grad(), torch._C._DisableAutocast():
                 return kernel(**arguments)
 
         return run

@@ -1,7 +1,4 @@
-"""DeepSeek-V3.2, trained as TorchTitan trains DeepSeek-V3: its parallel plans, pipeline and optimizer.
-
-The attention is not TorchTitan's, and cannot yet be split over tensor or context parallel ranks.
-"""
+"""DeepSeek-V3.2, trained as TorchTitan trains DeepSeek-V3, with parallel plans of its own for attention."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
+from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 from torchtitan_npu.models.deepseek_v32.state_dict_adapter import DeepSeekV32StateDictAdapter
 
 __all__ = ["DeepSeekV32Model", "DeepSeekV32ModelArgs", "DeepSeekV32StateDictAdapter", "deepseekv32_args"]
@@ -60,7 +58,15 @@ def _cut(n_layers: int, **changes: Any) -> DeepSeekV32ModelArgs:
 
 def _debug(n_heads: int, **changes: Any) -> DeepSeekV32ModelArgs:
     """Small enough for a CPU; of 8 experts a token takes 3."""
-    args = _cut(6, vocab_size=2048, dim=256, inter_dim=1024, moe_inter_dim=256, n_heads=n_heads, **changes)
+    # trained at its few tokens from the start: with a rope_factor of 1, YaRN changes nothing
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048,
+        "dim": 256,
+        "inter_dim": 1024,
+        "moe_inter_dim": 256,
+        "rope_factor": 1.0,
+    }
+    args = _cut(6, n_heads=n_heads, **sizes, **changes)
     args.moe_args.top_k = 3
     return args
 
@@ -90,5 +96,6 @@ def get_train_spec() -> TrainSpec:
         get_deepseek_v3_train_spec(),
         model_cls=DeepSeekV32Model,
         model_args=deepseekv32_args,
+        parallelize_fn=parallelize_deepseekv32,
         state_dict_adapter=DeepSeekV32StateDictAdapter,
     )

@@ -7,7 +7,9 @@ FP8. It is orthogonal, so the scores are the same without it, and without FP8 th
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
 from torchtitan.models.utils import trunc_normal_
 
@@ -31,8 +33,25 @@ def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = N
     return torch.cat([y.real, y.imag], dim=-1).to(x.dtype)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that all tensor-parallel ranks have."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter that all tensor-parallel ranks have, each of which will have a part of its gradient's sum."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    # the first step changes nothing but where the sum over the ranks is taken: here, not in the optimizer
+    return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=[Partial()])
+
+
 class Indexer(nn.Module):
-    """Queries, keys and weights of the heads, of which the scores are Σ_h weight_h · ReLU(query_h · key)."""
+    """Queries, keys and weights of the heads, of which the scores are Σ_h weight_h · ReLU(query_h · key).
+
+    Tensor parallel does not split it: a score is a sum over all heads, and of every query and key. Each rank computes
+    all of it, on tensors of its own.
+    """
 
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
         super().__init__()
@@ -48,30 +67,39 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, q_latent: Tensor, freqs_cis: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the attention's input ``x`` (bsz, seqlen, dim) and the normed query latent (bsz, seqlen, q_lora_rank).
+        """Queries, keys and weights, of the attention's input ``x`` (bsz, seqlen, dim) and its normed query latent."""
+        q, weights = self.queries(x, q_latent, freqs_cis, positions)
+        return q, self.keys(x, freqs_cis, positions), weights
 
-        Neither gets a gradient from here: the indexer learns from a loss of its own, and the rest not from that.
-        """
-        x, q_latent = x.detach(), q_latent.detach()
-        bsz, seqlen, _ = x.shape
+    def keys(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
+        """(bsz, seqlen, index_head_dim). ``x`` gets no gradient: attention learns nothing from the indexer's loss."""
+        k = F.linear(local(x.detach()), whole(self.wk.weight))
+        norm = self.k_norm
+        k = F.layer_norm(k, norm.normalized_shape, whole(norm.weight), whole(norm.bias), norm.eps)
+        return self._rotate(k.unsqueeze(2), freqs_cis, positions).squeeze(2)
 
-        q = self.wq_b(q_latent).view(bsz, seqlen, self.n_heads, self.head_dim)
-        q = self._rotate(q, freqs_cis, positions)  # (bsz, seqlen, index_n_heads, index_head_dim)
-
-        k = self.k_norm(self.wk(x)).unsqueeze(2)
-        k = self._rotate(k, freqs_cis, positions).squeeze(2)  # (bsz, seqlen, index_head_dim)
+    def queries(
+        self, x: Tensor, q_latent: Tensor, freqs_cis: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(bsz, seqlen, index_n_heads, index_head_dim), and each head's weight (bsz, seqlen, index_n_heads)."""
+        q = F.linear(local(q_latent.detach()), whole(self.wq_b.weight))
+        q = self._rotate(q.unflatten(-1, (self.n_heads, self.head_dim)), freqs_cis, positions)
 
         # the scale of q · k is positive, so that ReLU lets it through: it may be the weights'
         scale = self.n_heads**-0.5 * self.head_dim**-0.5
-        weights = at_least_float32(self.weights_proj(x)) * scale  # (bsz, seqlen, index_n_heads)
-        return q, k, weights
+        weights = F.linear(local(x.detach()), whole(self.weights_proj.weight))
+        return q, at_least_float32(weights) * scale
 
     def _rotate(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
         """The first ``qk_rope_head_dim`` of each head; in the main attention it is the last, and neighbours rotate."""
         rope, rest = x.split([self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim], dim=-1)
-        return torch.cat([apply_rotary_half(rope, freqs_cis, positions), rest], dim=-1)
+        positions = None if positions is None else local(positions)
+        return torch.cat([apply_rotary_half(rope, local(freqs_cis), positions), rest], dim=-1)
 
     def init_weights(self) -> None:
+        # so that scores differ by about as much at any width; the usual 0.02 would do that at the released one only,
+        # and make them nearly equal in a small model
         for linear in (self.wq_b, self.wk, self.weights_proj):
-            trunc_normal_(linear.weight, mean=0.0, std=0.02)
+            std = linear.in_features**-0.5
+            trunc_normal_(linear.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         self.k_norm.reset_parameters()

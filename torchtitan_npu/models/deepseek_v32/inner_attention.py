@@ -8,18 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor, einsum, nn
 
+from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
+from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.indexer import at_least_float32
 
 
 class SparseAttention(nn.Module):
-    """Softmax attention of each query to ``topk`` of the keys up to its own position."""
+    """Softmax attention of each query to the ``topk`` best of the keys up to its own place.
 
-    def __init__(self, topk: int) -> None:
+    With ``indexer_loss``, the backward pass also gives the indexer the gradients by which its scores of those keys
+    become more like what attention makes of them.
+    """
+
+    def __init__(self, args: DeepSeekV32ModelArgs) -> None:
         super().__init__()
-        self.topk = topk
+        self.args = args
+        self.topk = args.attended_keys()
+        self.indexer_loss = AuxiliaryLoss("indexer_loss", args.indexer_loss_weight) if args.indexer_loss else None
 
     def extra_repr(self) -> str:
         return f"topk={self.topk}"
+
+    def account(self) -> AuxiliaryLoss | None:
+        """Where the indexer's loss of this forward is counted; none, if it is not one of training the indexer."""
+        return self.indexer_loss if torch.is_grad_enabled() else None
 
     def forward(
         self,
@@ -31,7 +44,7 @@ class SparseAttention(nn.Module):
         index_q: Tensor,
         index_k: Tensor,
         index_weights: Tensor,
-        positions: Tensor | None,
+        documents: Documents | None,
         scale: float,
     ) -> Tensor:
         """(bsz, seqlen, n_heads, width of v).
@@ -39,12 +52,14 @@ class SparseAttention(nn.Module):
         ``q`` (bsz, seqlen, n_heads, width), ``q_rope`` (bsz, seqlen, n_heads, rope), ``k_rope`` (bsz, seqlen, 1, rope),
         ``k`` and ``v`` (bsz, seqlen, n_heads or 1, their width): with one head, as MLA has it when it is absorbed, all
         queries share it. ``index_q`` (bsz, seqlen, index heads, index dim), ``index_k`` (bsz, seqlen, index dim),
-        ``index_weights`` (bsz, seqlen, index heads). ``positions`` (1 or bsz, seqlen) are the tokens' places in their
-        sequence, where they are not 0, 1, 2, ...
+        ``index_weights`` (bsz, seqlen, index heads). There may be more keys than queries: these are then the last.
         """
-        if positions is None:
-            positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
-        visible = positions.unsqueeze(2) >= positions.unsqueeze(1)  # (1 or bsz, queries, keys)
+        bsz, queries, keys = *q.shape[:2], k.shape[1]
+        places = torch.arange(keys, device=q.device)
+        visible = (places[-queries:].unsqueeze(1) >= places).unsqueeze(0)  # (1, queries, keys)
+        if documents is not None:
+            of_query, of_key = documents.numbers(bsz)
+            visible = visible & (of_query.unsqueeze(2) == of_key.unsqueeze(1))  # (bsz, queries, keys)
 
         scores = index_scores(index_q, index_k, index_weights)  # (bsz, queries, keys)
         selected = select(scores, visible, self.topk)  # (bsz, queries, keys)
@@ -53,14 +68,19 @@ class SparseAttention(nn.Module):
         k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], dim=-1)  # (bsz, keys, n_heads or 1, width + rope)
         logits = at_least_float32(einsum("bqhd,bkhd->bhqk", q, k)) * scale
         logits = logits.masked_fill(~selected.unsqueeze(1), -torch.inf)
-        probabilities = logits.softmax(dim=-1).to(v.dtype)  # (bsz, n_heads, queries, keys)
-        return einsum("bhqk,bkhd->bqhd", probabilities, v)
+        probabilities = logits.softmax(dim=-1)  # (bsz, n_heads, queries, keys)
+        output = einsum("bhqk,bkhd->bqhd", probabilities.to(v.dtype), v)
+
+        if (account := self.account()) is not None:
+            output = account.attach(output, divergence(scores, selected, probabilities.detach()))
+        return output
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """Σ_h weights_h · ReLU(q_h · k) of every query and key, (bsz, queries, keys)."""
-    agreement = einsum("bqhd,bkd->bqhk", at_least_float32(q), at_least_float32(k)).relu()
-    return einsum("bqh,bqhk->bqk", weights, agreement)
+    with torch.autocast(q.device.type, enabled=False):  # which keys are chosen is not for bfloat16 to say
+        agreement = einsum("bqhd,bkd->bqhk", at_least_float32(q), at_least_float32(k)).relu()
+        return einsum("bqh,bqhk->bqk", weights, agreement)
 
 
 def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
@@ -72,3 +92,15 @@ def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     order = scores.masked_fill(~visible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :topk], True)
     return best & visible
+
+
+def divergence(scores: Tensor, selected: Tensor, probabilities: Tensor) -> Tensor:
+    """Σ over queries of KL(attention ‖ indexer), each a distribution over the query's ``selected`` keys.
+
+    Attention's is its ``probabilities`` (bsz, n_heads, queries, keys) summed over the heads, divided by their sum; the
+    indexer's is the softmax of its ``scores`` (bsz, queries, keys).
+    """
+    attention = probabilities.sum(dim=1)
+    attention = attention / attention.sum(dim=-1, keepdim=True)
+    log_indexer = scores.masked_fill(~selected, -torch.inf).log_softmax(dim=-1)
+    return torch.where(attention > 0, attention * (attention.log() - log_indexer), 0).sum()

@@ -2,22 +2,119 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_norm"}
+SHARED_WITH_MTP = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
+"""Weights of the model that the release has once more in each layer of multi-token prediction, under these names."""
+SCALE = "_scale_inv"
+INDEX = "model.safetensors.index.json"
 
 
 class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
-    """TorchTitan's for DeepSeek-V3, with the indexer's weights.
+    """TorchTitan's for DeepSeek-V3, with the weights of the indexer and of multi-token prediction.
 
     The release's FP8 weights, a scale for each 128 × 128 of them, come in float32 from the storage reader it chooses
     (``checkpoint.initial_load_in_hf_quantized``), which reads no more of a file than a rank's part of the model.
+
+    Weights are read into the model's own memory: :meth:`to_hf` gives views of it, and :meth:`from_hf` knows them again.
+    TorchTitan's stacks the experts' views anew, which takes the memory of all experts a second time.
     """
+
+    fqn_to_index_mapping: dict[Any, int] | None
 
     def __init__(self, model_args: DeepSeekV32ModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
         self.from_hf_map |= {
             f"model.layers.{{}}.self_attn.indexer.{name}": f"layers.{{}}.attention.indexer.{name}" for name in INDEXER
         }
+        self.from_hf_map |= {
+            f"model.layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight" for theirs, ours in MTP.items()
+        }
+        self.mtp_layers = range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers)
+        if self.fqn_to_index_mapping:
+            # in which file each weight goes when the model is saved: as released, of what this model has
+            self.fqn_to_index_mapping = {
+                name: file for name, file in self.fqn_to_index_mapping.items() if self._is_saved(name)
+            }
+        self.experts: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        """By name, weights of all experts that :meth:`to_hf` has split, as long as they exist."""
+
+    def _is_saved(self, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return not name.endswith(SCALE) and (layer is None or int(layer[1]) < self.mtp_layers.stop)
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        index = Path(path, INDEX)
+        if from_quantized and not index.exists():
+            raise UsageError(f"{path} has no {INDEX}, by which quantised weights find their scales")
+        if not from_quantized:
+            _refuse_scales(_tensor_names(Path(path)))
+        return super().get_hf_storage_reader(path, from_quantized)
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        experts = {name: value for name, value in state_dict.items() if ".moe.experts." in name and not value.is_meta}
+        self.experts.update(experts)
+        hf_state_dict = super().to_hf(state_dict)
+        for layer in self.mtp_layers:
+            for name, repeated in SHARED_WITH_MTP.items():
+                if name in hf_state_dict:  # a copy: files in this format cannot have one memory under two names
+                    hf_state_dict[f"model.layers.{layer}.{repeated}"] = hf_state_dict[name].clone()
+        return hf_state_dict
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        _refuse_scales(hf_state_dict)
+        rest = {
+            name: value
+            for name, value in hf_state_dict.items()
+            if not (name.startswith("model.layers.") and name.endswith(tuple(SHARED_WITH_MTP.values())))
+        }
+        state_dict = {}
+        for name, value in self.experts.items():
+            views = super().to_hf({name: value})
+            if all(expert in rest and _is_same_memory(rest[expert], view) for expert, view in views.items()):
+                state_dict[name] = value
+                for expert in views:
+                    del rest[expert]
+        return state_dict | super().from_hf(rest)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    one, other = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+    alike = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+    return alike and one.data_ptr() == other.data_ptr()
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Those in its safetensors files."""
+    if (folder / INDEX).exists():
+        return list(json.loads((folder / INDEX).read_text())["weight_map"])
+    names: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names += file.keys()
+    return names
+
+
+def _refuse_scales(names: Any) -> None:
+    """Without their scales, quantised weights would be taken for numbers of a different size."""
+    scales = [name for name in names if name.endswith(SCALE)]
+    if scales:
+        raise UsageError(
+            f"{scales[0].removesuffix(SCALE)} and {len(scales) - 1} more weights are quantised: set "
+            "checkpoint.initial_load_in_hf_quantized = true to read them with their scales"
+        )

@@ -1,0 +1,203 @@
+"""``npu_dsa``: sparse attention by the fused operators, the same results, gradients and indexer loss."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+
+from tests.converters.models import LAYOUT, build_on_meta, convert, job
+from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.models.deepseek_v32.parallelize import apply_ac_that_saves_attention
+from torchtitan_npu.rehearsal import Calls
+
+INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
+GRADIENT, LOSS = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"
+LAYERS = 3
+EOS = int(tokens()[0, 5])
+
+
+class Step(NamedTuple):
+    """What a step of training gives."""
+
+    loss: float
+    indexer_loss: float
+    gradients: dict[str, Tensor | None]
+
+
+def step(model: nn.Module, documents: Documents | None = None) -> Step:
+    start_batch(model)
+    logits = model(tokens(), attention_masks=documents)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens().roll(-1).flatten())
+    loss.backward()
+    gradients = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    return Step(loss.item(), counted(model) if learns(model) else 0.0, gradients)
+
+
+def learns(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for name, parameter in model.named_parameters() if ".indexer." in name)
+
+
+def assert_same(ours: Step, expected: Step) -> None:
+    """Within 1e-5: ten layers of a few hundred float32 roundings each. With one key a query, some gradients are 0."""
+    largest = max(gradient.norm() for gradient in expected.gradients.values() if gradient is not None)
+    assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert ours.indexer_loss == pytest.approx(expected.indexer_loss, rel=1e-5)
+    assert ours.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        own = ours.gradients[name]
+        assert (own is None) == (gradient is None), name
+        if own is not None and gradient is not None:
+            assert (own - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * largest, name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"index_topk": 1}, {"index_topk": SEQUENCE + 9}, {"indexer_loss": False}, {"warmup": True}],
+    ids=str,
+)
+def test_trains_as_eager_absorbed_or_not(changes: dict[str, Any], packed: bool) -> None:
+    documents = Documents.of(tokens(), EOS) if packed else None
+    assert documents is None or len(documents.of_keys.integers) > BATCH
+    absorbed, plain = (build(model_args(absorb=absorb, **changes)) for absorb in (True, False))
+    fused = convert(copy.deepcopy(absorbed), "npu_dsa")
+    with Calls() as calls:
+        ours = step(fused, documents)
+    expected_calls = {INDEXER: LAYERS, ATTENTION: LAYERS}
+    expected_calls |= {} if "warmup" in changes else {GRADIENT: LAYERS}
+    expected_calls |= {LOSS: LAYERS} if learns(fused) else {}
+    assert calls.count("npu") == expected_calls
+    expected = step(absorbed, documents)
+    assert_same(ours, expected)
+    assert_same(step(plain, documents), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "attention"), [("none", LAYERS), ("selective", LAYERS), ("full", 2 * LAYERS)], ids=["none", "op", "full"]
+)
+def test_checkpointing_computes_and_counts_no_loss_twice(mode: Any, attention: int) -> None:
+    model = convert(build(model_args()), "npu_dsa")
+    expected = step(copy.deepcopy(model))
+    config = JobConfig().activation_checkpoint
+    config.mode, config.selective_ac_option = mode, "op"
+    if mode != "none":
+        apply_ac_that_saves_attention(model, config, model_compile_enabled=False, op_sac_save_list=set())
+    with Calls() as calls:
+        ours = step(model)
+    assert calls.count("npu") == {INDEXER: attention, ATTENTION: attention, GRADIENT: LAYERS, LOSS: LAYERS}
+    assert ours.loss == expected.loss and ours.indexer_loss == expected.indexer_loss
+    for name, gradient in expected.gradients.items():
+        own = ours.gradients[name]
+        assert own is not None and gradient is not None and torch.equal(own, gradient), name
+
+
+def test_without_its_name_in_the_list_attention_is_computed_twice() -> None:
+    """What the test above would miss if torch saved everything."""
+    model = convert(build(model_args()), "npu_dsa")
+    config = JobConfig().activation_checkpoint
+    config.mode, config.selective_ac_option = "selective", "op"
+    apply_ac(model, config, model_compile_enabled=False, op_sac_save_list=set())
+    with Calls() as calls:
+        step(model)
+    assert calls.count("npu")[ATTENTION] == 2 * LAYERS
+
+
+def test_evaluates_without_the_loss() -> None:
+    model = build(model_args())
+    fused = convert(copy.deepcopy(model), "npu_dsa")
+    with torch.no_grad(), Calls() as calls:
+        ours = fused(tokens())
+        expected = model(tokens())
+    assert calls.count("npu") == {INDEXER: LAYERS, ATTENTION: LAYERS}
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_takes_what_autocast_leaves() -> None:
+    """Norms give float32 where products give bfloat16; the operators take one dtype."""
+    args = model_args(index_topk=SEQUENCE)  # all keys: rounding cannot choose others
+    exact, model = build(args), convert(build(args), "npu_dsa")
+    start_batch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens())
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with torch.no_grad():
+        assert (logits - exact(tokens())).abs().max() <= 0.05 * logits.abs().max()  # some ten roundings to bfloat16
+
+
+def test_keeps_parameters_and_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    model = build_on_meta("deepseek_v32")
+    names = list(model.state_dict())
+    with caplog.at_level(logging.INFO):
+        convert(model, "npu_dsa")
+    assert list(model.state_dict()) == names
+    assert all(type(block.attention.inner_attention) is NpuSparseAttention for block in model.layers.values())  # type: ignore[union-attr, operator]
+    line = f"npu_dsa: 6 SparseAttention in layers 0-5 -> {INDEXER}, {ATTENTION}, {LOSS}"
+    assert line in caplog.text
+
+
+def test_refuses_keys_a_head() -> None:
+    with pytest.raises(UsageError, match=r"npu_dsa attends to latent keys; layers\.0\.attention.* needs absorb=True"):
+        build_on_meta("deepseek_v32", "npu_dsa", absorb=False)
+
+
+def test_finds_nothing_in_another_model() -> None:
+    with pytest.raises(UsageError, match="npu_dsa found no SparseAttention"):
+        build_on_meta("deepseek_v3", "npu_dsa")
+
+
+def refusals(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
+    """What an NPU would refuse of one layer of a flavor."""
+    from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
+
+    config = job(("npu_dsa",))
+    config.training.mixed_precision_param = dtype
+    args = copy.deepcopy(deepseekv32_args[flavor])
+    for name, value in {"n_layers": 1, "vocab_size": 8, **changes}.items():
+        setattr(args, name, value)
+    with torch.device("meta"):
+        from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
+
+        model = DeepSeekV32Model(args)
+    converter = CONVERTERS["npu_dsa"](config, ParallelDims(**LAYOUT))
+    ((fqn, module),) = converter.targets(model)
+    return converter.refusals(fqn, module)
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel_npu", "671B_4layers", "671B_8layers", "671B"])
+def test_an_npu_takes_the_flavors_that_are_for_it(flavor: str) -> None:
+    assert refusals(flavor) == []
+    assert any("float32" in text for text in refusals(flavor, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"n_heads": 16}, "the number of heads of query is 16, and an NPU takes 32, 64, 128"),
+        ({"kv_lora_rank": 256}, "the head size of query is 256, and an NPU takes 512"),
+        ({"index_topk": 2500}, "sparse_count is 2500"),
+        ({"index_head_dim": 64}, "the head size of query is 64, and an NPU takes 128"),
+        ({"warmup": True, "seq_len": 16384}, "sparse_count is 16384"),
+        ({"index_topk": 512, "indexer_loss": False}, "npu_sparse_flash_attention_grad: top-k is 512"),
+    ],
+    ids=str,
+)
+def test_says_what_an_npu_would_refuse(change: dict[str, Any], text: str) -> None:
+    assert any(text in message for message in refusals("debugmodel_npu", **change))
+
+
+def test_top_k_is_in_the_representation() -> None:
+    assert f"topk={TOP_K}" in repr(convert(build(model_args()), "npu_dsa"))

@@ -1,0 +1,284 @@
+"""``npu_mrope``: eager, training and evaluation are one rotation, on either layout of the axes; mistakes are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
+
+from tests.converters.models import LAYOUT, assert_no_further
+from tests.converters.models import build_on_meta as build_titan_model
+from tests.converters.rope_models import Operators
+from tests.models.qwen3_vl_models import build, make_batch, model_args
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.qwen3_vl.mrope import MRoPERotation, MRoPETables
+
+BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 2, 7, 4, 2, 48, 64
+
+
+class Rotations(nn.Module):
+    """What of a model rotates: the tables, and two layers."""
+
+    def __init__(self, section: tuple[int, ...], interleaved: bool, rotary_dim: int) -> None:
+        super().__init__()
+        self.tables = MRoPETables(section, interleaved)
+        self.first, self.second = (MRoPERotation(section, interleaved, HEAD_DIM, rotary_dim) for _ in range(2))
+        frequencies = 100.0 ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) * 2 / rotary_dim)
+        angles = (torch.arange(POSITIONS)[:, None] * frequencies).tile(2)
+        self.register_buffer("rope_cache", torch.cat((angles.cos(), angles.sin()), dim=-1).float())
+
+    def forward(self, xq: Tensor, xk: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        table, positions = self.tables(self.rope_cache, positions, xq.shape[:2], xq.dtype)
+        xq, xk = self.first(xq, xk, table, positions)
+        return self.second(xq, xk, table, positions)
+
+
+LAYOUTS = {
+    "interleaved": ((8, 8, 8), True, 48),
+    "interleaved, time has the rest": ((12, 6, 6), True, 48),
+    "interleaved, partial": ((6, 5, 5), True, 32),
+    "blocked": ((8, 6, 10), False, 48),
+    "blocked, partial": ((4, 6, 6), False, 32),
+    "blocked, four axes": ((4, 5, 6, 9), False, 48),
+}
+
+
+def scattered(axes: int) -> Tensor:
+    """Positions that differ on every axis, in every token."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.rand(BATCH, SEQUENCE, POSITIONS, generator=generator).argsort(-1)[..., :axes].movedim(-1, 0)
+
+
+def queries_and_keys(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    shapes = ((BATCH, SEQUENCE, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS))
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+
+
+def exact(model: Rotations, x: Tensor, positions: Tensor, back: bool) -> Tensor:
+    """``x`` rotated twice in float64 as the definition says, angle by angle; or gradients, rotated the other way."""
+    section, pairs = model.tables.section, model.first.rotary_dim // 2
+    result = x.detach().double().clone()
+    for pair in range(pairs):
+        if model.tables.interleaved:
+            axis = pair % 3 if pair < 3 * section[pair % 3] else 0
+        else:
+            axis = next(axis for axis in range(len(section)) if pair < sum(section[: axis + 1]))
+        frequency = 100.0 ** -(pair * 2 / model.first.rotary_dim)
+        angle = 2 * positions[axis].double()[..., None] * frequency * (-1 if back else 1)
+        a, b = x[..., pair].detach().double(), x[..., pair + pairs].detach().double()
+        result[..., pair] = a * angle.cos() - b * angle.sin()
+        result[..., pair + pairs] = b * angle.cos() + a * angle.sin()
+    return result
+
+
+def converted(model: nn.Module, in_training: bool = False, *converters: str) -> nn.Module:
+    config = JobConfig()
+    config.model.converters = list(converters or ("npu_mrope",))
+    config.npu.mrope_in_training = in_training
+    for name in config.model.converters:
+        CONVERTERS[name](config, ParallelDims(**LAYOUT)).convert(model)
+    return model
+
+
+def rotate(model: nn.Module, dtype: torch.dtype, positions: Tensor, grad: bool) -> list[Tensor]:
+    """Rotated queries and keys; then the gradients of both, if those of the results are the queries and keys."""
+    inputs = queries_and_keys(dtype)
+    with torch.set_grad_enabled(grad):
+        outputs = model(*inputs, positions)
+    if grad:
+        torch.autograd.backward(outputs, [x.detach() for x in inputs])
+    results = [*outputs, *(x.grad for x in inputs if grad)]
+    assert all(result.dtype == dtype for result in results)
+    return [result.detach() for result in results]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_ways_are_one_rotation(layout: tuple[Any, ...], dtype: torch.dtype) -> None:
+    positions, (xq, xk) = scattered(len(layout[0])), queries_and_keys(dtype)
+    ways = {
+        "eager": rotate(Rotations(*layout), dtype, positions, grad=True),
+        "training": rotate(converted(Rotations(*layout)), dtype, positions, grad=True),
+        "training in one call": rotate(converted(Rotations(*layout), in_training=True), dtype, positions, grad=True),
+        "evaluation": rotate(converted(Rotations(*layout)), dtype, positions, grad=False),
+    }
+    oracle = [exact(Rotations(*layout), x, positions, back) for back in (False, True) for x in (xq, xk)]
+    for name, results in ways.items():
+        for result, expected in zip(results, oracle, strict=False):
+            # two rotations, in each of which a cosine and a sine, two products and their sum are rounded; either
+            # product is at most the longest pair
+            budget = 2 * 5 * torch.finfo(dtype).eps / 2 * expected.abs().max().item()
+            distance = (result.double() - expected).abs().max().item()
+            assert distance <= budget, f"{name}: {distance:.1e}, budget {budget:.1e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_float32_agrees_to_a_millionth(layout: tuple[Any, ...]) -> None:
+    positions = scattered(len(layout[0]))
+    eager = rotate(Rotations(*layout), torch.float32, positions, grad=True)
+    for in_training in (False, True):
+        for grad in (False, True):
+            results = rotate(converted(Rotations(*layout), in_training), torch.float32, positions, grad)
+            for result, expected in zip(results, eager, strict=False):
+                assert (result - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_layouts_differ_where_the_axes_do() -> None:
+    positions = scattered(3)
+    text = positions[:1].expand(3, -1, -1)
+    for layout in (((12, 6, 6), True, 48), ((12, 6, 6), False, 48)):
+        other = (layout[0], not layout[1], layout[2])
+        for way in (Rotations, lambda *layout: converted(Rotations(*layout))):
+            on_axes = [rotate(way(*x), torch.float32, positions, grad=False)[0] for x in (layout, other)]
+            on_text = [rotate(way(*x), torch.float32, text, grad=False)[0] for x in (layout, other)]
+            assert (on_axes[0] - on_axes[1]).abs().max() > 1
+            assert (on_text[0] - on_text[1]).abs().max() <= 1e-6 * on_text[0].abs().max()
+
+
+def test_packed_positions_are_the_same_ones() -> None:
+    positions, layout = scattered(3), LAYOUTS["interleaved"]
+    for model in (Rotations(*layout), converted(Rotations(*layout))):
+        for grad in (False, True):
+            expected = rotate(model, torch.float32, positions, grad)
+            for one, other in zip(expected, rotate(model, torch.float32, positions.flatten(1), grad), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_no_table_is_floating_where_fsdp_would_cast_it() -> None:
+    model = build(model_args())
+    seen: dict[str, torch.dtype] = {}
+    model.vision.layers["1"].register_forward_pre_hook(lambda block, args: seen.update(tower=args[1].dtype))
+    model.layers["1"].register_forward_pre_hook(lambda block, args: seen.update(decoder=args[1].dtype))
+    converted(model, False, "npu_mrope", "npu_rope")(**make_batch(1, ("i",)).ours())
+    assert seen == {"tower": torch.int32, "decoder": torch.int32}
+
+
+def operators(model: nn.Module, grad: bool, **batch: Any) -> Counter[str]:
+    with torch.set_grad_enabled(grad), Operators() as record:
+        model(**batch)
+    return Counter(name for name, _ in record.calls)
+
+
+def test_angles_are_looked_up_once_a_forward_and_rotated_in_each_layer() -> None:
+    args, batch = model_args(), make_batch(1, ("iv", "i")).ours()
+    layers, tower = args.n_layers, args.vision.n_layers
+    plain = build(args)
+    model = converted(build(args), False, "npu_mrope", "npu_rope")
+    for grad in (False, True):
+        calls = operators(model, grad, **batch)
+        assert calls["npu::npu_rotary_mul"] == 2 * tower + (2 * layers if grad else 0)
+        assert calls["npu::npu_mrope"] == (0 if grad else layers)
+        # of one model, twice as many layers look up no more
+        deeper = model_args(n_layers=2 * layers)
+        more = operators(converted(build(deeper), False, "npu_mrope", "npu_rope"), grad, **batch)
+        assert more["aten::index"] == calls["aten::index"] <= operators(plain, grad, **batch)["aten::index"]
+
+
+def test_the_operator_gets_what_it_wants() -> None:
+    model, batch = converted(build(model_args())), make_batch(1, ("iv", "i"))
+    with torch.no_grad(), Operators() as record:
+        model(**batch.ours())
+    calls = [arguments for name, arguments in record.calls if name == "npu::npu_mrope"]
+    tokens = batch.tokens.numel()
+    for call in calls:
+        assert call["positions"].shape == (3, tokens) and call["positions"].is_contiguous()
+        assert call["query"].shape == (tokens, 4 * 32) and call["key"].shape == (tokens, 2 * 32)
+        assert call["cos_sin_cache"].shape == (256, 32) and call["cos_sin_cache"].dtype == call["query"].dtype
+        assert list(call["mrope_section"]) == [8, 4, 4] and call["head_size"] == 32
+        assert call["cache_mode"] == "interleave" and call["rotary_mode"] == "half"
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("converters", [("npu_mrope",), ("npu_rope", "npu_mrope"), ("npu_mrope", "npu_rope")], ids=str)
+def test_the_model_computes_the_same(converters: tuple[str, ...], moe: bool) -> None:
+    """Logits and every gradient, as near to the float64 model as the eager ones."""
+    batch = make_batch(3, ("iv", "", "vi"))
+    states = build(model_args(moe)).state_dict()
+
+    def logits_and_gradients(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        model.load_state_dict(states)
+        model.to(dtype)
+        inputs = batch.ours() | {"patches": batch.patches.to(dtype)}
+        logits = model(**inputs)
+        logits[batch.mask].square().sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            return {"logits": logits.detach(), "evaluated": model(**inputs), **grads}  # type: ignore[dict-item]
+
+    oracle = logits_and_gradients(build(model_args(moe)), torch.float64)
+    plain = logits_and_gradients(build(model_args(moe)), torch.float32)
+    ours = logits_and_gradients(converted(build(model_args(moe)), False, *converters), torch.float32)
+    assert ours.keys() == plain.keys()
+    for name, value in ours.items():
+        # a rotation has a handful of roundings, in each of three layers
+        assert_no_further(name, value, plain[name], oracle[name], roundings=20)
+
+
+def test_names_and_values_of_parameters_stay() -> None:
+    plain, model = build(model_args()), converted(build(model_args()), False, "npu_mrope", "npu_rope")
+    assert list(plain.state_dict()) == list(model.state_dict())
+
+
+def refused(model: nn.Module, *converters: str) -> str:
+    with pytest.raises(UsageError) as error:
+        converted(model, False, *converters)
+    return str(error.value)
+
+
+def test_sections_that_do_not_sum_up_are_refused() -> None:
+    message = refused(Rotations((8, 8, 7), False, 48))
+    assert "npu_mrope: first: mrope_section [8, 8, 7] sums to 23" in message and "sum to 24" in message
+    with pytest.raises(UsageError, match=r"mrope_section \[24, 20, 20\] sums to 64.* sum to 16"):
+        model_args(mrope_section=(24, 20, 20))
+
+
+def test_four_interleaved_sections_are_refused() -> None:
+    assert "has 4 sizes; interleaved it has 3" in refused(Rotations((6, 6, 6, 6), True, 48))
+
+
+def test_interleaved_sections_the_operator_reads_otherwise_are_refused() -> None:
+    assert "height and width as many channels" in refused(Rotations((8, 10, 6), True, 48))
+
+
+def test_npu_rope_alone_is_refused_for_a_model_with_mrope() -> None:
+    message = refused(build(model_args()), "npu_rope")
+    assert "layers.0.attention.rotation of Qwen3VLModel by several (MRoPE): list npu_mrope" in message
+
+
+def test_npu_mrope_is_refused_for_a_model_without() -> None:
+    message = refused(build_titan_model("qwen3"), "npu_mrope")
+    assert "npu_mrope found no MRoPE in Qwen3Model" in message and "list npu_rope in its place" in message
+
+
+def test_layers_of_another_layout_are_refused() -> None:
+    model = Rotations(*LAYOUTS["blocked"])
+    model.second.interleaved = True
+    assert "of one mrope_section and layout" in refused(model)
+
+
+@pytest.mark.parametrize("shape", [(BATCH, SEQUENCE), (1, BATCH, SEQUENCE), (3, SEQUENCE), (3, BATCH, SEQUENCE + 1)])
+@pytest.mark.parametrize("convert", [lambda model: model, converted], ids=["eager", "npu_mrope"])
+def test_positions_of_another_shape_are_refused(convert: Any, shape: tuple[int, ...]) -> None:
+    model = convert(Rotations(*LAYOUTS["interleaved"]))
+    with pytest.raises(UsageError, match=r"must be integers of the shape \(3, 2, 7\), or packed \(3, 14\)"):
+        model(*queries_and_keys(torch.float32), torch.ones(shape, dtype=torch.int64))
+
+
+def test_what_an_npu_refuses_is_an_error_there() -> None:
+    config = JobConfig()
+    config.npu.strict_limits, config.training.mixed_precision_param = True, "float32"
+    for section, interleaved, rotary_dim, text in (
+        ((8, 8, 8), True, 48, "mrope_section is [8, 8, 8]"),
+        ((7, 7, 6), False, 40, "the remainder of rotary_dim by 32 (by 16 in float32) is 8"),
+    ):
+        with pytest.raises(UsageError) as error:
+            CONVERTERS["npu_mrope"](config, ParallelDims(**LAYOUT)).convert(Rotations(section, interleaved, rotary_dim))
+        assert "an NPU would refuse first" in str(error.value) and text in str(error.value)

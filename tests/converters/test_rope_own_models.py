@@ -1,0 +1,234 @@
+"""``npu_rope`` in a user's own model: whom it finds there, and who shares tables."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.models.llama3.model import model as llama3
+from torchtitan.models.llama3.model.model import apply_rotary_emb
+from torchtitan.models.qwen3.model import model as qwen3
+from torchtitan.models.qwen3.model.model import apply_rotary_emb as apply_rotary_emb_on_halves
+
+from tests.converters.models import convert
+from tests.converters.rope_models import (
+    BATCH,
+    MAX_SEQ_LEN,
+    POSITIONS,
+    ROWS,
+    SEQUENCE,
+    Operators,
+    assert_as_exact,
+    backward,
+    build,
+    exact_halves,
+    exact_pairs,
+    gradients,
+    on_both,
+)
+from torchtitan_npu.models.deepseek_v32.indexer import apply_rotary_half
+
+
+class OwnAttention(nn.Module):
+    """A user's: other names, a method of its own for the rotation, no grouped heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.Linear(32, 96)
+
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rotary_emb(q, k, angles)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
+        q, k = self.turned(q, k, angles)
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return "heads=4"
+
+
+class OwnModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = OwnAttention(), OwnAttention()
+        self.register_buffer("angles", llama3.precompute_freqs_cis(8, MAX_SEQ_LEN), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention in (self.first, self.second):
+            x = x + attention(x, self.angles[: x.shape[1]]).flatten(-2)
+        return x
+
+
+def compute_own(model: nn.Module, dtype: torch.dtype, **arguments: Any) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    output = model(torch.randn(BATCH, SEQUENCE, 32).to(dtype), **arguments)
+    backward(output)
+    return {"output": output.detach(), **gradients(model)}
+
+
+def assert_own_model_is_right(build_model: Callable[[], nn.Module], rotations: int, **arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    plain = build_model()
+    converted = convert(copy.deepcopy(plain), "npu_rope")
+    oracle = copy.deepcopy(plain)._apply(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "apply_rotary_emb", on_both(exact_pairs))
+        patch.setitem(globals(), "apply_rotary_emb_on_halves", on_both(exact_halves))
+        patch.setitem(globals(), "apply_rotary_half", exact_halves)
+        exact = compute_own(oracle, torch.float64, **arguments)
+    with Operators() as operators:
+        ours = compute_own(converted, torch.float32, **arguments)
+    assert len(operators.rotations()) == rotations
+    assert_as_exact(ours, compute_own(plain, torch.float32, **arguments), exact)
+    return converted
+
+
+def test_a_user_s_own_model() -> None:
+    converted = assert_own_model_is_right(OwnModel, rotations=4)
+    assert "(first): NpuOwnAttention(\n    heads=4, rotation=npu_rotary_mul\n" in str(converted)
+
+
+class OwnAttentionOnHalves(OwnAttention):
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
+        return apply_rotary_emb_on_halves(q, k, angles, positions)
+
+    def forward(self, x: Tensor, angles: Tensor, positions: Any = None) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
+        q, k = self.turned(q, k, angles, positions)
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
+class MixedModel(OwnModel):
+    """Both kinds of rotation, of which one has its angles where TorchTitan's models keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = OwnAttentionOnHalves()
+        self.register_buffer("rope_cache", qwen3.precompute_rope_cache(8, MAX_SEQ_LEN), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.first(x, self.angles[positions[0]]).flatten(-2)
+        return x + self.second(x, self.rope_cache, positions).flatten(-2)
+
+
+def test_a_user_s_own_model_with_both_kinds_of_rotation() -> None:
+    assert_own_model_is_right(MixedModel, rotations=4, positions=ROWS)
+
+
+class BothWays(OwnAttention):
+    """Queries and keys on pairs, then on halves, in one method."""
+
+    def forward(self, x: Tensor, angles: Tensor, cache: Tensor, positions: Any) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
+        q, k = apply_rotary_emb(q, k, angles, positions)
+        q, k = apply_rotary_emb_on_halves(q, k, cache, positions)
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
+class BothWaysModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = BothWays()
+        self.register_buffer("freqs_cis", llama3.precompute_freqs_cis(8, MAX_SEQ_LEN), persistent=False)
+        self.register_buffer("rope_cache", qwen3.precompute_rope_cache(8, MAX_SEQ_LEN), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.attention(x, self.freqs_cis, self.rope_cache, positions).flatten(-2)
+
+
+def test_a_user_s_module_with_both_kinds_of_rotation() -> None:
+    assert_own_model_is_right(BothWaysModel, rotations=4, positions=ROWS)
+
+
+class BothWaysOfOneBuffer(OwnAttention):
+    """Queries on pairs, keys on halves, by the same angles: no other model has such scores, nor those of a mix-up."""
+
+    def forward(self, x: Tensor, angles: Tensor, positions: Any) -> Tensor:
+        q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
+        q, _ = apply_rotary_emb(q, k, angles, positions)
+        k = apply_rotary_half(k, angles, positions)
+        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
+class OwnAttentionOnHalvesOfComplex(OwnAttentionOnHalves):
+    """The second kind alone."""
+
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
+        return apply_rotary_half(q, angles, positions), apply_rotary_half(k, angles, positions)
+
+
+class OneBufferModel(nn.Module):
+    def __init__(self, attention: type[nn.Module]) -> None:
+        super().__init__()
+        self.attention = attention()
+        self.register_buffer("freqs_cis", llama3.precompute_freqs_cis(8, MAX_SEQ_LEN), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        return x + self.attention(x, self.freqs_cis, positions).flatten(-2)
+
+
+@pytest.mark.parametrize("positions", [None, POSITIONS["offset"], ROWS], ids=["none", "offset", "rows"])
+@pytest.mark.parametrize(("attention", "rotations"), [(BothWaysOfOneBuffer, 3), (OwnAttentionOnHalvesOfComplex, 2)])
+def test_rotations_by_one_buffer_share_tables(
+    attention: type[nn.Module], rotations: int, positions: Tensor | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model = functools.partial(OneBufferModel, attention)
+    with caplog.at_level(logging.INFO):
+        converted = assert_own_model_is_right(build_model, rotations, positions=positions)
+    assert len(converted._forward_pre_hooks) == 1
+    assert not any("in each layer" in message for message in caplog.messages)
+
+
+class Learned(nn.Module):
+    """Uses positions in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(MAX_SEQ_LEN, 32)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.embeddings(positions)
+
+
+class ModelWithAStranger(BothWaysModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = OwnAttentionOnHalves()
+        self.learned = Learned()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = self.learned(x, positions)
+        return x + self.attention(x, self.rope_cache, positions).flatten(-2)
+
+
+def test_a_user_s_module_that_takes_positions_too_gets_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert_own_model_is_right(ModelWithAStranger, rotations=2, positions=ROWS)
+    assert "npu_rope: 1 of the modules take cosines and sines from the model in each layer" in caplog.messages
+
+
+class Wrapped(nn.Module):
+    """A model of which TorchTitan's is a part."""
+
+    def __init__(self, text: nn.Module) -> None:
+        super().__init__()
+        self.text = text
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.text(tokens, positions=positions)
+
+
+def test_a_model_inside_another_makes_its_tables_once() -> None:
+    whole = Wrapped(build("llama3"))
+    convert(whole, "npu_rope")
+    assert len(whole.text._forward_pre_hooks) == 1 and not whole._forward_pre_hooks
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
+    assert torch.equal(whole(tokens, ROWS), build("llama3", "npu_rope")(tokens, positions=ROWS))

@@ -1,0 +1,205 @@
+"""``npu_rope``'s cosines and sines: made once a forward, and right for every layer however it is run."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.model import model as llama3
+from torchtitan.models.qwen3.model import model as qwen3
+
+from tests.converters.models import initialise
+from tests.converters.rope_models import (
+    BATCH,
+    MAX_SEQ_LEN,
+    POSITIONS,
+    ROWS,
+    SEQUENCE,
+    TARGETS,
+    Operators,
+    assert_as_exact,
+    assert_same,
+    backward,
+    build,
+    compute,
+    exact_rotations,
+    gradients,
+    references,
+    rows_of,
+    tokens,
+)
+from tests.multirank import run_on_ranks
+from torchtitan_npu.converters.rotary_tables import HALF, HALF_OF_COMPLEX, INTERLEAVE, rotate
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
+@pytest.mark.parametrize("n_layers", [2, 4])
+def test_tables_are_made_once(name: str, n_layers: int) -> None:
+    """In the first forward from the model's buffer; then rows are looked up, once where there are positions."""
+    model = build(name, "npu_rope", n_layers=n_layers)
+
+    def forward(positions: Tensor | None) -> Counter[str]:
+        with Operators() as operators:
+            model(tokens(), positions=positions)
+        assert len(operators.rotations()) == n_layers * sum(TARGETS[name].values())
+        return operators.on_tables()
+
+    first = forward(None)
+    assert "aten::cat" in first and max(first.values()) == 1, first
+    assert forward(None) == {}
+    assert forward(ROWS) == forward(POSITIONS["offset"]) == {"aten::index": 1}
+
+
+def test_a_new_buffer_is_noticed() -> None:
+    """Here of another theta; as ``init_weights`` makes one after the weights have moved."""
+    model, plain = build("llama3", "npu_rope"), build("llama3")
+    before = compute(model)
+    for changed in (model, plain):
+        changed.model_args.rope_theta = 50
+        initialise(changed)
+    after = compute(model)
+    assert not torch.equal(before["logits"], after["logits"])
+    torch.testing.assert_close(after["logits"], compute(plain)["logits"])
+
+
+def pipelined(model: nn.Module) -> dict[str, Tensor]:
+    """Two forwards with positions of their own, then the backwards in the same order: a pipeline stage's."""
+    outputs = [model(tokens(seed), positions=positions) for seed, positions in ((3, ROWS), (4, ROWS.flip(0) + 2))]
+    for output in outputs:
+        backward(output)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
+def test_forwards_that_overlap_keep_their_own_tables(name: str, mode: str) -> None:
+    """Activation checkpointing computes the first forward's layers again after the second forward."""
+
+    def run(*converters: str) -> dict[str, Tensor]:
+        model = build(name, *converters)
+        if mode == "full":
+            apply_ac(model, ActivationCheckpoint(mode="full"), model_compile_enabled=False, op_sac_save_list=set())
+        return pipelined(model)
+
+    with exact_rotations():
+        exact = pipelined(build(name, dtype=torch.float64))
+    assert_as_exact(run("npu_rope"), run(), exact)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("positions", ["none", "rows"])
+def test_trains_after_a_validation(mode: Any, positions: str) -> None:
+    model = build("llama3", "npu_rope")
+    with mode():
+        logits = model(tokens(), positions=POSITIONS[positions])
+    with Operators() as operators:
+        ours = compute(model, POSITIONS[positions])
+    assert torch.equal(ours["logits"], logits)
+    # which autograd in C++, as torch_npu's, does not save for the backward
+    assert not any(rotation["r1"].is_inference() for rotation in operators.rotations())
+    assert_as_exact(ours, *references("llama3", positions))
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    """As pipeline parallel makes its stages, from a model that was run or not."""
+    model = build("llama3", "npu_rope")
+    before = compute(model, ROWS)
+    twin = copy.deepcopy(model)
+    assert_same(compute(twin, ROWS), before)
+    twin.model_args.rope_theta = 50
+    initialise(twin)
+    assert not torch.equal(compute(twin, ROWS)["logits"], before["logits"])
+    assert_same(compute(model, ROWS), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama3", {}),
+        ("qwen3", {}),
+        # TorchTitan compiles a block with experts in pieces; the indexer's loss is counted in the backward, by a module
+        ("deepseek_v32", {"n_dense_layers": 2, "indexer_loss": False}),
+    ],
+    ids=["llama3", "qwen3", "deepseek_v32"],
+)
+def test_compiles_once(name: str, changes: dict[str, Any]) -> None:
+    """As TorchTitan compiles: block by block, whole. Other values of positions compile nothing again."""
+    torch._dynamo.reset()
+    model, counter = build(name, "npu_rope", **changes), CompileCounterWithBackend("aot_eager")
+    for block in model.layers.values():
+        block.compile(backend=counter, fullgraph=True)
+    assert_as_exact(compute(model, ROWS), *references(name, "rows", **changes))
+    compiled = counter.frame_count
+    assert compiled
+    assert not torch.equal(model(tokens(), positions=ROWS.flip(0)), model(tokens(), positions=ROWS))
+    assert counter.frame_count == compiled
+
+
+def half_precision(name: str) -> tuple[list[dict[str, Any]], Tensor]:
+    """On a rank: the rotations under FSDP2 in bfloat16, and the model's own buffer."""
+    model = build(name, "npu_rope")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    outputs: list[torch.dtype] = []
+    model.layers["1"].attention.wo.register_forward_hook(lambda module, args, output: outputs.append(output.dtype))
+    with Operators() as operators:
+        model(tokens(), positions=ROWS)
+    assert outputs == [torch.bfloat16]
+    return operators.rotations(), model.rope_cache if name == "qwen3" else model.freqs_cis
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
+def test_half_precision_does_not_reach_the_tables(name: str) -> None:
+    """FSDP casts a block's floating inputs."""
+    for rotations, cache in run_on_ranks(2, half_precision, name):
+        assert len(rotations) == 2 * sum(TARGETS[name].values())
+        rows = rows_of(cache, ROWS, SEQUENCE)
+        for rotation in rotations:
+            if name == "qwen3":
+                cos, sin = rows.chunk(2, dim=-1)
+            elif rotation["rotary_mode"] == "interleave":
+                cos, sin = (part.repeat_interleave(2, -1) for part in (rows.real, rows.imag))
+            else:
+                cos, sin = (torch.cat([part, part], dim=-1) for part in (rows.real, rows.imag))
+            assert rotation["input"].dtype == rotation["r1"].dtype == rotation["r2"].dtype == torch.float32
+            assert torch.equal(rotation["r1"].flatten(), cos.flatten())
+            assert torch.equal(rotation["r2"].flatten(), sin.flatten())
+
+
+def rotate_shards() -> list[Tensor]:
+    """On a rank: heads over two ranks, angles and positions replicated; the results and the gradients, whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    results = []
+    angles, cosines = llama3.precompute_freqs_cis(16, MAX_SEQ_LEN), qwen3.precompute_rope_cache(16, MAX_SEQ_LEN)
+    for pairing, cache in ((INTERLEAVE, angles), (HALF_OF_COMPLEX, angles), (HALF, cosines)):
+        for positions in POSITIONS.values():
+            x = torch.randn(BATCH, SEQUENCE, 4, 16)
+            whole = x.clone().requires_grad_()
+            shards = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
+            replicated = None if positions is None else DTensor.from_local(positions, mesh, [Replicate()])
+            y = rotate(pairing, DTensor.from_local(cache, mesh, [Replicate()]), replicated, shards)[0]
+            assert isinstance(y, DTensor) and y.placements == (Shard(2),) and y.to_local().shape[2] == 2
+            expected = rotate(pairing, cache, positions, whole)[0]
+            y.square().sum().backward()
+            expected.square().sum().backward()
+            assert shards.grad.placements == (Shard(2),)
+            results += [y.full_tensor() - expected, shards.grad.full_tensor() - whole.grad]
+    return results
+
+
+def test_rotates_shards_of_heads() -> None:
+    for differences in run_on_ranks(2, rotate_shards):
+        assert len(differences) == 18 and not any(difference.any() for difference in differences)

@@ -1,0 +1,208 @@
+"""Context parallel of DeepSeek-V3.2: what is communicated, who has how much work, and one's own way of doing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, model_args, start_batch, tokens
+from tests.models.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
+from tests.multirank import run_on_ranks
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.distributed.context_parallel import ContextParallel, context_parallel
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
+from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
+from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.rehearsal import Calls
+
+LAYERS = 3
+CONTEXT = "tests.models.test_deepseek_v32_context_parallel:KeysBySum"
+
+
+class Rank:
+    """A mesh as context parallel sees it, of any size and from any rank, without the processes."""
+
+    device_type = "cpu"
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+def context(rank: int, ranks: int, load_balancer: str | None) -> DSAContextParallel:
+    return DSAContextParallel(Rank(rank, ranks), load_balancer)  # type: ignore[arg-type]
+
+
+def collectives(load_balancer: str | None) -> list[dict[str, int]]:
+    """On a rank: what a forward and a backward pass of the model communicate, by its name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build(model_args())
+    parallel = DSAContextParallel(mesh, load_balancer)
+    parallel.parallelize(model)
+    start_batch(model)
+    inputs, _, extra = parallel.prepare(tokens(), tokens(), {})
+    with Calls() as forward:
+        logits = model(inputs, **extra)
+    with Calls() as backward:
+        logits.sum().backward()
+    return [
+        {name: n for name, n in calls.count("_c10d_functional").items() if name != "wait_tensor" and name[0] != "_"}
+        for calls in (forward, backward)
+    ]
+
+
+@pytest.mark.parametrize("load_balancer", ["headtail", None])
+def test_one_all_gather_a_layer_and_one_reduce_scatter_back(load_balancer: str | None) -> None:
+    for forward, backward in run_on_ranks(2, collectives, load_balancer):
+        assert forward == {"all_gather_into_tensor": LAYERS}
+        assert backward == {"reduce_scatter_tensor": LAYERS}
+
+
+def work(load_balancer: str | None, ranks: int = 8, seqlen: int = 32768) -> list[int]:
+    """By rank, the pairs of a query and a key that it sees: what a causal indexer multiplies."""
+    return [
+        sum(
+            span.length * (2 * span.place + span.length + 1) // 2
+            for span in context(rank, ranks, load_balancer).spans(seqlen // ranks)
+        )
+        for rank in range(ranks)
+    ]
+
+
+def test_head_and_tail_are_as_much_work_on_every_rank() -> None:
+    balanced, contiguous = work("headtail"), work(None)
+    assert sum(balanced) == sum(contiguous) == 32768 * 32769 // 2
+    assert max(balanced) <= 1.05 * sum(balanced) / 8
+    assert max(contiguous) >= 1.85 * sum(contiguous) / 8
+
+
+@pytest.mark.parametrize("load_balancer", ["headtail", None])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_spans_are_the_places_that_a_rank_has(load_balancer: str | None, ranks: int) -> None:
+    everything: list[int] = []
+    for rank in range(ranks):
+        own = context(rank, ranks, load_balancer)
+        spans = own.spans(SEQUENCE // ranks)
+        places = [place for span in spans for place in range(span.place, span.place + span.length)]
+        assert own.places(SEQUENCE).tolist() == places
+        assert [span.first for span in spans] == [sum(s.length for s in spans[:n]) for n in range(len(spans))]
+        everything += places
+    assert sorted(everything) == list(range(SEQUENCE))
+
+
+def test_a_part_of_the_documents() -> None:
+    documents = Documents.of(torch.tensor([[1, 0, 1, 1, 1, 1, 0, 1], [1] * 8]), eos_id=0)
+    assert documents.of_keys.integers == (2, 7, 8, 16)
+    for row, first, last, start, queries, keys in (
+        (0, 0, 4, 0, (2, 4), (2, 4)),
+        (0, 4, 8, 2, (3, 4), (5, 6)),  # the document that token 4 is in begins at 2
+        (0, 2, 4, 2, (2,), (2,)),
+        (1, 4, 8, 0, (4,), (8,)),
+    ):
+        begins, part = documents.part(row, 8, first, last)
+        assert (begins, part.of_queries.integers, part.of_keys.integers) == (start, queries, keys)
+        assert part.of_keys.tensor.tolist() == list(keys)
+
+
+class KeysBySum(ContextParallel):
+    """The example of the docs: gather keys by adding up tensors that are zero where other ranks' keys belong."""
+
+    def parallelize(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.exchange = SummedKeys(self)
+                # contiguous parts: the queries of this rank are the last of the keys up to their end
+                module.inner_attention.register_forward_pre_hook(self.cut_keys, with_kwargs=True)
+
+    def cut_keys(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        q, q_rope, k, k_rope, v, index_q, index_k, index_weights = args
+        end = (self.mesh.get_local_rank() + 1) * q.shape[1]
+        keys = (k[:, :end], k_rope[:, :end], v[:, :end])
+        return (q, q_rope, *keys, index_q, index_k[:, :end], index_weights), kwargs
+
+
+class SummedKeys(OwnKeys):
+    def __init__(self, context: ContextParallel) -> None:
+        super().__init__()
+        self.mesh: DeviceMesh = context.mesh
+
+    def forward(self, *keys: Tensor) -> list[Tensor]:
+        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
+        return [_Summed.apply(key, rank, ranks, self.mesh.get_group()) for key in keys]
+
+    def wait(self, pending: Any) -> Any:
+        return pending
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, rank: int, ranks: int, group: Any) -> Tensor:
+        ctx.rank, ctx.ranks, ctx.group = rank, ranks, group
+        parts = [torch.zeros_like(key) for _ in range(ranks)]
+        parts[rank] = key
+        everything = torch.cat(parts, dim=1)
+        dist.all_reduce(everything, group=group)
+        return everything
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.ranks, dim=1)[ctx.rank].contiguous(), None, None, None
+
+
+def test_a_context_of_ones_own() -> None:
+    options = {"npu.context_parallel": CONTEXT, "parallelism.context_parallel_load_balancer": None}
+    assert_as_on_one_rank(train_on(2, {"cp": 2}, options), one_rank())
+
+
+def dims() -> ParallelDims:
+    return ParallelDims(dp_replicate=1, dp_shard=1, cp=2, tp=1, pp=1, ep=1, etp=1, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:Class", r'npu.context_parallel .* is no "module:Class": No module named'),
+        ("torchtitan_npu.config:NoSuchClass", "has no attribute 'NoSuchClass'"),
+        ("torchtitan_npu.config:JobConfig", "is no subclass of .*ContextParallel"),
+        ("torchtitan_npu.config", 'is no "module:Class"'),
+    ],
+)
+def test_says_what_is_wrong_with_a_name(name: str, message: str) -> None:
+    config = JobConfig()
+    config.npu.context_parallel = name
+    with pytest.raises(UsageError, match=message):
+        context_parallel(config, dims(), None)
+
+
+def test_says_what_cannot_be_split() -> None:
+    with pytest.raises(UsageError, match="sequences of 10 tokens cannot be split over 4 ranks"):
+        context(0, 4, "headtail").places(10)
+    with pytest.raises(UsageError, match="context_parallel_load_balancer 'ptrr' is not for DSAContextParallel"):
+        context(0, 2, "ptrr")
+    with pytest.raises(UsageError, match="context_parallel_load_balancer 'headtail' is not for KeysBySum: ''"):
+        KeysBySum(Rank(0, 2), "headtail")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"no attention of DeepSeek-V3\.2 in Linear"):
+        context(0, 2, None).parallelize(nn.Linear(1, 1))
+
+
+def test_a_base_takes_no_masks() -> None:
+    base = ContextParallel(Rank(0, 2), None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="takes no attention masks"):
+        base.prepare(tokens(), tokens(), {"attention_masks": object()})
+    inputs, labels, extra = base.prepare(tokens(), tokens() + 1, {})
+    assert torch.equal(inputs, tokens()[:, : SEQUENCE // 2]) and torch.equal(labels, inputs + 1)
+    assert extra["positions"].tolist() == [list(range(SEQUENCE // 2))] * BATCH and TOP_K < SEQUENCE

@@ -1,0 +1,86 @@
+"""DeepSeek-V3.2 split over ranks, by heads, by sequence, by layers and by experts, trains as on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.models.deepseek_v32_training import (
+    COMPILED,
+    CONVERTERS,
+    DIVERGENCE_TOLERANCE,
+    SELECTIVE,
+    SEQUENCE,
+    TOLERANCE,
+    assert_as_on_one_rank,
+    one_rank,
+    train_on,
+)
+
+BALANCER = "parallelism.context_parallel_load_balancer"
+FUSED = {"model.converters": CONVERTERS}
+FULL = {"activation_checkpoint.mode": "full"}
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "options"),
+    [
+        (2, {"shard": 2}, FUSED),
+        (2, {"tp": 2}, {}),
+        (2, {"tp": 2}, {**FUSED, **FULL}),
+        (2, {"cp": 2}, {BALANCER: "headtail"}),
+        (2, {"cp": 2}, {BALANCER: None, **FUSED}),
+        (2, {"cp": 2}, {BALANCER: "headtail", **FUSED, **SELECTIVE}),
+        (2, {"tp": 2, "ep": 2}, FUSED),
+        (2, {"cp": 2}, {**COMPILED, **FULL}),
+        (4, {"replicate": 2, "shard": 2}, {}),
+        (4, {"tp": 2, "cp": 2}, {**FUSED, **FULL}),
+        (4, {"pp": 2, "cp": 2}, {**FUSED, SCHEDULE: "1F1B"}),
+        (4, {"shard": 2, "cp": 2, "ep": 2}, FUSED),
+        (4, {"pp": 2, "tp": 2}, {**FUSED, **FULL}),
+        (4, {"pp": 2, "shard": 2, "ep": 2}, {SCHEDULE: "1F1B"}),
+    ],
+    ids=str,
+)
+def test_any_layout_gives_one_ranks_losses_and_gradients(
+    ranks: int, layout: dict[str, int], options: dict[str, Any]
+) -> None:
+    assert_as_on_one_rank(train_on(ranks, layout, options), one_rank())
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("converters", [[], CONVERTERS], ids=["eager", "fused"])
+def test_documents_are_split_as_sequences_are(layout: dict[str, int], converters: list[str]) -> None:
+    assert one_rank(document_mask=True).losses[0] != one_rank().losses[0]
+    records = train_on(2, layout, {"dsa.document_mask": True, "model.converters": converters})
+    assert_as_on_one_rank(records, one_rank(document_mask=True))
+
+
+def test_split_heads_count_a_little_more_than_all_heads() -> None:
+    """The mean of divergences is at least the divergence from the mean; see SplitHeads."""
+    (record, _) = train_on(2, {"tp": 2}, {})
+    for split, whole in zip(record.indexer_losses, one_rank().indexer_losses, strict=False):
+        assert whole < split < 1.01 * whole
+
+
+def test_a_zero_bubble_pipeline_of_split_sequences() -> None:
+    options = {SCHEDULE: "ZBVZeroBubble", "parallelism.pipeline_parallel_layers_per_stage": 1}
+    records = train_on(4, {"pp": 2, "cp": 2}, {**options, "model.converters": ["npu_dsa", "npu_rms_norm"]})
+    assert_as_on_one_rank(records, one_rank())
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_pipeline_schedules_count_the_indexers_loss_once(schedule: str) -> None:
+    records = train_on(2, {"pp": 2}, {SCHEDULE: schedule, "parallelism.pipeline_parallel_layers_per_stage": 1})
+    assert_as_on_one_rank(records, one_rank())
+    for record in records:
+        assert record.indexer_losses == pytest.approx(one_rank().indexer_losses[:2], abs=DIVERGENCE_TOLERANCE)
+
+
+def test_validates_a_split_sequence() -> None:
+    options = {"validation.enable": True, "validation.steps": 1, "validation.seq_len": SEQUENCE}
+    whole, split = (train_on(ranks, layout, options)[0] for ranks, layout in ((1, {}), (2, {"cp": 2})))
+    assert split.validation == pytest.approx(whole.validation, rel=TOLERANCE)
+    assert len(whole.validation) == 1

@@ -1,0 +1,158 @@
+"""Qwen3-VL is the released model: its weights go in, transformers' logits come out, and its files again."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import load as load_checkpoint
+from transformers import AutoModelForImageTextToText
+
+from tests.models.qwen3_vl_models import Batch, build, hugging_face_config, make_batch, model_args
+from tests.random_weights import randomise
+from torchtitan_npu.models.qwen3_vl import Qwen3VLModel, Qwen3VLModelArgs, Qwen3VLStateDictAdapter, position_ids
+
+TOLERANCE = 1e-5
+"""Of the largest logit. Float32 rounds by 6e-8; a logit is some forty sums deep, each of up to 128 terms, and rounding
+errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6, of which the furthest of some thousand may be twice."""
+
+BATCHES = {
+    "images, videos and text": ("ivi", "", "v", "iv"),
+    "images": ("i", "ii"),
+    "a video": ("v",),
+    "text": ("", ""),
+}
+
+
+@functools.cache
+def hugging_face(moe: bool, tied: bool = False) -> Any:
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
+    model = AutoModelForImageTextToText.from_config(hugging_face_config(moe, tied), **plain).eval()
+    randomise(model, small=("embed_tokens", "bias", "pos_embed"))
+    return model
+
+
+@functools.cache
+def released(moe: bool, tied: bool = False) -> dict[str, Tensor]:
+    """The weights as in released files, which have the experts transposed: transformers holds them the other way."""
+    with tempfile.TemporaryDirectory() as folder:
+        hugging_face(moe, tied).save_pretrained(folder)
+        weights = load_file(f"{folder}/model.safetensors")
+    return {name: w.mT.contiguous() if ".mlp.experts." in name else w for name, w in weights.items()}
+
+
+def loaded(args: Qwen3VLModelArgs, tied: bool = False) -> Qwen3VLModel:
+    """Our model with the released weights: with all of them, and no others."""
+    model = build(args)
+    weights = Qwen3VLStateDictAdapter(args, None).from_hf(released(args.moe_enabled, tied))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and all(name.endswith("moe.expert_bias") for name in missing)
+    return model
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.dtype == theirs.dtype == torch.float32
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def compare(model: Qwen3VLModel, batch: Batch, moe: bool, tied: bool = False, positions: Tensor | None = None) -> float:
+    """How far apart the logits are; what fills rows up does not count."""
+    with torch.no_grad():
+        ours = model(**batch.ours(), positions=positions)[batch.mask]
+        theirs = hugging_face(moe, tied)(**batch.theirs(), position_ids=positions).logits[batch.mask]
+    return distance(ours, theirs)
+
+
+@pytest.mark.parametrize("kinds", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_computes_what_hugging_face_computes(moe: bool, kinds: tuple[str, ...]) -> None:
+    assert compare(loaded(model_args(moe)), make_batch(1, kinds), moe) <= TOLERANCE
+
+
+def test_computes_it_with_tied_weights() -> None:
+    model = loaded(model_args(enable_weight_tying=True), tied=True)
+    assert compare(model, make_batch(1, ("iv", "i")), moe=False, tied=True) <= TOLERANCE
+
+
+def scattered_positions(batch: Batch) -> Tensor:
+    """Three different positions in every token, others in every row: text would not tell axes and layouts apart."""
+    generator = torch.Generator().manual_seed(3)
+    order = torch.rand(*batch.tokens.shape, 200, generator=generator).argsort(dim=-1)
+    return order[..., :3].movedim(-1, 0) + 1
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_computes_it_where_the_axes_differ_in_every_token(moe: bool) -> None:
+    batch = make_batch(2, ("iv", "vi", ""))
+    positions = scattered_positions(batch)
+    assert (positions[0] != positions[1]).all() and (positions[1] != positions[2]).all()
+    assert compare(loaded(model_args(moe)), batch, moe, positions=positions) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mrope_interleaved": False}, {"mrope_section": (4, 8, 4)}, {"mrope_section": (4, 4, 8)}, {"rope_theta": 1e6}],
+    ids=str,
+)
+def test_another_convention_would_show(change: dict[str, Any]) -> None:
+    batch = make_batch(2, ("iv", "vi", ""))
+    model = loaded(model_args(**change))
+    assert compare(model, batch, moe=False, positions=scattered_positions(batch)) > 10 * TOLERANCE
+
+
+def test_images_count() -> None:
+    model, batch = loaded(model_args()), make_batch(1, ("i", "iv"))
+    with torch.no_grad():
+        logits = model(**batch.ours())
+        batch.image_patches[-1] += 1
+        assert distance(model(**batch.ours()), logits) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_positions_are_hugging_faces(seed: int) -> None:
+    kinds = list(BATCHES.values())[seed % 3]
+    batch = make_batch(seed, kinds)
+    arguments = {key: value for key, value in batch.theirs().items() if "pixel" not in key}
+    theirs, _ = hugging_face(moe=False).model.get_rope_index(**arguments)
+    ours = position_ids(batch.tokens, batch.grids, model_args())
+    assert torch.equal(ours[:, batch.mask], theirs[:, batch.mask])
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gives_released_weights_back(moe: bool, tied: bool) -> None:
+    args = model_args(moe, enable_weight_tying=tied)
+    exported = Qwen3VLStateDictAdapter(args, None).to_hf(loaded(args, tied).state_dict())
+    assert exported.keys() == released(moe, tied).keys()
+    for name, value in released(moe, tied).items():
+        assert exported[name].dtype == value.dtype and torch.equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_hugging_face_reads_what_is_exported(moe: bool, tmp_path: Path) -> None:
+    args, batch = model_args(moe), make_batch(1, ("iv", "i"))
+    exported = Qwen3VLStateDictAdapter(args, None).to_hf(loaded(args).state_dict())
+    save_file({name: value.contiguous() for name, value in exported.items()}, tmp_path / "model.safetensors")
+    hugging_face_config(moe).save_pretrained(tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = theirs(**batch.theirs()).logits[batch.mask]
+        assert distance(hugging_face(moe)(**batch.theirs()).logits[batch.mask], logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_reads_released_files(moe: bool, tmp_path: Path) -> None:
+    """As TorchTitan's checkpointer does: into the tensors that ``to_hf`` names, and from there into the model."""
+    args = model_args(moe)
+    save_file(released(moe), tmp_path / "model.safetensors")
+    adapter, model = Qwen3VLStateDictAdapter(args, None), build(args)
+    weights = adapter.to_hf(model.state_dict())
+    load_checkpoint(weights, storage_reader=adapter.get_hf_storage_reader(str(tmp_path)))
+    model.load_state_dict(adapter.from_hf(weights), strict=False)
+    assert compare(model, make_batch(1, ("iv", "i")), moe) <= TOLERANCE

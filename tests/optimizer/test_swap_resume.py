@@ -1,0 +1,110 @@
+"""A run saved with swapped states goes on without, and the reverse, on another number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.layouts import add_flavors, job_config
+from tests.multirank import run_on_ranks
+from tests.optimizer.swapping_jobs import swapping_config
+from tests.test_layouts import TOLERANCE, layout
+
+TOTAL, STOP = 4, 2
+
+
+def train_until(swap: bool, degrees: dict[str, int], folder: str, stop: int, mode: str) -> dict[int, float]:
+    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there; the losses by step."""
+    import torchtitan_npu.train as entry
+
+    options: dict[str, Any] = {
+        "job.dump_folder": folder,
+        "training.steps": TOTAL,
+        "checkpoint.enable": True,
+        "checkpoint.interval": STOP,
+        "checkpoint.async_mode": mode,
+    }
+    if swap:
+        config = swapping_config("llama3", degrees, options)
+    else:
+        add_flavors()
+        config = job_config("llama3", degrees, options)
+    trainer = entry.Trainer(config)
+    losses = {}
+    report = trainer.metrics_processor.log
+
+    def log(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+        report(step, loss, *args, **kwargs)
+        losses[step] = loss
+
+    trainer.metrics_processor.log = log
+    trainer.checkpointer.load()
+    batches = trainer.batch_generator(trainer.dataloader)
+    while trainer.step < stop:
+        trainer.step += 1
+        trainer.train_step(batches)
+        trainer.checkpointer.save(trainer.step)
+    if swap:  # what an asynchronous save has taken must not change under it
+        trainer.optimizers.step()
+    if mode == "async":
+        trainer.checkpointer.save_future.result()
+    trainer.close()
+    return losses
+
+
+def saved(folder: Path, step: int) -> dict[str, Any]:
+    """Everything in a checkpoint but the dataloader's state, by its flat name."""
+    whole = folder / f"step-{step}.pt"
+    dcp_to_torch_save(folder / "checkpoint" / f"step-{step}", whole)
+    return {key: value for key, value in torch.load(whole, weights_only=False).items() if key != "dataloader"}
+
+
+def size(folder: Path, step: int) -> int:
+    return sum(file.stat().st_size for file in (folder / "checkpoint" / f"step-{step}").glob("*.distcp"))
+
+
+@functools.cache
+def straight() -> dict[int, float]:
+    """The losses of one rank that trains through without swap."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_ranks(1, train_until, False, {}, folder, TOTAL, "disabled", process_group=False)[0]
+
+
+def test_same_checkpoint(tmp_path: Path) -> None:
+    """On one layout the files hold the same, swapped or not, and are not larger; so does an asynchronous save."""
+    folders = {swap: tmp_path / str(swap) for swap in (False, True)}
+    for swap, folder in folders.items():
+        mode = "async" if swap else "disabled"
+        losses = run_on_ranks(1, train_until, swap, {}, str(folder), STOP, mode, process_group=False)[0]
+        assert losses == {step: loss for step, loss in straight().items() if step <= STOP}
+    ours, theirs = (saved(folders[swap], STOP) for swap in (True, False))
+    assert ours["optimizer"].keys() == theirs["optimizer"].keys()
+    assert any(key.endswith("exp_avg_sq") for key in ours["optimizer"])
+    for name, value in theirs["optimizer"].items():
+        same = torch.equal(ours["optimizer"][name], value) if isinstance(value, torch.Tensor) else None
+        assert same if same is not None else ours["optimizer"][name] == value, name
+    assert size(folders[True], STOP) == pytest.approx(size(folders[False], STOP), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "mode"),
+    [
+        ((1, "", True), (1, "", False), "disabled"),
+        ((1, "", False), (2, "tp2", True), "disabled"),
+        ((2, "shard2", True), (2, "pp2", False), "async"),
+    ],
+    ids=str,
+)
+def test_resume(first: tuple[int, str, bool], second: tuple[int, str, bool], mode: str, tmp_path: Path) -> None:
+    seen: dict[int, float] = {}
+    for (ranks, text, swap), stop in ((first, STOP), (second, TOTAL)):
+        arguments = (swap, layout(text), str(tmp_path / "run"), stop, mode)
+        seen |= run_on_ranks(ranks, train_until, *arguments, process_group=False)[-1]
+    same_layout = first[1] == second[1] == ""
+    assert seen == straight() if same_layout else seen == pytest.approx(straight(), rel=4 * TOLERANCE)

@@ -1,0 +1,226 @@
+"""Measures the swap optimizer against the link's limit and against other ways to do an AdamW step.
+
+    python tools/bench/swap_optimizer.py --json out.json --picture out.png     # 1e9 and 4e9 parameters, float32
+    python tools/bench/swap_optimizer.py --check                               # correctness on this device
+
+Every row is a median of steps that are timed from an idle device to an idle device. The limit is 8 bytes a parameter
+each way over the link, with both directions busy, as measured in the same process before the steps and after them, the
+better of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import swap_check
+import swap_memory
+import swap_trace
+import torch
+
+from torchtitan_npu.optimizer.link import link_bandwidth
+from torchtitan_npu.optimizer.pipeline import Pipeline, Turn
+from torchtitan_npu.optimizer.plan import MIB
+from torchtitan_npu.optimizer.swap import SwapAdamW
+
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+SLICES = (4, 16, 32, 64, 128, 256)
+LARGE = 10**8
+"""Parameters from which on it is a measurement; with fewer the program is only tried out."""
+LINK_BYTES = {True: 1 << 30, False: MIB}
+
+
+def make_parameters(number: int, device: torch.device) -> list[torch.nn.Parameter]:
+    """About ``number`` float32 parameters as a language model has them: an embedding, matrices and norms."""
+    dim = 4096 if number >= LARGE else 64
+    shapes = [(min(number // 2 // dim, 131072), dim)]
+    while sum(a * b for a, b in shapes) < number:
+        shapes += [(dim, dim), (1, dim)]
+    return [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+
+
+def give_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter).mul_(1e-3)
+
+
+def timed(
+    device: torch.device, work: Callable[[], Any], repeats: int, prepare: Callable[[], Any] | None = None
+) -> float:
+    """The median of ``work``'s seconds, after two that are not counted; ``prepare`` comes before each, uncounted."""
+    module, seconds = torch.get_device_module(device), []
+    for _ in range(repeats + 2):
+        if prepare is not None:
+            prepare()
+        module.synchronize()
+        start = time.perf_counter()
+        work()
+        module.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+class SerialPipeline(Pipeline):
+    """Load, wait, update, wait, store, wait: what a swap without overlap costs."""
+
+    def _pass(self, turn: Turn, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
+        self.module.synchronize()
+        super()._pass(Turn(turn.tensors, lambda copies: self._update_alone(turn, copies)), buffer, number, main)
+        self.module.synchronize()
+
+    def _update_alone(self, turn: Turn, copies: list[torch.Tensor]) -> None:
+        self.module.synchronize()
+        turn.update(copies)
+        self.module.synchronize()
+
+
+def measure_ours(number: int, device: torch.device, slice_mib: int, repeats: int, trace: bool) -> dict[str, Any]:
+    """The swap optimizer, the same without overlap, and torch's fused AdamW with its states on the device."""
+    parameters = make_parameters(number, device)
+    give_gradients(parameters)
+    total = sum(p.numel() for p in parameters)
+    links = [link_bandwidth(device, size=LINK_BYTES[number >= LARGE])]
+
+    start = time.perf_counter()
+    optimizer = SwapAdamW(parameters, slice_mib=slice_mib, **OPTIONS)
+    result: dict[str, Any] = {"parameters": total, "slice_mib": slice_mib}
+    result["allocation_s"] = time.perf_counter() - start
+    progress(f"{optimizer.host_bytes / 1e9:.1f} GB of host memory in {result['allocation_s']:.1f} s")
+    result["swap_s"] = timed(device, optimizer.step, repeats)
+    links.append(link_bandwidth(device, size=LINK_BYTES[number >= LARGE]))
+    result["link_bytes_per_second_each_way"] = links
+    result["limit_s"] = 8 * total / max(links)
+    progress(f"link {links[0] / 1e9:.1f}, {links[1] / 1e9:.1f} GB/s each way, limit {result['limit_s'] * 1e3:.1f} ms")
+    progress(f"swap {result['swap_s'] * 1e3:.1f} ms, {result['swap_s'] / result['limit_s']:.3f} of the limit")
+    if device.type != "cpu":
+        memory = swap_memory.memory_of_a_step(device, optimizer, parameters, slice_mib)
+        progress("beyond parameters and gradients: {held_beyond_bytes} bytes held, peak {peak_bytes}".format(**memory))
+        result |= memory
+    if trace:
+        result["trace"] = swap_trace.record(device, optimizer.step)
+    optimizer._pipeline = SerialPipeline(device)
+    result["serial_s"] = timed(device, optimizer.step, max(2, repeats // 3))
+    progress(f"serial {result['serial_s'] * 1e3:.1f} ms")
+    del optimizer
+    result["on_device_s"] = timed(device, torch.optim.AdamW(parameters, **OPTIONS).step, repeats)
+    progress(f"fused on device {result['on_device_s'] * 1e3:.1f} ms")
+    return result
+
+
+def measure_slices(number: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    """The step's seconds by slice size in MiB, with the limit of the same process."""
+    parameters = make_parameters(number, device)
+    give_gradients(parameters)
+    limit = 8 * sum(p.numel() for p in parameters) / link_bandwidth(device, size=LINK_BYTES[number >= LARGE])
+    seconds = {}
+    for slice_mib in SLICES:
+        seconds[slice_mib] = timed(device, SwapAdamW(parameters, slice_mib=slice_mib, **OPTIONS).step, repeats)
+        progress(f"slices of {slice_mib} MiB: {seconds[slice_mib] * 1e3:.1f} ms, {seconds[slice_mib] / limit:.3f}")
+    return {"slices_s": seconds, "slices_limit_s": limit}
+
+
+def measure_torchao(number: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    """torchao's CPUOffloadOptimizer: gradients go to the host, where AdamW runs, and parameters come back."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    parameters = make_parameters(number, device)
+    gradients = [torch.randn_like(p).mul_(1e-3) for p in parameters]
+    optimizer = CPUOffloadOptimizer(parameters, torch.optim.AdamW, **OPTIONS)
+    progress("torchao's optimizer is made")
+
+    def backward() -> None:  # its hooks send the gradients to the host
+        optimizer.zero_grad()
+        torch.autograd.backward(parameters, gradients)
+
+    step = timed(device, optimizer.step, repeats, prepare=backward)
+    progress(f"torchao {step * 1e3:.1f} ms")
+    return {"torchao_s": step}
+
+
+def progress(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def in_a_process(arguments: list[str]) -> dict[str, Any] | None:
+    """This program's measurement with ``arguments``: host memory is free again after it; None if it failed."""
+    done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| parameters | AdamW step | time (ms) | against the limit |", "|---|---|---|---|"]
+    names = {
+        "limit_s": "the link's limit",
+        "swap_s": "swap",
+        "serial_s": "serial load, update, store",
+        "torchao_s": "torchao CPUOffloadOptimizer",
+        "on_device_s": "fused, states on the device",
+    }
+    for row in rows:
+        for key, name in names.items():
+            value = f"{row[key] * 1e3:.1f} | {row[key] / row['limit_s']:.2f}" if row.get(key) else "- | -"
+            lines.append(f"| {row['parameters']:.3g} | {name} | {value} |")
+    return "\n".join(lines)
+
+
+def machine(device: torch.device) -> str:
+    name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "CPU"
+    return f"{name}, torch {torch.__version__}, float32 parameters"
+
+
+def benchmark(args: argparse.Namespace, device: torch.device) -> None:
+    rows: list[dict[str, Any]] = []
+    for number in args.parameters:
+        print(f"{number:.0e} parameters", file=sys.stderr, flush=True)
+        common = [f"--parameters={number}", f"--slice-mib={args.slice_mib}", f"--device={device}"]
+        ours = in_a_process([*common, "--measure=ours", f"--repeats={args.repeats}", *["--trace"] * (not rows)])
+        if ours is None:
+            sys.exit("the measurement failed")
+        ours |= in_a_process([*common, "--measure=torchao", f"--repeats={max(2, args.repeats // 3)}"]) or {}
+        if not rows:
+            ours |= in_a_process([*common, "--measure=slices", f"--repeats={max(2, args.repeats // 2)}"]) or {}
+        rows.append(ours)
+        if args.json:  # after each size: what has been measured is not lost
+            report = {"machine": machine(device), "rows": rows}
+            Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{machine(device)}\n\n{table(rows)}")
+    if args.picture:
+        swap_trace.draw(rows[0]["trace"], args.picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="check correctness on this device, measure nothing")
+    parser.add_argument("--parameters", type=lambda text: [int(float(n)) for n in text.split(",")], default="1e9,4e9")
+    parser.add_argument("--slice-mib", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", help="where to write the numbers")
+    parser.add_argument("--picture", help="where to draw the trace of a step")
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--measure", choices=("ours", "torchao", "slices"), help="one measurement, in this process")
+    parser.add_argument("--trace", action="store_true", help="with --measure=ours: record a step")
+    args = parser.parse_args()
+    if args.check:
+        swap_check.check(args.device)
+    elif args.measure == "ours":
+        (number,) = args.parameters
+        print(json.dumps(measure_ours(number, args.device, args.slice_mib, args.repeats, args.trace)))
+    elif args.measure == "torchao":
+        (number,) = args.parameters
+        print(json.dumps(measure_torchao(number, args.device, args.repeats)))
+    elif args.measure == "slices":
+        (number,) = args.parameters
+        print(json.dumps(measure_slices(number, args.device, args.repeats)))
+    else:
+        benchmark(args, args.device)
+
+
+if __name__ == "__main__":
+    main()

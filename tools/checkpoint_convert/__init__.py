@@ -1,0 +1,1 @@
+"""What tools/convert_checkpoint.py is made of."""

@@ -1,0 +1,1 @@
+"""What tools/parity.py is made of: ``training`` runs a debug model, ``converters`` and ``layouts`` make tables."""

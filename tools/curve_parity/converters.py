@@ -1,0 +1,48 @@
+"""The table of converters: how far a debug model's curves with them are from the eager model's, on one rank."""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from .training import Curve, add_flavor, apart, converters_for, job_config, train
+
+NUDGED = "none, weights off by one in the last place"
+
+
+def compare_converters(name: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """A row for each converter that applies to the model, and one for all of them."""
+    add_flavor(name)
+    matching = converters_for(name)
+    variants = {**{one: [one] for one in matching}, "all": matching}
+    exact, nudges = None, range(1)
+    if args.dtype == "float32":
+        variants[NUDGED] = []
+    else:
+        exact, nudges = run(name, [], "float32", args), range(args.samples)
+    eager = [run(name, [], args.dtype, args, nudge) for nudge in nudges]
+    console.print(f"{name}: eager, loss {eager[0].losses[0]:.4f} to {eager[0].losses[-1]:.4f}")
+    rows = []
+    for what, converters in variants.items():
+        curves = [run(name, converters, args.dtype, args, nudge) for nudge in ([1] if what == NUDGED else nudges)]
+        row: dict[str, Any] = {"model": name, "converters": what, "loss": apart(curves[0].losses, eager[0].losses)}
+        row["gradient norm"] = apart(curves[0].norms, eager[0].norms)
+        console.print(f"{name}: {what}, {row['loss']:.1e}")
+        if exact:
+            ours, theirs = (sorted(apart(curve.losses, exact.losses) for curve in some) for some in (curves, eager))
+            row |= {"from float32, median": median(ours), "farthest": ours[-1]}
+            row |= {"eager, median": median(theirs), "eager, farthest": theirs[-1]}
+            row["no farther"] = f"{sum(distance <= theirs[-1] for distance in ours)} of {len(ours)}"
+            for whose, distances in (("ours", ours), ("eager", theirs)):
+                console.print(f"  from float32, {whose}: " + " ".join(f"{distance:.1e}" for distance in distances))
+        rows.append(row)
+    return rows
+
+
+def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace, nudge: int = 0) -> Curve:
+    config = job_config(name, converters, args.steps, args.seq_len, args.lr)
+    config.training.mixed_precision_param = dtype  # type: ignore[assignment]
+    return train(config, nudge=nudge)

@@ -1,0 +1,151 @@
+"""``npu_dsa``: DeepSeek's sparse attention by the fused operators.
+
+Which keys a query attends to, attention over them, and the loss that trains the choice are one operator each; none
+keeps scores of all keys. The loss and its gradients are computed in the backward pass, so that activation checkpointing
+computes nothing twice and counts nothing twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.models.deepseek_v32.inner_attention import SparseAttention
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.indexer_loss import with_indexer_loss
+from torchtitan_npu.ops.sparse_flash_attention import MLA_ABSORBED
+
+
+class NpuSparseAttention(SparseAttention):
+    """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
+
+    operators = (
+        "npu_lightning_indexer",
+        "npu_sparse_flash_attention",
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+    )
+
+    def forward(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        v: Tensor,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        documents: Documents | None,
+        scale: float,
+    ) -> Tensor:
+        bsz, layout = q.shape[0], "BSND" if documents is None else "TND"
+        query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
+        key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
+
+        def prepared(tensor: Tensor) -> Tensor:
+            """As the operators take it. Autocast does not know them, and a norm has left some tensors in float32."""
+            return (tensor if documents is None else tensor.flatten(0, 1)).to(q.dtype).contiguous()
+
+        query, query_rope, key, key_rope = map(prepared, (q, q_rope, k, k_rope))
+        value = key if v is k else prepared(v)
+        query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(2))
+        weights = index_weights if documents is None else index_weights.flatten(0, 1)
+
+        with torch.no_grad():  # (bsz, seqlen, 1, topk)
+            indices, _ = torch.ops.npu.npu_lightning_indexer(
+                query_index,
+                key_index,
+                weights,
+                actual_seq_lengths_query=query_ends,
+                actual_seq_lengths_key=key_ends,
+                layout_query=layout,
+                layout_key=layout,
+                sparse_count=self.topk,
+            )
+        output, softmax_max, softmax_sum = torch.ops.npu.npu_sparse_flash_attention(
+            query,
+            key,
+            value,
+            indices,
+            scale,
+            actual_seq_lengths_query=query_ends,
+            actual_seq_lengths_kv=key_ends,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            layout_query=layout,
+            layout_kv=layout,
+            attention_mode=MLA_ABSORBED,
+            return_softmax_lse=True,
+        )
+        if (account := self.account()) is not None:
+            output = with_indexer_loss(
+                output,
+                query.detach(),
+                key.detach(),
+                query_index,
+                key_index,
+                weights,
+                indices,
+                softmax_max,
+                softmax_sum,
+                scale,
+                account,
+                query_rope=query_rope.detach(),
+                key_rope=key_rope.detach(),
+                actual_seq_qlen=query_end_list,
+                actual_seq_klen=key_end_list,
+                layout=layout,
+            )
+        return output if documents is None else output.unflatten(0, (bsz, -1))
+
+
+@register
+class DsaConverter(Converter):
+    """Replaces every ``SparseAttention``."""
+
+    name = "npu_dsa"
+    looks_for = "SparseAttention (of the model deepseek_v32)"
+    operators = NpuSparseAttention.operators
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(fqn, module) for fqn, module in model.named_modules() if type(module) is SparseAttention]
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        targets = super().found_targets(model)
+        for fqn, module in targets:
+            if not cast(SparseAttention, module).args.absorb:
+                raise UsageError(f"model.converters: {self.name} attends to latent keys; {fqn} needs absorb=True")
+        return targets
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        return retyped(module, NpuSparseAttention)
+
+    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        attention = cast(SparseAttention, module)
+        args = attention.args
+        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(1, 3, *shape, dtype=dtype, device="meta")
+
+        heads = args.n_heads // self.parallel_dims.tp
+        q, q_rope = empty(heads, args.kv_lora_rank), empty(heads, args.qk_rope_head_dim)
+        k, k_rope = empty(1, args.kv_lora_rank), empty(1, args.qk_rope_head_dim)
+        index_q, index_k = empty(args.index_n_heads, args.index_head_dim), empty(1, args.index_head_dim)
+        weights, indices = empty(args.index_n_heads), empty(1, attention.topk, dtype=torch.int32)
+        sparse: dict[str, Any] = {"query": q, "key": k, "query_rope": q_rope, "key_rope": k_rope}
+        sparse["sparse_indices"] = indices
+        messages = OPS["npu_lightning_indexer"].refusals(
+            query=index_q, key=index_k, weights=weights, sparse_count=attention.topk
+        )
+        for operator in ("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"):
+            messages += OPS[operator].refusals(value=k, **sparse)
+        if attention.indexer_loss is not None:
+            messages += OPS["npu_sparse_lightning_indexer_grad_kl_loss"].refusals(query_index=index_q, **sparse)
+        return messages

@@ -1,0 +1,146 @@
+"""``npu_mrope``: attention by positions on several axes (MRoPE) rotates its queries and keys by the fused operators.
+
+Training: the cosines and sines of the axes are arranged once a forward, and ``npu_rotary_mul`` rotates by them in each
+layer. Without gradients (validation, evaluation): ``npu_mrope`` looks them up, arranges them and rotates queries and
+keys in one call a layer. torch_npu has no gradient for it, so in training it runs behind ours
+(:mod:`torchtitan_npu.ops.mrope_function`), and only if the job asks for it.
+
+Two things are called "interleave". ``rotary_mode`` is which two elements of a head rotate together: always "half" here.
+``cache_mode`` is how the axes share out the angles, :attr:`MRoPERotation.interleaved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_npu.config import npu_options
+from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
+from torchtitan_npu.converters.rotary_tables import HALF_OF_TABLE, pack, rotated
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.qwen3_vl.mrope import MRoPERotation, MRoPETables, section_problem
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.mrope_function import mrope
+
+
+def cache_mode(module: MRoPERotation | MRoPETables) -> str:
+    return "interleave" if module.interleaved else "default"
+
+
+class NpuMRoPETables(MRoPETables):
+    """Gives each layer an arranged table, or with ``npu_mrope`` the angles of all positions and the tokens' own."""
+
+    operators = ()
+    in_training: bool
+    """Use ``npu_mrope`` where there are gradients too."""
+
+    def forward(
+        self, rope_cache: Tensor, positions: Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of (bsz, seqlen) tokens: a packed table (bsz, seqlen, 2 * rotary_dim) and no positions; or
+        ``cos_sin_cache`` (all positions, rotary_dim) and positions (axes, bsz * seqlen)."""
+        positions = self.checked(positions, shape)
+        if torch.is_grad_enabled() and not self.in_training:
+            return pack(self.table(rope_cache, positions)), None  # FSDP would cast it to bfloat16 if it were floating
+        # the angles come twice in rope_cache, for either half of a head
+        cos_sin_cache = rope_cache.unflatten(-1, (2, 2, -1))[:, :, 0].flatten(1)
+        return cos_sin_cache.to(dtype), positions.flatten(1).contiguous()
+
+
+class NpuMRoPERotation(MRoPERotation):
+    """Rotates by ``npu_rotary_mul`` where it gets a table, by ``npu_mrope`` where it gets positions."""
+
+    def forward(self, xq: Tensor, xk: Tensor, table: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if positions is not None:
+            return self._in_one_call(xq, xk, table, positions)
+        cos, sin = HALF_OF_TABLE.tables(table)  # (bsz, seqlen, 1, rotary_dim)
+        return self._by_table(xq, cos, sin), self._by_table(xk, cos, sin)
+
+    def _by_table(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.rotary_dim == self.head_dim:
+            return rotated(x, cos, sin, HALF_OF_TABLE.rotary_mode)
+        turned = rotated(x[..., : self.rotary_dim], cos, sin, HALF_OF_TABLE.rotary_mode)
+        return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
+
+    def _in_one_call(self, xq: Tensor, xk: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (x.reshape(positions.shape[1], -1) for x in (xq, xk))  # (tokens, heads * head_dim)
+        q, k = mrope(
+            positions,
+            q,
+            k,
+            cos_sin_cache.to(q.dtype),
+            self.head_dim,
+            mrope_section=self.section,
+            rotary_mode="half",
+            cache_mode=cache_mode(self),
+        )
+        return q.view_as(xq), k.view_as(xk)
+
+
+@register
+class MRoPEConverter(Converter):
+    """Replaces :class:`MRoPETables` and the :class:`MRoPERotation` of each layer."""
+
+    name = "npu_mrope"
+    looks_for = "MRoPE"
+    operators = ("npu_rotary_mul", "npu_mrope")
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return modules_of_type(model, MRoPETables) + modules_of_type(model, MRoPERotation)
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        targets = self.targets(model)
+        if not targets:
+            raise UsageError(
+                f"model.converters: {self.name} found no MRoPE in {type(model).__name__}, whose tokens have one "
+                "position each: list npu_rope in its place"
+            )
+        layouts = {(module.section, module.interleaved) for _, module in targets}  # type: ignore[union-attr]
+        if len(layouts) > 1 or len({type(module) for _, module in targets}) < 2:
+            raise UsageError(
+                f"model.converters: {self.name} wants MRoPETables in the model and MRoPERotation in each layer, of one "
+                f"mrope_section and layout: {type(model).__name__} has {', '.join(str(m) for _, m in targets)}"
+            )
+        for fqn, module in targets:
+            if isinstance(module, MRoPERotation):
+                self._check(fqn, module)
+        return targets
+
+    def _check(self, fqn: str, module: MRoPERotation) -> None:
+        """Raise what ``npu_mrope`` would when it is first called, which may be long after the start."""
+        problem = section_problem(module.section, module.interleaved, module.rotary_dim)
+        problem = problem or next(OPS["npu_mrope"].contract(**self._arguments(module)), None)
+        if problem:
+            raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
+
+    def _arguments(self, module: MRoPERotation) -> dict[str, object]:
+        """Those of a call with one head and one token, without memory."""
+        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
+        x = torch.empty(1, module.head_dim, dtype=dtype, device="meta")
+        return {
+            "positions": torch.empty(len(module.section), 1, dtype=torch.int64, device="meta"),
+            "query": x,
+            "key": x,
+            "cos_sin_cache": x.new_empty(1, module.rotary_dim),
+            "head_size": module.head_dim,
+            "mrope_section": list(module.section),
+            "rotary_mode": "half",
+            "cache_mode": cache_mode(module),
+        }
+
+    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        if not isinstance(module, MRoPERotation):
+            return []
+        x = torch.empty(1, 3, 1, module.rotary_dim, device="meta")
+        in_training = OPS["npu_rotary_mul"].refusals(input=x, r1=x, r2=x, rotary_mode="half")
+        return in_training + OPS["npu_mrope"].refusals(**self._arguments(module))
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        if isinstance(module, MRoPERotation):
+            return retyped(module, NpuMRoPERotation)
+        tables = retyped(module, NpuMRoPETables)
+        tables.in_training = npu_options(self.job_config).mrope_in_training
+        return tables

@@ -1,0 +1,163 @@
+"""DTensor strategies for ``aten.matmul`` and ``aten.matmul_backward`` that move nothing they need not move.
+
+torch_npu does not decompose these two, so on an NPU they reach DTensor whole, and every linear layer of a
+tensor-parallel model goes through them. Elsewhere torch decomposes them above DTensor, and nothing here is called.
+
+Each strategy is the cheapest of all ways (``matmul_placements``) over all mesh dimensions: the inputs as they are, if
+that is a way; else what costs the least communication by DTensor's own estimate of each input's redistribution; then
+what changes the fewest placements, since a slice is free but changes where the result is; then what takes the least
+memory; then the first. All of it follows from shapes, placements and the mesh, which the ranks share, so they choose
+alike. DTensor keeps the choice for the next call.
+
+One thing is not free although it moves nothing: a gradient that is a sum over ranks can be left one (``Partial``), and
+then the gradient of the input is the sum that somebody has to take. The projections to DeepSeek's latents meet this in
+every layer, and their input is several times wider than their output. So that later sum is counted as a cost, but for
+weights that are cut: without moving them there is no other way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from torchtitan_npu.distributed.matmul_placements import WHOLE, Way, is_cut, matmul_backward_ways, matmul_ways
+
+aten = torch.ops.aten
+OPS = (aten.matmul.default, aten.matmul_backward.default)
+
+
+def register_matmul_sharding() -> None:
+    """Let DTensor shard the two operators by these strategies, whatever it had for them; once, when a job starts.
+
+    DTensor's registry belongs to the process. It has two tables: where an operator is in both, the newer one, of
+    strategies for a single mesh dimension, wins; and what was decided before is cached.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    infos = (
+        RuntimeSchemaInfo(),
+        RuntimeSchemaInfo(needs_pytree=True),
+    )  # the mask is a list, and counts
+    for op, strategy, info in zip(OPS, (matmul_strategy, matmul_backward_strategy), infos, strict=True):
+        propagator.op_single_dim_strategy_funcs.pop(op, None)
+        propagator.register_op_strategy(op, strategy, info)
+    _clear_sharding_prop_cache()
+
+
+def matmul_strategy(schema: OpSchema) -> OpStrategy:
+    """``matmul(left, right)``: ``(..., m, k) @ (..., k, n) -> (..., m, n)``, or vectors in the place of either."""
+    left, right = inputs = _specs(schema)
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    product = (*batch, *left.shape[-2:-1], *(right.shape[-1:] if right.ndim > 1 else ()))
+    ways = [matmul_ways(left.shape, right.shape, here) for here in zip(*(x.placements for x in inputs), strict=True)]
+    chosen = cheapest(inputs, ways, [product])
+    return OpStrategy([_op_spec(inputs, chosen)])
+
+
+def matmul_backward_strategy(schema: OpSchema) -> OpStrategy:
+    """``matmul_backward(grad, left, right, mask) -> (gradient of left, gradient of right)``, as ``mask`` wants them."""
+    _, left, right = inputs = _specs(schema)
+    mask: Sequence[bool] = schema.args_schema[3]  # type: ignore[assignment]
+    ways = [
+        matmul_backward_ways(left.shape, right.shape, here, mask)
+        for here in zip(*(x.placements for x in inputs), strict=True)
+    ]
+    later = functools.partial(_sum_later, left, right) if mask[0] else None
+    chosen = cheapest(inputs, ways, [left.shape, right.shape], later)
+    return OpStrategy([_op_spec(inputs, chosen)])
+
+
+def cheapest(
+    inputs: Sequence[DTensorSpec],
+    ways: Sequence[Sequence[Way]],
+    outputs: Sequence[Sequence[int]],
+    later: Callable[[tuple[Way, ...]], float] | None = None,
+) -> tuple[Way, ...]:
+    """One of ``ways[mesh_dim]`` for each mesh dimension, by the order in this file's first lines.
+
+    ``outputs`` are the shapes of the outputs, ``later`` gives the costs that are left for later.
+    """
+    later = later or (lambda combination: 0.0)
+    here = zip(*(spec.placements for spec in inputs), strict=True)
+    as_they_are = tuple(way for some, now in zip(ways, here, strict=True) for way in some if way.inputs == now)
+    if len(as_they_are) == len(ways) and later(as_they_are) == 0:  # there is at most one a mesh dimension
+        return as_they_are
+
+    # many combinations put an input in the same place
+    costs = [functools.cache(functools.partial(_cost, spec)) for spec in inputs]
+    combinations = list(itertools.product(*ways))
+    totals = [
+        sum(cost(target) for cost, target in zip(costs, _targets(combination), strict=True)) + later(combination)
+        for combination in combinations
+    ]
+    least = min(totals)
+
+    def other_merits(combination: tuple[Way, ...]) -> tuple[int, float]:
+        moved = [(spec, to) for spec, to in zip(inputs, _targets(combination), strict=True) if spec.placements != to]
+        changed = sum(x != y for spec, to in moved for x, y in zip(spec.placements, to, strict=True))
+        results = zip(outputs, zip(*(way.outputs for way in combination), strict=True), strict=True)
+        tensors = [*((spec.shape, to) for spec, to in moved), *results]
+        return changed, sum(_share(math.prod(shape), inputs[0].mesh, to) for shape, to in tensors)
+
+    return min((x for x, total in zip(combinations, totals, strict=True) if total == least), key=other_merits)
+
+
+def _targets(combination: tuple[Way, ...]) -> list[tuple[Placement, ...]]:
+    """Where each input has to be, over all mesh dimensions."""
+    return list(zip(*(way.inputs for way in combination), strict=True))
+
+
+def _cost(spec: DTensorSpec, target: tuple[Placement, ...]) -> float:
+    """What DTensor takes the collectives to cost that bring a tensor from ``spec`` to ``target``."""
+    if spec.placements == target:
+        return 0.0
+    if any(isinstance(x, _StridedShard) for x in spec.placements):  # it goes by way of the whole tensor
+        plain = tuple(Shard(x.dim) if isinstance(x, _StridedShard) else x for x in spec.placements)
+        spec, target = DTensorSpec(spec.mesh, plain, tensor_meta=spec.tensor_meta), (WHOLE,) * len(target)
+    return redistribute_cost(spec, DTensorSpec(spec.mesh, target, tensor_meta=spec.tensor_meta))
+
+
+def _sum_later(left: DTensorSpec, right: DTensorSpec, combination: tuple[Way, ...]) -> float:
+    """What the sum of left's gradient will cost over the mesh dimensions where it is left one, and right is not cut."""
+    gradient = [way.outputs[0] for way in combination]
+    kept = [x.is_partial() and not is_cut(now) for x, now in zip(gradient, right.placements, strict=True)]
+    if not any(kept):
+        return 0.0
+    others = [x if is_cut(x) else WHOLE for x in gradient]
+    uncut: list[Placement] = [Shard(dim) for dim in range(left.ndim) if Shard(dim) not in others]
+    before = tuple(Partial() if keep else other for keep, other in zip(kept, others, strict=True))
+    after = tuple((uncut or [WHOLE])[0] if keep else other for keep, other in zip(kept, others, strict=True))
+    return _cost(DTensorSpec(left.mesh, before, tensor_meta=left.tensor_meta), after)
+
+
+def _share(size: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> float:
+    """A rank's part of ``size`` elements, were the parts all alike."""
+    return size / math.prod(mesh.size(i) for i, x in enumerate(placements) if is_cut(x))
+
+
+def _specs(schema: OpSchema) -> list[DTensorSpec]:
+    return [argument.strategies[0].output_spec for argument in schema.args_strategy]
+
+
+def _op_spec(inputs: Sequence[DTensorSpec], chosen: tuple[Way, ...]) -> OpSpec:
+    mesh = inputs[0].mesh
+    results = [DTensorSpec(mesh, placements) for placements in zip(*(way.outputs for way in chosen), strict=True)]
+    targets = [
+        DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
+        for spec, placements in zip(inputs, _targets(chosen), strict=True)
+    ]
+    return OpSpec(
+        results[0] if len(results) == 1 else tuple(results),
+        targets,
+        [[_cost(spec, target.placements)] for spec, target in zip(inputs, targets, strict=True)],
+    )

@@ -1,0 +1,133 @@
+"""Context parallel of DeepSeek-V3.2: queries stay where they are, keys are gathered.
+
+For each token a rank sends its latent key, its rotated key and the indexer's key, kv_lora_rank + qk_rope_head_dim +
+index_head_dim numbers: one all-gather a layer, and one reduce-scatter of their gradients in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_npu.distributed.context_parallel import ContextParallel
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
+from torchtitan_npu.models.deepseek_v32.documents import Documents
+
+
+class Span(NamedTuple):
+    """Tokens that follow each other in the sequence, and on a rank."""
+
+    first: int
+    """Where they begin on the rank."""
+    place: int
+    """Where they begin in the sequence."""
+    length: int
+
+
+class DSAContextParallel(ContextParallel):
+    """For the attention of DeepSeek-V3.2, eager or by ``npu_dsa``."""
+
+    load_balancers = ("headtail", None)
+
+    def parallelize(self, model: nn.Module) -> None:
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        if not layers:
+            raise UsageError(f"npu.context_parallel: no attention of DeepSeek-V3.2 in {type(model).__name__}")
+        for attention in layers:
+            attention.exchange = GatheredKeys(self.mesh, self.head_tail)
+            attention.inner_attention = AttentionBySpans(attention.inner_attention, self)
+
+    def spans(self, tokens: int) -> list[Span]:
+        """Of the ``tokens`` that this rank has of a sequence."""
+        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
+        if not self.head_tail:
+            return [Span(0, rank * tokens, tokens)]
+        half = tokens // 2
+        return [Span(0, rank * half, half), Span(half, (2 * ranks - 1 - rank) * half, half)]
+
+    def masks(self, masks: Any, bsz: int, seqlen: int) -> list[list[tuple[int, Documents]]]:
+        """By row of the batch and span: where its keys begin, and the documents of its queries and keys."""
+        spans = self.spans(seqlen // self.mesh.size())
+        return [[masks.part(row, seqlen, span.place, span.place + span.length) for span in spans] for row in range(bsz)]
+
+
+class GatheredKeys(OwnKeys):
+    """All ranks' keys, in the order of the sequence."""
+
+    def __init__(self, mesh: DeviceMesh, head_tail: bool) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.head_tail = head_tail
+
+    def forward(self, kv: Tensor, k_rope: Tensor, index_k: Tensor) -> tuple[Tensor, list[int]]:
+        """Starts the all-gather of keys (bsz, tokens, widths), packed as one tensor (ranks, bsz, tokens, width)."""
+        tensors = (kv, k_rope.squeeze(2), index_k)
+        packed = torch.cat(tensors, dim=-1).unsqueeze(0)
+        return all_gather_tensor_autograd(packed, 0, (self.mesh, 0)), [tensor.shape[-1] for tensor in tensors]
+
+    def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        gathered, widths = pending
+        if self.head_tail:  # the ranks' first halves in their order, then the second halves in the opposite one
+            heads, tails = gathered.chunk(2, dim=2)
+            gathered = torch.cat([heads, tails.flip(0)])
+        keys = gathered.transpose(0, 1).flatten(1, 2)  # (bsz, seqlen, width)
+        kv, k_rope, index_k = (keys.contiguous() for keys in keys.split(widths, dim=-1))
+        return kv, k_rope.unsqueeze(2), index_k
+
+
+class AttentionBySpans(nn.Module):
+    """Runs attention once for each span of this rank's queries, with the keys up to the span's end.
+
+    Attention takes its queries for the last of the keys' tokens, which is how the fused operators draw the causal line.
+    """
+
+    def __init__(self, attention: nn.Module, context: DSAContextParallel) -> None:
+        super().__init__()
+        self.attention = attention
+        self.context = context
+
+    @property
+    def indexer_loss(self) -> Any:
+        return self.attention.indexer_loss
+
+    def forward(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        v: Tensor,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        documents: list[list[tuple[int, Documents]]] | None,
+        scale: float,
+    ) -> Tensor:
+        """As :class:`.inner_attention.SparseAttention`, with all keys for a rank's queries (bsz, tokens, ...)."""
+
+        def attend(rows: slice, span: Span, start: int, own: Documents | None) -> Tensor:
+            queries = slice(span.first, span.first + span.length)
+            keys = slice(start, span.place + span.length)
+            one_q, one_q_rope, one_index_q, one_weights = (
+                x[rows, queries] for x in (q, q_rope, index_q, index_weights)
+            )
+            one_k, one_k_rope, one_index_k = (x[rows, keys] for x in (k, k_rope, index_k))
+            one_v = one_k if v is k else v[rows, keys]
+            index = (one_index_q, one_index_k, one_weights)
+            return self.attention(one_q, one_q_rope, one_k, one_k_rope, one_v, *index, documents=own, scale=scale)
+
+        spans = self.context.spans(q.shape[1])
+        if documents is None:
+            return torch.cat([attend(slice(None), span, 0, None) for span in spans], dim=1)
+        rows = [
+            torch.cat(
+                [attend(slice(row, row + 1), span, *part) for span, part in zip(spans, parts, strict=True)], dim=1
+            )
+            for row, parts in enumerate(documents)
+        ]
+        return torch.cat(rows)

@@ -1,0 +1,60 @@
+"""Where the documents of a batch end, so that tokens attend to those of their own document only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ends(NamedTuple):
+    """Where each document ends, one past its last token, rows laid end to end."""
+
+    tensor: Tensor
+    """(number of documents) int32, on the batch's device."""
+    integers: tuple[int, ...]
+    """The same on the host, for operators that take integers."""
+
+    @classmethod
+    def of(cls, integers: Sequence[int], device: torch.device) -> Ends:
+        return cls(torch.tensor(integers, dtype=torch.int32, device=device), tuple(integers))
+
+    def numbers(self, bsz: int) -> Tensor:
+        """The number of each token's document, (bsz, tokens of a row)."""
+        places = torch.arange(self.integers[-1], device=self.tensor.device, dtype=torch.int32)
+        return torch.searchsorted(self.tensor, places, right=True).view(bsz, -1)
+
+
+class Documents(NamedTuple):
+    """The documents of a batch's queries and of its keys, the same ones; the end of a row ends a document too."""
+
+    of_queries: Ends
+    of_keys: Ends
+
+    @classmethod
+    def of(cls, tokens: Tensor, eos_id: int) -> Documents:
+        """Those of ``tokens`` (bsz, seqlen), which end with ``eos_id``. The host waits for the device, once a batch."""
+        is_last = tokens == eos_id
+        is_last[:, -1] = True
+        tensor = is_last.flatten().nonzero().squeeze(1).to(torch.int32) + 1
+        ends = Ends(tensor, tuple(tensor.tolist()))
+        return cls(ends, ends)
+
+    def numbers(self, bsz: int) -> tuple[Tensor, Tensor]:
+        """The numbers of the documents of queries and of keys, (bsz, queries) and (bsz, keys)."""
+        return self.of_queries.numbers(bsz), self.of_keys.numbers(bsz)
+
+    def part(self, row: int, seqlen: int, first: int, last: int) -> tuple[int, Documents]:
+        """The documents of the tokens ``first`` to ``last`` (excluded) of one row, as queries, and of what they see.
+
+        They see keys from the beginning of the document that ``first`` is in, which is returned too, to ``last``.
+        """
+        ends = [end - row * seqlen for end in self.of_keys.integers if row * seqlen < end <= (row + 1) * seqlen]
+        start = max((end for end in ends if end <= first), default=0)
+        inside = [min(end, last) for end in ends if end > first]
+        inside = inside[: inside.index(last) + 1]
+        device = self.of_keys.tensor.device
+        queries, keys = (Ends.of([end - begin for end in inside], device) for begin in (first, start))
+        return start, Documents(queries, keys)

@@ -1,0 +1,69 @@
+"""The parallel plan of DeepSeek-V3.2: TorchTitan's of DeepSeek-V3, with what sparse attention adds to it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Compile
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as titan_tp
+from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
+from torchtitan.models.llama4.infra.parallelize import apply_compile
+
+from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
+from torchtitan_npu.rebind import rebound
+
+
+def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    changes = {
+        titan_tp: apply_non_moe_tp,
+        apply_ac: apply_ac_that_saves_attention,
+        apply_compile: compile_around_attention,
+    }
+    args = model.model_args
+    model.model_args = args.as_titan_takes_it()  # which has context parallel for no attention with documents
+    model = rebound(parallelize_deepseekv3, changes)(model, parallel_dims, job_config)
+    model.model_args = args
+    if parallel_dims.fsdp_enabled and not parallel_dims.ep_enabled:  # with expert parallel, TorchTitan does it
+        prefetch_layers(list(model.layers.values()))
+    if args.warmup:
+        model.freeze_all_but_indexers()  # again: TorchTitan's expert parallel makes new parameters, which learn
+    return model
+
+
+def apply_ac_that_saves_attention(*args: Any, op_sac_save_list: set[Any], **kwargs: Any) -> None:
+    """TorchTitan's, which in the mode selective computes the named operators once; among them now sparse attention's.
+
+    The indexer's loss needs no name: it is computed in the backward pass only.
+    """
+    npu = torch.ops.npu
+    attention = {npu.npu_lightning_indexer.default, npu.npu_sparse_flash_attention.default}
+    apply_ac(*args, op_sac_save_list=op_sac_save_list | attention, **kwargs)
+
+
+def compile_around_attention(model: Any, config: Compile, ep_enabled: bool) -> None:
+    """Compile what comes before attention proper and what comes after, the router and the dense networks.
+
+    Attention itself stays as it is: its operators are fused already, and its backward pass counts the indexer's loss,
+    which a compiled one could not.
+    """
+    options: dict[str, Any] = {"backend": config.backend, "fullgraph": True}
+    for block in model.layers.values():
+        block.attention.prolog = torch.compile(block.attention.prolog, **options)
+        block.attention.epilog = torch.compile(block.attention.epilog, **options)
+        modules = [block.moe.router, block.moe.shared_experts] if block.moe_enabled else [block.feed_forward]
+        for module in modules:
+            if module is not None:
+                module.compile(**options)
+
+
+def prefetch_layers(blocks: list[Any]) -> None:
+    """Let FSDP gather the next layer's weights, forward or backward, while it computes with those of this one."""
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])

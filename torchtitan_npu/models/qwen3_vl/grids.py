@@ -1,0 +1,89 @@
+"""How many patches each image and video has, and where each patch lies: numbers that the host knows.
+
+A grid is (frames, rows, columns) of patches. The patches of a frame come in blocks, row by row; a block is the
+``merge_size`` × ``merge_size`` patches that the tower merges into one token, row by row again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchtitan_npu.errors import UsageError
+
+Grid = tuple[int, int, int]
+
+
+class Grids:
+    """The grids of a batch's images and of its videos, each in the order of their tokens, row by row of the batch.
+
+    They shape the computation, so they stay on the host when a batch moves to a device: there it would be waited for.
+    """
+
+    def __init__(self, images: Iterable[Sequence[int]] = (), videos: Iterable[Sequence[int]] = ()) -> None:
+        self.images: tuple[Grid, ...] = tuple((int(t), int(h), int(w)) for t, h, w in images)
+        self.videos: tuple[Grid, ...] = tuple((int(t), int(h), int(w)) for t, h, w in videos)
+
+    @classmethod
+    def of(cls, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Grids:
+        """From Hugging Face's tensors (images, 3) and (videos, 3)."""
+        return cls(*(() if grid is None else grid.tolist() for grid in (image_grid_thw, video_grid_thw)))
+
+    def to(self, *args: object, **kwargs: object) -> Grids:
+        return self
+
+    def check(self, merge_size: int) -> None:
+        for grid in (*self.images, *self.videos):
+            if min(grid) < 1 or grid[1] % merge_size or grid[2] % merge_size:
+                raise UsageError(f"grid {grid}: its rows and columns must be multiples of merge_size {merge_size}")
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.videos)
+
+    def __repr__(self) -> str:
+        return f"Grids(images={list(self.images)}, videos={list(self.videos)})"
+
+
+def patches_of(grids: Iterable[Grid]) -> int:
+    return sum(t * h * w for t, h, w in grids)
+
+
+def coordinates(grids: Sequence[Grid], merge_size: int) -> Tensor:
+    """The row and column of each patch in its frame, (patches, 2) int64."""
+    places = []
+    for t, h, w in grids:
+        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        place = torch.stack((rows, columns), dim=-1)  # (h, w, 2)
+        blocks = place.view(h // merge_size, merge_size, w // merge_size, merge_size, 2).transpose(1, 2)
+        places.append(blocks.reshape(-1, 2).repeat(t, 1))
+    return torch.cat(places)
+
+
+def interpolation(grids: Sequence[Grid], side: int, merge_size: int) -> tuple[Tensor, Tensor]:
+    """Which 4 of ``side`` × ``side`` learned positions each patch lies between, and how near: both (patches, 4).
+
+    The learned grid is stretched over the image so that their corners meet.
+    """
+    places = coordinates(grids, merge_size).float()
+    size = torch.cat([torch.tensor([h, w]).expand(t * h * w, 2) for t, h, w in grids])
+    places = places * (side - 1) / (size - 1).clamp(min=1)
+    low = places.floor()
+    far = places - low  # (patches, 2): how far from the lower neighbour, in rows and in columns
+    near = torch.stack((1 - far, far), dim=-1)  # (patches, 2, 2)
+    neighbours = torch.stack((low, low + 1), dim=-1).long().clamp(max=side - 1)  # (patches, 2, 2)
+    index = neighbours[:, 0, :, None] * side + neighbours[:, 1, None, :]
+    weight = near[:, 0, :, None] * near[:, 1, None, :]
+    return index.flatten(1), weight.flatten(1)
+
+
+def frame_runs(grids: Sequence[Grid]) -> list[tuple[int, int]]:
+    """(frames, patches of a frame) for runs of frames of one size: patches attend to their own frame only."""
+    runs: list[tuple[int, int]] = []
+    for t, h, w in grids:
+        if runs and runs[-1][1] == h * w:
+            runs[-1] = (runs[-1][0] + t, h * w)
+        else:
+            runs.append((t, h * w))
+    return runs

@@ -1,0 +1,146 @@
+"""The vision tower of Qwen3-VL: patches of images and videos in, the decoder's features of each merged patch out."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.models.utils import trunc_normal_
+
+from torchtitan_npu.models.qwen3_vl.args import VisionArgs
+from torchtitan_npu.models.qwen3_vl.grids import Grid, coordinates, frame_runs, interpolation
+
+
+def apply_rotary_vision(xq: Tensor, xk: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """``xq`` and ``xk`` (patches, heads, head_dim), each element rotated with the one half a head away, in float32.
+
+    ``table`` (patches, 2 * head_dim) int32: the bits of float32 cosines beside sines. FSDP casts what is floating among
+    a layer's inputs to its parameters' dtype, and angles do not stand bfloat16.
+    """
+    cos, sin = table.view(torch.float32).unsqueeze(1).chunk(2, dim=-1)  # (patches, 1, head_dim)
+
+    def rotated(x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        a, b = wide.chunk(2, dim=-1)
+        return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+    return rotated(xq), rotated(xk)
+
+
+class VisionAttention(nn.Module):
+    """Every patch attends to all patches of its frame."""
+
+    def __init__(self, args: VisionArgs) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = args.n_heads, args.head_dim
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
+
+    def forward(self, x: Tensor, table: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+        patches = x.shape[0]
+        # -1: tensor parallel may have shared out the heads
+        xq, xk, xv = (w(x).view(patches, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        xq, xk = apply_rotary_vision(xq, xk, table)
+        outputs, start = [], 0
+        for frames, length in runs:
+            end = start + frames * length
+            # (frames * length, heads, head_dim) -> (frames, heads, length, head_dim)
+            q, k, v = (t[start:end].unflatten(0, (frames, length)).transpose(1, 2) for t in (xq, xk, xv))
+            outputs.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
+            start = end
+        return self.wo(torch.cat(outputs).flatten(1))
+
+
+class VisionFeedForward(nn.Module):
+    def __init__(self, args: VisionArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.hidden_dim)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, args: VisionArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.attention = VisionAttention(args)
+        self.ffn_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = VisionFeedForward(args)
+
+    def forward(self, x: Tensor, table: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table, runs)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Merger(nn.Module):
+    """The ``merge_size``² patches of a block, side by side, as one vector of the decoder's width."""
+
+    def __init__(self, args: VisionArgs, out_dim: int, norm_merged: bool) -> None:
+        super().__init__()
+        self.merged_dim = args.dim * args.patches_per_token
+        self.norm = nn.LayerNorm(self.merged_dim if norm_merged else args.dim, eps=args.norm_eps)
+        self.w1 = nn.Linear(self.merged_dim, self.merged_dim)
+        self.w2 = nn.Linear(self.merged_dim, out_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, self.norm.normalized_shape[0])  # merged before the norm, or after it
+        x = self.norm(x).view(-1, self.merged_dim)
+        return self.w2(F.gelu(self.w1(x)))
+
+
+class VisionTower(nn.Module):
+    def __init__(self, args: VisionArgs, out_dim: int) -> None:
+        super().__init__()
+        self.args = args
+        # a convolution whose steps are as long as its kernel is a matrix product over whole patches
+        self.patch_embed = nn.Linear(args.patch_dim, args.dim)
+        self.pos_embed = nn.Embedding(args.n_positions, args.dim)
+        self.layers = nn.ModuleDict({str(number): VisionBlock(args) for number in range(args.n_layers)})
+        self.merger = Merger(args, out_dim, norm_merged=False)
+        self.deepstack_mergers = nn.ModuleDict(
+            {str(number): Merger(args, out_dim, norm_merged=True) for number in range(len(args.deepstack_layers))}
+        )
+
+    def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, ...]:
+        """The features (tokens, out_dim) of the last layer, then those of each of ``deepstack_layers``.
+
+        ``patches`` (patches, patch_dim), those of all ``grids`` in turn.
+        """
+        merge_size = self.args.merge_size
+        side = round(self.args.n_positions**0.5)
+        index, weight = (t.to(patches.device) for t in interpolation(grids, side, merge_size))
+        learned = (self.pos_embed(index) * weight.unsqueeze(-1)).sum(dim=1)  # (patches, dim)
+        x = self.patch_embed(patches)
+        x = x + learned.to(x.dtype)
+
+        table = self.rotary_table(coordinates(grids, merge_size).to(patches.device))
+        runs = frame_runs(grids)
+        deepstack: list[Tensor] = []
+        for number, block in enumerate(self.layers.values()):
+            x = block(x, table, runs)
+            if number in self.args.deepstack_layers:
+                deepstack.append(self.deepstack_mergers[str(len(deepstack))](x))
+        return self.merger(x), *deepstack
+
+    def rotary_table(self, places: Tensor) -> Tensor:
+        """What :func:`apply_rotary_vision` rotates patches at ``places`` (patches, 2) by, once for all layers.
+
+        Of a half head's angles the first half follows the row, the second the column.
+        """
+        width = self.args.head_dim // 2
+        powers = torch.arange(0, width, 2, dtype=torch.float32, device=places.device) / width
+        frequencies = 1.0 / self.args.rope_theta**powers
+        angles = (places.unsqueeze(-1) * frequencies).flatten(1).tile(2)  # (patches, head_dim)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1).view(torch.int32)
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                trunc_normal_(module.weight, std=0.02)
+                if isinstance(module, nn.Linear):
+                    nn.init.zeros_(cast(Any, module.bias))

@@ -1,0 +1,149 @@
+"""How optimizer states are cut into slices: which parameters are swapped, and what passes through the device together.
+
+A *bundle* is what lies together in host memory: one large parameter, or small ones of one group and dtype, so that a
+slice of them is one copy a state and not one a parameter. A *slice* is a part of a large bundle, or a small bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+BUFFERS = 3
+"""Slices on the device at once: one loads, one is updated, one is stored."""
+
+ALIGNMENT = 128
+"""Elements; slices and parameters start at multiples, so that the kernels take the same wide loads as without swap."""
+
+ROUNDING = 8192
+"""Bytes of the budget that go to what is rounded up in it, to multiples of 512: the tensors of a slice, step counts."""
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Elements ``begin`` to ``end`` of a parameter's local shard, which lie at ``offset`` in the slice."""
+
+    parameter: torch.Tensor
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Elements ``begin`` to ``end`` of a bundle."""
+
+    begin: int
+    end: int
+    segments: list[Segment]
+
+
+@dataclass(eq=False)
+class Bundle:
+    """Parameters of one group and dtype whose states lie together, and the slices they pass in."""
+
+    group: int
+    dtype: torch.dtype
+    states: tuple[str, ...]
+    offsets: dict[torch.Tensor, int] = field(default_factory=dict)
+    numel: int = 0
+    slices: list[Slice] = field(default_factory=list)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of the whole bundle."""
+        return self.numel * self.dtype.itemsize
+
+    def add(self, parameter: torch.Tensor) -> None:
+        self.offsets[parameter] = self.numel
+        self.numel += _round_up(local(parameter).numel())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of ``tensor`` lies on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def state_names(group: dict[str, Any]) -> tuple[str, ...]:
+    """The states of a parameter that have its shape, as torch calls them."""
+    return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+
+def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) -> list[Bundle]:
+    """The bundles of the parameters to be swapped, cut into slices.
+
+    ``fraction`` of the states' bytes are swapped at most: the largest parameters first, as long as they fit. Frozen
+    parameters have no states and are left out.
+    """
+    chosen = _largest(param_groups, fraction)
+    bundles: list[Bundle] = []
+    for index, group in enumerate(param_groups):
+        names = state_names(group)
+        collecting: dict[torch.dtype, Bundle] = {}
+        for parameter in group["params"]:
+            if parameter not in chosen:
+                continue
+            size = _round_up(local(parameter).numel())
+            limit = _slice_numel(group, parameter.dtype, slice_bytes)
+            bundle = collecting.get(parameter.dtype)
+            if bundle is None or size > limit or bundle.numel + size > limit:
+                bundle = Bundle(index, parameter.dtype, names)
+                bundles.append(bundle)
+                if size <= limit:  # a larger one stays alone, and does not end the collection of small ones
+                    collecting[parameter.dtype] = bundle
+            bundle.add(parameter)
+    for bundle in bundles:
+        limit = _slice_numel(param_groups[bundle.group], bundle.dtype, slice_bytes)
+        bundle.slices.extend(_cut(bundle, limit))
+    return bundles
+
+
+def _largest(param_groups: list[dict[str, Any]], fraction: float) -> set[torch.Tensor]:
+    sizes = {
+        parameter: local(parameter).nbytes * len(state_names(group))
+        for group in param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    chosen: set[torch.Tensor] = set()
+    budget = fraction * sum(sizes.values())
+    for parameter in sorted(sizes, key=lambda p: -sizes[p]):
+        if sizes[parameter] <= budget:
+            chosen.add(parameter)
+            budget -= sizes[parameter]
+    return chosen
+
+
+def _slice_numel(group: dict[str, Any], dtype: torch.dtype, slice_bytes: int) -> int:
+    """The elements of a slice. ``BUFFERS`` slices and what one update makes beside them share the budget.
+
+    The fused update makes a step count for each parameter, of which a slice has at most one in ``ALIGNMENT`` elements.
+    The others hold at most three tensors of the slice's size at once: the gradient with its decay or sign, the square
+    root, and the quotient.
+    """
+    temporaries, count_bytes = (0, 4) if group["fused"] else (3, 0)
+    tensors = BUFFERS * len(state_names(group)) + temporaries
+    rows = (BUFFERS * slice_bytes - ROUNDING) // (tensors * dtype.itemsize * ALIGNMENT + count_bytes)
+    return rows * ALIGNMENT
+
+
+def _cut(bundle: Bundle, limit: int) -> Iterator[Slice]:
+    if len(bundle.offsets) > 1 or bundle.numel <= limit:
+        segments = [Segment(p, 0, local(p).numel(), offset) for p, offset in bundle.offsets.items()]
+        yield Slice(0, bundle.numel, segments)
+        return
+    (parameter,) = bundle.offsets
+    size = _round_up(-(-bundle.numel // -(-bundle.numel // limit)))  # even slices: a short last one is a slow copy
+    for begin in range(0, bundle.numel, size):
+        end = min(begin + size, bundle.numel)
+        yield Slice(begin, end, [Segment(parameter, begin, min(end, local(parameter).numel()), 0)])
+
+
+def _round_up(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
