@@ -99,8 +99,9 @@ def eager(model: str) -> Step:
 
 
 def test_every_converter_has_a_promise() -> None:
-    assert set(PROMISES) == set(CONVERTERS)
-    assert {name for model in MODELS for name in matching(model)} == set(CONVERTERS)
+    others = {"npu_mrope"}  # of qwen3_vl, which has a file of its own
+    assert set(PROMISES) == set(CONVERTERS) - others
+    assert {name for model in MODELS for name in matching(model)} == set(CONVERTERS) - others
 
 
 @pytest.mark.parametrize(("model", "converters"), CONVERTED, ids=str)
