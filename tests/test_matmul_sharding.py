@@ -272,7 +272,7 @@ def test_an_unwanted_gradient_is_not_paid_for() -> None:
 def test_a_gradient_is_summed_where_it_is_narrow() -> None:
     """As in the projections to DeepSeek's latents, whose weights are replicated."""
     narrow = choose((2, 64, 56), (56, 12), (P,), (R,), (R,), mask=[True, True])
-    assert narrow.targets == ((Shard(0),), (Shard(0),), (R,))
+    assert narrow.targets == ((Shard(1),), (Shard(1),), (R,))  # over the sequence, not the batch
     wide = choose((2, 64, 12), (12, 56), (P,), (R,), (R,), mask=[True, True])
     assert (wide.targets, wide.cost) == (((P,), (R,), (R,)), 0.0)
     # nobody will sum up the gradient of a frozen input

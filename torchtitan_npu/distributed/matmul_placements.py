@@ -51,14 +51,15 @@ def letters(left: Sequence[int], right: Sequence[int]) -> tuple[Letters, Letters
 def product_ways(
     left: Letters, right: Letters, product: Letters, here: Sequence[Placement]
 ) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """Placements of the two factors and of their product; replicated ones first.
+    """Placements of the two factors and of their product; replicated ones first, then rows cut, as a sequence is.
 
     ``here`` are the placements that the inputs have now: partial sums are kept where there are any, never made, and a
     cut in an unusual order (``_StridedShard``) is as good as any if all tensors are cut in it.
     """
     yield WHOLE, WHOLE, WHOLE
     strides = {None: None} | {cut.split_factor: None for cut in here if isinstance(cut, _StridedShard)}
-    for letter in dict.fromkeys(x for x in (*left, *right) if x is not None):
+    present = dict.fromkeys(x for x in (*left, *right) if x is not None)
+    for letter in sorted(present, key=lambda x: x.startswith("batch")):  # a stable order, the same on all ranks
         for stride in strides:
             factors = (_cut(left, letter, stride) or WHOLE, _cut(right, letter, stride) or WHOLE)
             yield *factors, _cut(product, letter, stride) or Partial()

@@ -46,7 +46,7 @@ def register_matmul_sharding() -> None:
     propagator = DTensor._op_dispatcher.sharding_propagator
     infos = (
         RuntimeSchemaInfo(),
-        RuntimeSchemaInfo(needs_pytree=True),
+        RuntimeSchemaInfo(static_argnum=3, needs_pytree=True),
     )  # the mask is a list, and counts
     for op, strategy, info in zip(OPS, (matmul_strategy, matmul_backward_strategy), infos, strict=True):
         propagator.op_single_dim_strategy_funcs.pop(op, None)
