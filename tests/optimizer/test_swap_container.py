@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 
 from tests.test_preflight import job
 from torchtitan_npu.config import Optimizer
@@ -72,3 +72,15 @@ def test_the_container_measures_what_it_moves() -> None:
     model[1].weight.grad = torch.ones(500, 640)
     container.step()
     assert container.metrics() == {"swap_optimizer/moved(GiB)": 500 * 640 * 4 * 2 * 2 / 2**30}
+
+
+def test_hooks_run_once() -> None:
+    """torch wraps the step of each class it meets; TorchTitan's own container in the same process wraps the base's."""
+    model = nn.Linear(3, 3)
+    OptimizersContainer([model], torch.optim.AdamW, {"fused": True})
+    container = SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1, fraction=1.0)
+    calls: list[str] = []
+    container.register_step_pre_hook(lambda *_: calls.append("before"))
+    container.register_step_post_hook(lambda *_: calls.append("after"))
+    container.step()
+    assert calls == ["before", "after"]

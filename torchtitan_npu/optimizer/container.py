@@ -37,8 +37,6 @@ def swapping_if_asked(
 
 def swapping(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuilder:
     """``build_optimizers`` with states in host memory, whatever the device."""
-    if config.early_step_in_backward:
-        raise UsageError("optimizer.swap does not go with optimizer.early_step_in_backward = true")
     if not refers_to(build_optimizers, [OptimizersContainer]):
         raise UsageError("optimizer.swap: the model's build_optimizers_fn makes no OptimizersContainer of TorchTitan's")
     ours = functools.partial(SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction)
@@ -61,7 +59,7 @@ class SwapContainer(OptimizersContainer):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # a rank that has its share already would count as used
         host_memory.check(
-            functools.partial(_needed, model_parts, optimizer_cls, optimizer_kwargs, slice_mib),
+            functools.partial(_needed, model_parts, optimizer_kwargs, slice_mib),
             fraction,
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             free,
@@ -72,18 +70,14 @@ class SwapContainer(OptimizersContainer):
         self.link = link_bandwidth(device)
         module = torch.get_device_module(device)
         # the CPU has no events that know the time; nothing is swapped there but in tests
-        self.clock = [module.Event(enable_timing=True) for _ in range(2)] if device.type != "cpu" else None
+        self.clock = [module.Event(enable_timing=True) for _ in range(2)] if device.type != "cpu" else []
+        if self.clock:
+            self.optimizers[0].register_step_pre_hook(lambda *_: self.clock[0].record())
+            self.optimizers[-1].register_step_post_hook(lambda *_: self.clock[1].record())
         logger.info(
             f"optimizer.swap: {sum(o.host_bytes for o in self.optimizers) / host_memory.GIB:.2f} GiB of optimizer "
             f"states in host memory, link {self.link / 1e9:.1f} GB/s each way"
         )
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        if self.clock:
-            self.clock[0].record()
-        super().step(*args, **kwargs)
-        if self.clock:
-            self.clock[1].record()
 
     def metrics(self) -> dict[str, float]:
         """What the last step moved, how long it took, and how much of the link's time that uses."""
@@ -97,16 +91,10 @@ class SwapContainer(OptimizersContainer):
         return metrics
 
 
-def _needed(
-    model_parts: list[nn.Module],
-    optimizer_cls: type[torch.optim.Optimizer],
-    optimizer_kwargs: dict[str, Any],
-    slice_mib: int,
-    fraction: float,
-) -> int:
+def _needed(model_parts: list[nn.Module], optimizer_kwargs: dict[str, Any], slice_mib: int, fraction: float) -> int:
     """Bytes of host memory that this rank's states take."""
     total = 0
     for part in model_parts:
-        groups = optimizer_cls(part.parameters(), **optimizer_kwargs).param_groups
-        total += sum(host_memory.pack(host_regions(plan(groups, slice_mib * MIB, fraction)))[0])
+        group = {"amsgrad": False, "fused": None, **optimizer_kwargs, "params": list(part.parameters())}
+        total += sum(host_memory.pack(host_regions(plan([group], slice_mib * MIB, fraction)))[0])
     return total

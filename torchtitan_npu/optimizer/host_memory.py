@@ -66,7 +66,7 @@ def _refusal(needed: int, given: int, fraction: float, error: RuntimeError) -> s
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
     fitting = math.floor(100 * fraction * given / needed) / 100
-    advice = f"optimizer.swap_fraction = {fitting} would fit" if fitting else "no optimizer.swap_fraction would fit"
+    advice = f"optimizer.swap_fraction can be {fitting} at most" if fitting else "no optimizer.swap_fraction would fit"
     return (
         f"optimizer.swap: the system refused pinned host memory after {given / GIB:.2f} of the {needed / GIB:.2f} GiB "
         f"that this rank needs (available {available() / GIB:.2f} GiB, RLIMIT_MEMLOCK {locked}); {advice}. "

@@ -42,7 +42,7 @@ class Pipeline:
     def run(self, turns: list[Turn], meanwhile: Callable[[], None]) -> None:
         """Send ``turns`` on their way, and do ``meanwhile`` while the first one loads; the host waits for nothing.
 
-        Whatever raises: a slice that was updated is stored, and one that was not is as it was.
+        If an update raises, the slices before it are stored, and its own and the following are as they were.
         """
         main = self.module.current_stream(self.device)
         # made by the main stream and at the end given back to it, after it has waited: nothing is held between runs
@@ -76,11 +76,7 @@ class Pipeline:
         self.updated[slot].record(main)
         with self.module.stream(self.store):
             self.store.wait_event(self.updated[slot])
-            try:
-                _copy(copies, turn.tensors)
-            except BaseException:  # the user's interrupt between two copies would leave one tensor old and one new
-                _copy(copies, turn.tensors)
-                raise
+            _copy(copies, turn.tensors)
             self.stored[slot].record(self.store)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.optimizer import host_memory
 from torchtitan_npu.optimizer.pipeline import Pipeline, Turn
-from torchtitan_npu.optimizer.plan import MIB, Bundle, Segment, local, plan, state_names
+from torchtitan_npu.optimizer.plan import MIB, Bundle, Segment, local, plan
 from torchtitan_npu.optimizer.update import (
     elements,
     local_gradient,
@@ -36,9 +36,9 @@ class SwapStates(torch.optim.Adam):
     ``step`` is there too. Parameters beyond ``fraction``, and those of groups added later, keep their states on the
     device. ``state_dict`` waits for the stores under way; who reads ``state`` itself calls :meth:`synchronize` first.
 
-    If a step is interrupted by an exception, the states of each slice are those from before or those from after its
-    update, never a mix, and ``step`` counts the complete updates of a parameter: a checkpoint saved then is whole.
-    As with torch's own, the parameters that came before have been updated and the others have not.
+    If an update raises, the states of each slice are those from before or those from after its update, never a mix,
+    and ``step`` counts the complete updates of a parameter: a checkpoint saved then is whole. As with torch's own, what
+    came before has been updated and the rest has not, and here that may be a part of a parameter.
     """
 
     def __init__(self, *args: Any, slice_mib: int = 64, fraction: float = 1.0, **kwargs: Any) -> None:
@@ -59,6 +59,7 @@ class SwapStates(torch.optim.Adam):
         regions = iter(host_memory.allocate(host_regions(self._bundles), self._device, fraction))
         # (numel of the bundle,) in its dtype, for each state of each bundle
         self._host = {b: [next(regions).view(b.dtype) for _ in b.states] for b in self._bundles}
+        self._counts: dict[torch.Tensor, int] = {}  # of ``step`` in the states: to be read without asking a tensor
         self._pipeline = Pipeline(self._device)
         self.host_bytes = sum(host_regions(self._bundles))
         """Bytes of states in host memory."""
@@ -99,22 +100,30 @@ class SwapStates(torch.optim.Adam):
         """As torch's, except that what is swapped is copied to its place in host memory and never to the device."""
         self.synchronize()
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        ours = [parameter for group in self.param_groups for parameter in group["params"]]
-        swapped = {key: p for key, p in zip(saved, ours, strict=False) if p in self._swapped}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        swapped = {key: p for key, p in zip(saved, parameters, strict=False) if p in self._swapped}
         states = state_dict["state"]
+        if any(
+            a["amsgrad"] != b["amsgrad"] for a, b in zip(state_dict["param_groups"], self.param_groups, strict=False)
+        ):
+            raise ValueError("amsgrad is not the same in the state dict as it was when this optimizer was made")
         super().load_state_dict(
             {**state_dict, "state": {key: state for key, state in states.items() if key not in swapped}}
         )
-        groups = {p: group for group in self.param_groups for p in group["params"]}
         for key, parameter in swapped.items():
             if key not in states:
                 continue
-            if state_names(groups[parameter]) != self._swapped[parameter].states:
-                raise ValueError("amsgrad is not the same in the state dict as it was when this optimizer was made")
-            made = self._new_state(parameter, groups[parameter], zero=False)
-            made["step"].copy_(torch.as_tensor(states[key]["step"]))
+            group = self.param_groups[self._swapped[parameter].group]
+            made = self._new_state(parameter, group, zero=False)
+            self._counts[parameter] = int(states[key]["step"])
+            made["step"].fill_(self._counts[parameter])
             for name in self._swapped[parameter].states:
-                local(made[name]).copy_(local(states[key][name]))
+                ours, theirs = local(made[name]), local(states[key][name])
+                if ours.shape != theirs.shape:  # copy_ would broadcast
+                    raise ValueError(
+                        f"{name} of parameter {key} is {tuple(theirs.shape)} there, {tuple(ours.shape)} here"
+                    )
+                ours.copy_(theirs)
             self.state[parameter] = made
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -129,6 +138,7 @@ class SwapStates(torch.optim.Adam):
                 if not self.state[parameter]:
                     self.synchronize()  # the last step may still store here: a bundle is stored as a whole
                     self.state[parameter] = self._new_state(parameter, group, zero=True)
+                    self._counts[parameter] = 0
                 gradients[parameter] = local_gradient(parameter)
         return gradients
 
@@ -164,10 +174,10 @@ class SwapStates(torch.optim.Adam):
     ) -> None:
         """Update what the slice has of the parameters with a gradient; ``states`` are (numel of the slice,) each."""
         group = self.param_groups[group_index]
-        by_step: dict[float, list[Segment]] = {}
+        by_step: dict[int, list[Segment]] = {}
         for segment in segments:
             if segment.parameter in gradients:
-                by_step.setdefault(self.state[segment.parameter]["step"].item(), []).append(segment)
+                by_step.setdefault(self._counts[segment.parameter], []).append(segment)
         for step, alike in by_step.items():
             filled = [s for s in alike if s.end > s.begin]  # a rank may have nothing of a parameter
             views = [[state[s.offset : s.offset + s.end - s.begin] for s in filled] for state in states]
@@ -183,6 +193,7 @@ class SwapStates(torch.optim.Adam):
             update(group, foreach, lists)
         for segment in (s for alike in by_step.values() for s in alike):
             if segment.end == local(segment.parameter).numel():
+                self._counts[segment.parameter] += 1
                 self.state[segment.parameter]["step"] += 1
 
 

@@ -54,7 +54,7 @@ def step_counts(group: dict[str, Any], count: float, number: int, device: torch.
     """``number`` step counts where the implementation reads them: on the device filled in, not copied there."""
     if group["fused"]:
         return list(torch.full((number,), count, dtype=step_dtype(group), device=device).unbind())
-    return [torch.tensor(count, dtype=step_dtype(group)) for _ in range(number)]
+    return [torch.full((), count, dtype=step_dtype(group)) for _ in range(number)]
 
 
 def step_dtype(group: dict[str, Any]) -> torch.dtype:
