@@ -1,4 +1,4 @@
-"""Trains tiny versions of TorchTitan's models on any layout, with the real Trainer, and records what it computed.
+"""Trains tiny versions of TorchTitan's models on any layout.
 
 Sizes are small enough that a step takes a fraction of a second, and odd enough that a mixed-up dimension shows.
 """
@@ -9,11 +9,9 @@ import copy
 import dataclasses
 import functools
 import os
-import tempfile
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
+from tests.training import Record, recording, train_until
 
 STEPS = 2
 GLOBAL_BATCH = 8
@@ -67,81 +65,42 @@ DEGREES = {
 }
 
 
-class Record(NamedTuple):
-    """What one rank saw: losses and gradient norms as reported, the first step's gradients, the validation loss."""
+def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = None, stop: int | None = None) -> Record:
+    """Train ``model`` on this rank up to step ``stop``, the job's last unless given.
 
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]
-    validation: list[float]
-
-
-def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = None) -> Record:
-    """Train ``model`` for a few steps on this rank; ``options`` are ``section.key`` settings beyond the defaults."""
-    import torchtitan_npu.train as entry
-    from torchtitan_npu.preflight import check_job
-
-    add_flavors()
-    config = job_config(model, layout, options or {})
-    check_job(config, int(os.environ["WORLD_SIZE"]))
-    with tempfile.TemporaryDirectory() as folder:
-        config.job.dump_folder = folder
-        trainer = entry.Trainer(config)
-        record = Record([], [], {}, [])
-        report = trainer.metrics_processor.log
-
-        def log(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
-            report(step, loss, max_loss, norm, **kwargs)
-            record.losses.append(loss)
-            record.norms.append(norm)
-
-        def keep_gradients(*args: Any) -> None:
-            if not record.gradients:
-                record.gradients.update(gradients(trainer.model_parts))
-
-        trainer.metrics_processor.log = log
-        trainer.optimizers.register_step_pre_hook(keep_gradients)
-        # what Trainer.train does with it, without its two seconds of sleep at the end
-        batches = trainer.batch_generator(trainer.dataloader)
-        for _ in range(config.training.steps):
-            trainer.step += 1
-            trainer.train_step(batches)
-        if config.validation.enable:
-            trainer.metrics_processor.log_validation = lambda loss, step: record.validation.append(loss)
-            trainer.validator.validate(trainer.model_parts, config.training.steps)
-        trainer.close()
+    ``options`` are ``section.key`` settings beyond the defaults.
+    """
+    with recording(job_config(model, layout, options or {})) as (trainer, record):
+        train_until(trainer, stop or trainer.job_config.training.steps)
     return record
 
 
-def gradients(parts: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """The whole gradient of each parameter of these model parts, by the parameter's plain name."""
-    whole = {}
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            grad = parameter.grad
-            name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-            whole[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-    return whole
-
-
 def add_flavors() -> None:
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    for name, (model, flavor, smaller) in TINY.items():
-        args = get_train_spec(model).model_args
-        tiny = dataclasses.replace(copy.deepcopy(args[flavor]), **smaller)
+    for name, (model, base, smaller) in TINY.items():
+        tiny = add_flavor(model, name, smaller, base)
         if name == "qwen3_moe":
             tiny.moe_args.num_experts, tiny.moe_args.top_k = 8, 2
         if name == "llama4":
             tiny.moe_args.num_experts = 4
-        args[name] = tiny  # type: ignore[index]
+
+
+def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debugmodel") -> Any:
+    """The arguments of ``model``'s new flavor."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    import torchtitan_npu
+
+    torchtitan_npu.register()
+    flavors: Any = get_train_spec(model).model_args
+    flavors[name] = dataclasses.replace(copy.deepcopy(flavors[base]), **smaller)
+    return flavors[name]
 
 
 def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> Any:
     from torchtitan_npu.config import JobConfig
     from torchtitan_npu.config_manager import shipped
 
+    add_flavors()
     config = JobConfig()
     config.model.name, config.model.flavor = TINY[model][0], model
     config.model.hf_assets_path = shipped("torchtitan_npu/assets/tokenizer")

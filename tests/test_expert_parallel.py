@@ -44,6 +44,7 @@ from torchtitan_npu.distributed.expert_parallel import (
     NpuGptossExpertTensorParallel,
     with_fused_dispatch,
 )
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.rebind import refers_to
 
 RANKS, EXPERTS, TOP_K = 2, 6, 2
@@ -243,15 +244,18 @@ def test_plans_get_the_fused_styles_for_a_converted_model_only(plan: FunctionTyp
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
-def test_a_plan_without_these_styles_stays_as_it_is() -> None:
-    """Whatever it does for expert parallel, it may pad."""
+def test_a_plan_without_these_styles_is_an_error() -> None:
+    """Whatever it does for expert parallel, it does not sort by the operators that the job asks for."""
 
     def plan(model: nn.Module, *args: Any) -> nn.Module:
         return model
 
     converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
-    assert with_fused_dispatch(plan, converted) is plan
-    assert converted.moe.experts.dispatch_pads
+    with pytest.raises(
+        UsageError, match=r"npu_permute cannot sort for expert parallel: .*\.plan uses none of .*styles"
+    ):
+        with_fused_dispatch(plan, converted)
+    assert with_fused_dispatch(plan, convert(Model(build_moe()[0]), "npu_gmm")) is plan
 
 
 def plan_of_a_user(model: nn.Module, *args: Any) -> None:
@@ -267,10 +271,11 @@ def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
     assert refers_to(fused, STYLES.values())
 
 
-def test_torch_s_grouped_product_keeps_its_padding() -> None:
+def test_torch_s_grouped_product_which_needs_padding_is_an_error() -> None:
     """``npu_permute`` alone, where the experts stay TorchTitan's and call ``torch._grouped_mm``."""
     plan = llama4.apply_moe_ep_tp
-    assert with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute")) is plan
+    with pytest.raises(UsageError, match="npu_permute with expert parallel needs npu_gmm"):
+        with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute"))
     assert with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=False)[0]), "npu_permute")) is not plan
 
 

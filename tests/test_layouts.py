@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.layouts import DEGREES, FUSED, Record, train
+from tests.layouts import DEGREES, FUSED, train
 from tests.multirank import run_on_ranks
-
-EPS = torch.finfo(torch.float32).eps
-# Layouts add the same float32 numbers in another order: a few units in the last place (4 were seen), not more.
-TOLERANCE = 16 * EPS
+from tests.training import TOLERANCE, Record, assert_same_gradients, together
 
 
 def layout(text: str) -> dict[str, int]:
@@ -73,19 +70,9 @@ def one_rank(model: str, fused: bool = False) -> Record:
     return run_on_ranks(1, train, model, {}, options, process_group=False)[0]
 
 
-def whole(records: list[Record]) -> Record:
-    """What the ranks saw together: a pipeline's last stage knows the loss, each stage has its own parameters."""
-    last_stage = next(record for record in records if record.losses[0] > 0)  # the others report -1
-    gradients = {name: grad for record in records for name, grad in record.gradients.items()}
-    return Record(last_stage.losses, last_stage.norms, gradients, last_stage.validation)
-
-
 def assert_equal_training(actual: Record, expected: Record) -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-    assert actual.gradients.keys() == expected.gradients.keys()
-    for name, grad in expected.gradients.items():
-        difference = (actual.gradients[name].double() - grad.double()).norm() / grad.double().norm()
-        assert difference <= TOLERANCE, f"{name}: relative difference {difference:.1e}"
+    assert_same_gradients(actual, expected)
     # reported is a float32 sum of squares, up to 2048 × 64 of them in a few lanes: its last digits depend on the shards
     assert actual.norms == pytest.approx(expected.norms, rel=1e-4)
 
@@ -93,7 +80,7 @@ def assert_equal_training(actual: Record, expected: Record) -> None:
 @pytest.mark.parametrize(("ranks", "model", "text"), CASES, ids=[f"{m}-{r}-{t or 'alone'}" for r, m, t in CASES])
 def test_any_layout_gives_one_ranks_loss_and_gradients(ranks: int, model: str, text: str) -> None:
     records = run_on_ranks(ranks, train, model, layout(text), process_group=False)
-    actual = whole(records)
+    actual = together(records)
     if ranks == 1:
         assert actual.losses == one_rank(model).losses  # the same run again: bit by bit
         assert all(torch.equal(actual.gradients[name], grad) for name, grad in one_rank(model).gradients.items())
@@ -105,7 +92,7 @@ def test_any_layout_gives_one_ranks_loss_and_gradients(ranks: int, model: str, t
 def test_any_layout_gives_one_ranks_loss_and_gradients_with_all_converters(ranks: int, model: str, text: str) -> None:
     options = {"model.converters": FUSED[model]}
     records = run_on_ranks(ranks, train, model, layout(text), options, process_group=False)
-    assert_equal_training(whole(records), one_rank(model, fused=True))
+    assert_equal_training(together(records), one_rank(model, fused=True))
 
 
 @pytest.mark.parametrize(
@@ -125,13 +112,13 @@ def test_any_layout_gives_one_ranks_loss_and_gradients_with_all_converters(ranks
 )
 def test_options_give_one_ranks_loss_and_gradients(model: str, text: str, options: dict[str, Any]) -> None:
     records = run_on_ranks(2, train, model, layout(text), options, process_group=False)
-    assert_equal_training(whole(records), one_rank(model, options.get("model.converters") == FUSED[model]))
+    assert_equal_training(together(records), one_rank(model, options.get("model.converters") == FUSED[model]))
 
 
 @pytest.mark.parametrize("text", ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"])
 def test_any_layout_gives_one_ranks_validation_loss(text: str) -> None:
     options = {"validation.enable": True}
     (alone,) = run_on_ranks(1, train, "llama3", {}, options, process_group=False)
-    actual = whole(run_on_ranks(2, train, "llama3", layout(text), options, process_group=False))
+    actual = together(run_on_ranks(2, train, "llama3", layout(text), options, process_group=False))
     assert actual.validation == pytest.approx(alone.validation, rel=TOLERANCE)
     assert len(alone.validation) == 1 and 7 < alone.validation[0] < 9

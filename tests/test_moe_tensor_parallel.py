@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from typing import Any
 
 import pytest
@@ -19,10 +18,11 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp, parallel
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
 from tests.converters.models import assert_no_further, convert
-from tests.layouts import FUSED, Record, add_flavors, gradients, job_config
+from tests.layouts import FUSED, job_config
 from tests.moes import DIM, ROUNDINGS, build_moe, call, call_exact, output_gradient
 from tests.multirank import run_on_ranks
 from tests.test_layouts import assert_equal_training
+from tests.training import Record, expert_biases, recording, train_until
 from tools.bench.moe_traffic import END, PAGE, START, Model, Traffic, table
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
@@ -118,36 +118,9 @@ def test_gives_what_one_rank_gives_and_sends_for_shared_experts_only(
 
 def trained(layout: dict[str, int], options: dict[str, Any]) -> tuple[Record, dict[str, Tensor]]:
     """Three steps of a tiny deepseek_v3 on this rank: the record, and the experts' biases after them."""
-    import torchtitan_npu.train as entry
-
-    add_flavors()
-    with tempfile.TemporaryDirectory() as folder:
-        config = job_config("deepseek_v3", layout, {"training.steps": 3, "job.dump_folder": folder, **options})
-        trainer = entry.Trainer(config)
-        record = Record([], [], {}, [])
-
-        def note(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
-            record.losses.append(loss)
-            record.norms.append(norm)
-
-        def keep_gradients(*args: Any) -> None:
-            if not record.gradients:
-                record.gradients.update(gradients(trainer.model_parts))
-
-        trainer.metrics_processor.log = note
-        trainer.optimizers.register_step_pre_hook(keep_gradients)
-        batches = trainer.batch_generator(trainer.dataloader)
-        for _ in range(config.training.steps):
-            trainer.step += 1
-            trainer.train_step(batches)
-        buffers = [buffer for part in trainer.model_parts for buffer in part.named_buffers()]
-        biases = {
-            name.replace("_checkpoint_wrapped_module.", ""): buffer.clone()
-            for name, buffer in buffers
-            if name.endswith("expert_bias")
-        }
-        trainer.close()
-    return record, biases
+    with recording(job_config("deepseek_v3", layout, {"training.steps": 3, **options})) as (trainer, record):
+        train_until(trainer, 3)
+        return record, expert_biases(trainer.model_parts)
 
 
 @functools.cache

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 
-from tests.layouts import add_flavors, job_config
+from tests.layouts import job_config
 from tests.multirank import run_on_ranks
+from tests.training import expert_biases, recording, train_until
 
 
 def biases(layout: dict[str, int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The bias of each expert after one step, which comes of the tokens it has had, by layer."""
-    import torchtitan_npu.train as entry
-    from torchtitan_npu.preflight import check_job
-
-    add_flavors()
-    with tempfile.TemporaryDirectory() as folder:
-        config = job_config("deepseek_v3", layout, {"job.dump_folder": folder, "training.seq_len": 16, **options})
-        check_job(config, int(os.environ["WORLD_SIZE"]))
-        trainer = entry.Trainer(config)
-        trainer.step += 1
-        trainer.train_step(trainer.batch_generator(trainer.dataloader))
-        found = {
-            name.replace("_checkpoint_wrapped_module.", ""): buffer.clone()
-            for part in trainer.model_parts
-            for name, buffer in part.named_buffers()
-            if name.endswith("expert_bias")
-        }
-        trainer.close()
-    return found
+    with recording(job_config("deepseek_v3", layout, {"training.seq_len": 16, **options})) as (trainer, _):
+        train_until(trainer, 1)
+        return expert_biases(trainer.model_parts)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -33,6 +33,27 @@ def test_a_good_job_passes(model: str) -> None:
     check_job(job(model__name=model, training__dataset="TINY_CORPUS"), world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "batch", "layers_per_stage"),
+    [
+        ("1F1B", 2, None),
+        ("1F1B", 2, 4),
+        ("GPipe", 1, None),
+        ("Interleaved1F1B", 4, 2),
+        ("InterleavedZeroBubble", 6, 1),
+        ("ZBVZeroBubble", 1, 2),
+    ],
+)
+def test_a_good_pipeline_passes(schedule: str, batch: int, layers_per_stage: int | None) -> None:
+    pipeline = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": schedule,
+        "parallelism__pipeline_parallel_layers_per_stage": layers_per_stage,
+    }
+    config = job(**pipeline, training__local_batch_size=batch, activation_checkpoint__mode="none")
+    check_job(config, world_size=2)
+
+
 def test_torchtitans_own_converters_and_experiments_are_known() -> None:
     check_job(job(model__converters=["quantize.linear.float8"]), world_size=1)
     with pytest.raises(UsageError, match=r"model\.flavor 'nonsense' is not known"):
@@ -110,6 +131,81 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
         ),
         ({"training__global_batch_size": 6, "training__local_batch_size": 4}, 1, "training.global_batch_size 6"),
         ({"training__seq_len": 65}, 1, "training.seq_len 65 is no multiple of 2"),
+        (
+            {"validation__enable": True, "validation__seq_len": 66, "parallelism__context_parallel_degree": 2},
+            2,
+            "validation.seq_len 66 is no multiple of 4",
+        ),
+        (
+            {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "ptrr"},
+            2,
+            "parallelism.context_parallel_load_balancer 'ptrr' is not known (known: \"\", headtail)",
+        ),
+        (
+            {
+                "model__name": "deepseek_v32",
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__context_parallel_load_balancer": "ptrr",
+            },
+            2,
+            "parallelism.context_parallel_load_balancer 'ptrr' is not for DSAContextParallel",
+        ),
+        (
+            {
+                "model__name": "deepseek_v32",
+                "npu__context_parallel": "torchtitan_npu.distributed.context_parallel:ContextParallel",
+                "dsa__document_mask": True,
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__context_parallel_load_balancer": None,
+            },
+            2,
+            "dsa.document_mask must be false: npu.context_parallel ContextParallel takes no masks",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 4,
+                "parallelism__pipeline_parallel_microbatch_size": 2,
+                "training__local_batch_size": 6,
+            },
+            4,
+            "training.local_batch_size 6 / parallelism.pipeline_parallel_microbatch_size 2 = 3 microbatches are too "
+            "few for 1F1B: it takes one for each of the 4 stages",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+                "training__local_batch_size": 5,
+            },
+            2,
+            "= 5 microbatches are not for Interleaved1F1B: with 2 pipeline ranks it takes a multiple of 2",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_layers_per_stage": 2},
+            2,
+            "parallelism.pipeline_parallel_layers_per_stage 2 makes 4 stages of 6 layers, the embedding and the output"
+            "; 1F1B takes one on each of 2 pipeline ranks",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "parallelism__pipeline_parallel_layers_per_stage": 1,
+                "activation_checkpoint__mode": "none",
+            },
+            2,
+            "parallelism.pipeline_parallel_layers_per_stage 1 makes 8 stages of 6 layers, the embedding and the output"
+            "; ZBVZeroBubble takes two on each of 2 pipeline ranks",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "activation_checkpoint__mode": "full",
+            },
+            2,
+            'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule ZBVZeroBubble',
+        ),
         (
             {
                 "parallelism__pipeline_parallel_degree": 2,

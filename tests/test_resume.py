@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.layouts import FUSED, add_flavors, job_config
+from tests.layouts import FUSED, train
 from tests.multirank import run_on_ranks
-from tests.test_layouts import TOLERANCE, layout
+from tests.test_layouts import layout
+from tests.training import TOLERANCE, together
 
 TOTAL, STOP = 4, 2
 
 
-def train_until(model: str, degrees: dict[str, int], converters: list[str], folder: str, stop: int) -> dict[int, float]:
-    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there; the losses by step."""
-    import torchtitan_npu.train as entry
-
-    add_flavors()
-    options = {"job.dump_folder": folder, "training.steps": TOTAL, "model.converters": converters}
-    config = job_config(model, degrees, {**options, "checkpoint.enable": True, "checkpoint.interval": STOP})
-    trainer = entry.Trainer(config)
-    losses = {}
-    report = trainer.metrics_processor.log
-
-    def log(step: int, loss: float, *args: object, **kwargs: object) -> None:
-        report(step, loss, *args, **kwargs)
-        losses[step] = loss
-
-    trainer.metrics_processor.log = log
-    trainer.checkpointer.load()
-    batches = trainer.batch_generator(trainer.dataloader)
-    while trainer.step < stop:
-        trainer.step += 1
-        trainer.train_step(batches)
-        trainer.checkpointer.save(trainer.step)
-    trainer.close()
-    return losses
+def train_on(ranks: int, text: str, converters: list[str], model: str, folder: Path, stop: int) -> list[float]:
+    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there; the losses."""
+    options = {"job.dump_folder": str(folder), "training.steps": TOTAL, "model.converters": converters}
+    options |= {"checkpoint.enable": True, "checkpoint.interval": STOP}
+    records = run_on_ranks(ranks, train, model, layout(text), options, stop, process_group=False)
+    return together(records).losses
 
 
 @functools.cache
-def straight(model: str) -> dict[int, float]:
+def straight(model: str) -> list[float]:
     """The losses of one rank that trains through, eager."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_on_ranks(1, train_until, model, {}, [], folder, TOTAL, process_group=False)[0]
+    return run_on_ranks(1, train, model, {}, {"training.steps": TOTAL}, process_group=False)[0].losses
 
 
 @pytest.mark.parametrize(
@@ -64,9 +45,5 @@ def straight(model: str) -> dict[int, float]:
 def test_resume_elsewhere(
     model: str, first: tuple[int, str, list[str]], second: tuple[int, str, list[str]], tmp_path: Path
 ) -> None:
-    seen: dict[int, float] = {}
-    for (ranks, text, converters), stop in ((first, STOP), (second, TOTAL)):
-        folder = str(tmp_path / "run")
-        records = run_on_ranks(ranks, train_until, model, layout(text), converters, folder, stop, process_group=False)
-        seen |= records[-1]  # the last rank is on the last stage, which knows the loss
-    assert seen == pytest.approx(straight(model), rel=4 * TOLERANCE)
+    before, after = (train_on(*run, model, tmp_path, stop) for run, stop in ((first, STOP), (second, TOTAL)))
+    assert before + after == pytest.approx(straight(model), rel=4 * TOLERANCE)

@@ -22,7 +22,7 @@ from torchtitan_npu.preflight import check_job
 torchtitan_npu.register()
 
 FILES = sorted(file for file in (PACKAGE / "train_configs").glob("*.toml") if "debugmodel" not in file.stem)
-ORDER = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"]
+ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_permute", "npu_gmm", "npu_dsa"]
 STATES = 4 + 4
 """Bytes of AdamW's two moments of a parameter, in float32."""
 ON_DEVICE = 4 + 4
@@ -62,6 +62,8 @@ def build(config: JobConfig) -> nn.Module:
 def stages(config: JobConfig, model: nn.Module) -> list[dict[str, int]]:
     """The parameters of each pipeline stage, as TorchTitan cuts the model, and how many elements each has."""
     p = config.parallelism
+    if p.pipeline_parallel_degree == 1:  # TorchTitan knows the parts of a decoder only
+        return [{name: x.numel() for name, x in model.named_parameters()}]
     parts = generate_llm_fqn_per_model_part(
         p.pipeline_parallel_degree,
         len(model.layers),  # type: ignore[arg-type]
@@ -77,6 +79,7 @@ def stages(config: JobConfig, model: nn.Module) -> list[dict[str, int]]:
 def test_the_list() -> None:
     deepseek_v32 = [f"deepseek_v32_671b_{cut}" for cut in ("32k", "4k", "4layers_4k", "8layers_4k")]
     others = ["llama3_8b", "qwen3_235b_a22b", "qwen3_30b_a3b"]
+    others += [f"qwen3_vl_{flavor}" for flavor in ("2b", "30b_a3b", "8b")]
     assert [file.stem for file in FILES] == [*deepseek_v32, "deepseek_v3_16b", "deepseek_v3_671b", *others]
 
 

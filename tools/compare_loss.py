@@ -14,22 +14,15 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from loss_compare.compare import Tolerance, compare
 from loss_compare.curves import Unusable
 from loss_compare.launch import RunPair, launch_both
 from loss_compare.read import read_curve
 from loss_compare.report import summary_lines, write_report
+from one_line_parser import OneLineParser
 
 DEFAULTS = Tolerance()
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake as one line, without the usage text before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")
 
 
 def non_negative(text: str) -> float:

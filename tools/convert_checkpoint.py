@@ -15,9 +15,9 @@ import logging
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import torch
+from one_line_parser import OneLineParser
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -33,13 +33,6 @@ from checkpoint_convert.to_hf import ToHuggingFace  # noqa: E402
 from torchtitan_npu.errors import UsageError  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake as one line, without the usage text before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")
 
 
 def build_parser() -> OneLineParser:

@@ -20,6 +20,8 @@ def table() -> str:
 
     rows = {name: job(name) for name in ADAPTED_MODELS}
     rows["deepseek_v32"] = job("deepseek_v32")
+    rows["qwen3_vl"] = job("qwen3_vl")
+    rows["qwen3_vl, MoE"] = job("qwen3_vl", "debugmodel_moe")
     rows["qwen3, MoE"] = job("qwen3", "debugmodel_moe")
     rows["deepseek_v3, DeepEP"] = job("deepseek_v3", backend="deepep")
     names = sorted(CONVERTERS)

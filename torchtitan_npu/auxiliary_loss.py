@@ -24,10 +24,12 @@ class AuxiliaryLoss(nn.Module):
     state: what is counted belongs to a step.
     """
 
-    def __init__(self, name: str, weight: float) -> None:
+    def __init__(self, name: str, weight: float, of_labels: bool = False) -> None:
         super().__init__()
         self.name = name
         self.weight = weight
+        self.of_labels = of_labels
+        """Whether, as with the main loss, those tokens have it that have a label; otherwise all do."""
         self.share = 1.0
         """How much this rank's loss counts: less than 1 where tensor-parallel ranks take the mean of theirs."""
         self.tokens: Tensor | None = None
@@ -42,7 +44,7 @@ class AuxiliaryLoss(nn.Module):
         self.total = None
 
     def start_batch(self, tokens: Tensor, replicas: int = 1) -> None:
-        """What follows is part of a batch with so many ``tokens``, a scalar, on all ranks and in all its parts.
+        """What follows is part of a batch with the loss of so many ``tokens``, on all ranks and in all its parts.
 
         Gradients will be averaged over ``replicas``: they are made so many times larger.
         """
@@ -90,7 +92,7 @@ def auxiliary_losses(model_parts: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
 
 
 def step_means(losses: list[AuxiliaryLoss], dims: ParallelDims) -> dict[str, float]:
-    """By name, this step's mean over the tokens of the global batch and over the modules that have the loss.
+    """By name, this step's mean over those tokens of the global batch and over those modules that have the loss.
 
     A collective: every rank asks. Pipeline stages have different modules, and perhaps none with the loss.
     """

@@ -6,10 +6,10 @@ import copy
 import math
 import os
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -21,8 +21,9 @@ from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
-from torchtitan_npu.distributed.context_parallel import context_class
+from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.pipeline_check import check_pipeline
 from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.errors import UsageError, nearest
 
@@ -65,7 +66,8 @@ def check_job(config: JobConfig, world_size: int) -> None:
 def _known(key: str, value: str, known: object) -> None:
     names = sorted(known)  # type: ignore[call-overload]
     if value not in names:
-        raise UsageError(f"{key} {value!r} is not known{nearest(value, names)} (known: {', '.join(names)})")
+        known_names = ", ".join(name or '""' for name in names)
+        raise UsageError(f"{key} {value!r} is not known{nearest(value, names)} (known: {known_names})")
 
 
 def _check_data(section: str, data: Training | Validation) -> None:
@@ -169,27 +171,15 @@ def _check_batch(config: JobConfig, dims: ParallelDims) -> None:
             f"training.global_batch_size {training.global_batch_size} is no multiple of "
             f"local_batch_size {training.local_batch_size} × {data_ranks} data-parallel ranks"
         )
-    if training.seq_len % dims.seq_len_divisor:
-        raise UsageError(
-            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} "
-            "(2 × tensor_parallel_degree × context_parallel_degree)"
-        )
-    if dims.pp_enabled:
-        _check_schedule(config)
-    microbatch = config.parallelism.pipeline_parallel_microbatch_size
-    if dims.pp_enabled and training.local_batch_size % microbatch:
-        raise UsageError(
-            f"training.local_batch_size {training.local_batch_size} is no multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size {microbatch}"
-        )
-
-
-def _check_schedule(config: JobConfig) -> None:
-    name = config.parallelism.pipeline_parallel_schedule
-    try:
-        get_schedule_class(name)
-    except ValueError as error:
-        raise UsageError(f"parallelism.pipeline_parallel_schedule {name!r}: {error}") from error
+    sections = [("training", training.seq_len)]
+    if config.validation.enable:
+        sections.append(("validation", config.validation.seq_len))
+    for section, seq_len in sections:
+        if seq_len % dims.seq_len_divisor:
+            raise UsageError(
+                f"{section}.seq_len {seq_len} is no multiple of {dims.seq_len_divisor} "
+                "(2 × tensor_parallel_degree × context_parallel_degree)"
+            )
 
 
 def _check_attention(config: JobConfig, spec: TrainSpec) -> None:
@@ -237,7 +227,20 @@ def _check_options(config: JobConfig, dims: ParallelDims, model: nn.Module) -> N
         if options != type(options)() and not hasattr(args, field):
             raise UsageError(f"[{section}] is for models that have it, and {config.model.name} does not: take it out")
     if dims.cp_enabled:
-        context_class(config, getattr(args, "context_parallel", None))
+        _check_context(config, model)
+
+
+def _check_context(config: JobConfig, model: nn.Module) -> None:
+    """How sequences are shared out, and what attention masks there are to share out with them."""
+    balancer = config.parallelism.context_parallel_load_balancer
+    args = getattr(model, "model_args", None)
+    if (context := context_class(config, getattr(args, "context_parallel", None))) is None:
+        # TorchTitan's third one rearranges the blocks of flex attention's masks
+        flex = ["ptrr"] if getattr(args, "attn_type", "sdpa") == "flex" else []
+        return _known("parallelism.context_parallel_load_balancer", balancer or "", ["headtail", "", *flex])
+    context.check_load_balancer(balancer)
+    if config.dsa.document_mask and context.masks is ContextParallel.masks:
+        raise UsageError(f"dsa.document_mask must be false: npu.context_parallel {context.__name__} takes no masks")
 
 
 def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> None:
@@ -252,12 +255,15 @@ def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> Non
             raise UsageError(
                 f"parallelism.expert_parallel_degree {dims.ep} does not divide the {experts[0]} experts of {flavor}"
             )
-    args = getattr(model, "model_args", None)
+    args: Any = getattr(model, "model_args", None)
     for key in ("n_heads", "n_kv_heads"):
         if (heads := getattr(args, key, None)) and heads % dims.tp:
             raise UsageError(f"parallelism.tensor_parallel_degree {dims.tp} does not divide {key} {heads} of {flavor}")
-    if dims.pp_enabled and (layers := getattr(args, "n_layers", dims.pp)) < dims.pp:
-        raise UsageError(f"parallelism.pipeline_parallel_degree {dims.pp} exceeds the {layers} layers of {flavor}")
+    if dims.pp_enabled:
+        layers = args.n_layers if hasattr(args, "n_layers") else dims.pp
+        if layers < dims.pp:
+            raise UsageError(f"parallelism.pipeline_parallel_degree {dims.pp} exceeds the {layers} layers of {flavor}")
+        check_pipeline(config, layers)
     if dims.cp_enabled and config.validation.enable and not hasattr(model, "freqs_cis"):
         raise UsageError(
             f"validation.enable with context parallel is not offered by TorchTitan for {config.model.name}"

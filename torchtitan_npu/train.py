@@ -32,7 +32,7 @@ from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config import JobConfig  # noqa: E402
 from torchtitan_npu.config_manager import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context  # noqa: E402
-from torchtitan_npu.distributed.matmul_sharding import register_matmul_sharding  # noqa: E402
+from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
 from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
 from torchtitan_npu.preflight import check_job  # noqa: E402
 
@@ -41,8 +41,7 @@ class Trainer(TitanTrainer):
     """TorchTitan's Trainer with gradients that are those of the mean loss over all tokens, on every layout."""
 
     def __init__(self, job_config: JobConfig) -> None:
-        if job_config.npu.matmul_sharding:
-            register_matmul_sharding()
+        use_matmul_sharding(job_config.npu.matmul_sharding)
         super().__init__(job_config)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own = getattr(self.model_args, "context_parallel", None)
@@ -64,9 +63,12 @@ class Trainer(TitanTrainer):
         # DDP averages the gradients of its replicas, which already are shares of the global mean
         replicas = dims.dp_replicate if not (dims.fsdp_enabled or dims.ep_enabled) else 1
         if self.auxiliary_losses:
-            every_token = torch.as_tensor(global_valid_tokens, dtype=torch.float32, device=self.device)
+            with_label = torch.as_tensor(global_valid_tokens, dtype=torch.float32, device=self.device)
+            # batches are alike, on all ranks and in all steps of accumulation; labels are not split here yet
+            batches = dims.dp_replicate * dims.dp_shard * self.gradient_accumulation_steps
+            every = torch.full_like(with_label, labels.numel() * batches)
             for auxiliary_loss in self.auxiliary_losses:
-                auxiliary_loss.start_batch(every_token, replicas)
+                auxiliary_loss.start_batch(with_label if auxiliary_loss.of_labels else every, replicas)
         tokens = global_valid_tokens / replicas
         if not dims.pp_enabled:
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
 from torchtitan.config import Optimizer as OptimizerConfig
@@ -48,6 +47,7 @@ from torchtitan_npu.distributed.start import start_as_one_rank
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.expert_counts import counting_once
+from torchtitan_npu.local import local
 from torchtitan_npu.metrics import build_metrics_processor
 from torchtitan_npu.models import deepseek_v32, qwen3_vl
 from torchtitan_npu.models.deepseek_v32.mtp import MultiTokenLogits
@@ -205,7 +205,7 @@ def _take_local_heads(model: Any) -> None:
     """qwen3 hands attention DTensors over its heads, where torch's context parallel takes local tensors only."""
 
     def to_local(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(arg.to_local() if isinstance(arg, DTensor) else arg for arg in args)
+        return tuple(map(local, args))
 
     for block in model.layers.values():
         block.attention.inner_attention.register_forward_pre_hook(to_local)

@@ -9,9 +9,11 @@ from torch import nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed.utils import dist_sum
+from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader as titans_dataloader
 
 from torchtitan_npu.data import build_text_validation_dataloader
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context
+from torchtitan_npu.rebind import rebound
 
 
 class Validator(TitanValidator):
@@ -21,12 +23,10 @@ class Validator(TitanValidator):
     as many times too large as there are shares (components/validate.py).
     """
 
-    def __init__(self, *, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **kwargs: Any) -> None:
-        super().__init__(job_config, dp_world_size, dp_rank, tokenizer, **kwargs)
-        infinite = job_config.validation.steps != -1
-        self.validation_dataloader = build_text_validation_dataloader(
-            dp_world_size, dp_rank, tokenizer, job_config, infinite
-        )
+    build_dataloader = staticmethod(build_text_validation_dataloader)
+
+    def __init__(self, **kwargs: Any) -> None:
+        rebound(TitanValidator.__init__, {titans_dataloader: self.build_dataloader})(self, **kwargs)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]

@@ -18,6 +18,7 @@ from torchtitan.protocols.model import BaseModelArgs
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.converters.models import job
+from tests.models.deepseek_v32_models import hugging_face_config, model_args
 
 VOCABULARY = 96
 POSITIONS = 1024
@@ -200,4 +201,5 @@ PAIRS = {
     "deepseek_v3_q_lora": deepseek_v3(q_lora_rank=18),
     "deepseek_v3_groups": deepseek_v3(q_lora_rank=18, groups=(4, 2)),
     "deepseek_v3_yarn": deepseek_v3(groups=(4, 2), yarn=True),
+    "deepseek_v32": Pair("deepseek_v32", model_args(), hugging_face_config()),
 }

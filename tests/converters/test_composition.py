@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from tests.converters.models import (
 from tests.layouts import FUSED, train
 from tests.models.deepseek_v32_models import start_batch
 from tests.multirank import run_on_ranks
+from tests.training import Record
+from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
 
@@ -90,15 +94,44 @@ def test_with_float8(model: str) -> None:
     float8 = "quantize.linear.float8"
     options = {"quantize.linear.float8.emulate": True, "model.print_after_conversion": False}
     ours = FUSED[model]
-    records = [
-        run_on_ranks(1, train, model, {}, {**options, "model.converters": names}, process_group=False)[0]
-        for names in ([float8], [float8, *ours], [*ours, float8], ours)
+    runs = [([float8], 0), ([float8, *ours], 0), ([*ours, float8], 0), *(([float8], seed) for seed in NUDGES)]
+    alone, before, after, *nudged = [
+        run_on_ranks(1, train_nudged, model, {**options, "model.converters": names}, seed, process_group=False)[0]
+        for names, seed in runs
     ]
-    alone, before, after, without = records
     assert before.losses == after.losses
-    # what differs in the last place of float32 may round to another float8; that moves less than float8 itself does
-    for ours, theirs, exact in zip(before.losses, alone.losses, without.losses, strict=True):
-        assert abs(ours - theirs) < abs(theirs - exact)
+    # what differs in the last place of float32 may round to another float8
+    for apart in (losses_apart, gradients_apart):
+        assert apart(before, alone) <= 2 * max(apart(run, alone) for run in nudged)
+
+
+NUDGES = (1, 2, 3)
+
+
+def train_nudged(model: str, options: dict[str, Any], seed: int) -> Record:
+    """From weights that, unless ``seed`` is 0, are a unit in the last place larger, smaller or neither."""
+    import torchtitan_npu.train as entry
+
+    class Trainer(entry.Trainer):
+        def __init__(self, config: JobConfig) -> None:
+            super().__init__(config)
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in self.model_parts[0].parameters() if seed else ():
+                units = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.data.mul_(1 + units * torch.finfo(torch.float32).eps)
+
+    with patch.object(entry, "Trainer", Trainer):
+        return train(model, {}, options)
+
+
+def losses_apart(one: Record, other: Record) -> float:
+    """The largest difference."""
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def gradients_apart(one: Record, other: Record) -> float:
+    """The first step's, as one vector."""
+    return sum(float((one.gradients[name] - grad).square().sum()) for name, grad in other.gradients.items()) ** 0.5
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3_moe", "deepseek_v3"])

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.converters.hugging_face_pairs import PAIRS, VOCABULARY, Pair
 from tests.converters.models import LAYOUT, convert, initialise, job
 from tests.layouts import TINY
+from tests.models.deepseek_v32_training import SMALLER
 from tests.random_weights import randomise
 from torchtitan_npu.converters import CONVERTERS
 
@@ -60,8 +61,9 @@ CASES = [(name, converters) for name, pair in PAIRS.items() for converters in li
 def test_every_converter_takes_part() -> None:
     dense = {"npu_rms_norm", "npu_rope"}
     assert all(dense <= set(applicable(pair.train_spec, pair.args)) for pair in PAIRS.values())
-    for name in ("qwen3_moe", "deepseek_v3"):
-        assert dense | {"npu_permute", "npu_gmm"} <= set(applicable(PAIRS[name].train_spec, PAIRS[name].args))
+    moe = dense | {"npu_permute", "npu_gmm"}
+    for name, expected in {"qwen3_moe": moe, "deepseek_v3": moe, "deepseek_v32": moe | {"npu_dsa"}}.items():
+        assert set(applicable(PAIRS[name].train_spec, PAIRS[name].args)) == expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ def released(name: str) -> Released:
     """A random model by transformers, saved."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
     model = AutoModelForCausalLM.from_config(PAIRS[name].config, **plain).eval()
-    randomise(model, small=("embed_tokens", "_a_proj", "q_proj", "k_proj", "bias"))
+    randomise(model, small=("embed_tokens", "_a_proj", "q_proj", "k_proj", "indexer.wk", "bias"))
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return Released(load_file(f"{folder}/model.safetensors"), model(tokens()).logits)
@@ -166,6 +168,7 @@ SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
         "debugmodel",
         {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32},
     ),
+    "deepseek_v32": ("deepseek_v32", "debugmodel", SMALLER),
 }
 
 

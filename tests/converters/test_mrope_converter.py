@@ -17,7 +17,7 @@ from tests.models.qwen3_vl_models import build, make_batch, model_args
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.qwen3_vl.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.rotary.mrope import MRoPERotation, MRoPETables
 
 BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 2, 7, 4, 2, 48, 64
 
@@ -28,7 +28,9 @@ class Rotations(nn.Module):
     def __init__(self, section: tuple[int, ...], interleaved: bool, rotary_dim: int) -> None:
         super().__init__()
         self.tables = MRoPETables(section, interleaved)
-        self.first, self.second = (MRoPERotation(section, interleaved, HEAD_DIM, rotary_dim) for _ in range(2))
+        self.first, self.second = (
+            MRoPERotation(section, interleaved, HEADS, KV_HEADS, HEAD_DIM, rotary_dim) for _ in range(2)
+        )
         frequencies = 100.0 ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) * 2 / rotary_dim)
         angles = (torch.arange(POSITIONS)[:, None] * frequencies).tile(2)
         self.register_buffer("rope_cache", torch.cat((angles.cos(), angles.sin()), dim=-1).float())
@@ -222,9 +224,66 @@ def test_the_model_computes_the_same(converters: tuple[str, ...], moe: bool) -> 
         assert_no_further(name, value, plain[name], oracle[name], roundings=20)
 
 
+ROUNDINGS = 6 * 13 + 4
+"""On the way through three layers of the tower and three of the decoder, each of 13 operators, and what is around."""
+
+
+@pytest.mark.parametrize("cast_angles", [False, True], ids=["float32 angles", "bfloat16 angles"])
+def test_a_model_in_bfloat16_computes_the_same_within_its_rounding(cast_angles: bool) -> None:
+    """As a whole, as without FSDP: ``training.dtype`` leaves the angles in float32, ``model.to`` casts them too."""
+    batch = make_batch(3, ("iv", "", "vi"))
+    states = {name: value.bfloat16() for name, value in build(model_args()).state_dict().items()}
+    pixels = batch.patches.bfloat16()
+
+    def logits_and_gradients(model: nn.Module, dtype: torch.dtype, *converters: str, **how: Any) -> dict[str, Tensor]:
+        model.load_state_dict(states)
+        angles = model.rope_cache
+        model.to(dtype)
+        if not cast_angles:
+            model.rope_cache = angles
+        if converters:
+            converted(model, how["in_training"], *converters)
+        inputs = batch.ours() | {"patches": pixels.float()}  # as a dataloader has them
+        logits = model(**inputs)
+        logits[batch.mask].square().sum().backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            return {"logits": logits.detach(), "evaluated": model(**inputs), **grads}  # type: ignore[dict-item]
+
+    oracle = logits_and_gradients(build(model_args()), torch.float64)
+    eager = logits_and_gradients(build(model_args()), torch.bfloat16)
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    for name, exact in oracle.items():
+        # errors add up like a random walk; in a gradient, whose terms cancel, no worse than one after the other, and
+        # there are as many on the way back
+        roundings = ROUNDINGS**0.5 if name in ("logits", "evaluated") else 2 * ROUNDINGS
+        assert (eager[name].double() - exact).norm() <= roundings * unit * exact.norm(), name
+    for in_training in (False, True):
+        both = ("npu_mrope", "npu_rope")
+        ours = logits_and_gradients(build(model_args()), torch.bfloat16, *both, in_training=in_training)
+        for name, value in ours.items():
+            assert_no_further(name, value, eager[name], oracle[name])
+
+
+def test_under_autocast_angles_are_cast_once_for_all_layers() -> None:
+    model, batch = converted(build(model_args())), make_batch(1, ("iv", "i"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as record:
+        model(**batch.ours())
+    calls = [arguments for name, arguments in record.calls if name == "npu::npu_mrope"]
+    assert len(calls) == 3 and all(call["query"].dtype == torch.bfloat16 for call in calls)
+    assert len({call["cos_sin_cache"].data_ptr() for call in calls}) == 1
+
+
 def test_names_and_values_of_parameters_stay() -> None:
-    plain, model = build(model_args()), converted(build(model_args()), False, "npu_mrope", "npu_rope")
-    assert list(plain.state_dict()) == list(model.state_dict())
+    model = build(model_args())
+    before = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    converted(model, False, "npu_mrope", "npu_rope")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(model.state_dict()) == list(values)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
 
 
 def refused(model: nn.Module, *converters: str) -> str:
@@ -235,13 +294,16 @@ def refused(model: nn.Module, *converters: str) -> str:
 
 def test_sections_that_do_not_sum_up_are_refused() -> None:
     message = refused(Rotations((8, 8, 7), False, 48))
-    assert "npu_mrope: first: mrope_section [8, 8, 7] sums to 23" in message and "sum to 24" in message
-    with pytest.raises(UsageError, match=r"mrope_section \[24, 20, 20\] sums to 64.* sum to 16"):
+    assert "npu_mrope: first: mrope_section must be 3 or 4 sizes that sum to half of a head's 48" in message
+    assert "24, not [8, 8, 7], whose sum is 23" in message
+    with pytest.raises(UsageError, match=r"half of a head's 32 .* 16, not \[24, 20, 20\], whose sum is 64"):
         model_args(mrope_section=(24, 20, 20))
 
 
 def test_four_interleaved_sections_are_refused() -> None:
-    assert "has 4 sizes; interleaved it has 3" in refused(Rotations((6, 6, 6, 6), True, 48))
+    assert "mrope_section of 4 sizes: set mrope_interleaved = false" in refused(Rotations((6, 6, 6, 6), True, 48))
+    with pytest.raises(UsageError, match="mrope_section of 4 sizes: set mrope_interleaved = false"):
+        model_args(mrope_section=(4, 4, 4, 4))
 
 
 def test_interleaved_sections_the_operator_reads_otherwise_are_refused() -> None:
@@ -267,9 +329,14 @@ def test_layers_of_another_layout_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(BATCH, SEQUENCE), (1, BATCH, SEQUENCE), (3, SEQUENCE), (3, BATCH, SEQUENCE + 1)])
 @pytest.mark.parametrize("convert", [lambda model: model, converted], ids=["eager", "npu_mrope"])
 def test_positions_of_another_shape_are_refused(convert: Any, shape: tuple[int, ...]) -> None:
-    model = convert(Rotations(*LAYOUTS["interleaved"]))
-    with pytest.raises(UsageError, match=r"must be integers of the shape \(3, 2, 7\), or packed \(3, 14\)"):
-        model(*queries_and_keys(torch.float32), torch.ones(shape, dtype=torch.int64))
+    rotations, model = convert(Rotations(*LAYOUTS["interleaved"])), convert(build(model_args()))
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
+    for positions in (torch.ones(shape, dtype=torch.int64), torch.ones(3, BATCH, SEQUENCE)):
+        message = rf"must be integers of the shape \(3, 2, 7\), or packed \(3, 14\).* not {positions.dtype}"
+        with pytest.raises(UsageError, match=message):
+            rotations(*queries_and_keys(torch.float32), positions)
+        with pytest.raises(UsageError, match=message):
+            model(tokens, positions=positions)
 
 
 def test_what_an_npu_refuses_is_an_error_there() -> None:
@@ -282,3 +349,16 @@ def test_what_an_npu_refuses_is_an_error_there() -> None:
         with pytest.raises(UsageError) as error:
             CONVERTERS["npu_mrope"](config, ParallelDims(**LAYOUT)).convert(Rotations(section, interleaved, rotary_dim))
         assert "an NPU would refuse first" in str(error.value) and text in str(error.value)
+
+
+def test_limits_are_asked_of_what_a_rank_rotates() -> None:
+    config = JobConfig()
+    config.npu.strict_limits, config.training.local_batch_size = True, 2000  # rows are rotated as one sequence
+    model = nn.ModuleDict(
+        {"tables": MRoPETables((24, 20, 20), True), "layer": MRoPERotation((24, 20, 20), True, 1024, 8, 128)}
+    )
+    two_ranks = {**LAYOUT, "tp": 2, "world_size": 2}
+    converter = CONVERTERS["npu_mrope"](config, ParallelDims(**two_ranks))
+    assert converter.check_limits(converter.found_targets(model)) is None
+    with pytest.raises(UsageError, match=r"refuse layer: npu_rotary_mul: the larger of B and N .* is 1024"):
+        CONVERTERS["npu_mrope"](config, ParallelDims(**LAYOUT)).convert(model)

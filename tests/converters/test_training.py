@@ -6,9 +6,10 @@ import functools
 
 import pytest
 
-from tests.layouts import FUSED, Record, train
-from tests.models.test_deepseek_v32_training import CONVERTERS, one_rank, train_on
+from tests.layouts import FUSED, train
+from tests.models.deepseek_v32_training import CONVERTERS, one_rank, train_on
 from tests.multirank import run_on_ranks
+from tests.training import Record
 
 STEPS = 20
 CASES = [(model, (name,)) for model, names in FUSED.items() for name in names]

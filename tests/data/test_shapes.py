@@ -15,11 +15,18 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 import torchtitan_npu
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.config_manager import shipped
-from torchtitan_npu.data.shapes import COLOURS, MOVES, SIDES, Picture, draw
+from torchtitan_npu.data.shapes import COLOURS, MOVES, SEEDS, SIDES, Picture, draw
 from torchtitan_npu.data.shapes_loader import PackedRows, build_image_text_dataloader, collate, patchify
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.qwen3_vl import Grids, Qwen3VLModel, VisionArgs, position_ids, qwen3_vl_args
-from torchtitan_npu.models.qwen3_vl.grids import coordinates, patches_of
+from torchtitan_npu.models.qwen3_vl import (
+    Grids,
+    Qwen3VLModel,
+    VisionArgs,
+    check_visual_tokens,
+    position_ids,
+    qwen3_vl_args,
+)
+from torchtitan_npu.models.qwen3_vl.grids import patch_places, patches_of
 
 torchtitan_npu.register()
 
@@ -38,6 +45,7 @@ def loader(rank: int, ranks: int, local_batch_size: int, **options: Any) -> Any:
     config.model.name, config.model.flavor = "qwen3_vl", "debugmodel"
     config.training.dataset, config.training.seq_len = "shapes", SEQ_LEN
     config.training.local_batch_size = local_batch_size
+    config.npu.layout_independent_data = options.pop("layout_independent_data", True)
     for key, value in options.items():
         setattr(config.training.dataloader, key, value)
     return build_image_text_dataloader(ranks, rank, TOKENIZER, config)
@@ -88,7 +96,8 @@ def test_patches_lie_where_the_tower_thinks() -> None:
     picture = Picture((pixels + 1000 * torch.arange(3)[:, None, None]) / 2 + 0.5, "")
     patches, grid = patchify(picture, vision)
     assert grid == (2, 4, 6) and patches.shape == (48, vision.patch_dim)
-    for number, (row, column) in enumerate(coordinates([grid], 2).tolist()):
+    for number, (row, column, *size) in enumerate(patch_places([grid], 2).tolist()):
+        assert size == [4, 6]
         start = number // 24 * 2
         box = picture.frames[start : start + 2, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
         assert torch.equal(patches[number].view(3, 2, 2, 2), box.transpose(0, 1) * 2 - 1)
@@ -103,7 +112,7 @@ def test_an_image_is_as_many_equal_frames_as_a_patch_spans() -> None:
 
 
 def test_rows_are_packed_with_documents_that_begin_at_0() -> None:
-    batch, labels = collate([rows()[number] for number in range(6)], SEQ_LEN, TOKENIZER.eos_id)
+    batch, labels = collate([rows()[number] for number in range(6)], ARGS, SEQ_LEN, TOKENIZER.eos_id)
     tokens, positions, grids = batch["input"], batch["positions"], batch["grids"]
     assert tokens.shape == labels.shape == (6, SEQ_LEN) and positions.shape == (3, 6, SEQ_LEN)
     assert batch["patches"].shape == (patches_of(grids.images + grids.videos), ARGS.vision.patch_dim)
@@ -141,7 +150,7 @@ def test_a_packed_row_computes_what_its_documents_compute_alone() -> None:
     torch.manual_seed(0)
     model = Qwen3VLModel(args)
     row = rows()[3]
-    batch, _ = collate([row], SEQ_LEN, TOKENIZER.eos_id)
+    batch, _ = collate([row], ARGS, SEQ_LEN, TOKENIZER.eos_id)
     with torch.no_grad():
         model.init_weights()
         packed = model(batch.pop("input"), **batch)[0]
@@ -155,12 +164,23 @@ def test_a_packed_row_computes_what_its_documents_compute_alone() -> None:
 
 
 def test_batches_do_not_depend_on_the_layout() -> None:
-    (whole,) = [next(iter(loader(0, 1, 4)))]
-    for rank in (0, 1):
-        inputs, labels = next(iter(loader(rank, 2, 2)))
-        assert torch.equal(inputs["input"], whole[0]["input"][2 * rank : 2 * rank + 2])
-        assert torch.equal(inputs["positions"], whole[0]["positions"][:, 2 * rank : 2 * rank + 2])
-        assert torch.equal(labels, whole[1][2 * rank : 2 * rank + 2])
+    whole, whole_labels = next(iter(loader(0, 1, 4)))
+    (first, first_labels), (second, second_labels) = (next(iter(loader(rank, 2, 2))) for rank in (0, 1))
+    assert torch.equal(torch.cat((first["input"], second["input"])), whole["input"])
+    assert torch.equal(torch.cat((first["positions"], second["positions"]), dim=1), whole["positions"])
+    assert torch.equal(torch.cat((first_labels, second_labels)), whole_labels)
+    halves = [first["grids"], second["grids"]]
+    assert sum((half.images for half in halves), ()) == whole["grids"].images != ()
+    assert sum((half.videos for half in halves), ()) == whole["grids"].videos != ()
+    for key in ("patches", "places"):  # of all images, then of all videos
+        images, videos = zip(
+            *(
+                batch[key].split([patches_of(batch["grids"].images), patches_of(batch["grids"].videos)])
+                for batch in (first, second)
+            ),
+            strict=True,
+        )
+        assert torch.equal(torch.cat((*images, *videos)), whole[key])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -185,7 +205,8 @@ def test_a_model_of_text_reads_the_captions() -> None:
     for name in ("shapes", "shapes_validation"):
         config = DATASETS[name]
         texts = [config.sample_processor(sample) for sample in config.loader(config.path)]
-        assert len(texts) == 1000 and all(text.startswith("a ") for text in texts)
+        assert len(texts) == 1000
+        assert texts[:20] == [draw(f"{SEEDS[name]}/{number}", UNIT, 4).caption for number in range(20)]
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -193,9 +214,37 @@ def test_what_cannot_work_is_refused() -> None:
         rows(seq_len=8)[0]
     with pytest.raises(UsageError, match="num_workers is 2; it must be 0 or 1"):
         loader(0, 1, 2, num_workers=2)
+    with pytest.raises(UsageError, match=r"npu\.layout_independent_data must be true with training.dataset 'shapes'"):
+        loader(0, 1, 2, layout_independent_data=False)
     with pytest.raises(UsageError, match="multiples of merge_size 2"):
         position_ids(torch.zeros(1, 4, dtype=torch.int64), Grids(images=[(1, 3, 2)]), ARGS)
     with pytest.raises(UsageError, match="grids for 1 image frames more"):
         position_ids(torch.zeros(1, 4, dtype=torch.int64), Grids(images=[(1, 2, 2)]), ARGS)
     with pytest.raises(UsageError, match=r"token 1 begins an image or frame of grid \(1, 2, 4\): 2 tokens"):
         position_ids(torch.tensor([[5, ARGS.image_token_id, 5]]), Grids(images=[(1, 2, 4)]), ARGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # a token fewer, a token more, tokens of another kind, and tokens without any image
+        (lambda tokens, grids: (tokens[:, 1:], grids), r"7 image tokens \(2042\) in .* want 8"),
+        (lambda tokens, grids: (tokens[:, [0, *range(12)]], grids), r"9 image tokens \(2042\) in .* want 8"),
+        (lambda tokens, grids: (tokens, Grids(videos=grids.images)), r"8 image tokens \(2042\) in .* want 0"),
+        (lambda tokens, grids: (tokens, Grids()), r"8 image tokens \(2042\) in .* want 0"),
+        (lambda tokens, grids: (tokens, Grids(grids.images, [(2, 2, 2)])), r"0 video tokens \(2043\) in .* want 2"),
+    ],
+)
+def test_tokens_that_have_not_a_place_for_each_feature_are_refused(change: Any, message: str) -> None:
+    tokens = torch.tensor([[ARGS.image_token_id] * 8 + [5] * 4])
+    grids = Grids(images=[(1, 2, 4), (1, 4, 6)])
+    check_visual_tokens(tokens, grids, ARGS)
+    with pytest.raises(UsageError, match=message):
+        check_visual_tokens(*change(tokens, grids), ARGS)
+
+
+def test_a_collator_refuses_a_document_that_lost_tokens() -> None:
+    row = rows()[0]
+    row[0].inputs[row[0].inputs >= ARGS.image_token_id] = 5
+    with pytest.raises(UsageError, match=r"tokens .* in a batch whose Grids"):
+        collate([row], ARGS, SEQ_LEN, TOKENIZER.eos_id)

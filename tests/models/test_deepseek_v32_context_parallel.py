@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, model_args, start_batch, tokens
 from tests.models.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
@@ -17,13 +18,11 @@ from torchtitan_npu.config import JobConfig
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_parallel
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.rehearsal import Calls
 
 LAYERS = 3
-CONTEXT = "tests.models.test_deepseek_v32_context_parallel:KeysBySum"
 
 
 class Rank:
@@ -116,56 +115,18 @@ def test_a_part_of_the_documents() -> None:
         assert part.of_keys.tensor.tolist() == list(keys)
 
 
-class KeysBySum(ContextParallel):
-    """The example of the docs: gather keys by adding up tensors that are zero where other ranks' keys belong."""
-
-    def parallelize(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.exchange = SummedKeys(self)
-                # contiguous parts: the queries of this rank are the last of the keys up to their end
-                module.inner_attention.register_forward_pre_hook(self.cut_keys, with_kwargs=True)
-
-    def cut_keys(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        q, q_rope, k, k_rope, v, index_q, index_k, index_weights = args
-        end = (self.mesh.get_local_rank() + 1) * q.shape[1]
-        keys = (k[:, :end], k_rope[:, :end], v[:, :end])
-        return (q, q_rope, *keys, index_q, index_k[:, :end], index_weights), kwargs
-
-
-class SummedKeys(OwnKeys):
-    def __init__(self, context: ContextParallel) -> None:
-        super().__init__()
-        self.mesh: DeviceMesh = context.mesh
-
-    def forward(self, *keys: Tensor) -> list[Tensor]:
-        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
-        return [_Summed.apply(key, rank, ranks, self.mesh.get_group()) for key in keys]
-
-    def wait(self, pending: Any) -> Any:
-        return pending
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, rank: int, ranks: int, group: Any) -> Tensor:
-        ctx.rank, ctx.ranks, ctx.group = rank, ranks, group
-        parts = [torch.zeros_like(key) for _ in range(ranks)]
-        parts[rank] = key
-        everything = torch.cat(parts, dim=1)
-        dist.all_reduce(everything, group=group)
-        return everything
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad.chunk(ctx.ranks, dim=1)[ctx.rank].contiguous(), None, None, None
-
-
-def test_a_context_of_ones_own() -> None:
-    options = {"npu.context_parallel": CONTEXT, "parallelism.context_parallel_load_balancer": None}
-    assert_as_on_one_rank(train_on(2, {"cp": 2}, options), one_rank())
+def test_a_context_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of the docs, as it stands there."""
+    page = Path(__file__).parents[2] / "docs" / "context-parallel.md"
+    toml, code = (page.read_text().split(f"```{language}\n")[-1].split("```")[0] for language in ("toml", "python"))
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "context.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)  # which the ranks get too
+    job = tomllib.loads(toml)
+    options = {f"{section}.{key}": value for section in job for key, value in job[section].items()}
+    assert options.pop("parallelism.context_parallel_load_balancer") == ""
+    options["parallelism.context_parallel_load_balancer"] = None  # as the job's parser reads it
+    assert_as_on_one_rank(train_on(2, {"cp": options.pop("parallelism.context_parallel_degree")}, options), one_rank())
 
 
 def dims() -> ParallelDims:
@@ -193,8 +154,8 @@ def test_says_what_cannot_be_split() -> None:
         context(0, 4, "headtail").places(10)
     with pytest.raises(UsageError, match="context_parallel_load_balancer 'ptrr' is not for DSAContextParallel"):
         context(0, 2, "ptrr")
-    with pytest.raises(UsageError, match="context_parallel_load_balancer 'headtail' is not for KeysBySum: ''"):
-        KeysBySum(Rank(0, 2), "headtail")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="context_parallel_load_balancer 'headtail' is not for ContextParallel: ''"):
+        ContextParallel(Rank(0, 2), "headtail")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"no attention of DeepSeek-V3\.2 in Linear"):
         context(0, 2, None).parallelize(nn.Linear(1, 1))
 

@@ -11,12 +11,11 @@ from tests.models.deepseek_v32_training import (
     CONVERTERS,
     DIVERGENCE_TOLERANCE,
     SELECTIVE,
-    SEQUENCE,
-    TOLERANCE,
     assert_as_on_one_rank,
     one_rank,
     train_on,
 )
+from tests.training import TOLERANCE
 
 BALANCER = "parallelism.context_parallel_load_balancer"
 FUSED = {"model.converters": CONVERTERS}
@@ -80,7 +79,7 @@ def test_pipeline_schedules_count_the_indexers_loss_once(schedule: str) -> None:
 
 
 def test_validates_a_split_sequence() -> None:
-    options = {"validation.enable": True, "validation.steps": 1, "validation.seq_len": SEQUENCE}
+    options = {"validation.enable": True}
     whole, split = (train_on(ranks, layout, options)[0] for ranks, layout in ((1, {}), (2, {"cp": 2})))
     assert split.validation == pytest.approx(whole.validation, rel=TOLERANCE)
     assert len(whole.validation) == 1

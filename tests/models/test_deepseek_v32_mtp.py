@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import os
-import tempfile
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 
-from tests import layouts
 from tests.models.deepseek_v32_models import BATCH, SEQUENCE, VOCABULARY, build, model_args
-from tests.multirank import run_on_ranks
-from torchtitan_npu.auxiliary_loss import auxiliary_losses, step_means
+from tests.models.deepseek_v32_training import CONVERTERS, train_on
+from tests.training import TOLERANCE, Record, assert_same_gradients
+from torchtitan_npu.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
@@ -26,7 +23,6 @@ from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.train_specs import LossPerToken
 
 WEIGHT = 0.3
-FLOAT32 = torch.finfo(torch.float32).eps
 
 
 def mtp_model(depths: int, **changes: Any) -> DeepSeekV32Model:
@@ -102,18 +98,17 @@ def test_computes_what_the_report_says(depths: int) -> None:
     (loss / valid).backward()
 
     # routing is computed in float32, of numbers that differ in the last place of float64; cross entropy too
-    tolerance = 16 * FLOAT32
-    assert loss.item() == pytest.approx(main.item(), rel=tolerance)
+    assert loss.item() == pytest.approx(main.item(), rel=TOLERANCE)
     for ours, theirs in zip([prediction.logits, *prediction.further], expected, strict=True):
-        assert (ours[:, : theirs.shape[1]] - theirs).norm() <= tolerance * theirs.norm()
+        assert (ours[:, : theirs.shape[1]] - theirs).norm() <= TOLERANCE * theirs.norm()
     assert gradients(model).keys() == trainable
     for name, grad in gradients(model).items():
         difference = (grad - expected_gradients[name]).norm() / expected_gradients[name].norm()
-        assert difference <= tolerance, f"{name}: {difference:.1e}"
+        assert difference <= TOLERANCE, f"{name}: {difference:.1e}"
 
     (account,) = losses
     assert account.total is not None and account.name == "mtp_loss"
-    assert (account.total / valid).item() == pytest.approx((sum(further) / depths / valid).item(), rel=tolerance)
+    assert (account.total / valid).item() == pytest.approx((sum(further) / depths / valid).item(), rel=TOLERANCE)
 
 
 def test_evaluation_does_not_run_the_further_layers() -> None:
@@ -144,7 +139,7 @@ def test_a_further_token_is_predicted_from_its_document() -> None:
         for documents, seen in ((Documents.of(tokens, eos_id=1), False), (None, True)):
             before, after = (model(x, attention_masks=documents).further[0][:, 12:] for x in (tokens, changed))
             difference = (before - after).norm() / before.norm()
-            assert difference > 1e-3 if seen else difference <= 16 * FLOAT32
+            assert difference > 1e-3 if seen else difference <= TOLERANCE
 
 
 def test_every_weight_gets_a_value() -> None:
@@ -179,78 +174,14 @@ def test_says_which_option_is_wrong(changes: dict[str, Any], names: str) -> None
         model_args().update_from_config(config)
 
 
-SMALLER = {
-    "n_layers": 2,
-    "dim": 64,
-    "inter_dim": 128,
-    "moe_inter_dim": 32,
-    "n_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_head_dim": 16,
-    "index_topk": 8,
-}
 STEPS = 3
-
-
-class Record(NamedTuple):
-    """What one rank saw: by step what was reported, the first step's gradients, a validation after the second step."""
-
-    losses: list[float]
-    mtp_losses: list[float]
-    gradients: dict[str, Tensor]
-    validation: list[float]
-
-
-def train(layout: dict[str, int], options: dict[str, Any]) -> Record:
-    """Train on this rank with two further tokens."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    import torchtitan_npu.train as entry
-    from torchtitan_npu.preflight import check_job
-
-    flavors: Any = get_train_spec("deepseek_v32").model_args
-    flavors["tiny"] = dataclasses.replace(copy.deepcopy(flavors["debugmodel"]), **SMALLER)
-    ours = {"model.name": "deepseek_v32", "model.flavor": "tiny", "training.seq_len": 32, "mtp.layers": 2}
-    config = layouts.job_config(
-        "deepseek_v3", layout, {**ours, "validation.enable": True, "validation.seq_len": 32, **options}
-    )
-    check_job(config, int(os.environ["WORLD_SIZE"]))
-    record = Record([], [], {}, [])
-    with tempfile.TemporaryDirectory() as config.job.dump_folder:
-        trainer = entry.Trainer(config)
-
-        def log(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
-            record.losses.append(loss)
-            record.mtp_losses.append(step_means(trainer.auxiliary_losses, trainer.parallel_dims)["mtp_loss"])
-
-        def keep_gradients(*args: Any) -> None:
-            if not record.gradients:
-                record.gradients.update(layouts.gradients(trainer.model_parts))
-
-        trainer.metrics_processor.log = log  # type: ignore[method-assign]
-        trainer.metrics_processor.log_validation = lambda loss, step: record.validation.append(loss)
-        trainer.optimizers.register_step_pre_hook(keep_gradients)
-        batches = trainer.batch_generator(trainer.dataloader)
-        for _ in range(STEPS):
-            trainer.step += 1
-            trainer.train_step(batches)
-            if trainer.step == 2:  # which leaves the further layers out, and the next step must not notice
-                trainer.validator.validate(trainer.model_parts, trainer.step)
-        trainer.close()
-    return record
-
-
-def train_on(ranks: int, layout: dict[str, int], options: dict[str, Any]) -> Record:
-    return run_on_ranks(ranks, train, layout, options, process_group=False)[0]
+MTP = {"mtp.layers": 2, "validation.enable": True, "optimizer.lr": 8e-4}
+"""After the first step a validation leaves the further layers out, and the next steps must not notice."""
 
 
 @functools.cache
 def one_rank() -> Record:
-    return train_on(1, {}, {})
+    return train_on(1, {}, MTP, STEPS)[0]
 
 
 @pytest.mark.parametrize(
@@ -258,21 +189,17 @@ def one_rank() -> Record:
     [
         ({"shard": 2}, {"activation_checkpoint.mode": "full"}),
         ({"replicate": 2, "shard": 1}, {}),
-        ({"ep": 2}, {"model.converters": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]}),
+        ({"ep": 2}, {"model.converters": CONVERTERS}),
     ],
     ids=["fsdp2 and full AC", "ddp2", "ep2 and converters"],
 )
 def test_any_layout_gives_one_ranks_loss_and_gradients(layout: dict[str, int], options: dict[str, Any]) -> None:
-    expected, actual = one_rank(), train_on(2, layout, options)
+    expected, actual = one_rank(), train_on(2, layout, {**MTP, **options}, STEPS)[0]
     # a model that knows nothing yet predicts a further token as badly as the next
     assert expected.mtp_losses[0] == pytest.approx(expected.losses[0], rel=0.1)
-    # layouts add the same float32 numbers in another order
-    tolerance = 16 * FLOAT32
-    assert actual.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert actual.mtp_losses == pytest.approx(expected.mtp_losses, rel=tolerance)
-    assert actual.validation == pytest.approx(expected.validation, rel=tolerance)
-    assert actual.gradients.keys() == expected.gradients.keys()
-    for name, grad in actual.gradients.items():
-        difference = (grad.double() - expected.gradients[name].double()).norm() / expected.gradients[name].norm()
-        # the indexer's is made of how two distributions differ that are nearly the same
-        assert difference <= (4 if ".indexer." in name else 1) * tolerance, f"{name}: {difference:.1e}"
+    assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert actual.mtp_losses == pytest.approx(expected.mtp_losses, rel=TOLERANCE)
+    assert len(expected.validation) == 1 and actual.validation == pytest.approx(expected.validation, rel=TOLERANCE)
+    # the indexer's comes of its distribution less attention's, which are together 4 to 6 times as long as what is left
+    # of them: a unit in their last place is as many in its own, of the 16 that are allowed (over 8 seeds, up to 6)
+    assert_same_gradients(actual, expected)

@@ -12,11 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import load as load_checkpoint
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from tests.models.qwen3_vl_models import Batch, build, hugging_face_config, make_batch, model_args
 from tests.random_weights import randomise
-from torchtitan_npu.models.qwen3_vl import Qwen3VLModel, Qwen3VLModelArgs, Qwen3VLStateDictAdapter, position_ids
+from torchtitan_npu.models.qwen3_vl import (
+    Grids,
+    Qwen3VLModel,
+    Qwen3VLModelArgs,
+    Qwen3VLStateDictAdapter,
+    position_ids,
+    qwen3_vl_args,
+)
 
 TOLERANCE = 1e-5
 """Of the largest logit. Float32 rounds by 6e-8; a logit is some forty sums deep, each of up to 128 terms, and rounding
@@ -116,11 +123,12 @@ def test_images_count() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_positions_are_hugging_faces(seed: int) -> None:
-    kinds = list(BATCHES.values())[seed % 3]
+    kinds = list(BATCHES.values())[seed % len(BATCHES)]
     batch = make_batch(seed, kinds)
     arguments = {key: value for key, value in batch.theirs().items() if "pixel" not in key}
     theirs, _ = hugging_face(moe=False).model.get_rope_index(**arguments)
-    ours = position_ids(batch.tokens, batch.grids, model_args())
+    grids = Grids.of(arguments.get("image_grid_thw"), arguments.get("video_grid_thw"))
+    ours = position_ids(arguments["input_ids"], grids, model_args())
     assert torch.equal(ours[:, batch.mask], theirs[:, batch.mask])
 
 
@@ -132,6 +140,53 @@ def test_gives_released_weights_back(moe: bool, tied: bool) -> None:
     assert exported.keys() == released(moe, tied).keys()
     for name, value in released(moe, tied).items():
         assert exported[name].dtype == value.dtype and torch.equal(exported[name], value), name
+
+
+LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+DECODERS = {
+    "2B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "30B-A3B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32},
+}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("flavor", DECODERS)
+def test_flavors_have_the_sizes_of_the_released_ones(flavor: str) -> None:
+    """Those of the config.json of Qwen/Qwen3-VL-*-Instruct; what is not named is transformers' default."""
+    args = qwen3_vl_args[flavor]
+    tied, moe = flavor == "2B", flavor == "30B-A3B"
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = {**DECODERS[flavor], "num_key_value_heads": 4 if moe else 8, "head_dim": 128, "rope_parameters": rope}
+    text |= EXPERTS if moe else {}
+    vision = {**(SMALL_TOWER if tied else LARGE_TOWER), "out_hidden_size": text["hidden_size"]}
+    config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
+        text_config=text | {"tie_word_embeddings": tied}, vision_config=vision, tie_word_embeddings=tied
+    )
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(config).state_dict()
+        ours = Qwen3VLStateDictAdapter(args, None).to_hf(Qwen3VLModel(args).state_dict())
+    shapes = {name: (w.mT if ".mlp.experts." in name else w).shape for name, w in theirs.items()}
+    if tied:
+        del shapes["lm_head.weight"]
+    assert {name: w.shape for name, w in ours.items()} == shapes
+
+    assert (args.n_heads, args.head_dim) == (text["num_attention_heads"], text["head_dim"])
+    assert (args.rope_theta, args.mrope_interleaved) == (rope["rope_theta"], rope["mrope_interleaved"])
+    assert list(args.mrope_section) == rope["mrope_section"] and args.enable_weight_tying == tied
+    assert list(args.vision.deepstack_layers) == vision["deepstack_visual_indexes"]
+    tower = config.vision_config
+    assert (args.vision.n_heads, args.vision.patch_size) == (tower.num_heads, tower.patch_size)
+    assert (args.vision.merge_size, args.vision.frames_per_patch) == (
+        tower.spatial_merge_size,
+        tower.temporal_patch_size,
+    )
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    assert [getattr(args, name) for name in ids] == [getattr(config, name) for name in ids]
+    if moe:
+        assert args.moe_args.top_k == text["num_experts_per_tok"] and args.moe_args.route_norm
+    assert args.norm_eps == config.text_config.rms_norm_eps and args.vocab_size == config.text_config.vocab_size
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])

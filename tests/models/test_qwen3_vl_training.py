@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests import layouts
 from tests.converters.models import full
-from tests.layouts import Record
 from tests.multirank import run_on_ranks
+from tests.training import Record, assert_same_gradients, recording
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import Qwen3VLStateDictAdapter, qwen3_vl_args
@@ -62,10 +63,7 @@ def assert_as_on_one_rank(records: list[Record], expected: Record) -> None:
     for actual in records:
         assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
         assert actual.norms == pytest.approx(expected.norms, rel=1e-4)  # a float32 sum of squares over the shards
-        assert actual.gradients.keys() == expected.gradients.keys()
-        for name, grad in expected.gradients.items():
-            difference = (actual.gradients[name].double() - grad.double()).norm() / grad.double().norm()
-            assert difference <= TOLERANCE, f"{name}: relative difference {difference:.1e}"
+        assert_same_gradients(actual, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +127,26 @@ def test_layouts_that_it_does_not_take_are_refused(layout: dict[str, int], messa
         copy.deepcopy(qwen3_vl_args["debugmodel"]).update_from_config(config)
 
 
+def test_a_validation_longer_than_the_angles_is_refused() -> None:
+    config = JobConfig()
+    config.training.seq_len, config.validation.seq_len = 64, 65
+    copy.deepcopy(qwen3_vl_args["debugmodel"]).update_from_config(config)
+    config.validation.enable = True
+    with pytest.raises(UsageError, match=r"validation\.seq_len is 65; it must be at most training\.seq_len, 64"):
+        copy.deepcopy(qwen3_vl_args["debugmodel"]).update_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [((1, 0, 2), "must rise"), ((0, 1, 1), "must rise"), ((0, 1, 4), "must be below the tower's 4 layers")],
+    ids=str,
+)
+def test_deepstack_layers_that_it_does_not_take_are_refused(layers: tuple[int, ...], message: str) -> None:
+    vision = replace(qwen3_vl_args["debugmodel"].vision, deepstack_layers=layers)
+    with pytest.raises(UsageError, match=message):
+        replace(qwen3_vl_args["debugmodel"], vision=vision)
+
+
 def test_text_alone_trains_the_decoder_and_leaves_the_tower_gradients_of_zero() -> None:
     text = {"training.dataset": "tiny_corpus"}
     one, two = train_on(1, "dense", {}, text)[0], train_on(2, "dense", {"shard": 2}, text)
@@ -140,20 +158,14 @@ def test_text_alone_trains_the_decoder_and_leaves_the_tower_gradients_of_zero() 
 
 def exported(flavor: str, layout: dict[str, int]) -> dict[str, Any]:
     """What the adapter makes of a model that is split over ranks, and whether that comes back as it was."""
-    import torchtitan_npu.train as entry
-
-    name = add_flavor(flavor)
-    layouts.add_flavors()
-    trainer = entry.Trainer(layouts.job_config(name, layout, DATA))
-    (model,) = trainer.model_parts
-    adapter = Qwen3VLStateDictAdapter(model.model_args, None)
-    state = get_model_state_dict(model)
-    hf = adapter.to_hf(state)
-    for name, value in adapter.from_hf(hf).items():
-        assert torch.equal(full(value), full(state[name])), name
-    whole = {name: full(value).clone() for name, value in hf.items()}
-    trainer.close()
-    return whole
+    with recording(layouts.job_config(add_flavor(flavor), layout, DATA)) as (trainer, _):
+        (model,) = trainer.model_parts
+        adapter = Qwen3VLStateDictAdapter(model.model_args, None)
+        state = get_model_state_dict(model)
+        hf = adapter.to_hf(state)
+        for name, value in adapter.from_hf(hf).items():
+            assert torch.equal(full(value), full(state[name])), name
+        return {name: full(value).clone() for name, value in hf.items()}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import itertools
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.multirank import run_on_ranks
-from tests.optimizer.swapping_jobs import swapping_config
+from tests.optimizer.swapping_jobs import SLICE_MIB, swapping_config
 from tests.test_layouts import layout
+from tests.training import recording, train_until
+from torchtitan_npu.optimizer.swap import SwapAdamW
 
 REAL_STEPS, STEPS = 2, 50
 
@@ -22,7 +24,8 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     if isinstance(ours, DTensor) and isinstance(theirs, DTensor):
         assert (ours.device_mesh, ours.placements) == (theirs.device_mesh, theirs.placements)
         ours, theirs = ours.to_local(), theirs.to_local()
-    assert torch.equal(ours, theirs)
+    # as integers: a zero has a sign too
+    torch.testing.assert_close(ours.reshape(-1).view(torch.int32), theirs.reshape(-1).view(torch.int32), rtol=0, atol=0)
 
 
 def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, Any]) -> int:
@@ -31,11 +34,9 @@ def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, A
     After the first steps the gradients are the last ones, scaled: an optimizer does not know. Returns the number of
     optimizers.
     """
-    import torchtitan_npu.train as entry
     from torchtitan_npu.optimizer.container import SwapContainer
 
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = entry.Trainer(swapping_config(model, degrees, {**options, "job.dump_folder": folder}))
+    with recording(swapping_config(model, degrees, options)) as (trainer, record):
         container = trainer.optimizers
         assert isinstance(container, SwapContainer)
         parameters = [[p for p in part.parameters() if p.requires_grad] for part in trainer.model_parts]
@@ -51,28 +52,52 @@ def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, A
                     copy.grad = parameter.grad.detach().clone()
                 optimizer.step()
 
-        logged: dict[str, float] = {}
-        trainer.metrics_processor.logger.log = lambda metrics, step: logged.update(metrics)
         container.register_step_pre_hook(step_plain)
-        batches = trainer.batch_generator(trainer.dataloader)
-        for _ in range(REAL_STEPS):
-            trainer.step += 1
-            trainer.train_step(batches)
-        assert logged["swap_optimizer/moved(GiB)"] > 0
+        train_until(trainer, REAL_STEPS)
+        assert record.metrics["swap_optimizer/moved(GiB)"][-1] > 0
         for number in range(REAL_STEPS, STEPS):
             for parameter in (p for part in parameters for p in part):
                 parameter.grad.mul_(1.5 if number % 2 else -0.6)
             container.step()
         for swapping, optimizer, part, copied in zip(container, plain, parameters, copies, strict=True):
             for parameter, copy in zip(part, copied, strict=True):
-                assert_same(parameter, copy)
                 ours, theirs = swapping.state[parameter], optimizer.state[copy]
+                assert ours["step"] == theirs["step"] == STEPS
+                assert_same(parameter, copy)
                 assert ours.keys() == theirs.keys()
                 for name in ours:
                     assert_same(ours[name], theirs[name])
-                assert ours["step"] == STEPS
-        trainer.close()
+        for implementation, options in itertools.product(IMPLEMENTATIONS, OPTIONS):
+            step_beside_plain(parameters[0][:FEW], implementation | options)
         return len(container)
+
+
+IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"fused": False, "foreach": False}]
+OPTIONS: list[dict[str, bool]] = [{}, {"amsgrad": True, "maximize": True}]
+FEW = 6
+"""Parameters are enough to have large and small ones, cut and not."""
+
+
+def step_beside_plain(parameters: list[torch.Tensor], options: Any) -> None:
+    """AdamW with these options and two groups on copies of the parameters; one is frozen, one has no gradient."""
+    both = [[p.detach().clone().requires_grad_(number != 1) for number, p in enumerate(parameters)] for _ in range(2)]
+    groups: Any = [
+        [{"params": copies[::2]}, {"params": copies[1::2], "lr": 3e-4, "weight_decay": 0.0}] for copies in both
+    ]
+    swapping = SwapAdamW(groups[0], slice_mib=SLICE_MIB, **options)
+    plain = torch.optim.AdamW(groups[1], **options)
+    for number in range(STEPS):
+        for copies in both:
+            for parameter, copy in [(parameters[0], copies[0]), *zip(parameters[3:], copies[3:], strict=True)]:
+                assert parameter.grad is not None
+                copy.grad = parameter.grad.detach() * (1.5 if number % 2 else -0.6)
+        swapping.step()
+        plain.step()
+    for ours, theirs in zip(both[0], both[1], strict=True):
+        assert_same(ours, theirs)
+        assert swapping.state[ours].keys() == plain.state[theirs].keys()
+        for name, state in plain.state[theirs].items():
+            assert_same(swapping.state[ours][name], state)
 
 
 @pytest.mark.parametrize(

@@ -11,51 +11,32 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.layouts import add_flavors, job_config
+from tests.layouts import job_config
 from tests.multirank import run_on_ranks
 from tests.optimizer.swapping_jobs import swapping_config
-from tests.test_layouts import TOLERANCE, layout
+from tests.test_layouts import layout
+from tests.training import TOLERANCE, Record, recording, together, train_until
 
 TOTAL, STOP = 4, 2
 
 
-def train_until(swap: bool, degrees: dict[str, int], folder: str, stop: int, mode: str) -> dict[int, float]:
-    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there; the losses by step."""
-    import torchtitan_npu.train as entry
+def train(swap: bool, degrees: dict[str, int], folder: str, stop: int, mode: str) -> Record:
+    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there."""
+    checkpoints = {"checkpoint.enable": True, "checkpoint.interval": STOP, "checkpoint.async_mode": mode}
+    options = {"job.dump_folder": folder, "training.steps": TOTAL, **checkpoints}
+    with recording((swapping_config if swap else job_config)("llama3", degrees, options)) as (trainer, record):
+        train_until(trainer, stop)
+        if swap:  # what an asynchronous save has taken must not change under it
+            trainer.optimizers.step()
+        if mode == "async":
+            trainer.checkpointer.save_future.result()
+    return record
 
-    options: dict[str, Any] = {
-        "job.dump_folder": folder,
-        "training.steps": TOTAL,
-        "checkpoint.enable": True,
-        "checkpoint.interval": STOP,
-        "checkpoint.async_mode": mode,
-    }
-    if swap:
-        config = swapping_config("llama3", degrees, options)
-    else:
-        add_flavors()
-        config = job_config("llama3", degrees, options)
-    trainer = entry.Trainer(config)
-    losses = {}
-    report = trainer.metrics_processor.log
 
-    def log(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
-        report(step, loss, *args, **kwargs)
-        losses[step] = loss
-
-    trainer.metrics_processor.log = log
-    trainer.checkpointer.load()
-    batches = trainer.batch_generator(trainer.dataloader)
-    while trainer.step < stop:
-        trainer.step += 1
-        trainer.train_step(batches)
-        trainer.checkpointer.save(trainer.step)
-    if swap:  # what an asynchronous save has taken must not change under it
-        trainer.optimizers.step()
-    if mode == "async":
-        trainer.checkpointer.save_future.result()
-    trainer.close()
-    return losses
+def train_on(ranks: int, text: str, swap: bool, folder: Path, stop: int, mode: str) -> list[float]:
+    """The losses."""
+    records = run_on_ranks(ranks, train, swap, layout(text), str(folder), stop, mode, process_group=False)
+    return together(records).losses
 
 
 def saved(folder: Path, step: int) -> dict[str, Any]:
@@ -70,19 +51,18 @@ def size(folder: Path, step: int) -> int:
 
 
 @functools.cache
-def straight() -> dict[int, float]:
+def straight() -> list[float]:
     """The losses of one rank that trains through without swap."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_on_ranks(1, train_until, False, {}, folder, TOTAL, "disabled", process_group=False)[0]
+        return train_on(1, "", False, Path(folder), TOTAL, "disabled")
 
 
 def test_same_checkpoint(tmp_path: Path) -> None:
     """On one layout the files hold the same, swapped or not, and are not larger; so does an asynchronous save."""
     folders = {swap: tmp_path / str(swap) for swap in (False, True)}
     for swap, folder in folders.items():
-        mode = "async" if swap else "disabled"
-        losses = run_on_ranks(1, train_until, swap, {}, str(folder), STOP, mode, process_group=False)[0]
-        assert losses == {step: loss for step, loss in straight().items() if step <= STOP}
+        losses = train_on(1, "", swap, folder, STOP, "async" if swap else "disabled")
+        assert losses == straight()[:STOP]
     ours, theirs = (saved(folders[swap], STOP) for swap in (True, False))
     assert ours["optimizer"].keys() == theirs["optimizer"].keys()
     assert any(key.endswith("exp_avg_sq") for key in ours["optimizer"])
@@ -102,9 +82,6 @@ def test_same_checkpoint(tmp_path: Path) -> None:
     ids=str,
 )
 def test_resume(first: tuple[int, str, bool], second: tuple[int, str, bool], mode: str, tmp_path: Path) -> None:
-    seen: dict[int, float] = {}
-    for (ranks, text, swap), stop in ((first, STOP), (second, TOTAL)):
-        arguments = (swap, layout(text), str(tmp_path / "run"), stop, mode)
-        seen |= run_on_ranks(ranks, train_until, *arguments, process_group=False)[-1]
+    before, after = (train_on(*run, tmp_path, stop, mode) for run, stop in ((first, STOP), (second, TOTAL)))
     same_layout = first[1] == second[1] == ""
-    assert seen == straight() if same_layout else seen == pytest.approx(straight(), rel=4 * TOLERANCE)
+    assert before + after == (straight() if same_layout else pytest.approx(straight(), rel=4 * TOLERANCE))

@@ -19,6 +19,8 @@ from tests.layouts import DEGREES
 from torchtitan_npu.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.distributed.context_parallel import context_parallel
+from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.models.deepseek_v32.documents import Documents, Ends
@@ -114,6 +116,7 @@ def train_step(config: JobConfig, args: Any) -> Step:
     A stage then takes its activations and its gradient from nowhere: the schedule, and what it sends and receives, stay
     out, since ranks agree on shapes by sending each other objects, and fake tensors carry none.
     """
+    use_matmul_sharding(config.npu.matmul_sharding)
     spec = get_train_spec(config.model.name)
     dims = _dims(config)
     model = _build(config, args)
@@ -152,9 +155,10 @@ def train_step(config: JobConfig, args: Any) -> Step:
             if getattr(args, "attn_type", "sdpa") == "varlen":
                 extra["attention_masks"] = _documents(batch, config.training.seq_len, device)
             if dims.cp_enabled:
-                inputs, labels, extra = prepare_context_parallel_input(
-                    inputs, labels, {}, dims.get_mesh("cp"), device, config.parallelism.context_parallel_load_balancer
-                )
+                own = context_parallel(config, dims, getattr(args, "context_parallel", None))
+                prepare = own.prepare if own else prepare_context_parallel_input
+                balancer = config.parallelism.context_parallel_load_balancer
+                inputs, labels, extra = prepare(inputs, labels, extra, dims.get_mesh("cp"), device, balancer)
             outputs.clear()
             with context(), titan.maybe_enable_amp(dims, config.training.mixed_precision_param, device.type):
                 if model.tok_embeddings is None:

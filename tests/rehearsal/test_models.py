@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.step import MODELS, Step, matching, rehearse
+from tests.rehearsal.step import MODELS, Step, job, matching, model_args, rehearse, train_step
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.rehearsal import fake_ranks
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,20 @@ def test_stages_of_sparse_attention(
     called = step.calls.count("npu")
     attention = {op: 2 * times - not_called.get(op, 0) for op, times in PROMISES["npu_dsa"].per_target.items()}
     assert {op: called[op] for op in attention} == attention
+
+
+def test_multi_token_prediction() -> None:
+    config = job("deepseek_v32", matching("deepseek_v32"), {})
+    config.mtp.layers = 1
+    with fake_ranks(1):
+        step = train_step(config, model_args("deepseek_v32", config))
+    further = {name for name in step.gradients if name.startswith("layers.2.")}
+    assert {"layers.2.eh_proj.weight", "layers.2.attention.indexer.wk.weight", "layers.2.moe.experts.w1"} <= further
+    assert step.gradients - further == eager("deepseek_v32").gradients
+    assert step.gradients == {name for name, _ in step.model.named_parameters()}
+    assert step.targets["npu_dsa"] == 3
+    called, expected_calls = step.calls.count("npu"), promised("deepseek_v32", step)
+    assert {op: called[op] for op in expected_calls} == expected_calls
 
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [

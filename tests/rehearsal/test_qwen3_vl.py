@@ -14,11 +14,18 @@ from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, 
 
 from tests.rehearsal import step
 from tests.rehearsal.step import Step
-from torchtitan_npu.models.qwen3_vl import Grids, Qwen3VLModel
+from torchtitan_npu.models.qwen3_vl import (
+    Grids,
+    Qwen3VLModel,
+    check_visual_tokens,
+    patch_places,
+    position_ids,
+    qwen3_vl_args,
+)
+from torchtitan_npu.models.qwen3_vl.grids import patches_of
 from torchtitan_npu.rehearsal import Calls, fake_device, fake_ranks
 
 GRIDS = Grids(images=[(1, 32, 48), (1, 16, 16)], videos=[(4, 16, 32)])
-PATCHES = 32 * 48 + 16 * 16 + 4 * 16 * 32
 LAYERS, TOWER = 3, 3
 SMALLER = {"n_layers": LAYERS, "vision.n_layers": TOWER, "vision.deepstack_layers": (0, 1)}
 MODELS = {
@@ -29,13 +36,36 @@ MODELS = {
 CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_mrope")
 
 
+def batch_on_host() -> dict[str, Tensor]:
+    """Two images and a video among the text of the first row, text alone in the second, as a dataloader has them."""
+    args = qwen3_vl_args["8B"]  # what the batch depends on is the same for all
+    row = [0] * 100
+    for kind, grids in ((args.image_token_id, GRIDS.images), (args.video_token_id, GRIDS.videos)):
+        for t, h, w in grids:
+            features = [kind] * (h * w // args.vision.patches_per_token)
+            row += [args.vision_start_token_id, *features, args.vision_end_token_id, 0] * t
+    tokens = torch.zeros(step.BATCH, step.SEQUENCE, dtype=torch.int64)
+    tokens[0, : len(row)] = torch.tensor(row)
+    check_visual_tokens(tokens, GRIDS, args)
+    all_grids = GRIDS.images + GRIDS.videos
+    return {
+        "tokens": tokens,
+        "positions": position_ids(tokens, GRIDS, args),
+        "patches": torch.zeros(patches_of(all_grids), args.vision.patch_dim),
+        "places": patch_places(all_grids, args.vision.merge_size),
+    }
+
+
+ON_HOST = batch_on_host()
+
+
 class WithImages(Qwen3VLModel):
-    """Two images and a video in each batch, packed: a rehearsal's batches have tokens only, and these no values."""
+    """A rehearsal's batches have tokens only; here they are those of :data:`ON_HOST`, of which the values are lost."""
 
     def forward(self, tokens: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        positions = torch.zeros(3, *tokens.shape, dtype=torch.int64, device=tokens.device)
-        patches = torch.zeros(PATCHES, self.model_args.vision.patch_dim, device=tokens.device)
-        return super().forward(tokens, positions=positions, patches=patches, grids=GRIDS)
+        assert tokens.shape == ON_HOST["tokens"].shape
+        batch = {name: torch.empty(x.shape, dtype=x.dtype, device=tokens.device) for name, x in ON_HOST.items()}
+        return super().forward(**batch, grids=GRIDS)
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.rehearsal.step import train_step
-from tests.rehearsal.test_models import EVIDENCE, PROMISES
+from tests.rehearsal.test_models import EVIDENCE, PROMISES, Promise
 from tests.test_train_configs import FILES, load, world_size
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.preflight import check_job
 from torchtitan_npu.rehearsal import fake_ranks
 
 TORCH_NPU = {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}
@@ -27,10 +28,12 @@ GATHER = {"npu_gather_backward"}
 """And of the gradient of a router's scores."""
 
 CASES = [
-    pytest.param(file, last, id=f"{file.stem}-{'last' if last else 'first'}")
+    pytest.param(file, cp, last, id=f"{file.stem}{f'-cp{cp}' if cp > 1 else ''}-{'last' if last else 'first'}")
     for file in FILES
+    for cp in ([1, 8] if file.stem == "deepseek_v32_671b_32k" else [1])
     for last in ([False, True] if load(file).parallelism.pipeline_parallel_degree > 1 else [False])
 ]
+"""Each file as it is; the one for long sequences also with context parallel, on as many devices."""
 
 
 def cut_args(config: JobConfig) -> Any:
@@ -40,6 +43,9 @@ def cut_args(config: JobConfig) -> Any:
         args.n_layers = 2 * degree
         if hasattr(args, "n_dense_layers"):
             args.n_dense_layers = 1
+        if hasattr(args, "vision"):  # each layer of a tower that is tapped has one of the decoder to go to
+            args.n_layers = args.vision.n_layers = 3
+            args.vision.deepstack_layers = (0, 1, 2)
     args.update_from_config(config)
     return args
 
@@ -52,18 +58,23 @@ def npu_kernels() -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("file", "last"), CASES)
-def test_one_step(file: Path, last: bool) -> None:
+@pytest.mark.parametrize(("file", "cp", "last"), CASES)
+def test_one_step(file: Path, cp: int, last: bool) -> None:
     config = load(file)
     config.optimizer.swap = False  # it reads on the host how many steps there were
     devices, p = world_size(config), config.parallelism
+    # sequences are shared out over ranks that had some each: what is sharded over them stays so
+    p.context_parallel_degree, p.data_parallel_shard_degree = cp, p.data_parallel_shard_degree // cp
+    assert world_size(config) == devices
+    check_job(config, devices)
     with fake_ranks(devices, rank=devices - 1 if last else 0):
         step = train_step(config, cut_args(config))
     assert all(step.targets.values())
     called = set(step.calls.names)
 
     # the converters' operators, torch_npu's own, and nothing that the converters have replaced
-    promises = [PROMISES[name] for name in config.model.converters]
+    mrope = Promise(PROMISES["npu_rope"].per_target, instead_of=("aten::neg",))  # in training they call the same
+    promises = [{**PROMISES, "npu_mrope": mrope}[name] for name in config.model.converters]
     routed = GATHER if "npu_permute" in config.model.converters else set()
     own = set() if "npu_dsa" in config.model.converters else TORCH_NPU
     assert set(step.calls.count("npu")) == own.union(routed, *(promise.per_target for promise in promises))
@@ -72,6 +83,15 @@ def test_one_step(file: Path, last: bool) -> None:
     assert {name for name in called if name.startswith("aten::")} <= npu_kernels()
     parallel = {"shard": p.data_parallel_shard_degree, "tp": p.tensor_parallel_degree, "ep": p.expert_parallel_degree}
     assert {EVIDENCE[dimension] for dimension, degree in parallel.items() if degree > 1} <= called
+
+    if cp > 1:  # attention has the front part of a sequence and the back part in turn, in every layer
+        queries = {
+            shape[1]
+            for name, outputs in step.outputs.items()
+            if name.endswith(".inner_attention.attention")
+            for shape, _ in outputs
+        }
+        assert queries == {config.training.seq_len // cp // 2}
 
     # the arithmetic in the file's header: float32, and every parameter shared out over all devices of the stage
     parameters = dict(step.model.named_parameters())

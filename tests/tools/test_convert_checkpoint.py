@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -24,23 +22,13 @@ from checkpoint_convert.pieces import build, cut
 from convert_checkpoint import main
 
 from tests import layouts
+from tests.models.deepseek_v32_training import SMALLER
 from tests.models.released_checkpoints import quantised, read_back, write
 from tests.multirank import run_on_ranks
 from tests.new_memory import NewMemory
+from tests.training import recording, state, train_until
 
-TINY = {
-    "n_layers": 3,
-    "dim": 64,
-    "inter_dim": 96,
-    "moe_inter_dim": 256,
-    "n_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_head_dim": 16,
-}
+TINY = {**SMALLER, "n_layers": 3, "inter_dim": 96, "moe_inter_dim": 256}
 MODELS = [("deepseek_v32", "tiny", 0), ("deepseek_v32", "tiny", 2)]
 MODELS += [(layouts.TINY[name][0], name, 0) for name in ("deepseek_v3", "llama3", "qwen3", "qwen3_moe")]
 
@@ -52,8 +40,7 @@ def tiny_models() -> None:
 
 def add_tiny() -> None:
     layouts.add_flavors()
-    flavors: Any = get_train_spec("deepseek_v32").model_args
-    flavors["tiny"] = dataclasses.replace(copy.deepcopy(flavors["debugmodel"]), **TINY)
+    layouts.add_flavor("deepseek_v32", "tiny", TINY)
 
 
 def options(model: tuple[str, str, int]) -> list[str]:
@@ -107,8 +94,6 @@ RELEASED = ("deepseek_v32", "tiny", 1)
 
 def train_from(folder: str, dump_folder: str) -> dict[str, Tensor]:
     """The weights that a job on this rank starts with; it then saves a checkpoint."""
-    import torchtitan_npu.train as entry
-
     add_tiny()
     job = {
         "model.name": "deepseek_v32",
@@ -119,16 +104,9 @@ def train_from(folder: str, dump_folder: str) -> dict[str, Tensor]:
         "checkpoint.initial_load_path": folder,
         "checkpoint.interval": 1,
     }
-    trainer = entry.Trainer(layouts.job_config("deepseek_v3", {"ep": 2}, job))
-    trainer.checkpointer.load()
-    weights = {}
-    for name, value in trainer.model_parts[0].state_dict().items():
-        weights[name] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-    batches = trainer.batch_generator(trainer.dataloader)
-    trainer.step = 1
-    trainer.train_step(batches)
-    trainer.checkpointer.save(1)
-    trainer.close()
+    with recording(layouts.job_config("deepseek_v3", {"ep": 2}, job)) as (trainer, _):
+        weights = state(trainer.model_parts)
+        train_until(trainer, 1)
     return weights
 
 

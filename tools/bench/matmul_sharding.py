@@ -1,50 +1,67 @@
-"""What matrix products under tensor parallel move, and what it takes the host to decide it.
+"""What matrix products under tensor parallel move: prints the tables of docs/matmul-sharding.md.
 
-    PYTHONPATH=. python tools/bench/matmul_sharding.py [--json out.json]
+    python tools/bench/matmul_sharding.py
 
-Two products of DeepSeek-V3, on fake tensors of their real sizes over ranks that exist in name only; and the host's time
-to choose a strategy, ours and DTensor's own for ``aten.mm``, in turns in one run. With torch_npu loaded
-(docs/rehearsal.md) its strategies are measured too.
+Two products of DeepSeek-V3, on fake tensors of their real sizes over ranks that exist in name only. With torch_npu
+loaded (docs/rehearsal.md) also all placements of a product, and whole steps, with its strategies and with ours.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
+import functools
 import itertools
-import json
-import os
-import statistics
-import time
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 
-from tests.collectives import Collectives
-from tests.whole_matmul import our_matmul_sharding, whole_matmul
+import torchtitan_npu
 from torchtitan_npu import platform
-from torchtitan_npu.ops.sharding import has_sharding_rule
-from torchtitan_npu.rehearsal import fake_device, fake_ranks
+
+platform.prepare()
+torchtitan_npu.register()
+
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+
+from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
+from torchtitan_npu.config import JobConfig  # noqa: E402
+from torchtitan_npu.distributed.collectives import Collective, Collectives  # noqa: E402
+from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul  # noqa: E402
+from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
+from torchtitan_npu.ops.sharding import has_sharding_rule  # noqa: E402
+from torchtitan_npu.rehearsal import StatedLoad, fake_device, fake_ranks  # noqa: E402
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 RANKS, TOKENS, DIM, Q_LORA, VOCABULARY = 4, 4096, 7168, 1536, 129280
-REPEATS = 30
 DEVICE = "npu" if platform.home() == "npu" else "cpu"
 """The CPU has no all-to-all: DTensor gathers there instead."""
+
+LATENTS = {"n_layers": 2, "q_lora_rank": 24, "moe_args.num_experts": 4, "moe_args.top_k": 2}
+"""Two layers, one with experts. Gradients of latents are sums over the ranks that share the heads."""
+REAL_WIDTH = {"n_layers": 2, "n_dense_layers": 1, "moe_args.num_experts": 16, "attn_type": "sdpa"}
+STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama3": ("llama3", "debugmodel", {}),
+    "qwen3": ("qwen3", "debugmodel", {}),
+    "deepseek_v3": ("deepseek_v3", "debugmodel", LATENTS),
+    "deepseek_v32": ("deepseek_v32", "debugmodel", LATENTS),
+    "deepseek_v3, layers in their real width": ("deepseek_v3", "671B", {**REAL_WIDTH, "attn_mask_type": "causal"}),
+    "deepseek_v32, layers in their real width": ("deepseek_v32", "671B", REAL_WIDTH),
+}
+"""By row of the table: the model, the flavor to start from, what is changed."""
 
 
 @contextmanager
 def cut_inside() -> Iterator[None]:
-    """What torch_npu up to 2.9 did with these two: the inner dimension is cut, whatever the inputs are."""
+    """What the report shows of torch_npu for these two: the inner dimension is cut, whatever the inputs are."""
     with our_matmul_sharding():  # puts back what was there
 
         @register_sharding(aten.matmul.default)
@@ -73,9 +90,11 @@ def output_backward(mesh: DeviceMesh) -> None:
 
 
 def tensor(mesh: DeviceMesh, shape: tuple[int, ...], placement: Any) -> DTensor:
-    local = [size // mesh.size() if placement == Shard(dim) else size for dim, size in enumerate(shape)]
+    """The first rank's part of a tensor that is there in shape only."""
+    local = [math.ceil(size / mesh.size()) if placement == Shard(dim) else size for dim, size in enumerate(shape)]
+    whole = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
     return DTensor.from_local(
-        torch.empty(local, dtype=torch.bfloat16, device=DEVICE), mesh, [placement], run_check=False
+        whole.new_empty(local), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -93,65 +112,99 @@ def traffic(case: Callable[[DeviceMesh], None], strategies: Any) -> dict[str, An
         return {"collectives": kinds or "none", "MiB sent a rank": round(collectives.sent / 2**20, 1)}
 
 
-def host_time(op: Any, mesh_shape: tuple[int, ...]) -> float:
-    """The mean time in µs of a choice that is not cached yet, over every pair of placements of the operands."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    mesh = init_device_mesh("cpu", mesh_shape)
-    one = [R, Shard(0), Shard(1), P]
-    info = propagator.op_to_schema_info.get(op)
-    times = []
-    for placements in itertools.product(itertools.product(one, repeat=len(mesh_shape)), repeat=2):
-        specs = [
-            DTensorSpec(mesh, here, tensor_meta=TensorMeta(shape, (shape[1], 1), torch.bfloat16))
-            for here, shape in zip(placements, (torch.Size((64, 32)), torch.Size((32, 96))), strict=True)
-        ]
-        schema = OpSchema(op, tuple(specs), {}, info)
-        start = time.perf_counter()
-        propagator.propagate_op_sharding_non_cached(schema)
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.mean(times)
+def step(row: str) -> tuple[Any, list[Collective]]:
+    """A forward and backward with tensor parallel over 2 of 8 ranks, FSDP over 4: the model, and what DTensor sent."""
+    model, flavor, changes = STEPS[row]
+    with fake_ranks(8):
+        config = JobConfig()
+        config.model.name, config.training.seq_len = model, 256
+        config.parallelism.tensor_parallel_degree = 2
+        config.activation_checkpoint.mode = "none"
+        dims = ParallelDims(dp_replicate=1, dp_shard=4, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=8)
+        dims.build_mesh()
+        spec = get_train_spec(model)
+        args: Any = copy.deepcopy(spec.model_args[flavor])
+        for path, value in changes.items():
+            owner, _, field = path.rpartition(".")
+            setattr(getattr(args, owner) if owner else args, field, value)
+        args.update_from_config(config)
+        with torch.device("meta"):
+            whole: Any = spec.model_cls(args)
+        parallel: Any = spec.parallelize_fn(whole, dims, config)
+        with fake_device(), StatedLoad():
+            parallel.to_empty(device="npu")
+            for _ in range(2):  # when DTensor meets an operator for the first time, it runs it once more
+                with Collectives() as collectives:
+                    tokens = torch.zeros(2, 256, dtype=torch.int64, device="npu")
+                    for loss in auxiliary_losses([parallel]):
+                        loss.start_batch(torch.ones((), device="npu"), 1)
+                    logits = parallel(tokens)
+                    (logits.to_local() if isinstance(logits, DTensor) else logits).float().sum().backward()
+        return parallel, collectives.calls
 
 
-def host_times(mesh_shape: tuple[int, ...]) -> dict[str, float]:
-    ways: dict[str, tuple[Any, Any]] = {
-        "ours": (aten.matmul.default, our_matmul_sharding),
-        "DTensor's for aten.mm": (aten.mm.default, nullcontext),
-    }
-    if has_sharding_rule(aten.matmul.default):
-        ways["torch_npu's"] = (aten.matmul.default, nullcontext)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    ranks = 2 ** len(mesh_shape)
-    for _ in range(REPEATS if len(mesh_shape) == 1 else 3):
-        for name, (op, strategies) in ways.items():
-            with fake_ranks(ranks), strategies(), whole_matmul():
-                times[name].append(host_time(op, mesh_shape))
-    return {name: round(statistics.median(some)) for name, some in times.items()}
+def step_row(row: str, theirs: list[Collective], ours: list[Collective]) -> str:
+    cells = [f"{len(calls)}, {sum(x.sent for x in calls) / 1e6:.2f} MB" for calls in (theirs, ours)]
+    return f"| {row} | {cells[0]} | {cells[1]}{', the same ones' if theirs == ours else ''} |"
+
+
+def both(work: Callable[[], Any]) -> list[Any]:
+    """What ``work`` gives with torch_npu's strategies and with ours."""
+    theirs = work()
+    with our_matmul_sharding():
+        return [theirs, work()]
+
+
+SIZES = {"even": ((16, 4096, 8192), (8192, 2048)), "uneven": ((15, 4095, 8191), (8191, 2047))}
+
+
+def bytes_moved(op: Any, sizes: str) -> list[int]:
+    """For every combination of placements on two ranks: bytes that a rank sends, with the sum that dX may be left."""
+    left_shape, right_shape = SIZES[sizes]
+    shapes = [left_shape, right_shape]
+    backward = op is aten.matmul_backward
+    if backward:
+        shapes.insert(0, (*left_shape[:-1], right_shape[-1]))
+    every = [[R, *map(Shard, range(len(shape))), P] for shape in shapes]
+    moved = []
+    with fake_ranks(2):
+        mesh = init_device_mesh(DEVICE, (2,))
+        with fake_device(), torch.no_grad(), whole_matmul():
+            for placements in itertools.product(*every):
+                inputs = [tensor(mesh, shape, x) for shape, x in zip(shapes, placements, strict=True)]
+                for _ in range(2):  # when DTensor meets an operator for the first time, it runs it once more
+                    with Collectives() as collectives:
+                        results = op(*inputs, [True, True]) if backward else op(*inputs)
+                        if backward and results[0].placements[0].is_partial() and not placements[-1].is_shard():
+                            results[0].redistribute(mesh, [Shard(1)])
+                moved.append(collectives.sent)
+    return moved
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    strategies: dict[str, Any] = {"torch_npu up to 2.9": cut_inside, "ours": our_matmul_sharding}
+    strategies: dict[str, Any] = {"as the report shows": cut_inside}
     if has_sharding_rule(aten.matmul.default):
         strategies["torch_npu, loaded"] = nullcontext
-    rows = [
-        {"case": case.__name__, "strategies": name, **traffic(case, strategy)}
-        for case in (q_lora, output_backward)
-        for name, strategy in strategies.items()
-    ]
-    for row in rows:
-        print(" | ".join(map(str, row.values())))
-    times = {"x".join(map(str, mesh)): host_times(mesh) for mesh in ((2,), (2, 2))}
-    for mesh, some in times.items():
-        ratios = ", ".join(f"{name} {value} µs ({value / some['ours']:.1f})" for name, value in some.items())
-        print(f"host time of a choice, mesh {mesh}: {ratios}")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps(
-                {"machine": os.uname().machine, "torch": torch.__version__, "rows": rows, "times": times}, indent=1
-            )
+    strategies["ours"] = our_matmul_sharding
+    print("| product |", " | ".join(strategies), "|")
+    for case in (q_lora, output_backward):
+        cells = [traffic(case, strategy) for strategy in strategies.values()]
+        print(f"| {case.__name__} |", " | ".join(f"{x['collectives']}: {x['MiB sent a rank']} MiB" for x in cells), "|")
+    if not has_sharding_rule(aten.matmul.default):
+        return
+    print("| operator, sizes | placements | nothing sent: torch_npu | ours | less sent with ours | more |")
+    for op, sizes in itertools.product((aten.matmul, aten.matmul_backward), SIZES):
+        theirs, ours = both(functools.partial(bytes_moved, op, sizes))
+        counts = Counter(
+            "less" if our < their else "more" if our > their else "" for their, our in zip(theirs, ours, strict=True)
         )
+        print(
+            f"| {op.__name__}, {sizes} | {len(ours)} | {theirs.count(0)} | {ours.count(0)} |"
+            f" {counts['less']} | {counts['more']} |"
+        )
+    print("| model | torch_npu | ours |")
+    for row in STEPS:
+        print(step_row(row, *(calls for _, calls in both(functools.partial(step, row)))))
 
 
 if __name__ == "__main__":

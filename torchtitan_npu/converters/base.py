@@ -13,8 +13,7 @@ from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
@@ -88,12 +87,12 @@ class Converter(ABC):
         self.check_job()
         targets = self.found_targets(model)
         if refusal := self.check_limits(targets):
-            log_once(refusal)
+            log_on_first_rank(refusal)
         replacements = {module: self.replacement(fqn, module) for fqn, module in targets}
         replace_modules(model, replacements)
         setattr(model, _MARK, (*done, self.name))
         called = dict.fromkeys(op for new in replacements.values() for op in getattr(new, "operators", self.operators))
-        log_once(f"{self.name}: {summary(targets)} -> {', '.join(called)}")
+        log_on_first_rank(f"{self.name}: {summary(targets)} -> {', '.join(called)}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """TorchTitan calls it after each optimizer step; there is nothing to do unless a subclass says otherwise."""
@@ -178,12 +177,7 @@ def _ranges(numbers: list[int]) -> str:
     return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def log_once(message: str) -> None:
-    """Log on the first rank only."""
+def log_on_first_rank(message: str) -> None:
+    """What all ranks would say alike."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info(message)

@@ -21,15 +21,16 @@ from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.indexer_loss import with_indexer_loss
 from torchtitan_npu.ops.sparse_flash_attention import MLA_ABSORBED
 
+INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
+LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
+
 
 class NpuSparseAttention(SparseAttention):
     """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
 
-    operators = (
-        "npu_lightning_indexer",
-        "npu_sparse_flash_attention",
-        "npu_sparse_lightning_indexer_grad_kl_loss",
-    )
+    @property
+    def operators(self) -> tuple[str, ...]:
+        return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
 
     def forward(
         self,
@@ -111,7 +112,7 @@ class DsaConverter(Converter):
 
     name = "npu_dsa"
     looks_for = "SparseAttention (of the model deepseek_v32)"
-    operators = NpuSparseAttention.operators
+    operators = (INDEXER, ATTENTION, LOSS)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(fqn, module) for fqn, module in model.named_modules() if type(module) is SparseAttention]
@@ -138,14 +139,16 @@ class DsaConverter(Converter):
         q, q_rope = empty(heads, args.kv_lora_rank), empty(heads, args.qk_rope_head_dim)
         k, k_rope = empty(1, args.kv_lora_rank), empty(1, args.qk_rope_head_dim)
         index_q, index_k = empty(args.index_n_heads, args.index_head_dim), empty(1, args.index_head_dim)
-        weights, indices = empty(args.index_n_heads), empty(1, attention.topk, dtype=torch.int32)
+        weights = empty(args.index_n_heads, dtype=torch.float32)  # as the indexer makes them, whatever the job's dtype
+        indices = empty(1, attention.topk, dtype=torch.int32)
         sparse: dict[str, Any] = {"query": q, "key": k, "query_rope": q_rope, "key_rope": k_rope}
         sparse["sparse_indices"] = indices
-        messages = OPS["npu_lightning_indexer"].refusals(
-            query=index_q, key=index_k, weights=weights, sparse_count=attention.topk
-        )
-        for operator in ("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"):
+        messages = OPS[INDEXER].refusals(query=index_q, key=index_k, weights=weights, sparse_count=attention.topk)
+        for operator in (ATTENTION, f"{ATTENTION}_grad"):
             messages += OPS[operator].refusals(value=k, **sparse)
         if attention.indexer_loss is not None:
-            messages += OPS["npu_sparse_lightning_indexer_grad_kl_loss"].refusals(query_index=index_q, **sparse)
+            messages += OPS[LOSS].refusals(query_index=index_q, weights=weights, **sparse)
+        if args.warmup:  # in which attention sees all keys, and the job says how many
+            for number in ("sparse_count is", "top-k is"):
+                messages = [text.replace(number, f"{number} training.seq_len in the warm-up,") for text in messages]
         return messages

@@ -11,8 +11,9 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasF
 from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_npu.converters.base import Converter, local, register, retyped
+from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.converters.permute import deepep_objection
+from torchtitan_npu.local import local
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
 
@@ -29,9 +30,11 @@ class NpuGroupedExperts(GroupedExperts):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
         counts = _counts(self, self.w1, x, num_tokens_per_expert)
-        x, w1, w2, w3 = _in_one_dtype(x, self.w1, self.w2, self.w3)
-        gate = grouped_matmul(x, w1.mT, counts)
-        up = grouped_matmul(x, w3.mT, counts)
+        dtype = _product_dtype(x, self.w1)
+        w1, w2, w3 = (local(weight).to(dtype) for weight in (self.w1, self.w2, self.w3))
+        # cast for each product, as autocast would: the two gradients of x are then added in its own dtype
+        gate = grouped_matmul(x.to(dtype), w1.mT, counts)
+        up = grouped_matmul(x.to(dtype), w3.mT, counts)
         hidden = torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1))
         return grouped_matmul(hidden, w2.mT, counts)
 
@@ -48,11 +51,12 @@ class NpuGptOssGroupedExperts(GptOssGroupedExperts):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
         counts = _counts(self, self.mlp1_weight, x, num_tokens_per_expert)
-        x, w1, w2 = _in_one_dtype(x, self.mlp1_weight, self.mlp2_weight)
+        dtype = _product_dtype(x, self.mlp1_weight)
+        w1, w2 = local(self.mlp1_weight).to(dtype), local(self.mlp2_weight).to(dtype)
         b1, b2 = local(self.mlp1_bias), local(self.mlp2_bias)  # which autocast does not round
         expert = torch.arange(counts.numel(), device=x.device).repeat_interleave(counts, output_size=x.shape[0])
-        hidden = grouped_matmul(x, w1.mT, counts) + b1[expert]
-        hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(w2.dtype)
+        hidden = grouped_matmul(x.to(dtype), w1.mT, counts) + b1[expert]
+        hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(dtype)
         # tensor parallel adds up its ranks' outputs, and the bias must come out once
         b2 = ScaleBiasForward.apply(b2, _degree(self.mlp1_weight, "tp") * _degree(self.mlp1_weight, "etp"))
         return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
@@ -73,13 +77,11 @@ def _counts(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tenso
     return counts
 
 
-def _in_one_dtype(x: Tensor, *parameters: Tensor) -> list[Tensor]:
-    """What a matrix product is given: local tensors, in autocast's dtype or else the wider of ``x`` and weights."""
-    tensors = [local(parameter) for parameter in parameters]
-    dtype = torch.promote_types(x.dtype, tensors[0].dtype)
+def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """What a matrix product is given: tensors in autocast's dtype, or else in the wider of rows and weights."""
     if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    return [tensor.to(dtype) for tensor in (x, *tensors)]
+        return torch.get_autocast_dtype(x.device.type)
+    return torch.promote_types(x.dtype, weight.dtype)
 
 
 def _degree(parameter: Tensor, dimension: str) -> int:

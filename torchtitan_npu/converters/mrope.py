@@ -21,9 +21,9 @@ from torchtitan_npu.config import npu_options
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
 from torchtitan_npu.converters.rotary_tables import HALF_OF_TABLE, pack, rotated
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.qwen3_vl.mrope import MRoPERotation, MRoPETables, section_problem
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mrope_function import mrope
+from torchtitan_npu.rotary.mrope import MRoPERotation, MRoPETables
 
 
 def cache_mode(module: MRoPERotation | MRoPETables) -> str:
@@ -44,9 +44,13 @@ class NpuMRoPETables(MRoPETables):
         ``cos_sin_cache`` (all positions, rotary_dim) and positions (axes, bsz * seqlen)."""
         positions = self.checked(positions, shape)
         if torch.is_grad_enabled() and not self.in_training:
-            return pack(self.table(rope_cache, positions)), None  # FSDP would cast it to bfloat16 if it were floating
+            # FSDP would cast it to bfloat16 if it were floating; a model may be of another dtype as a whole
+            return pack(self.table(rope_cache, positions).float()), None
         # the angles come twice in rope_cache, for either half of a head
         cos_sin_cache = rope_cache.unflatten(-1, (2, 2, -1))[:, :, 0].flatten(1)
+        device = rope_cache.device.type
+        if torch.is_autocast_enabled(device):  # then layers attend in another dtype than they hand on
+            dtype = torch.get_autocast_dtype(device)
         return cos_sin_cache.to(dtype), positions.flatten(1).contiguous()
 
 
@@ -66,18 +70,20 @@ class NpuMRoPERotation(MRoPERotation):
         return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
 
     def _in_one_call(self, xq: Tensor, xk: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = (x.reshape(positions.shape[1], -1) for x in (xq, xk))  # (tokens, heads * head_dim)
+        # (tokens, heads * head_dim), in the dtype of the cache, which serves all layers: under autocast a norm may have
+        # made them wider than attention takes them
+        q, k = (x.reshape(positions.shape[1], -1).to(cos_sin_cache.dtype) for x in (xq, xk))
         q, k = mrope(
             positions,
             q,
             k,
-            cos_sin_cache.to(q.dtype),
+            cos_sin_cache,
             self.head_dim,
             mrope_section=self.section,
             rotary_mode="half",
             cache_mode=cache_mode(self),
         )
-        return q.view_as(xq), k.view_as(xk)
+        return q.view_as(xq).to(xq.dtype), k.view_as(xk).to(xk.dtype)
 
 
 @register
@@ -111,20 +117,23 @@ class MRoPEConverter(Converter):
 
     def _check(self, fqn: str, module: MRoPERotation) -> None:
         """Raise what ``npu_mrope`` would when it is first called, which may be long after the start."""
-        problem = section_problem(module.section, module.interleaved, module.rotary_dim)
-        problem = problem or next(OPS["npu_mrope"].contract(**self._arguments(module)), None)
-        if problem:
+        if problem := next(OPS["npu_mrope"].contract(**self._arguments(module)), None):
             raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
 
     def _arguments(self, module: MRoPERotation) -> dict[str, object]:
-        """Those of a call with one head and one token, without memory."""
-        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
-        x = torch.empty(1, module.head_dim, dtype=dtype, device="meta")
+        """Those of a call in one layer on one rank, without memory."""
+        training = self.job_config.training
+        tokens = training.local_batch_size * training.seq_len
+        dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+        query, key = (
+            torch.empty(tokens, heads // self.parallel_dims.tp * module.head_dim, dtype=dtype, device="meta")
+            for heads in (module.n_heads, module.n_kv_heads)
+        )
         return {
-            "positions": torch.empty(len(module.section), 1, dtype=torch.int64, device="meta"),
-            "query": x,
-            "key": x,
-            "cos_sin_cache": x.new_empty(1, module.rotary_dim),
+            "positions": torch.empty(len(module.section), tokens, dtype=torch.int64, device="meta"),
+            "query": query,
+            "key": key,
+            "cos_sin_cache": query.new_empty(training.seq_len, module.rotary_dim),
             "head_size": module.head_dim,
             "mrope_section": list(module.section),
             "rotary_mode": "half",
@@ -134,9 +143,13 @@ class MRoPEConverter(Converter):
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         if not isinstance(module, MRoPERotation):
             return []
-        x = torch.empty(1, 3, 1, module.rotary_dim, device="meta")
-        in_training = OPS["npu_rotary_mul"].refusals(input=x, r1=x, r2=x, rotary_mode="half")
-        return in_training + OPS["npu_mrope"].refusals(**self._arguments(module))
+        arguments = self._arguments(module)
+        # rows have angles of their own: they are rotated as one long sequence, see rotary_tables.rotated
+        tokens, heads = arguments["query"].shape[0], module.n_heads // self.parallel_dims.tp  # type: ignore[attr-defined]
+        x = torch.empty(1, tokens, heads, module.rotary_dim, device="meta")
+        table = x.new_empty(1, tokens, 1, module.rotary_dim)
+        in_training = OPS["npu_rotary_mul"].refusals(input=x, r1=table, r2=table, rotary_mode="half")
+        return in_training + OPS["npu_mrope"].refusals(**arguments)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         if isinstance(module, MRoPERotation):

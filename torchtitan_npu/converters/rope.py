@@ -24,7 +24,7 @@ from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
-from torchtitan_npu.converters.base import Converter, log_once, register, retyped
+from torchtitan_npu.converters.base import Converter, log_on_first_rank, register, retyped
 from torchtitan_npu.converters.rotary_tables import (
     FROM_COMPLEX,
     HALF,
@@ -38,10 +38,10 @@ from torchtitan_npu.converters.rotary_tables import (
 )
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.indexer import apply_rotary_half
-from torchtitan_npu.models.qwen3_vl.mrope import MRoPERotation
-from torchtitan_npu.models.qwen3_vl.vision import apply_rotary_vision
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.rebind import rebound, refers_to
+from torchtitan_npu.rotary.mrope import MRoPERotation
+from torchtitan_npu.rotary.patches import apply_rotary_vision
 
 
 def rotate_pairs(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -189,7 +189,9 @@ class RoPEConverter(Converter):
         for owner, pairings in shared:
             owner.register_forward_pre_hook(ForwardTables(pairings), with_kwargs=True)
         if left:
-            log_once(f"{self.name}: {len(left)} of the modules take cosines and sines from the model in each layer")
+            log_on_first_rank(
+                f"{self.name}: {len(left)} of the modules take cosines and sines from the model in each layer"
+            )
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         heads = getattr(module, "n_heads", None)

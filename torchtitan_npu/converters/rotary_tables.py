@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_npu.converters.base import local
+from torchtitan_npu.local import local
 
 
 @dataclass(frozen=True)

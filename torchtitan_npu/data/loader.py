@@ -66,17 +66,25 @@ def _build(
         raise UsageError(
             f"{section}.dataset {config.dataset!r} is not known{nearest(config.dataset, DATASETS)} {known}"
         )
-    options = asdict(config.dataloader)
-    if options["num_workers"] > 1:
-        raise UsageError(
-            f"{section}.dataloader.num_workers is {options['num_workers']}; it must be 0 or 1, since every worker "
-            "would read the whole stream (npu.layout_independent_data = false allows more)"
-        )
-    if options["num_workers"] == 0:  # DataLoader refuses what is meant for workers
-        del options["persistent_workers"], options["prefetch_factor"]
+    options = worker_options(
+        section, job_config, "read the whole stream (npu.layout_independent_data = false allows more)"
+    )
     samples = SampleStream(config.dataset, config.dataset_path, tokenizer, seq_len=config.seq_len, infinite=infinite)
     batches = RankBatches(samples, dp_rank, dp_world_size, config.local_batch_size)
     return LayoutIndependentDataLoader(batches, restart=section == "validation", **options)
+
+
+def worker_options(section: str, job_config: JobConfig, each_would: str) -> dict[str, Any]:
+    """The job's options for the DataLoader of ``section``, with one worker at most: ``each_would`` says why."""
+    options = asdict(getattr(job_config, section).dataloader)
+    if options["num_workers"] > 1:
+        raise UsageError(
+            f"{section}.dataloader.num_workers is {options['num_workers']}; it must be 0 or 1, since every worker "
+            f"would {each_would}"
+        )
+    if options["num_workers"] == 0:  # DataLoader refuses what is meant for workers
+        del options["persistent_workers"], options["prefetch_factor"]
+    return options
 
 
 class SampleStream(HuggingFaceTextDataset):

@@ -41,26 +41,48 @@ class Picture:
     caption: str
 
 
-def draw(seed: str, unit: int, frames_of_video: int) -> Picture:
-    """The picture that belongs to ``seed``; its sides are 2 to 4 times ``unit`` pixels. One in four is a video."""
+Thing = tuple[str, float, float]
+"""What it is, how far down and how far right of the middle, -1 to 1."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture is to show: nothing is drawn yet."""
+
+    height: int
+    width: int
+    """In units."""
+    frames: list[list[Thing]]
+    caption: str
+
+
+def imagine(seed: str, frames_of_video: int) -> Scene:
+    """The scene that belongs to ``seed``; its sides are 2 to 4 units. One in four is a video."""
     rng = random.Random(seed)
     is_video = rng.random() < 0.25
-    height, width = (unit * rng.randint(2, 3 if is_video else 4) for _ in range(2))
+    height, width = (rng.randint(2, 3 if is_video else 4) for _ in range(2))
     first, second = (f"{colour} {rng.choice(SHAPES)}" for colour in rng.sample(list(COLOURS), 2))
     if is_video:
         move, (down, right) = rng.choice(list(MOVES.items()))
         ways = torch.linspace(-0.6, 0.6, frames_of_video).tolist()
-        frames = [_scene(height, width, [(first, way * down, way * right)]) for way in ways]
-        return Picture(torch.stack(frames), f"a {first} moves {move}.")
+        frames = [[(first, way * down, way * right)] for way in ways]
+        return Scene(height, width, frames, f"a {first} moves {move}.")
     if rng.random() < 0.5:
-        return Picture(_scene(height, width, [(first, 0.0, 0.0)])[None], f"a {first}.")
+        return Scene(height, width, [[(first, 0.0, 0.0)]], f"a {first}.")
     side, (down, right) = rng.choice(list(SIDES.items()))
     both = [(first, -down / 2, -right / 2), (second, down / 2, right / 2)]
-    return Picture(_scene(height, width, both)[None], f"a {first} {side} a {second}.")
+    return Scene(height, width, [both], f"a {first} {side} a {second}.")
 
 
-def _scene(height: int, width: int, things: list[tuple[str, float, float]]) -> Tensor:
-    """A dark picture (3, height, width) of ``things``: what, how far down and how far right of the middle, -1 to 1."""
+def draw(seed: str, unit: int, frames_of_video: int) -> Picture:
+    """The picture of the scene that belongs to ``seed``, whose unit is so many pixels."""
+    scene = imagine(seed, frames_of_video)
+    frames = [_drawn(unit * scene.height, unit * scene.width, things) for things in scene.frames]
+    return Picture(torch.stack(frames), scene.caption)
+
+
+def _drawn(height: int, width: int, things: list[Thing]) -> Tensor:
+    """A dark picture (3, height, width) of ``things``."""
     y = torch.linspace(-1, 1, height)[:, None]
     x = torch.linspace(-1, 1, width)[None, :]
     picture = torch.full((3, height, width), 0.1)
@@ -78,7 +100,7 @@ def _scene(height: int, width: int, things: list[tuple[str, float, float]]) -> T
 
 def captions(path: str) -> Dataset:
     """A thousand captions, for models that take text only; ``path`` is the dataset's name."""
-    return Dataset.from_dict({"text": [draw(f"{SEEDS[path]}/{n}", 2, 2).caption for n in range(1000)]})
+    return Dataset.from_dict({"text": [imagine(f"{SEEDS[path]}/{n}", 2).caption for n in range(1000)]})
 
 
 def register_datasets() -> None:

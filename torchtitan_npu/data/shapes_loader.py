@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -20,17 +20,19 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
+from torchtitan_npu.config import npu_options
 from torchtitan_npu.data.loader import (
     LayoutIndependentDataLoader,
     RankBatches,
     build_text_dataloader,
     build_text_validation_dataloader,
+    worker_options,
 )
 from torchtitan_npu.data.shapes import SECONDS_PER_FRAME, SEEDS, Picture, draw
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grid, Grids
-from torchtitan_npu.models.qwen3_vl.positions import position_ids
+from torchtitan_npu.models.qwen3_vl.grids import Grid, Grids, patch_places
+from torchtitan_npu.models.qwen3_vl.positions import check_visual_tokens, position_ids
 
 
 def build_image_text_dataloader(
@@ -55,14 +57,12 @@ def build_image_text_validation_dataloader(
 
 def _build(section: str, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> Any:
     config = getattr(job_config, section)
-    options = asdict(config.dataloader)
-    if options["num_workers"] > 1:
+    if not npu_options(job_config).layout_independent_data:
         raise UsageError(
-            f"{section}.dataloader.num_workers is {options['num_workers']}; it must be 0 or 1, since every worker "
-            "would draw the same rows"
+            f"npu.layout_independent_data must be true with {section}.dataset {config.dataset!r}: every rank draws its "
+            "own rows only, and there is no stream for TorchTitan to split"
         )
-    if options["num_workers"] == 0:  # DataLoader refuses what is meant for workers
-        del options["persistent_workers"], options["prefetch_factor"]
+    options = worker_options(section, job_config, "draw the same rows")
     args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     rows = PackedRows(config.dataset.lower(), tokenizer, args, config.seq_len)  # type: ignore[arg-type]
     batches = ImageTextBatches(rows, dp_rank, dp_world_size, config.local_batch_size)
@@ -148,7 +148,7 @@ def patchify(picture: Picture, vision: VisionArgs) -> tuple[Tensor, Grid]:
     return patches.reshape(t * h * w, vision.patch_dim), (t, h, w)
 
 
-def collate(rows: list[Row], seq_len: int, pad: int) -> tuple[dict[str, Any], Tensor]:
+def collate(rows: list[Row], args: Qwen3VLModelArgs, seq_len: int, pad: int) -> tuple[dict[str, Any], Tensor]:
     """A batch of packed rows, as :meth:`Qwen3VLModel.forward` takes it, and the labels (bsz, seq_len).
 
     What fills a row up is ``pad``, which predicts nothing; each is a document of its own, with position 0.
@@ -164,11 +164,14 @@ def collate(rows: list[Row], seq_len: int, pad: int) -> tuple[dict[str, Any], Te
     documents = [document for row in rows for document in row]
     images = [document for document in documents if not document.is_video]
     videos = [document for document in documents if document.is_video]
+    grids = Grids([document.grid for document in images], [document.grid for document in videos])
+    check_visual_tokens(tokens, grids, args)
     inputs = {
         "input": tokens,
         "positions": positions,
         "patches": torch.cat([document.patches for document in images + videos]),
-        "grids": Grids([document.grid for document in images], [document.grid for document in videos]),
+        "places": patch_places(grids.images + grids.videos, args.vision.merge_size),
+        "grids": grids,
     }
     return inputs, labels
 
@@ -184,7 +187,8 @@ class ImageTextBatches(RankBatches):
         while True:
             rows = [self.rows[self.next_row + number] for number in self.ours]
             self.next_row += self.global_size
-            yield *collate(rows, self.rows.seq_len, self.rows.tokenizer.eos_id), self.position  # type: ignore[arg-type]
+            pad: int = self.rows.tokenizer.eos_id  # type: ignore[assignment]
+            yield *collate(rows, self.rows.args, self.rows.seq_len, pad), self.position
 
     @property
     def position(self) -> bytes:

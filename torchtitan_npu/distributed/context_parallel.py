@@ -36,12 +36,16 @@ class ContextParallel:
     """What a subclass's attention can do with."""
 
     def __init__(self, mesh: DeviceMesh, load_balancer: str | None) -> None:
-        if load_balancer not in self.load_balancers:
-            takes = " or ".join(repr(name or "") for name in self.load_balancers)
-            asked = f"parallelism.context_parallel_load_balancer {load_balancer!r}"
-            raise UsageError(f"{asked} is not for {type(self).__name__}: {takes}")
+        self.check_load_balancer(load_balancer)
         self.mesh = mesh
         self.head_tail = load_balancer == "headtail"
+
+    @classmethod
+    def check_load_balancer(cls, load_balancer: str | None) -> None:
+        if load_balancer not in cls.load_balancers:
+            takes = " or ".join(repr(name or "") for name in cls.load_balancers)
+            asked = f"parallelism.context_parallel_load_balancer {load_balancer!r}"
+            raise UsageError(f"{asked} is not for {cls.__name__}: {takes}")
 
     def parallelize(self, model: nn.Module) -> None:
         """Change ``model``, before it is checkpointed, compiled and sharded, so that its attention sees all tokens."""

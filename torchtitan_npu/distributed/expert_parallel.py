@@ -17,9 +17,9 @@ from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorPa
 from torchtitan.models.moe.utils import _permute, _unpermute
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from torchtitan_npu.converters.base import log_once
 from torchtitan_npu.converters.permute import NpuMoE
-from torchtitan_npu.rebind import rebound
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.rebind import rebound, refers_to
 
 
 def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> ParallelizeFunction:
@@ -28,16 +28,16 @@ def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> P
     if not experts:
         return parallelize
     if any(getattr(module, "use_grouped_mm", False) for module in experts):
-        log_once(
-            "npu_permute: expert parallel sorts as TorchTitan does, with the padding of torch._grouped_mm; see npu_gmm"
+        raise UsageError(
+            "model.converters: npu_permute with expert parallel needs npu_gmm here: torch._grouped_mm takes only "
+            "tokens that TorchTitan has sorted and padded; list npu_gmm too, or take npu_permute off the list"
         )
-        return parallelize
-    fused = rebound(parallelize, STYLES)
-    if fused is parallelize:
-        log_once(
-            f"npu_permute: expert parallel sorts as it did: {parallelize.__qualname__} uses none of TorchTitan's styles"
+    if not refers_to(parallelize, STYLES):
+        raise UsageError(
+            f"model.converters: npu_permute cannot sort for expert parallel: {parallelize.__qualname__} uses none of "
+            f"TorchTitan's styles ({', '.join(style.__name__ for style in STYLES)}); take it off the list"
         )
-    return fused
+    return rebound(parallelize, STYLES)
 
 
 def sort_by_expert(

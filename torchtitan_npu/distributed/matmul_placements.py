@@ -55,6 +55,11 @@ def product_ways(
 
     ``here`` are the placements that the inputs have now: partial sums are kept where there are any, never made, and a
     cut in an unusual order (``_StridedShard``) is as good as any if all tensors are cut in it.
+
+    torch's ``gen_single_dim_einsum_strategies``, which is private, makes nearly the same list from an equation. But it
+    has no dimension that is broadcast, offers sums where there are none, which is more to choose from and takes the
+    host longer, and gives placeholders that only the machinery for strategies of a single mesh dimension can fill in:
+    that asks for one list for both gradients, and leaves no room for the order among equals.
     """
     yield WHOLE, WHOLE, WHOLE
     strides = {None: None} | {cut.split_factor: None for cut in here if isinstance(cut, _StridedShard)}
@@ -63,9 +68,9 @@ def product_ways(
         for stride in strides:
             factors = (_cut(left, letter, stride) or WHOLE, _cut(right, letter, stride) or WHOLE)
             yield *factors, _cut(product, letter, stride) or Partial()
-    if any(map(is_sum, here)):
-        yield Partial(), WHOLE, Partial()
-        yield WHOLE, Partial(), Partial()
+    for total in dict.fromkeys(x for x in here if is_sum(x)):
+        yield total, WHOLE, total
+        yield WHOLE, total, total
 
 
 def matmul_ways(left: Sequence[int], right: Sequence[int], here: Sequence[Placement]) -> list[Way]:
@@ -103,8 +108,8 @@ def matmul_backward_ways(
 
 
 def is_sum(placement: Placement) -> bool:
-    """Whether the tensor is a sum over the ranks; no maximum, and no sum with conditions, which subclasses are."""
-    return type(placement) is Partial and placement.reduce_op == "sum"
+    """Whether the tensor is a sum or mean over the ranks; no maximum, and no sum with conditions, as subclasses are."""
+    return type(placement) is Partial and placement.reduce_op in Partial.LINEAR_REDUCE_OPS
 
 
 def is_cut(placement: Placement) -> bool:

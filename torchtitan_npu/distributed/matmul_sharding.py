@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,20 +38,36 @@ aten = torch.ops.aten
 OPS = (aten.matmul.default, aten.matmul_backward.default)
 
 
-def register_matmul_sharding() -> None:
-    """Let DTensor shard the two operators by these strategies, whatever it had for them; once, when a job starts.
+_replaced: list[dict[Any, Any]] = []
+"""What DTensor's tables had for the two operators, while ours are in its place."""
 
-    DTensor's registry belongs to the process. It has two tables: where an operator is in both, the newer one, of
-    strategies for a single mesh dimension, wins; and what was decided before is cached.
+
+def use_matmul_sharding(ours: bool) -> None:
+    """Let DTensor shard the two operators by these strategies; if not ``ours``, by whatever it had for them before.
+
+    DTensor's registry belongs to the process, so every job says what it wants of it when it starts. It has two tables
+    of strategies: where an operator is in both, the newer one, for a single mesh dimension, wins. What was decided
+    before is cached.
     """
+    if ours == bool(_replaced):
+        return
     propagator = DTensor._op_dispatcher.sharding_propagator
-    infos = (
-        RuntimeSchemaInfo(),
-        RuntimeSchemaInfo(static_argnum=3, needs_pytree=True),
-    )  # the mask is a list, and counts
-    for op, strategy, info in zip(OPS, (matmul_strategy, matmul_backward_strategy), infos, strict=True):
-        propagator.op_single_dim_strategy_funcs.pop(op, None)
-        propagator.register_op_strategy(op, strategy, info)
+    tables: list[dict[Any, Any]] = [
+        propagator.op_single_dim_strategy_funcs,
+        propagator.op_strategy_funcs,
+        propagator.op_to_schema_info,
+    ]
+    if ours:
+        _replaced.extend({op: table.pop(op) for op in OPS if op in table} for table in tables)
+        propagator.register_op_strategy(OPS[0], matmul_strategy, RuntimeSchemaInfo())
+        mask_counts = RuntimeSchemaInfo(static_argnum=3, needs_pytree=True)  # it is a list
+        propagator.register_op_strategy(OPS[1], matmul_backward_strategy, mask_counts)
+    else:
+        for table, entries in zip(tables, _replaced, strict=True):
+            for op in OPS:
+                table.pop(op, None)
+            table.update(entries)
+        _replaced.clear()
     _clear_sharding_prop_cache()
 
 
@@ -72,7 +89,7 @@ def matmul_backward_strategy(schema: OpSchema) -> OpStrategy:
         matmul_backward_ways(left.shape, right.shape, here, mask)
         for here in zip(*(x.placements for x in inputs), strict=True)
     ]
-    later = functools.partial(_sum_later, left, right) if mask[0] else None
+    later = functools.partial(_sum_later, left, right.placements) if mask[0] else None
     chosen = cheapest(inputs, ways, [left.shape, right.shape], later)
     return OpStrategy([_op_spec(inputs, chosen)])
 
@@ -81,23 +98,26 @@ def cheapest(
     inputs: Sequence[DTensorSpec],
     ways: Sequence[Sequence[Way]],
     outputs: Sequence[Sequence[int]],
-    later: Callable[[tuple[Way, ...]], float] | None = None,
+    later: Callable[[tuple[Placement, ...]], float] | None = None,
 ) -> tuple[Way, ...]:
     """One of ``ways[mesh_dim]`` for each mesh dimension, by the order in this file's first lines.
 
-    ``outputs`` are the shapes of the outputs, ``later`` gives the costs that are left for later.
+    ``outputs`` are the shapes of the outputs, ``later`` gives what the placements of the first leave to be paid later.
     """
-    later = later or (lambda combination: 0.0)
+    cost_later = functools.cache(later or (lambda placements: 0.0))
     here = zip(*(spec.placements for spec in inputs), strict=True)
     as_they_are = tuple(way for some, now in zip(ways, here, strict=True) for way in some if way.inputs == now)
-    if len(as_they_are) == len(ways) and later(as_they_are) == 0:  # there is at most one a mesh dimension
+    if (
+        len(as_they_are) == len(ways) and cost_later(_first_output(as_they_are)) == 0
+    ):  # there is at most one a mesh dimension
         return as_they_are
 
     # many combinations put an input in the same place
     costs = [functools.cache(functools.partial(_cost, spec)) for spec in inputs]
     combinations = list(itertools.product(*ways))
     totals = [
-        sum(cost(target) for cost, target in zip(costs, _targets(combination), strict=True)) + later(combination)
+        sum(cost(target) for cost, target in zip(costs, _targets(combination), strict=True))
+        + cost_later(_first_output(combination))
         for combination in combinations
     ]
     least = min(totals)
@@ -117,6 +137,10 @@ def _targets(combination: tuple[Way, ...]) -> list[tuple[Placement, ...]]:
     return list(zip(*(way.inputs for way in combination), strict=True))
 
 
+def _first_output(combination: tuple[Way, ...]) -> tuple[Placement, ...]:
+    return tuple(way.outputs[0] for way in combination)
+
+
 def _cost(spec: DTensorSpec, target: tuple[Placement, ...]) -> float:
     """What DTensor takes the collectives to cost that bring a tensor from ``spec`` to ``target``."""
     if spec.placements == target:
@@ -127,10 +151,9 @@ def _cost(spec: DTensorSpec, target: tuple[Placement, ...]) -> float:
     return redistribute_cost(spec, DTensorSpec(spec.mesh, target, tensor_meta=spec.tensor_meta))
 
 
-def _sum_later(left: DTensorSpec, right: DTensorSpec, combination: tuple[Way, ...]) -> float:
-    """What the sum of left's gradient will cost over the mesh dimensions where it is left one, and right is not cut."""
-    gradient = [way.outputs[0] for way in combination]
-    kept = [x.is_partial() and not is_cut(now) for x, now in zip(gradient, right.placements, strict=True)]
+def _sum_later(left: DTensorSpec, right: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> float:
+    """What the sum of left's ``gradient`` will cost over the mesh dimensions where it is one, and right is not cut."""
+    kept = [x.is_partial() and not is_cut(now) for x, now in zip(gradient, right, strict=True)]
     if not any(kept):
         return 0.0
     others = [x if is_cut(x) else WHOLE for x in gradient]

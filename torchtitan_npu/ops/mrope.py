@@ -37,21 +37,32 @@ def contract(
         if cache_mode == "interleave":
             yield "cache_mode must be default without an mrope_section: there is one axis only"
         return
-    section = list(mrope_section or ())
-    if len(section) not in (3, 4) or min(section) < 0 or sum(section) != rotary_dim // 2:
-        yield (
-            f"mrope_section must be 3 or 4 sizes that sum to half the last dimension of cos_sin_cache, "
-            f"{rotary_dim // 2}, not {section}"
-        )
+    section, interleaved = list(mrope_section or ()), cache_mode == "interleave"
+    if problem := section_problem(section, interleaved, rotary_dim):
+        yield problem
     if positions.dim() != 2 or positions.shape[0] != len(section):
         yield f"positions must have the shape ({len(section)}, tokens), a row for each of mrope_section {section}"
-    if cache_mode == "interleave":
-        if len(section) != 3:
-            yield f"cache_mode must be default with an mrope_section of {len(section)} sizes, not 'interleave'"
+    if interleaved:
         width = range(2, min(3 * section[2], rotary_dim // 2), 3)
         if width != range(2, min(3 * section[1], rotary_dim // 2), 3):
             # models end the channels of the width at 3 * section[2], torch_npu's documentation at 3 * section[1]
             yield f"mrope_section must give height and width as many channels for cache_mode interleave, not {section}"
+
+
+def section_problem(section: Sequence[int], interleaved: bool, rotary_dim: int) -> str | None:
+    """What is wrong with sharing out the ``rotary_dim / 2`` angles so, for operators and models; ``None`` if nothing.
+
+    Models say ``mrope_interleaved`` where the operator says ``cache_mode``.
+    """
+    sizes = list(section)
+    if len(sizes) not in (3, 4) or min(sizes) < 0 or sum(sizes) != rotary_dim // 2:
+        return (
+            f"mrope_section must be 3 or 4 sizes that sum to half of a head's {rotary_dim} rotated elements, "
+            f"{rotary_dim // 2}, not {sizes}, whose sum is {sum(sizes)}"
+        )
+    if interleaved and len(sizes) != 3:
+        return f"cache_mode must be default with an mrope_section of {len(sizes)} sizes: set mrope_interleaved = false"
+    return None
 
 
 def _tensors(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int) -> Iterator[str]:

@@ -27,6 +27,8 @@ def computed_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Sequen
         ctx.kept = None
         computed = compute(*saved)
         ctx.gradients = [None if node is None else one for node, one in zip(behind, computed, strict=True)]
+    if any(wanted) and all(one is None for one in ctx.gradients):
+        raise RuntimeError("a loss that hangs on a tensor has gradients for one backward pass, and this is a second")
     given = [one if now else None for now, one in zip(wanted, ctx.gradients, strict=True)]
     ctx.gradients = [None if now else one for now, one in zip(wanted, ctx.gradients, strict=True)]
     return given

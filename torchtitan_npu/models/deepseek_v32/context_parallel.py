@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
 from torchtitan_npu.models.deepseek_v32.documents import Documents
+
+# torch 2.13 has renamed it, and warns of the old name; torch 2.11 has only that
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 class Span(NamedTuple):
@@ -68,7 +71,7 @@ class GatheredKeys(OwnKeys):
         """Starts the all-gather of keys (bsz, tokens, widths), packed as one tensor (ranks, bsz, tokens, width)."""
         tensors = (kv, k_rope.squeeze(2), index_k)
         packed = torch.cat(tensors, dim=-1).unsqueeze(0)
-        return all_gather_tensor_autograd(packed, 0, (self.mesh, 0)), [tensor.shape[-1] for tensor in tensors]
+        return all_gather(packed, 0, (self.mesh, 0)), [tensor.shape[-1] for tensor in tensors]
 
     def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         gathered, widths = pending
@@ -95,20 +98,9 @@ class AttentionBySpans(nn.Module):
     def indexer_loss(self) -> Any:
         return self.attention.indexer_loss
 
-    def forward(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        k: Tensor,
-        k_rope: Tensor,
-        v: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        documents: list[list[tuple[int, Documents]]] | None,
-        scale: float,
-    ) -> Tensor:
+    def forward(self, *projected: Tensor, documents: list[list[tuple[int, Documents]]] | None, scale: float) -> Tensor:
         """As :class:`.inner_attention.SparseAttention`, with all keys for a rank's queries (bsz, tokens, ...)."""
+        q, q_rope, k, k_rope, v, index_q, index_k, index_weights = projected
 
         def attend(rows: slice, span: Span, start: int, own: Documents | None) -> Tensor:
             queries = slice(span.first, span.first + span.length)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
 from torchtitan.models.utils import trunc_normal_
 
+from torchtitan_npu.local import local
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
 
@@ -31,11 +32,6 @@ def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = N
     y = torch.complex(real, imaginary)  # (bsz, seqlen, n_heads, dim / 2)
     y = y * reshape_for_broadcast(freqs_cis, y, positions)
     return torch.cat([y.real, y.imag], dim=-1).to(x.dtype)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that all tensor-parallel ranks have."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
         for layer_id in range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers):
             self.layers[str(layer_id)] = MTPBlock(layer_id, model_args.as_titan_takes_it())
         if model_args.n_mtp_layers:
-            self.mtp_loss = AuxiliaryLoss("mtp_loss", model_args.mtp_loss_weight)
+            self.mtp_loss = AuxiliaryLoss("mtp_loss", model_args.mtp_loss_weight, of_labels=True)
         blocks: Any = self.layers.values()
         for block in blocks:
             block.attention = Attention(model_args)
@@ -38,6 +38,8 @@ class DeepSeekV32Model(DeepSeekV3Model):
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         if model_args.warmup:
             self.freeze_all_but_indexers()
+            for block in blocks:
+                block.ffn_norm.register_forward_pre_hook(_cut_off)
 
     def forward(
         self, tokens: Tensor, attention_masks: Documents | None = None, positions: Tensor | None = None
@@ -75,3 +77,12 @@ class DeepSeekV32Model(DeepSeekV3Model):
         if tokenizer.eos_id is None:
             raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
         return Documents.of(input_batch, tokenizer.eos_id)
+
+
+def _cut_off(norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """A frozen network's input in the warm-up: attention's output, on which the indexer's loss hangs, has a gradient.
+
+    The way to that loss leads past the network, along the residual. Through the network it would keep all that a
+    backward pass needs, and compute gradients that nobody uses.
+    """
+    return (inputs[0].detach(),)

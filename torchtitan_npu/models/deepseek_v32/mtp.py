@@ -61,8 +61,8 @@ def predict_further(
     """The states of all depths, normed for the output, of the main layers' ``h`` and the tokens' ``embeddings``.
 
     The sequence stays as long as it is, so that documents, positions and kernels need not know: the last k tokens of
-    depth k, whose next token the batch does not have, get zeros for it. No other token sees them, and they count
-    for no loss.
+    depth k, whose next token the batch does not have, get zeros for it. No other token sees them, and nothing is
+    predicted from them. The indexer's loss is of every query, theirs too.
     """
     states = []
     for block in blocks:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
@@ -29,8 +30,8 @@ def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config:
     model.model_args = args.as_titan_takes_it()  # which has context parallel for no attention with documents
     model = rebound(parallelize_deepseekv3, changes)(model, parallel_dims, job_config)
     model.model_args = args
-    if parallel_dims.fsdp_enabled and not parallel_dims.ep_enabled:  # with expert parallel, TorchTitan does it
-        prefetch_layers(list(model.layers.values()))
+    if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
+        prefetch_in_order(model)
     if args.warmup:
         model.freeze_all_but_indexers()  # again: TorchTitan's expert parallel makes new parameters, which learn
     return model
@@ -62,8 +63,19 @@ def compile_around_attention(model: Any, config: Compile, ep_enabled: bool) -> N
                 module.compile(**options)
 
 
-def prefetch_layers(blocks: list[Any]) -> None:
-    """Let FSDP gather the next layer's weights, forward or backward, while it computes with those of this one."""
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+def prefetch_in_order(model: Any) -> None:
+    """Let FSDP gather the next layer's weights, forward or backward, while it computes with those of this one.
+
+    TorchTitan does so under expert parallel only, and then leaves out the last layer's experts in the backward pass.
+    A pipeline stage may have no embedding or no output; the last norm's weights come with the output's.
+    """
+    in_order = [model.tok_embeddings, *model.layers.values(), model.output]
+    for module, following in pairwise(module for module in in_order if module is not None):
+        module.set_modules_to_forward_prefetch(gathered_for(following))
+        following.set_modules_to_backward_prefetch(gathered_for(module))
+
+
+def gathered_for(module: Any) -> list[FSDPModule]:
+    """What FSDP gathers the weights of for a layer: expert parallel has the experts sharded by themselves."""
+    experts = module.moe.experts if getattr(module, "moe_enabled", False) else None
+    return [module, experts] if isinstance(experts, FSDPModule) else [module]

@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.local import local
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
@@ -94,7 +94,7 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    one, other = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+    one, other = local(one), local(other)
     alike = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
     return alike and one.data_ptr() == other.data_ptr()
 

@@ -9,10 +9,10 @@ from torchtitan.models.qwen3 import get_train_spec as get_qwen3_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grids
+from torchtitan_npu.models.qwen3_vl.grids import Grids, patch_places
 from torchtitan_npu.models.qwen3_vl.model import Qwen3VLModel
 from torchtitan_npu.models.qwen3_vl.parallelize import parallelize_qwen3_vl
-from torchtitan_npu.models.qwen3_vl.positions import position_ids
+from torchtitan_npu.models.qwen3_vl.positions import check_visual_tokens, position_ids
 from torchtitan_npu.models.qwen3_vl.state_dict_adapter import Qwen3VLStateDictAdapter
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "Qwen3VLModelArgs",
     "Qwen3VLStateDictAdapter",
     "VisionArgs",
+    "check_visual_tokens",
+    "patch_places",
     "position_ids",
     "qwen3_vl_args",
 ]

@@ -10,7 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.qwen3_vl.mrope import section_problem
+from torchtitan_npu.ops.mrope import section_problem
 
 
 @dataclass
@@ -73,6 +73,11 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
             raise UsageError(problem)
         if self.attn_type != "sdpa":
             raise UsageError(f"attn_type must be 'sdpa', not {self.attn_type!r}: qwen3_vl masks documents by itself")
+        if list(self.vision.deepstack_layers) != sorted(set(self.vision.deepstack_layers)):
+            raise UsageError(
+                f"vision.deepstack_layers {self.vision.deepstack_layers} must rise: the first features go to the "
+                "decoder's first layer"
+            )
         deepest = max(self.vision.deepstack_layers, default=0)
         if deepest >= self.vision.n_layers or len(self.vision.deepstack_layers) > self.n_layers:
             raise UsageError(
@@ -82,6 +87,12 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         super().update_from_config(job_config, **kwargs)
+        validation = job_config.validation
+        if validation.enable and validation.seq_len > self.max_seq_len:
+            raise UsageError(
+                f"validation.seq_len is {validation.seq_len}; it must be at most training.seq_len, {self.max_seq_len}: "
+                "qwen3_vl has no angles for later positions"
+            )
         parallelism = job_config.parallelism
         if parallelism.context_parallel_degree > 1:
             raise UsageError(

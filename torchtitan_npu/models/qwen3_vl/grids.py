@@ -50,27 +50,28 @@ def patches_of(grids: Iterable[Grid]) -> int:
     return sum(t * h * w for t, h, w in grids)
 
 
-def coordinates(grids: Sequence[Grid], merge_size: int) -> Tensor:
-    """The row and column of each patch in its frame, (patches, 2) int64."""
+def patch_places(grids: Sequence[Grid], merge_size: int, device: torch.device | None = None) -> Tensor:
+    """Each patch's row and column in its frame, and how many of them the frame has: (patches, 4) int64."""
     places = []
     for t, h, w in grids:
-        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        place = torch.stack((rows, columns), dim=-1)  # (h, w, 2)
-        blocks = place.view(h // merge_size, merge_size, w // merge_size, merge_size, 2).transpose(1, 2)
-        places.append(blocks.reshape(-1, 2).repeat(t, 1))
+        rows = torch.arange(h, device=device).view(-1, merge_size)
+        columns = torch.arange(w, device=device).view(-1, merge_size)
+        # block by block, in a block row by row: (h / merge_size, w / merge_size, merge_size, merge_size)
+        row, column = torch.broadcast_tensors(rows[:, None, :, None], columns[None, :, None, :])
+        place = torch.stack((row, column, torch.full_like(row, h), torch.full_like(row, w)), dim=-1)
+        places.append(place.reshape(-1, 4).repeat(t, 1))
     return torch.cat(places)
 
 
-def interpolation(grids: Sequence[Grid], side: int, merge_size: int) -> tuple[Tensor, Tensor]:
+def interpolation(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Which 4 of ``side`` × ``side`` learned positions each patch lies between, and how near: both (patches, 4).
 
-    The learned grid is stretched over the image so that their corners meet.
+    The learned grid is stretched over the image so that their corners meet. ``places`` as :func:`patch_places` says.
     """
-    places = coordinates(grids, merge_size).float()
-    size = torch.cat([torch.tensor([h, w]).expand(t * h * w, 2) for t, h, w in grids])
-    places = places * (side - 1) / (size - 1).clamp(min=1)
-    low = places.floor()
-    far = places - low  # (patches, 2): how far from the lower neighbour, in rows and in columns
+    place, size = places.float().chunk(2, dim=-1)  # (patches, 2) each: rows and columns
+    place = place * (side - 1) / (size - 1).clamp(min=1)
+    low = place.floor()
+    far = place - low  # (patches, 2): how far from the lower neighbour, in rows and in columns
     near = torch.stack((1 - far, far), dim=-1)  # (patches, 2, 2)
     neighbours = torch.stack((low, low + 1), dim=-1).long().clamp(max=side - 1)  # (patches, 2, 2)
     index = neighbours[:, 0, :, None] * side + neighbours[:, 1, None, :]

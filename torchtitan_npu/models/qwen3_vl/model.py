@@ -13,10 +13,10 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grids, patches_of
-from torchtitan_npu.models.qwen3_vl.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.models.qwen3_vl.grids import Grids, patch_places, patches_of
 from torchtitan_npu.models.qwen3_vl.positions import document_mask, position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
+from torchtitan_npu.rotary.mrope import MRoPERotation, MRoPETables
 
 
 class Attention(Qwen3Attention):
@@ -25,7 +25,9 @@ class Attention(Qwen3Attention):
     def __init__(self, args: Qwen3VLModelArgs) -> None:
         super().__init__(args)
         del self.inner_attention  # which takes no mask
-        self.rotation = MRoPERotation(args.mrope_section, args.mrope_interleaved, args.head_dim)
+        self.rotation = MRoPERotation(
+            args.mrope_section, args.mrope_interleaved, args.n_heads, args.n_kv_heads, args.head_dim
+        )
 
     def forward(
         self, x: Tensor, rope_cache: Tensor, attention_masks: Tensor | None, positions: Tensor | None = None
@@ -90,23 +92,31 @@ class Qwen3VLModel(Qwen3Model):
         attention_masks: Tensor | None = None,
         positions: Tensor | None = None,
         patches: Tensor | None = None,
+        places: Tensor | None = None,
         grids: Grids | None = None,
     ) -> Tensor:
         """The logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen).
 
         ``patches`` (patches, patch_dim) are those of the batch's images, then those of its videos, with their
-        ``grids``. ``positions`` (3, bsz, seqlen), or packed (3, bsz * seqlen), begin anew where another document does,
-        and tokens attend to their own document only. Without them a row is one document, and where there are images
-        its positions are made here, for which the host waits for the tokens.
+        ``grids`` and their ``places`` (:func:`patch_places`), which are made here if there are none.
+
+        ``positions`` (3, bsz, seqlen), or packed (3, bsz * seqlen), begin anew where another document does, and tokens
+        attend to their own document only. Without them a row is one document, and where there are images its positions
+        are made here, for which the host waits for the tokens.
+
+        Whether the tokens have a place for each feature is for the dataloader to check, which has them on the host
+        (:func:`check_visual_tokens`).
         """
         grids = grids or Grids()
-        if positions is None and not grids:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape)
-        elif positions is None:
+        if positions is not None:
+            positions = self.mrope.checked(positions, tokens.shape)
+            if attention_masks is None:
+                attention_masks = document_mask(positions)
+        elif grids:
             positions = position_ids(tokens, grids, self.model_args)
-        elif attention_masks is None:
-            attention_masks = document_mask(positions.reshape(-1, *tokens.shape))
-        is_text, visual, *deepstack = self.visual_features(tokens, patches, grids)
+        else:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape)
+        is_text, visual, *deepstack = self.visual_features(tokens, patches, places, grids)
 
         h = self.tok_embeddings(tokens)  # (bsz, seqlen, dim)
         h = h * is_text + visual
@@ -117,21 +127,30 @@ class Qwen3VLModel(Qwen3Model):
                 h = h + deepstack[number]
         return self.output(self.norm(h))
 
-    def visual_features(self, tokens: Tensor, patches: Tensor | None, grids: Grids) -> tuple[Tensor, ...]:
+    def visual_features(
+        self, tokens: Tensor, patches: Tensor | None, places: Tensor | None, grids: Grids
+    ) -> tuple[Tensor, ...]:
         """What :class:`Spread` gives of this batch.
 
         The tower works for a batch of text too, on one block of nothing: its parameters have gradients in every step,
         and with FSDP every rank takes part in gathering them.
         """
-        args = self.model_args
+        args, merge_size = self.model_args, self.model_args.vision.merge_size
+        grids.check(merge_size)
         all_grids = grids.images + grids.videos
-        given = 0 if patches is None else patches.shape[0]
-        if given != patches_of(all_grids):
-            raise UsageError(f"{given} patches do not make the {patches_of(all_grids)} of {grids}")
-        if patches is None or not given:
-            all_grids = ((1, args.vision.merge_size, args.vision.merge_size),)
+        given = {"patches": 0 if patches is None else len(patches)}
+        if places is not None:
+            given["places"] = len(places)
+        for name, count in given.items():
+            if count != patches_of(all_grids):
+                raise UsageError(f"{count} {name} do not make the {patches_of(all_grids)} of {grids}")
+        if patches is None or not all_grids:
+            all_grids = ((1, merge_size, merge_size),)
             patches = torch.zeros(args.vision.patches_per_token, args.vision.patch_dim, device=tokens.device)
-        features = self.vision(patches, all_grids)
+            places = patch_places(all_grids, merge_size, tokens.device)
+        elif places is None:
+            places = patch_places(all_grids, merge_size).to(tokens.device)
+        features = self.vision(patches, places, all_grids)
         is_image = (tokens == args.image_token_id) & bool(grids.images)
         is_video = (tokens == args.video_token_id) & bool(grids.videos)
         # in the order of the features: all images, then all videos

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grid, Grids
+from torchtitan_npu.models.qwen3_vl.grids import Grid, Grids, patches_of
 
 
 def position_ids(tokens: Tensor, grids: Grids, args: Qwen3VLModelArgs) -> Tensor:
@@ -56,6 +56,21 @@ def _row(tokens: list[int], frames: Mapping[int, Iterator[Grid]], args: Qwen3VLM
         parts.append(part + start)
         index, start = index + length, start + advance
     return torch.cat(parts, dim=1)
+
+
+def check_visual_tokens(tokens: Tensor, grids: Grids, args: Qwen3VLModelArgs) -> None:
+    """Raise unless ``tokens`` (bsz, seqlen) have a place for each feature that the tower makes of ``grids``.
+
+    A dataloader calls it on each batch, where the tokens still are on the host. The model, which gets positions made
+    already, would have to wait for the device to count them: with fewer tokens features would be left out silently,
+    with more there would be none for the last ones.
+    """
+    grids.check(args.vision.merge_size)
+    kinds = (("image", args.image_token_id, grids.images), ("video", args.video_token_id, grids.videos))
+    for name, number, of_kind in kinds:
+        found, wanted = int((tokens == number).sum()), patches_of(of_kind) // args.vision.patches_per_token
+        if found != wanted:
+            raise UsageError(f"{found} {name} tokens ({number}) in a batch whose {grids} want {wanted} of them")
 
 
 def document_mask(positions: Tensor) -> Tensor:

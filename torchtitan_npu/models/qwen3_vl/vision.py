@@ -10,23 +10,8 @@ from torch import Tensor, nn
 from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.models.qwen3_vl.args import VisionArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grid, coordinates, frame_runs, interpolation
-
-
-def apply_rotary_vision(xq: Tensor, xk: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """``xq`` and ``xk`` (patches, heads, head_dim), each element rotated with the one half a head away, in float32.
-
-    ``table`` (patches, 2 * head_dim) int32: the bits of float32 cosines beside sines. FSDP casts what is floating among
-    a layer's inputs to its parameters' dtype, and angles do not stand bfloat16.
-    """
-    cos, sin = table.view(torch.float32).unsqueeze(1).chunk(2, dim=-1)  # (patches, 1, head_dim)
-
-    def rotated(x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        a, b = wide.chunk(2, dim=-1)
-        return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
-
-    return rotated(xq), rotated(xk)
+from torchtitan_npu.models.qwen3_vl.grids import Grid, frame_runs, interpolation
+from torchtitan_npu.rotary.patches import apply_rotary_vision
 
 
 class VisionAttention(nn.Module):
@@ -104,19 +89,17 @@ class VisionTower(nn.Module):
             {str(number): Merger(args, out_dim, norm_merged=True) for number in range(len(args.deepstack_layers))}
         )
 
-    def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, ...]:
+    def forward(self, patches: Tensor, places: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, ...]:
         """The features (tokens, out_dim) of the last layer, then those of each of ``deepstack_layers``.
 
-        ``patches`` (patches, patch_dim), those of all ``grids`` in turn.
+        ``patches`` (patches, patch_dim), those of all ``grids`` in turn, and their ``places`` (patches, 4).
         """
-        merge_size = self.args.merge_size
-        side = round(self.args.n_positions**0.5)
-        index, weight = (t.to(patches.device) for t in interpolation(grids, side, merge_size))
+        index, weight = interpolation(places, side=round(self.args.n_positions**0.5))
         learned = (self.pos_embed(index) * weight.unsqueeze(-1)).sum(dim=1)  # (patches, dim)
-        x = self.patch_embed(patches)
+        x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = x + learned.to(x.dtype)
 
-        table = self.rotary_table(coordinates(grids, merge_size).to(patches.device))
+        table = self.rotary_table(places[:, :2])
         runs = frame_runs(grids)
         deepstack: list[Tensor] = []
         for number, block in enumerate(self.layers.values()):
@@ -126,7 +109,7 @@ class VisionTower(nn.Module):
         return self.merger(x), *deepstack
 
     def rotary_table(self, places: Tensor) -> Tensor:
-        """What :func:`apply_rotary_vision` rotates patches at ``places`` (patches, 2) by, once for all layers.
+        """What :func:`apply_rotary_vision` rotates patches at rows and columns (patches, 2) by, once for all layers.
 
         Of a half head's angles the first half follows the row, the second the column.
         """

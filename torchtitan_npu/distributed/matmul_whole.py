@@ -1,4 +1,7 @@
-"""``aten.matmul`` and ``aten.matmul_backward`` on the CPU as torch_npu has them: whole, so that DTensor sees them."""
+"""``aten.matmul`` and ``aten.matmul_backward`` on the CPU as torch_npu has them: whole, so that DTensor sees them.
+
+For tests and benchmarks of the strategies; no job uses it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan_npu.distributed.matmul_sharding import OPS, register_matmul_sharding
+from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 
 aten = torch.ops.aten
 
@@ -63,15 +64,8 @@ def whole_matmul() -> Iterator[None]:
 @contextmanager
 def our_matmul_sharding() -> Iterator[None]:
     """Our strategies in this context, and what DTensor had before after it."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    tables: list[dict[Any, Any]] = [propagator.op_strategy_funcs, propagator.op_to_schema_info]
-    before = [{op: table[op] for op in OPS if op in table} for table in tables]
-    register_matmul_sharding()
+    use_matmul_sharding(True)
     try:
         yield
     finally:
-        for table, entries in zip(tables, before, strict=True):
-            for op in OPS:
-                table.pop(op)
-            table.update(entries)
-        _clear_sharding_prop_cache()
+        use_matmul_sharding(False)

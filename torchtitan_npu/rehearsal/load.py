@@ -1,82 +1,25 @@
-"""A training step without a device: fake tensors on ``npu``, ranks that exist in name only, and a stated expert load.
-
-On fake tensors the real torch_npu runs its schemas, shape functions and autograd, and computes no numbers
-(docs/rehearsal.md). Three things are needed besides:
-
-    with fake_ranks(64), fake_device(), StatedLoad(), Calls() as calls:
-        ...  # build, forward, backward, optimizer step
-    print(calls.count("npu"))
-"""
+"""A stated load of the experts: what the host reads of token counts, where tensors have no values."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtitan_npu.ops.arguments import by_name
+from torchtitan_npu.rehearsal.fake import BelowSubclasses
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-
-def fake_device() -> FakeTensorMode:
-    """Tensors made in this context have a shape, a dtype and a device, and no memory."""
-    # what was made outside (meshes, learning rates) is taken as it is
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextmanager
-def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one of ``world_size`` ranks whose collectives return at once and move nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it is kept by mesh, and the next one's groups have the same names
-
-
-class BelowSubclasses(TorchDispatchMode):
-    """A mode that sees what reaches the device: a DTensor's operators and collectives on its local tensors."""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(cls is Tensor or issubclass(cls, FakeTensor) for cls in types):
-            return NotImplemented  # the subclass unwraps itself, and what it then calls comes by here again
-        return self.call(op, args, kwargs or {})
-
-    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-
-class Calls(BelowSubclasses):
-    """Records the operators that are called, in forward, backward and optimizer, below autograd and below DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        """In order: ``"npu::npu_rms_norm"``, overloads by their common name."""
-
-    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.names.append(op._schema.name)
-        return op(*args, **kwargs)
-
-    def count(self, namespace: str) -> Counter[str]:
-        """How often each operator of ``namespace`` was called, by its name in it."""
-        parts = (name.partition("::") for name in self.names)
-        return Counter(name for space, _, name in parts if space == namespace)
-
+CONSTANTS = (aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default)
 
 Load = Callable[[int, int], list[int]]
 """``load(choices, experts)``: how many of the ``choices`` (tokens × top-k) fall on each expert; their sum is
@@ -89,13 +32,29 @@ def balanced(choices: int, experts: int) -> list[int]:
     return [share + (expert < left) for expert in range(experts)]
 
 
+def uneven(factor: float, ep: int, top_k: int) -> Load:
+    """The experts of the first of ``ep`` expert-parallel ranks get ``factor`` times as much as with a balanced load.
+
+    Without expert parallel, the first expert does. ``math.inf`` is the worst case: they get all that they can, which is
+    every token once each. The other experts share what is left.
+    """
+
+    def load(choices: int, experts: int) -> list[int]:
+        busy = experts // ep if ep > 1 else 1
+        most = min(choices, busy * (choices // top_k))  # a token takes an expert once
+        share = round(min(most, factor * choices * busy / experts))
+        return balanced(share, busy) + balanced(choices - share, experts - busy)
+
+    return load
+
+
 class StatedLoad(BelowSubclasses):
     """Answers what the host reads of token counts, by a stated load of the experts.
 
     A MoE layer counts the tokens of each expert on the device, and reads sums of these counts on the host to cut its
     tensors and all-to-alls. Fake tensors have no values to read. Here the counts (``torch.histc``) get the values
-    of ``load``, and every tensor that is computed from such tensors alone gets its value too. All ranks have the same
-    load. What the host reads beyond that stays an error.
+    of ``load``, single numbers the value that they are made with, and every tensor that is computed from such tensors
+    alone gets its value too. All ranks have the same load. What the host reads beyond that stays an error.
     """
 
     def __init__(self, load: Load = balanced) -> None:
@@ -114,6 +73,9 @@ class StatedLoad(BelowSubclasses):
             with unset_fake_temporarily():
                 counts = torch.tensor(self.load(args[0].numel(), output.numel()), dtype=output.dtype, device="cpu")
             self._values[output] = counts
+        elif op in CONSTANTS and output.numel() == 1:  # an optimizer's count of its steps
+            with unset_fake_temporarily():
+                self._values[output] = self._compute(op, args, kwargs)
         elif known:
             with unset_fake_temporarily():
                 values = self._compute(op, *tree_map_only(Tensor, self._values.__getitem__, (args, kwargs)))

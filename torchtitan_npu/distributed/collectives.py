@@ -1,4 +1,4 @@
-"""Records the collectives that DTensor calls, with what they carry."""
+"""Records the collectives that DTensor calls, with what they carry; for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -20,19 +20,6 @@ from torch import Tensor, nn
 from torchtitan_npu.errors import UsageError
 
 
-def section_problem(section: Sequence[int], interleaved: bool, rotary_dim: int) -> str | None:
-    """What is wrong with sharing out the ``rotary_dim / 2`` angles so; ``None`` if nothing is."""
-    sizes = list(section)
-    if len(sizes) not in (3, 4) or min(sizes) < 0 or sum(sizes) != rotary_dim // 2:
-        return (
-            f"mrope_section {sizes} sums to {sum(sizes)}; it must be 3 or 4 sizes that sum to {rotary_dim // 2}, half "
-            f"of the {rotary_dim} elements of a head that are rotated"
-        )
-    if interleaved and len(sizes) != 3:
-        return f"mrope_section {sizes} has {len(sizes)} sizes; interleaved it has 3: set mrope_interleaved = false"
-    return None
-
-
 def arrange(rows: Tensor, section: Sequence[int], interleaved: bool) -> Tensor:
     """Of ``rows`` (axes, ..., angles), for each angle the one of its axis: (..., angles)."""
     if not interleaved:
@@ -86,10 +73,18 @@ class MRoPETables(nn.Module):
 class MRoPERotation(nn.Module):
     """Rotates the queries and keys of one layer by what :class:`MRoPETables` made."""
 
-    def __init__(self, section: Sequence[int], interleaved: bool, head_dim: int, rotary_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        section: Sequence[int],
+        interleaved: bool,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+    ) -> None:
         super().__init__()
         self.section, self.interleaved = tuple(section), interleaved
-        self.head_dim = head_dim
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.rotary_dim = rotary_dim or head_dim
         """Of a head's elements the first so many are rotated, the others kept."""
 

@@ -1,0 +1,124 @@
+"""DeepSeek-V3.2's warm-up: the frozen networks run forward only. The indexer's loss: a mean over every query."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import JobConfig
+
+from tests.converters.models import convert
+from tests.models.deepseek_v32_models import build, model_args, start_batch, tokens
+from tests.models.deepseek_v32_training import (
+    CONVERTERS,
+    DIVERGENCE_TOLERANCE,
+    SELECTIVE,
+    WARMUP,
+    one_rank,
+    train,
+)
+from tests.multirank import run_on_ranks
+from tests.training import TOLERANCE, Record
+from torchtitan_npu.models.deepseek_v32.parallelize import apply_ac_that_saves_attention
+from torchtitan_npu.rehearsal import Calls
+
+PRODUCT = "npu_grouped_matmul"
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("converters", [(), ("npu_rms_norm", "npu_gmm", "npu_dsa")], ids=["eager", "converted"])
+def test_only_the_indexers_way_is_kept(mode: Any, converters: tuple[str, ...]) -> None:
+    model: Any = convert(build(model_args(warmup=True)), *converters)
+    followed = []
+
+    def follow(network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        followed.append(output.requires_grad)
+
+    for block in model.layers.values():
+        (block.moe if block.moe_enabled else block.feed_forward).register_forward_hook(follow)
+    if mode != "none":
+        config = JobConfig().activation_checkpoint
+        config.mode, config.selective_ac_option = mode, "op"
+        apply_ac_that_saves_attention(model, config, model_compile_enabled=False, op_sac_save_list=set())
+    start_batch(model)
+    with Calls() as calls:
+        F.cross_entropy(model(tokens()).flatten(0, 1), tokens().roll(-1).flatten()).backward()
+    assert len(followed) >= 3 and not any(followed)
+    forwards = 1 if mode == "none" else 2  # TorchTitan recomputes whole blocks, unless it is told to stop early
+    assert calls.count("npu")[PRODUCT] == (3 * 2 * forwards if converters else 0)  # two layers have experts
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".indexer." in name)
+
+
+def products(layout: dict[str, int], options: dict[str, Any]) -> int:
+    """How often a rank multiplies by experts in a step."""
+    import torchtitan_npu.train as entry
+
+    calls = Calls()
+
+    class Trainer(entry.Trainer):
+        def train_step(self, *args: Any) -> None:
+            with calls:
+                super().train_step(*args)
+
+    with patch.object(entry, "Trainer", Trainer):
+        train(layout, {"model.converters": CONVERTERS, **options}, 1)
+    return calls.count("npu")[PRODUCT]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "forwards"),
+    [
+        # eight parts of one row, each recomputed, and before the first of them one on the meta device, for its shapes
+        ({"pp": 2}, SELECTIVE, 2 * 8 + 1),
+        ({"ep": 2}, {"activation_checkpoint.mode": "full"}, 2 * 2),
+    ],
+    ids=["pp2 and selective AC", "ep2 and full AC"],
+)
+def test_experts_run_forward_only_on_any_layout(layout: dict[str, int], options: dict[str, Any], forwards: int) -> None:
+    (counted,) = {*run_on_ranks(2, products, layout, {**WARMUP, **options}, process_group=False)} - {0}
+    assert counted == 3 * forwards  # one layer has experts
+
+
+def train_without_some_labels(layout: dict[str, int], options: dict[str, Any]) -> Record:
+    import torchtitan_npu.train as entry
+
+    class Trainer(entry.Trainer):
+        def batch_generator(self, *args: Any) -> Iterator[Any]:
+            for inputs, labels in super().batch_generator(*args):
+                # more of the first rows than of the last: parts of the batch have different numbers of labels
+                missing = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0)).sort(dim=0)[0] < 0.4
+                yield inputs, labels.masked_fill(missing, IGNORE_INDEX)
+
+    with patch.object(entry, "Trainer", Trainer):
+        return train(layout, options, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "options"),
+    [
+        ({}, 1, {}),
+        ({}, 1, {"training.local_batch_size": 8}),  # the only one in which gradients do not accumulate
+        ({"shard": 2}, 2, {}),
+        ({"replicate": 2, "shard": 1}, 2, {}),
+        ({"pp": 2}, 2, {}),
+    ],
+    ids=str,
+)
+def test_the_indexers_loss_is_of_every_query_labelled_or_not(
+    layout: dict[str, int], ranks: int, options: dict[str, Any]
+) -> None:
+    """So it is that of a batch with all its labels, and so are its gradients."""
+    records = run_on_ranks(ranks, train_without_some_labels, layout, options, process_group=False)
+    expected = one_rank()
+    assert max(record.losses[0] for record in records) != pytest.approx(expected.losses[0], rel=TOLERANCE)
+    for record in records:
+        assert record.indexer_losses == pytest.approx(expected.indexer_losses[:1], abs=DIVERGENCE_TOLERANCE)
+        for name, gradient in record.gradients.items():
+            if ".indexer." in name:
+                assert (gradient - expected.gradients[name]).norm() <= TOLERANCE * gradient.norm(), name

@@ -1,0 +1,204 @@
+"""The doctor on this machine, and on machines that are not right: the right line is red."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from machine.conflicts import cautions, conflicts
+from machine.versions import numbers
+
+from torchtitan_npu.ops import OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+Lines = dict[str, dict[str, str]]
+
+
+def doctor(*options: str, environment: dict[str, str] | None = None, before: str = "") -> tuple[int, Lines]:
+    """The exit code, and the lines by what they are about; ``before`` is run by the shell first."""
+    command = f"{before} exec {sys.executable} tools/doctor.py --json {' '.join(options)}"
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.stdout, result.stderr[-2000:]
+    return result.returncode, {line["check"]: line for line in json.loads(result.stdout)}
+
+
+def statuses(lines: Lines, status: str) -> set[str]:
+    found = {check for check, line in lines.items() if line["status"] == status}
+    assert status == "green" or all(lines[check]["advice"] for check in found)
+    return found
+
+
+def test_this_machine_trains() -> None:
+    code, lines = doctor()
+    assert (code, statuses(lines, "red")) == (0, set())
+    for name in OPS:
+        assert lines[name]["status"] == "green"
+        error = float(re.fullmatch(r"error (\S+) of the largest value", lines[name]["what"])[1])  # type: ignore[index]
+        assert error <= 2**-8
+    # an operator that rounds its output has an error, and the doctor shows it
+    assert "error 0" not in lines["npu_swiglu"]["what"]
+    assert lines["gloo all-reduce"] == {
+        "status": "green",
+        "check": "gloo all-reduce",
+        "what": "2 ranks agree on the sum",
+        "advice": "",
+    }
+
+
+def test_no_npu_where_one_is_wanted() -> None:
+    code, lines = doctor("--home", "npu", "--only", "versions,devices,operators,collectives")
+    assert (code, statuses(lines, "red")) == (1, {"torch_npu", "CANN", "devices"})
+    assert "pip install torch_npu==2.13.0" in lines["torch_npu"]["advice"]
+    assert "no npu: PyTorch finds cpu only" in lines["devices"]["what"]
+    assert {"operators", "all-reduce"} <= statuses(lines, "yellow")  # not run, which is no success
+
+
+def install(folder: Path, name: str, version: str, files: dict[str, str] | None = None) -> None:
+    """A package as pip leaves it, with its metadata."""
+    info = folder / f"{name}-{version}.dist-info"
+    for path, text in {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        **(files or {}),
+    }.items():
+        target = folder / path if "/" in path else info / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+
+def install_cann(folder: Path, version: str) -> dict[str, str]:
+    """The file that CANN's installer leaves, and the variable that its ``set_env.sh`` sets."""
+    info = folder / "cann/aarch64-linux/ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\narch=aarch64\n")
+    return {"ASCEND_TOOLKIT_HOME": str(folder / "cann")}
+
+
+def test_versions_and_variables_that_do_not_go_together(tmp_path: Path) -> None:
+    install(tmp_path, "torch_npu", "2.9.0.post2")
+    environment = install_cann(tmp_path, "8.3.RC1") | {"PYTHONPATH": str(tmp_path)}
+    environment |= {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "2"}
+    code, lines = doctor("--only", "versions,environment", environment=environment)
+    assert code == 1
+    assert statuses(lines, "red") == {"torch_npu", "CANN", "ASCEND_LAUNCH_BLOCKING TASK_QUEUE_ENABLE"}
+    assert lines["torch_npu"]["what"].startswith("2.9.0.post2 with torch 2.13.0")
+    assert lines["torch_npu"]["advice"] == "pip install torch_npu==2.13.0"
+    assert (lines["CANN"]["what"], lines["CANN"]["advice"]) == ("8.3.RC1, older than 9.2.0", "install CANN 9.2.0")
+    assert {"torch", "torchtitan", "import torch"} <= statuses(lines, "green")
+
+
+def test_a_torch_npu_that_does_not_load(tmp_path: Path) -> None:
+    files = {
+        "entry_points.txt": "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
+        "torch_npu/__init__.py": "print('a warning')\nraise ImportError('libascendcl.so: cannot open shared object')\n",
+    }
+    install(tmp_path, "torch_npu", "2.13.0", files)
+    environment = install_cann(tmp_path, "9.2.0") | {"PYTHONPATH": str(tmp_path)}
+    code, lines = doctor("--only", "versions,devices", environment=environment)
+    assert (code, statuses(lines, "red")) == (1, {"import torch", "devices"})
+    assert "torch_npu" in lines["import torch"]["what"] and "set_env.sh" in lines["import torch"]["advice"]
+    assert {"torch", "torch_npu", "CANN"} <= statuses(lines, "green")
+
+
+def test_limits_of_the_host() -> None:
+    code, lines = doctor("--only", "host", before="ulimit -n 512;")
+    assert code == 0 and lines["open files"]["status"] == "yellow"
+    assert "at most 512 a process" in lines["open files"]["what"] and "ulimit -n 8192" in lines["open files"]["advice"]
+    assert {"cores", "host memory", "pinned memory", "shared memory"} < set(lines)
+
+
+def test_ranks_that_do_not_reach_each_other() -> None:
+    code, lines = doctor("--only", "collectives", environment={"GLOO_SOCKET_IFNAME": "nowhere"})
+    assert (code, statuses(lines, "red")) == (1, {"gloo all-reduce"})
+    assert "nowhere" in lines["gloo all-reduce"]["what"]
+
+
+def test_an_unknown_check_is_a_usage_error() -> None:
+    command = [sys.executable, "tools/doctor.py", "--only", "host,weather"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and "weather is none of versions, devices, host" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "1"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"},
+        {"PYTORCH_NPU_ALLOC_CONF": "garbage_collection_threshold:0.9,expandable_segments:True"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "PYTORCH_NO_NPU_MEMORY_CACHING": "1"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_DETERMINISTIC": "true"},
+        {"HCCL_ALGO": "level0:ring"},
+        {"HCCL_ALGO": "allreduce=level0:NA;level1:ring/allgather=level0:fullmesh;level1:NHR"},
+        {"HCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"},
+        {"TASK_QUEUE_ENABLE": "3"},
+        {"HCCL_OP_EXPANSION_MODE": "aiv"},
+        {"HCCL_BUFFSIZE": "0"},
+        {"OMP_NUM_THREADS": "many"},
+    ],
+    ids=str,
+)
+def test_conflicts(environment: dict[str, str]) -> None:
+    (conflict,) = conflicts(environment)
+    assert set(conflict.names) == set(environment)
+    # one variable alone conflicts with nothing
+    for name in environment if len(environment) > 1 else ():
+        assert conflicts({name: environment[name]}) == []
+
+
+def test_no_conflict() -> None:
+    harmless = {
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "TASK_QUEUE_ENABLE": "0",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64",
+        "HCCL_OP_EXPANSION_MODE": "AIV",
+        "HCCL_DETERMINISTIC": "false",
+        "HCCL_ALGO": "allreduce=level0:NA;level1:ring/allgather=level0:NA;level1:NHR",
+        "HCCL_BUFFSIZE": "120",
+    }
+    assert conflicts(harmless) == []
+    assert [caution.names for caution in cautions(harmless)] == [
+        ("ASCEND_LAUNCH_BLOCKING",),
+        ("HCCL_OP_EXPANSION_MODE",),
+    ]
+
+
+def test_the_docs_show_the_table_that_the_doctor_checks() -> None:
+    table: dict[str, Any] = tomllib.loads((ROOT / "tools/machine/versions.toml").read_text())
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs/install.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    documented = {(row[0], row[1]): row for row in rows}
+    for stack in table["stack"]:
+        _, _, cann, _, seen = documented[stack["torch"], stack["torch_npu"]]
+        assert (cann.split()[0], seen) == (stack["cann"], stack["seen"])
+    for other in table["other"]:
+        version = other["version"] if other.get("exact") else f"{other['version']} or newer"
+        assert documented[other["name"], version][2] == other["why"]
+    assert '"torchtitan==0.2.2"' in (ROOT / "pyproject.toml").read_text()
+    assert "torchtitan is pinned to 0.2.2" in (ROOT / "docs/install.md").read_text()
+
+
+def test_version_numbers() -> None:
+    assert numbers("2.12.0.post2+cpu") == (2, 12, 0)
+    assert numbers("8.3.RC1") == (8, 3)
+    assert numbers("9.2.0") > numbers("9.1.0") > numbers("8.5.0")

@@ -1,0 +1,190 @@
+"""The launcher: environment profiles, one-line refusals, one log a rank, and who failed first."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from launching import profile
+from launching.console import WithholdErrors
+from launching.failures import Failure, describe, gather_reports, write_report
+from machine.conflicts import conflicts
+
+from torchtitan_npu.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=1", "--comm.trace_buf_size=0"]
+
+
+def launch(folder: Path, *job: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    config = f"--job.config_file={ROOT / 'torchtitan_npu/train_configs/llama3_debugmodel.toml'}"
+    return subprocess.run(
+        ["bash", "tools/launch.sh", config, *JOB, f"--job.dump_folder={folder / 'job'}", *job],
+        cwd=ROOT,
+        env=os.environ | {"LOGS": str(folder / "logs"), "PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_a_job_that_trains_is_shown_and_logged(tmp_path: Path) -> None:
+    result = launch(tmp_path, OMP_NUM_THREADS="1")
+    console = result.stdout + result.stderr
+    assert result.returncode == 0, console[-3000:]
+    assert "launch: profile cpu: nothing to add\nlaunch: kept as you set it: OMP_NUM_THREADS=1\n" in console
+    assert "[rank0]:" in console and "step:  1" in console
+    (log,) = tmp_path.glob("logs/node0/*/attempt_0/0/stdout.log")
+    assert "step:  1" in log.read_text()
+
+
+def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
+    """Every rank exits, and only one of them says why."""
+    result = launch(tmp_path, "--training.seq_length=3", NPROC="2", OMP_NUM_THREADS="1")
+    assert result.returncode == 1
+    report = result.stderr[result.stderr.index("first failure: rank 0 (node 0, ") :]
+    assert "seq_length" in report.partition("its log:")[0]
+    assert "[rank1]:" not in result.stdout + result.stderr
+    assert len(list(tmp_path.glob("logs/node0/*/attempt_0/*/stderr.log"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        ({"NNODES": "two"}, "NNODES=two is not a number"),
+        ({"NPROC": "-1"}, "NPROC=-1 is not a number"),
+        ({"NNODES": "2"}, "NODE_RANK is not set: the number of this node, 0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is none of the 2 nodes, 0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is not set: the name or address of node 0"),
+        ({"PROFILE": "npuu"}, "PROFILE=npuu: no such profile; did you mean 'npu'?"),
+        (
+            {"PROFILE": "npu", "ASCEND_LAUNCH_BLOCKING": "1"},
+            "ASCEND_LAUNCH_BLOCKING=1 switches off the queue that TASK_QUEUE_ENABLE=2 asks for; unset "
+            "ASCEND_LAUNCH_BLOCKING, or set TASK_QUEUE_ENABLE=0 to debug (TASK_QUEUE_ENABLE comes from PROFILE=npu; ",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_start_is_one_line(environment: dict[str, str], error: str, tmp_path: Path) -> None:
+    result = launch(tmp_path, **environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: {error}")
+
+
+@pytest.mark.parametrize("name", profile.names())
+def test_a_shipped_profile_conflicts_with_nothing_and_gives_its_reasons(name: str) -> None:
+    variables = profile.read(name)
+    assert profile.apply(name, {}) == {variable.name: variable.value for variable in variables}
+    assert len({variable.name for variable in variables}) == len(variables)
+    assert all(variable.reason for variable in variables)
+
+
+def test_the_profile_of_the_npu() -> None:
+    assert {"npu", "npu_aiv", "cuda", "cpu"} == set(profile.names())
+    npu, aiv = profile.apply("npu", {}), profile.apply("npu_aiv", {})
+    assert npu["TASK_QUEUE_ENABLE"] == "2" and npu["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+    assert npu.items() < aiv.items()
+    assert set(aiv) - set(npu) == {"HCCL_OP_EXPANSION_MODE", "HCCL_OP_BASE_FFTS_MODE_ENABLE", "HCCL_ALGO"}
+
+
+def test_what_the_user_set_is_kept() -> None:
+    own = {"TASK_QUEUE_ENABLE": "0", "ASCEND_LAUNCH_BLOCKING": "1", "HCCL_BUFFSIZE": ""}
+    with pytest.raises(UsageError, match="HCCL_BUFFSIZE= is not a whole number"):  # set, if to nothing
+        profile.apply("npu", own)
+    own["HCCL_BUFFSIZE"] = "120"
+    added = profile.apply("npu", own)
+    assert not set(added) & set(own) and "CPU_AFFINITY_CONF" in added
+    assert conflicts(own | added) == []
+    assert profile.apply("none", own) == {}
+
+
+def test_a_conflict_of_the_user_s_own_names_no_profile() -> None:
+    with pytest.raises(UsageError) as error:
+        profile.apply("cpu", {"HCCL_ALGO": "level0:ring"})
+    assert "level0:NA" in str(error.value) and "PROFILE" not in str(error.value)
+
+
+def test_a_profile_of_one_s_own_needs_reasons_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.env"
+    path.write_text("# About the file.\n\n# a = b\n# and more\nONE=a=b;c:d\n")
+    assert profile.read(str(path)) == [profile.Variable("ONE", "a=b;c:d", "a = b and more")]
+    path.write_text("# About the file.\n\nONE=1\n")
+    with pytest.raises(UsageError, match=r"mine.env:3: ONE has no comment above it"):
+        profile.read(str(path))
+    path.write_text("# why\nexport ONE=1\n")
+    with pytest.raises(UsageError, match=r"mine.env:2: 'export ONE=1' is not NAME=value"):
+        profile.read(str(path))
+
+
+def failure(rank: int, when: float, error: str = "", exit_code: int = 1) -> Failure:
+    return Failure(rank, rank // 2, f"host{rank // 2}", exit_code, when, error, f"log{rank}")
+
+
+def test_the_cause_comes_first() -> None:
+    now = time.time()
+    killed = failure(3, now - 100, "step 7", -signal.SIGKILL)  # its last line is old, and torchrun did not end it
+    timed_out = failure(1, now, "Traceback\nRuntimeError: timed out")
+    silent = failure(0, now - 200, "")
+    ended = failure(2, now - 300, "step 7", -signal.SIGTERM)
+    lines = describe({0: [silent, timed_out], 1: [ended, killed]}, 3).splitlines()
+    assert lines[0].startswith("first failure: rank 3 (node 1, host1), ended by SIGKILL, at ")
+    assert lines[1:3] == ["  step 7", "  its log: log3"]
+    assert [line.split(",")[0] for line in lines[3:6]] == [f"after it: rank {r} (node {r // 2}" for r in (1, 0, 2)]
+    assert "RuntimeError: timed out (its log: log1)" in lines[3] and "ended with it" in lines[5]
+    assert lines[6].startswith("node 2 has not reported")
+
+
+def test_reports_of_an_earlier_launch_do_not_count(tmp_path: Path) -> None:
+    now = time.time()
+    for node in (0, 1):
+        write_report(tmp_path, node, [failure(2 * node, now, "error")])
+    assert set(gather_reports(tmp_path, 2, started=now)) == {0, 1}
+    os.utime(tmp_path / "node0.failures.json", (now - 3600, now - 3600))
+    assert set(gather_reports(tmp_path, 2, started=now, patience=0)) == {1}
+
+
+def test_errors_of_rank_0_wait() -> None:
+    console = io.StringIO()
+    shown = WithholdErrors(console, seconds=60)
+    print("step 1", file=shown)
+    for line in ("Traceback (most recent call last):", "RuntimeError: timed out"):
+        print(line, file=shown)
+    assert console.getvalue() == "step 1\n"
+    shown.release()
+    assert console.getvalue().endswith("step 1\nTraceback (most recent call last):\nRuntimeError: timed out\n")
+    print("step 2", file=shown)
+    print("[rank0]:[E1115 12:00:00 ProcessGroup.cpp] Watchdog caught a time-out", file=shown)
+    shown.release(drop=True)
+    assert console.getvalue().endswith("timed out\nstep 2\n")
+
+
+def test_a_job_that_survives_its_error_is_shown_again() -> None:
+    console = io.StringIO()
+    shown = WithholdErrors(console, seconds=0.05)
+    print("Traceback (most recent call last):\nstep 2", file=shown)
+    deadline = time.monotonic() + 10
+    while "step 2" not in console.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("step 3", file=shown)
+    assert console.getvalue() == "Traceback (most recent call last):\nstep 2\nstep 3\n"
+
+
+def test_the_docs_show_the_profiles() -> None:
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs/launch.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    npu, aiv = profile.apply("npu", {}), profile.apply("npu_aiv", {})
+    assert [[f"`{name}`", npu.get(name, ""), value] for name, value in aiv.items()] == [
+        row for row in rows if row[0].strip("`") in aiv
+    ]

@@ -1,0 +1,218 @@
+"""The tool that rehearses a job: what it says is what a real start and a real step would show."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.layouts import job_config
+from tests.multirank import run_on_ranks
+from torchtitan_npu.config_manager import PACKAGE, JobConfigManager
+from torchtitan_npu.rehearsal.load import balanced, uneven
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+CONFIGS = PACKAGE / "train_configs"
+LLAMA, DEEPSEEK = CONFIGS / "llama3_debugmodel.toml", CONFIGS / "deepseek_v32_debugmodel.toml"
+DEGREE = "--parallelism.{}_parallel_degree"
+TP, EP, CP, PP = (DEGREE.format(name) for name in ("tensor", "expert", "context", "pipeline"))
+
+ANY_BATCH = ["--training.global_batch_size", "-1"]
+
+BROKEN = {
+    "heads": (LLAMA, [TP, "32", *ANY_BATCH], "does not divide n_heads"),
+    "experts": (DEEPSEEK, [EP, "32", *ANY_BATCH], "does not divide the 8 experts"),
+    "sequence": (LLAMA, [CP, "4", "--training.seq_len", "132", *ANY_BATCH], "training.seq_len 132 is no multiple of 8"),
+    "converter": (LLAMA, ["--model.converters", "npu_gmm", *ANY_BATCH], "npu_gmm"),
+}
+"""By what is wrong: the file, the options, what the error says."""
+
+
+def load(file: Path, *options: str) -> Any:
+    return JobConfigManager().parse_args(["--job.config_file", str(file), *options])
+
+
+def rehearse(*arguments: str | Path) -> int:
+    import rehearse as tool
+
+    return tool.main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_job_that_cannot_run_fails_with_the_error_of_a_real_start(
+    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchtitan_npu.train as entry
+
+    file, options, words = BROKEN[what]
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(file), *options])
+    monkeypatch.setattr(entry, "init_logger", lambda: None)  # it would log to this test's stderr ever after
+    with pytest.raises(SystemExit) as exit:
+        entry.main()
+    real = capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 2 and words in real
+    assert rehearse("--config", file, "--world-size", "32", *options) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == real
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "rehearsal.json", tmp_path / "rehearsal.png"
+    options = ["--config", DEEPSEEK, "--world-size", "4", PP, "2", EP, "2", "--json", out, "--picture", picture]
+    assert rehearse(*options, "--training.local_batch_size", "2", *ANY_BATCH) == 0
+    assert "stand-ins" in capsys.readouterr().out
+    report = json.loads(out.read_text())
+    assert (report["layout"], report["world_size"]) == ("PP2 EP2", 4)
+    first, last = report["ranks"]
+    assert (first["rank"], last["rank"]) == (0, 2)
+    assert first["modules"].startswith("tok_embeddings, layers 0") and last["modules"].endswith("norm, output")
+    for rank in report["ranks"]:
+        assert sum(rank["at_peak"].values()) == rank["peak"] and rank["fits"]
+        assert rank["where"].startswith(("layers.", "norm", "output", "tok_embeddings"))
+        assert {one["group"] for one in rank["collectives"]} >= {"pp"}
+        assert not rank["without_gradient"]
+    # 1F1B: while the last stage has one batch under way, the first has as many as there are stages
+    assert first["at_peak"]["activations"] > last["at_peak"]["activations"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_gets_advice_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rehearsal.json"
+    small = ["--config", LLAMA, "--world-size", "2", "--device-memory", "0.001GiB"]
+    assert rehearse(*small, "--advise", "--json", out, *ANY_BATCH) == 1
+    advice = {one["change"]: one["peak"] for one in json.loads(out.read_text())["advice"]}
+    peak = json.loads(out.read_text())["ranks"][0]["peak"]
+    assert "does not fit" in capsys.readouterr().out
+    assert {change.split(" = ")[0] for change in advice} >= {
+        "optimizer.swap",
+        "activation_checkpoint.mode",
+        "training.local_batch_size",
+    }
+    assert all(lower < peak for change, lower in advice.items() if "local_batch_size" in change)
+
+
+def measured(layout: dict[str, int]) -> tuple[int, int, int]:
+    """The real Trainer on this rank: its second step's peak, as blocks of real tensors; FLOPs; bytes sent."""
+    import torchtitan_npu.train as entry
+    from torchtitan_npu.rehearsal.memory import Memory
+    from torchtitan_npu.rehearsal.rank import Recorder, _add_standing, _mark_phases
+    from torchtitan_npu.rehearsal.traffic import Traffic
+
+    config = measured_job(layout)
+    with tempfile.TemporaryDirectory() as folder:
+        config.job.dump_folder = folder
+        trainer: Any = entry.Trainer(config)
+        memory = Memory(trainer.device)
+        _add_standing(memory, trainer)
+        recorder = Recorder(memory, Traffic.over(trainer.parallel_dims))
+        batches = trainer.batch_generator(trainer.dataloader)
+        trainer.step = 1
+        with recorder.recording():
+            _mark_phases(trainer, memory)
+            trainer.train_step(batches)
+            recorder.flops = 0
+            recorder.traffic.sent.clear()
+            memory.restart_peak()
+            trainer.step = 2
+            trainer.train_step(batches)
+        trainer.close()
+    return memory.peak.total, recorder.flops, sum(recorder.traffic.sent.values())
+
+
+def measured_job(layout: dict[str, int]) -> Any:
+    from tests.layouts import add_flavors
+
+    add_flavors()
+    options = {"metrics.log_freq": 1 << 20, "activation_checkpoint.mode": "full"}
+    return job_config("llama3", layout, options)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["FSDP2", "TP2"])
+def test_memory_and_work_are_those_of_a_real_step(layout: dict[str, int]) -> None:
+    from torchtitan_npu.rehearsal.rank import rehearse_rank
+
+    real = run_on_ranks(2, measured, layout, process_group=False)[0]
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        rehearsal = rehearse_rank(measured_job(layout), 2)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    assert rehearsal.flops == real[1]
+    counting = 0 if layout else 8  # data-parallel ranks add up their numbers of tokens
+    assert sum(rehearsal.sent.values()) + counting == real[2]
+    # a real collective holds its input until it is waited for; the model is so small that this is seen
+    assert 0 <= real[0] - rehearsal.peak < 0.01 * real[0]
+
+
+def test_standing_memory_is_the_arithmetic_of_parameters() -> None:
+    from torchtitan_npu.rehearsal.fake import fake_ranks
+    from torchtitan_npu.rehearsal.rank import rehearse_rank
+    from torchtitan_npu.rehearsal.trainer import RehearsedTrainer
+
+    config = load(DEEPSEEK)
+    with ExitStack() as contexts:
+        contexts.enter_context(fake_ranks(4))
+        trainer = RehearsedTrainer(config, contexts)
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model_parts[0].parameters()]
+        elements = sum(shard.numel() for shard in shards)
+        rounding = 512 * len(shards)
+    plain = rehearse_rank(config, 4)
+    config.optimizer.swap = True
+    swapped = rehearse_rank(config, 4)
+    for category, size in (("parameters", 4), ("gradients", 4), ("optimizer states", 8)):
+        assert 0 <= plain.standing[category] - size * elements <= 2 * rounding, category
+    assert 0 <= swapped.host - 8 * elements <= 2 * rounding and not swapped.standing.get("optimizer states")
+    assert sum(plain.standing.values()) - sum(swapped.standing.values()) >= 8 * elements
+
+
+def test_flops_of_a_dense_model() -> None:
+    from torchtitan_npu.preflight import build_on_meta
+    from torchtitan_npu.rehearsal.rank import rehearse_rank
+
+    config = load(LLAMA, "--activation_checkpoint.mode", "none")
+    rehearsal = rehearse_rank(config, 1)
+    model: Any = build_on_meta(config)
+    args, training = model.model_args, config.training
+    linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    tokens = training.local_batch_size * training.seq_len * rehearsal.accumulated
+    # scores and values forward, and five such products backward: the scores again, and the gradients of all four
+    attention = 2 * (2 + 5) * args.n_layers * training.seq_len * args.dim
+    assert rehearsal.flops == tokens * (3 * 2 * linears + attention)
+
+
+def test_load() -> None:
+    assert uneven(1.0, 4, 2)(160, 8) == balanced(160, 8)
+    assert uneven(1.5, 4, 2)(160, 8) == [30, 30, *balanced(100, 6)]
+    assert uneven(math.inf, 4, 2)(160, 8) == [80, 80, 0, 0, 0, 0, 0, 0]
+    assert uneven(math.inf, 8, 2)(160, 8) == [80, *balanced(80, 7)]  # a token takes one expert once
+    assert uneven(2.0, 1, 2)(160, 8) == [40, *balanced(120, 7)]
+
+
+def test_busier_experts_need_more_memory(tmp_path: Path) -> None:
+    peaks = []
+    for expert_load in ("balanced", "1.5", "worst"):
+        out = tmp_path / f"{expert_load}.json"
+        rehearse(
+            "--config", DEEPSEEK, "--world-size", "4", EP, "4", "--expert-load", expert_load, "--json", out, *ANY_BATCH
+        )
+        peaks.append(json.loads(out.read_text())["ranks"][0]["peak"])
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_many_ranks() -> None:
+    from torchtitan_npu.rehearsal.rank import rehearse_rank
+
+    config = load(LLAMA, TP, "8", PP, "2", "--training.local_batch_size", "2", "--training.global_batch_size", "-1")
+    rehearsal = rehearse_rank(config, 16384, 8192)
+    assert ("fsdp", "reduce_scatter") in rehearsal.sent and rehearsal.standing["parameters"] > 0

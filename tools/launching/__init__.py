@@ -1,0 +1,1 @@
+"""What tools/launch.py is made of."""

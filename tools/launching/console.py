@@ -1,0 +1,53 @@
+"""Shows what rank 0 writes as it comes, but not its errors: the cause may be another rank, to be read first."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from typing import TextIO
+
+ERROR = re.compile(
+    r"Traceback \(most recent call last\)"
+    r"|\[E\d{4} "  # PyTorch's C++ log: time-outs of collectives
+    r"|terminate called"
+    r"|ERR\d{5}|EI\d{4}"  # torch_npu's and HCCL's error codes
+)
+
+
+class WithholdErrors(io.TextIOBase):
+    """Passes lines on to ``console`` until one begins an error; that and what follows waits for :meth:`release`.
+
+    A job may survive an error that it logs: after ``seconds`` without an end, what waited is shown, and the rest too.
+    """
+
+    def __init__(self, console: TextIO, seconds: float = 30) -> None:
+        self.console = console
+        self.seconds = seconds
+        self.withheld: list[str] = []
+        self.timer: threading.Timer | None = None
+        self.lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self.lock:
+            if self.timer is None and ERROR.search(text):
+                self.timer = threading.Timer(self.seconds, self.release)
+                self.timer.daemon = True
+                self.timer.start()
+            if self.timer is None:
+                self.console.write(text)
+                self.console.flush()
+            else:
+                self.withheld.append(text)
+        return len(text)
+
+    def release(self, drop: bool = False) -> None:
+        """Show what waited, or ``drop`` it, and begin again."""
+        with self.lock:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+            if not drop:
+                self.console.write("".join(self.withheld))
+                self.console.flush()
+            self.withheld.clear()

@@ -1,0 +1,127 @@
+"""Which rank failed first, on whichever node, and what it said.
+
+When a rank fails, the others fail after it: connections that close, collectives that time out. Each node's launcher
+writes down its failed ranks in the folder of the logs; where the nodes share that folder, each can tell who was first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+LAST_LINES = 30
+"""Of a rank that left no traceback: how much of its log is shown."""
+PATIENCE = 40.0
+"""Seconds to wait for the other nodes' reports: torchrun gives the other ranks of a node 30 to end."""
+SKEW = 60.0
+"""Seconds by which clocks may differ: a report that is older than this launch by more is of an earlier one."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed rank."""
+
+    rank: int
+    node: int
+    host: str
+    exit_code: int
+    time: float
+    """When it failed, in seconds since the epoch."""
+    error: str
+    """Its traceback, or the end of its log."""
+    log: str
+    """The folder with its ``stdout.log`` and ``stderr.log``."""
+
+    @property
+    def ended_by_torchrun(self) -> bool:
+        """torchrun ends the ranks that still run when another has failed."""
+        return self.exit_code == -signal.SIGTERM
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The smallest is the cause. A mistake in the job makes every rank exit, and only one of them says why."""
+        return self.ended_by_torchrun, not self.error, self.time
+
+    def __str__(self) -> str:
+        code = f"exit code {self.exit_code}"
+        if self.exit_code < 0:
+            code = f"ended by {signal.Signals(-self.exit_code).name}"
+        return f"rank {self.rank} (node {self.node}, {self.host}), {code}"
+
+
+def failures_of(error: ChildFailedError, node: int, logs: dict[int, Path]) -> list[Failure]:
+    """The failed ranks of this node; ``logs``: the folder of each local rank."""
+    return [_failure(rank, failure, node, logs[failure.local_rank]) for rank, failure in error.failures.items()]
+
+
+def _failure(rank: int, failure: ProcessFailure, node: int, log: Path) -> Failure:
+    outputs = [path for path in (log / "stderr.log", log / "stdout.log") if path.is_file()]
+    recorded = log / "error.json"
+    # a rank that raised wrote the file then, and torchrun's own time is in whole seconds; one that was killed wrote its
+    # last line before the others could notice
+    written = [recorded] if recorded.is_file() else outputs
+    when = max((path.stat().st_mtime for path in written), default=float(failure.timestamp))
+    ends = ["\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:]) for path in outputs]
+    text = _traceback(failure) or next(filter(None, ends), "")
+    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log))
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, dict):
+        return ""
+    return message["extraInfo"].get("py_callstack") or message["message"]
+
+
+def report_path(logs: Path, node: int) -> Path:
+    return logs / f"node{node}.failures.json"
+
+
+def write_report(logs: Path, node: int, failures: list[Failure]) -> None:
+    """All at once: another node may be reading."""
+    path = report_path(logs, node)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps([asdict(failure) for failure in failures], indent=1))
+    os.replace(part, path)
+
+
+def gather_reports(logs: Path, nodes: int, started: float, patience: float = PATIENCE) -> dict[int, list[Failure]]:
+    """The failures of each node that reported before the ``patience`` ended; this launch has ``started`` then."""
+    deadline = time.monotonic() + patience
+    while True:
+        reports = dict(_reports(logs, nodes, started))
+        if len(reports) == nodes or time.monotonic() > deadline:
+            return reports
+        time.sleep(0.2)
+
+
+def _reports(logs: Path, nodes: int, started: float) -> Iterator[tuple[int, list[Failure]]]:
+    for node in range(nodes):
+        path = report_path(logs, node)
+        if path.is_file() and path.stat().st_mtime > started - SKEW:
+            yield node, [Failure(**fields) for fields in json.loads(path.read_text())]
+
+
+def describe(reports: dict[int, list[Failure]], nodes: int) -> str:
+    """What the user reads: the first failure with its error, then a line for each that followed."""
+    first, *later = sorted((f for failures in reports.values() for f in failures), key=lambda f: f.order)
+    lines = [f"first failure: {first}, at {time.strftime('%H:%M:%S', time.localtime(first.time))}"]
+    lines += [f"  {line}" for line in first.error.splitlines()] or ["  it said nothing"]
+    lines += [f"  its log: {first.log}"]
+    for failure in later:
+        what = "ended with it" if failure.ended_by_torchrun else (failure.error.splitlines() or [""])[-1]
+        lines.append(f"after it: {failure}: {what} (its log: {failure.log})")
+    lines += [
+        f"node {node} has not reported: its ranks still run, or the nodes do not share the folder of the logs"
+        for node in range(nodes)
+        if node not in reports
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""Environment profiles: ``train_configs/env/NAME.env``, a reason above each variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine.conflicts import conflicts
+
+from torchtitan_npu.errors import UsageError, nearest
+
+FOLDER = Path(__file__).resolve().parents[2] / "torchtitan_npu" / "train_configs" / "env"
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    value: str
+    reason: str
+
+
+def names() -> list[str]:
+    """The profiles there are."""
+    return sorted(path.stem for path in FOLDER.glob("*.env"))
+
+
+def read(profile: str) -> list[Variable]:
+    """The variables of ``profile``: a name of :func:`names`, the path of such a file, or ``none``."""
+    if profile == "none":
+        return []
+    path = Path(profile) if profile.endswith(".env") else FOLDER / f"{profile}.env"
+    if not path.is_file():
+        known = [*names(), "none"]
+        raise UsageError(f"PROFILE={profile}: no such profile{nearest(profile, known)} (there are {', '.join(known)})")
+    variables: list[Variable] = []
+    reason: list[str] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        name, equals, value = line.partition("=")
+        if line.startswith("#"):
+            reason.append(line[1:].strip())
+        elif not line.strip():
+            reason = []
+        elif not (equals and name.isidentifier()):
+            raise UsageError(f"{path}:{number}: {line!r} is not NAME=value")
+        elif not reason:
+            raise UsageError(f"{path}:{number}: {name} has no comment above it that says why")
+        else:
+            variables.append(Variable(name, value, " ".join(reason)))
+            reason = []
+    return variables
+
+
+def apply(profile: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What ``profile`` adds to ``environment``: nothing that is set there already, and nothing that conflicts."""
+    added = {v.name: v.value for v in read(profile) if v.name not in environment}
+    for conflict in conflicts({**environment, **added}):
+        ours = [name for name in conflict.names if name in added]
+        source = f" ({', '.join(ours)} comes from PROFILE={profile}; what you set yourself is kept)" if ours else ""
+        raise UsageError(f"{conflict}{source}")
+    return added

@@ -1,0 +1,1 @@
+"""What tools/doctor.py checks, one file a kind of check."""

@@ -1,0 +1,158 @@
+"""Environment variables that fight each other or that nobody would understand, for the doctor and the launcher.
+
+Each rule takes the environment and yields :class:`Conflict`; where it comes from is said beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+Environment = Mapping[str, str]
+YES = ("1", "true")
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """``names``: the variables to look at; ``why``: what happens; ``advice``: what to do."""
+
+    names: tuple[str, ...]
+    why: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.why}; {self.advice}"
+
+
+def conflicts(environment: Environment) -> list[Conflict]:
+    """Every conflict in ``environment``."""
+    return [conflict for rule in RULES for conflict in rule(environment)]
+
+
+def allocator_options(text: str) -> dict[str, str]:
+    """``"a:1,b:2"`` as a dictionary."""
+    pairs = (part.partition(":") for part in text.split(",") if part.strip())
+    return {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+
+
+def task_queue(environment: Environment) -> Iterator[Conflict]:
+    """torch_npu's reference of TASK_QUEUE_ENABLE: with synchronous launches the queue is off, whatever it says."""
+    queue = environment.get("TASK_QUEUE_ENABLE", "0")
+    if environment.get("ASCEND_LAUNCH_BLOCKING") == "1" and queue != "0":
+        yield Conflict(
+            ("ASCEND_LAUNCH_BLOCKING", "TASK_QUEUE_ENABLE"),
+            f"ASCEND_LAUNCH_BLOCKING=1 switches off the queue that TASK_QUEUE_ENABLE={queue} asks for",
+            "unset ASCEND_LAUNCH_BLOCKING, or set TASK_QUEUE_ENABLE=0 to debug",
+        )
+
+
+def allocator(environment: Environment) -> Iterator[Conflict]:
+    """torch_npu's allocator refuses the first two; without a cache it has nothing to configure."""
+    name = "PYTORCH_NPU_ALLOC_CONF"
+    if name not in environment:
+        return
+    options = allocator_options(environment[name])
+    others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in options]
+    if options.get("expandable_segments") == "true" and others:
+        yield Conflict(
+            (name,),
+            f"{name}: torch_npu takes no {' or '.join(others)} together with expandable_segments:True",
+            "keep one of them",
+        )
+    if "PYTORCH_ALLOC_CONF" in environment:
+        yield Conflict(
+            (name, "PYTORCH_ALLOC_CONF"),
+            f"torch_npu refuses {name} and PYTORCH_ALLOC_CONF together",
+            "unset PYTORCH_ALLOC_CONF",
+        )
+    if environment.get("PYTORCH_NO_NPU_MEMORY_CACHING") == "1":
+        yield Conflict(
+            (name, "PYTORCH_NO_NPU_MEMORY_CACHING"),
+            f"PYTORCH_NO_NPU_MEMORY_CACHING=1 switches off the cache that {name} configures",
+            "unset one of them",
+        )
+
+
+def cuda_allocator(environment: Environment) -> Iterator[Conflict]:
+    """PYTORCH_CUDA_ALLOC_CONF is the old name of PYTORCH_ALLOC_CONF."""
+    old, new = (environment.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if None not in (old, new) and old != new:
+        yield Conflict(
+            ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+            "PYTORCH_CUDA_ALLOC_CONF is the old name of PYTORCH_ALLOC_CONF, and they differ",
+            "keep PYTORCH_ALLOC_CONF",
+        )
+
+
+def collectives(environment: Environment) -> Iterator[Conflict]:
+    """HCCL's reference of HCCL_OP_EXPANSION_MODE, HCCL_DETERMINISTIC and HCCL_ALGO."""
+    deterministic = environment.get("HCCL_DETERMINISTIC", "false").lower()
+    if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and deterministic in ("true", "strict"):
+        yield Conflict(
+            ("HCCL_OP_EXPANSION_MODE", "HCCL_DETERMINISTIC"),
+            f"HCCL_DETERMINISTIC={deterministic} overrules HCCL_OP_EXPANSION_MODE=AIV",
+            "unset one of them",
+        )
+    for part in environment.get("HCCL_ALGO", "").replace("/", ";").split(";"):
+        level, _, algorithm = part.rpartition("=")[2].partition(":")
+        if level.strip() == "level0" and algorithm.strip() != "NA":
+            yield Conflict(
+                ("HCCL_ALGO",),
+                f"HCCL_ALGO asks for {algorithm.strip()!r} within a server (level0), where HCCL takes nothing but NA",
+                "write level0:NA",
+            )
+
+
+def renamed(environment: Environment) -> Iterator[Conflict]:
+    """torch_npu reads the old name still, with a warning."""
+    for name in ("HCCL_ASYNC_ERROR_HANDLING", "HCCL_DESYNC_DEBUG", "HCCL_BLOCKING_WAIT"):
+        old, new = environment.get(name), environment.get(f"TORCH_{name}")
+        if None not in (old, new) and old != new:
+            yield Conflict(
+                (name, f"TORCH_{name}"), f"{name} is the old name of TORCH_{name}, and they differ", f"unset {name}"
+            )
+
+
+def allowed_values(environment: Environment) -> Iterator[Conflict]:
+    """torch_npu and HCCL refuse other values, or ignore them."""
+    for name, allowed in {
+        "TASK_QUEUE_ENABLE": ("0", "1", "2"),
+        "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
+        "PYTORCH_NO_NPU_MEMORY_CACHING": ("0", "1"),
+        "HCCL_OP_EXPANSION_MODE": ("AI_CPU", "AIV", "HOST", "HOST_TS"),
+        "HCCL_DETERMINISTIC": ("true", "false", "strict"),
+    }.items():
+        value = environment.get(name)
+        if value is not None and value not in allowed and value.lower() not in allowed:
+            yield Conflict((name,), f"{name}={value} is none of {', '.join(allowed)}", "correct or unset it")
+    for name in ("HCCL_BUFFSIZE", "HCCL_CONNECT_TIMEOUT", "OMP_NUM_THREADS"):
+        value = environment.get(name)
+        if value is not None and not (value.isdecimal() and int(value) > 0):
+            yield Conflict((name,), f"{name}={value} is not a whole number above 0", "correct or unset it")
+
+
+RULES: tuple[Callable[[Environment], Iterator[Conflict]], ...] = (
+    task_queue,
+    allocator,
+    cuda_allocator,
+    collectives,
+    renamed,
+    allowed_values,
+)
+
+
+def cautions(environment: Environment) -> Iterator[Conflict]:
+    """What works, and that one may have forgotten."""
+    for name, what in {
+        "ASCEND_LAUNCH_BLOCKING": "every operator waits for the one before",
+        "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+        "TORCH_HCCL_BLOCKING_WAIT": "the host waits for each collective",
+    }.items():
+        if environment.get(name, "").lower() in YES:
+            yield Conflict((name,), f"{name}={environment[name]}: {what}", "unset it when nothing is to be debugged")
+    if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+        yield Conflict(
+            ("HCCL_OP_EXPANSION_MODE",),
+            "HCCL_OP_EXPANSION_MODE=AIV is for inference and one communicator at a time, says HCCL's reference",
+            "unset it for a training job",
+        )

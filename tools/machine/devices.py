@@ -1,0 +1,58 @@
+"""The devices that PyTorch finds, their memory, and whether memory of the host can be pinned for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from machine.check import Line, green, in_one_line, red, yellow
+from machine.host import GIB
+from machine.versions import version_of
+from torchtitan_npu.platform import Home, home
+
+FREE = 0.9
+"""Of a device's memory: less means that somebody else uses the device."""
+PINNED = 1 << 28
+"""Bytes pinned for a try."""
+
+
+def check_devices(wanted: Home) -> Iterator[Line]:
+    """``wanted``: where this machine is to train."""
+    if wanted != home():
+        yield red("devices", f"no {wanted}: PyTorch finds {home()} only", _advice(wanted))
+        return
+    if wanted == "cpu":
+        yield yellow("devices", "no accelerator: debug models train on the CPU", "nothing, if that is what you want")
+        return
+    module = torch.get_device_module(wanted)
+    count = module.device_count()
+    yield green("devices", f"{count} × {module.get_device_name(0)}")
+    for index in range(count):
+        free, total = module.mem_get_info(index)
+        what = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        if free < FREE * total:
+            yield yellow(f"memory of {wanted}:{index}", what, f"another process uses it: {SHOW[wanted]}")
+        else:
+            yield green(f"memory of {wanted}:{index}", what)
+    try:
+        torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        yield red("pinning memory", in_one_line(error), "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
+    else:
+        yield green("pinning memory", f"{PINNED >> 20} MiB pinned")
+
+
+SHOW = {"npu": "npu-smi info", "cuda": "nvidia-smi"}
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+
+
+def _advice(wanted: Home) -> str:
+    if wanted == "npu" and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" and version_of("torch_npu"):
+        return "unset TORCH_DEVICE_BACKEND_AUTOLOAD: it keeps torch from loading torch_npu"
+    visible = VISIBLE.get(wanted, "")
+    if visible in os.environ:
+        return f"{visible}={os.environ[visible]}: unset it, or name devices that {SHOW[wanted]} shows"
+    package = {"npu": "torch_npu", "cuda": "a CUDA build of torch"}.get(wanted, "torch")
+    return f"see whether {SHOW.get(wanted, 'lscpu')} shows devices and {package} is installed; docs/install.md"

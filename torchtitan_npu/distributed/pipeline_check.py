@@ -1,0 +1,79 @@
+"""Whether a pipeline's schedule can run a job's batches and layers, by the rules of torch and of TorchTitan."""
+
+from __future__ import annotations
+
+import math
+
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+from torchtitan.config import JobConfig
+
+from torchtitan_npu.errors import UsageError
+
+TWO_BACKWARD_PASSES = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
+"""One for inputs, one for weights. Seen with the second: where single operators are checkpointed torch stops at the
+first step; where blocks are, a MoE layer of DeepSeek-V3.2 is computed 18 times more, and TorchTitan, which halves its
+count of tokens for one time more, balances experts otherwise than on one rank."""
+
+
+def check_pipeline(config: JobConfig, layers: int) -> None:
+    """Raise :class:`UsageError` for what the Trainer would find out after it has started."""
+    p, batch = config.parallelism, config.training.local_batch_size
+    name = p.pipeline_parallel_schedule
+    try:
+        schedule = get_schedule_class(name)
+    except ValueError as error:
+        raise UsageError(f"parallelism.pipeline_parallel_schedule {name!r}: {error}") from error
+    if batch % p.pipeline_parallel_microbatch_size:
+        raise UsageError(
+            f"training.local_batch_size {batch} is no multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size {p.pipeline_parallel_microbatch_size}"
+        )
+    if schedule in TWO_BACKWARD_PASSES and config.activation_checkpoint.mode in ("selective", "full"):
+        raise UsageError(
+            f'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule {name}, which has '
+            "the gradients of inputs and of weights computed apart: a block would be computed again for each weight"
+        )
+    if p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
+        return
+    stages = _stages(config, schedule, layers)
+    microbatches = batch // p.pipeline_parallel_microbatch_size
+    made_of = (
+        f"training.local_batch_size {batch} / parallelism.pipeline_parallel_microbatch_size "
+        f"{p.pipeline_parallel_microbatch_size} = {microbatches}"
+    )
+    if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:
+        raise UsageError(f"{made_of} microbatches are too few for {name}: it takes one for each of the {stages} stages")
+    rounds = max(1, microbatches // p.pipeline_parallel_degree)
+    if schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble) and microbatches % rounds:
+        raise UsageError(
+            f"{made_of} microbatches are not for {name}: with {p.pipeline_parallel_degree} pipeline ranks it takes a "
+            f"multiple of {rounds}"
+        )
+
+
+def _stages(config: JobConfig, schedule: type, layers: int) -> int:
+    """How many the model is cut into; TorchTitan counts the embedding and the output as so many layers, too."""
+    p = config.parallelism
+    ranks, name, key = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, "pipeline_parallel_layers_per_stage"
+    single = issubclass(schedule, PipelineScheduleSingle)
+    if (per_stage := p.pipeline_parallel_layers_per_stage) is None:
+        return ranks if single else 2 * ranks
+    counted = layers + p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
+    stages = math.ceil(counted / per_stage)
+    each, left = divmod(stages, ranks)
+    two = issubclass(schedule, (ScheduleZBVZeroBubble, ScheduleDualPipeV))
+    if left or (single and each != 1) or (not single and each < 2) or (two and each != 2):
+        takes = "one" if single else "two" if two else "two or more, as many each"
+        raise UsageError(
+            f"parallelism.{key} {per_stage} makes {stages} stages of {layers} layers, the embedding and the output; "
+            f"{name} takes {takes} on each of {ranks} pipeline ranks"
+        )
+    return stages

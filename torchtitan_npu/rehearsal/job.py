@@ -1,0 +1,86 @@
+"""A whole job: checked as a real start checks it, then one rank of each kind rehearsed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torchtitan.protocols.train_spec import get_train_spec
+
+from torchtitan_npu import platform
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight import check_job
+from torchtitan_npu.rehearsal.load import Load, balanced, uneven
+from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
+
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "ep": "expert_parallel_degree",
+}
+"""The degrees of a layout, by their keys in the job's section ``parallelism``; all but EP multiply to the ranks."""
+
+
+def degrees(config: JobConfig) -> dict[str, int]:
+    return {name: getattr(config.parallelism, key) for name, key in DEGREES.items()}
+
+
+def layout_name(config: JobConfig) -> str:
+    """``PP2 TP4 EP64 FSDP16``."""
+    names = {"pp": "PP", "dp_replicate": "DP", "dp_shard": "FSDP", "cp": "CP", "tp": "TP", "ep": "EP"}
+    found = degrees(config)
+    return " ".join(f"{label}{found[name]}" for name, label in names.items() if found[name] > 1) or "one rank"
+
+
+def world_size_of(config: JobConfig) -> int:
+    """How many ranks the file is for, if it leaves no degree open."""
+    if config.parallelism.data_parallel_shard_degree < 1:
+        raise UsageError("parallelism.data_parallel_shard_degree is -1: say --world-size")
+    return math.prod(degree for name, degree in degrees(config).items() if name != "ep")
+
+
+def stated_load(assumption: str, config: JobConfig) -> Load:
+    """``balanced``, ``worst``, or by which factor the busiest rank's experts get more than their share."""
+    if assumption == "balanced":
+        return balanced
+    try:
+        factor = math.inf if assumption == "worst" else float(assumption)
+    except ValueError:
+        factor = 0
+    if not factor >= 1:
+        raise UsageError(f"--expert-load {assumption}: balanced, worst, or a factor of at least 1")
+    args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
+    moe = getattr(args, "moe_args", None)
+    return uneven(factor, config.parallelism.expert_parallel_degree, moe.top_k) if moe else balanced
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """What a real start checks first; the profiler, which a CPU has not, is left out."""
+    if platform.home() == "cpu":
+        config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
+    check_job(config, world_size)
+
+
+def kinds(config: JobConfig, world_size: int) -> dict[int, str]:
+    """The first rank of each kind of pipeline stage: the first, the second, which of the like ones has the most
+    batches under way, a middle one and the last.
+
+    Within a stage the first rank has the largest shard where shards are uneven, and the busiest experts.
+    """
+    pp = config.parallelism.pipeline_parallel_degree
+    if pp == 1:
+        return {0: "every rank"}
+    stages = {pp - 1: "last stage", pp // 2: "a middle stage", 1: "second stage", 0: "first stage"}
+    if pp == 2:
+        stages = {0: "first stage", 1: "last stage"}
+    return {stage * (world_size // pp): stages[stage] for stage in sorted(stages)}
+
+
+def rehearse_job(config: JobConfig, world_size: int, ranks: list[int], load: Load = balanced) -> list[Rehearsal]:
+    """One step of each of ``ranks``, after the checks of a real start."""
+    check(config, world_size)
+    return [rehearse_rank(config, world_size, rank, load) for rank in ranks]

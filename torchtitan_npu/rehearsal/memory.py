@@ -1,0 +1,195 @@
+"""Follows the device's memory through a step: what is allocated, what for, and where the most is in use.
+
+Fake tensors have storages with a size, which live exactly as long as real ones would: what is counted is what the
+framework asks an allocator for. A block's purpose is often known only later (a buffer of the backward pass becomes a
+parameter's gradient), so every block is kept with its lifetime, and the sums are made at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_npu.ops.arguments import by_name
+
+ALLOCATION = 512
+"""Bytes; the allocators of CUDA and NPU round up to a multiple of it."""
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer states",
+    "gathered parameters",
+    "communication buffers",
+    "activations",
+    "backward pass",
+    "other",
+)
+"""In the order of the table. ``backward pass`` is what it makes on its way: gradients of activations, activations
+computed again, whole gradients before they are shared out. ``other``: buffers, batches, clipping, the update."""
+
+HOST = "host memory"
+
+
+@dataclass(eq=False)
+class Block:
+    """A storage: its size now, and what it is for."""
+
+    purpose: str
+    size: int = 0
+
+
+@dataclass
+class Peak:
+    """The moment at which the most memory was in use."""
+
+    total: int = 0
+    event: int = 0
+    """How many events there had been."""
+    where: str = ""
+    """The innermost module at work, or the phase of the step."""
+    phase: str = ""
+
+
+@dataclass
+class Memory:
+    """All blocks on ``device`` from now on; ``phase`` is what the step is at."""
+
+    device: torch.device
+    phase: str = "start"
+    events: list[tuple[Block, int]] = field(default_factory=list)
+    """In order: a block, and by how many bytes it grew or shrank."""
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    """How many events there had been when a phase began."""
+    total: int = 0
+    peak: Peak = field(default_factory=Peak)
+
+    def __post_init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._modules = ModTracker()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Also see storages that are emptied and filled again: FSDP does that to gathered parameters."""
+        resize = torch.UntypedStorage.resize_
+        memory = self
+
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            block = memory._blocks.get(storage._cdata)
+            if block is not None:
+                block.purpose = "gathered parameters"
+                memory._change(block, _rounded(size) - block.size)
+            return result
+
+        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        try:
+            with self._modules:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.phases.append((len(self.events), phase))
+
+    def restart_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = Peak(self.total, len(self.events), self.phase, self.phase)
+
+    def add(self, tensors: Iterable[Any], purpose: str) -> None:
+        """These ``tensors`` are there for ``purpose``, whether seen before or not."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
+                block = self._block(tensor, purpose)
+                if purpose == HOST != block.purpose:  # on the CPU the host's memory is the device's
+                    self.total -= block.size
+                block.purpose = purpose
+
+    def saw(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """``op`` has run: count what it made."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
+                self._block(tensor, self._purpose())
+        if op.namespace == "c10d":  # collectives that write into a buffer; functional ones return activations
+            for tensor in tree_leaves(list(by_name(op, args, kwargs).values())):
+                if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
+                    block = self._block(tensor, "communication buffers")
+                    if block.purpose in ("activations", "backward pass", "other"):
+                        block.purpose = "communication buffers"
+
+    def at(self, event: int) -> Counter[str]:
+        """Bytes of each category after so many events."""
+        sums: Counter[str] = Counter()
+        for block, change in self.events[:event]:
+            sums[block.purpose] += change
+        del sums[HOST]
+        return sums
+
+    def timeline(self, first: int, points: int = 1000) -> tuple[list[dict[str, int]], list[tuple[int, str]]]:
+        """Bytes by category from event ``first`` on, at no more than ``points`` moments, and where phases begin.
+
+        Each point is the fullest moment of its span: the peak is among them.
+        """
+        sums = self.at(first)
+        span = max(1, -(-(len(self.events) - first) // points))
+        timeline: list[dict[str, int]] = []
+        for begin in range(first, len(self.events), span):
+            fullest = dict(sums)
+            for block, change in self.events[begin : begin + span]:
+                if block.purpose != HOST:
+                    sums[block.purpose] += change
+                    if change > 0 and sum(sums.values()) > sum(fullest.values()):
+                        fullest = dict(sums)
+            timeline.append(fullest)
+        return timeline, [((event - first) // span, phase) for event, phase in self.phases if event >= first]
+
+    def _purpose(self) -> str:
+        if self.phase != "forward":
+            return "other"
+        return "backward pass" if torch._C._current_graph_task_id() != -1 else "activations"
+
+    def _block(self, tensor: Tensor, purpose: str) -> Block:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._blocks:
+            block = self._blocks[key] = Block(purpose)
+            weakref.finalize(storage, self._free, key).atexit = False
+            self._change(block, _rounded(storage.nbytes()))
+        return self._blocks[key]
+
+    def _free(self, key: int) -> None:
+        block = self._blocks.pop(key)
+        self._change(block, -block.size)
+
+    def _change(self, block: Block, bytes: int) -> None:
+        block.size += bytes
+        self.events.append((block, bytes))
+        if block.purpose == HOST:
+            return
+        self.total += bytes
+        if self.total > self.peak.total:
+            backward = self._purpose() == "backward pass"
+            self.peak = Peak(self.total, len(self.events), self._where(), "backward" if backward else self.phase)
+
+    def _where(self) -> str:
+        innermost = max(self._modules.parents - {"Global"}, key=lambda name: name.count("."), default="")
+        name = ".".join(part for part in innermost.split(".")[1:] if part != "_checkpoint_wrapped_module")
+        return name or self.phase
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALLOCATION) * ALLOCATION

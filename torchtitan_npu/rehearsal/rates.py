@@ -1,0 +1,61 @@
+"""What a step would take at stated rates, with nothing overlapped: to compare two layouts, not to predict a speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.rehearsal.rank import Rehearsal
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device: 10¹² operations and 10⁹ bytes a second."""
+
+    tflops: float = 100.0
+    bandwidth: float = 100.0
+    groups: dict[str, float] = field(default_factory=dict)
+    """By mesh dimension, where it is another than ``bandwidth``."""
+
+    @classmethod
+    def parse(cls, tflops: float, bandwidth: str) -> Rates:
+        """``bandwidth``: ``100``, or ``100,tp=200,ep=50``."""
+        everywhere, groups = 100.0, {}
+        for part in bandwidth.split(","):
+            name, equals, number = part.rpartition("=")
+            try:
+                value = float(number)
+            except ValueError:
+                value = 0
+            if not value > 0 or (equals and not name):
+                raise UsageError(f"--bandwidth {bandwidth}: GB/s, or 100,tp=200,ep=50 for groups of their own")
+            if name:
+                groups[name] = value
+            else:
+                everywhere = value
+        return cls(tflops, everywhere, groups)
+
+    def of(self, group: str) -> float:
+        """GB/s; a group that is several mesh dimensions at once goes by the first that has a rate."""
+        return next((self.groups[name] for name in group.split("/") if name in self.groups), self.bandwidth)
+
+
+def seconds(rehearsal: Rehearsal, rates: Rates) -> dict[str, float]:
+    """Seconds of a step, by what they go into: ``compute``, and each group."""
+    times = {"compute": rehearsal.flops / rates.tflops / 1e12}
+    for (group, _), sent in rehearsal.sent.items():
+        times[group] = times.get(group, 0.0) + sent / rates.of(group) / 1e9
+    return times
+
+
+def bubble(config: JobConfig) -> float:
+    """How many times longer a pipeline takes than one of its ranks works, with GPipe or 1F1B."""
+    p = config.parallelism
+    batches = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
+    return 1 + (p.pipeline_parallel_degree - 1) / max(1, batches)
+
+
+def step_seconds(rehearsals: list[Rehearsal], config: JobConfig, rates: Rates) -> float:
+    """Of the slowest rank."""
+    return max(sum(seconds(one, rates).values()) for one in rehearsals) * bubble(config)
