@@ -47,7 +47,7 @@ def run_on_ranks(
     # workers that failed are not used again: a rank may still hang in a collective
     workers = _workers.pop(world_size, None) or [_start(rank) for rank in range(world_size)]
     # the call itself is pickled apart: a worker must have our sys.path before it can import what ``fn`` lives in
-    task = (sys.path, world_size, _free_port(), process_group, pickle.dumps((fn, args)))
+    task = (sys.path, world_size, free_port(), process_group, pickle.dumps((fn, args)))
     try:
         replies = _exchange(workers, pickle.dumps(task), timeout)
     except BaseException:
@@ -120,7 +120,7 @@ def _exchange(workers: list[_Worker], task: bytes, timeout: float) -> list[bytes
     return [replies[worker.rank] for worker in workers]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -40,13 +40,16 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         (4, {"shard": 2, "cp": 2, "ep": 2}, FUSED),
         (4, {"pp": 2, "tp": 2}, {**FUSED, **FULL}),
         (4, {"pp": 2, "shard": 2, "ep": 2}, {SCHEDULE: "1F1B"}),
+        (4, {"shard": 2, "cp": 2}, {BALANCER: None, "dsa.document_mask": True}),
+        (4, {"shard": 2, "tp": 2, "ep": 2, "etp": 2}, FUSED),
     ],
     ids=str,
 )
 def test_any_layout_gives_one_ranks_losses_and_gradients(
     ranks: int, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
-    assert_as_on_one_rank(train_on(ranks, layout, options), one_rank())
+    documents = options.get("dsa.document_mask", False)
+    assert_as_on_one_rank(train_on(ranks, layout, options), one_rank(document_mask=documents))
 
 
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=str)
@@ -70,7 +73,7 @@ def test_a_zero_bubble_pipeline_of_split_sequences() -> None:
     assert_as_on_one_rank(records, one_rank())
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_pipeline_schedules_count_the_indexers_loss_once(schedule: str) -> None:
     records = train_on(2, {"pp": 2}, {SCHEDULE: schedule, "parallelism.pipeline_parallel_layers_per_stage": 1})
     assert_as_on_one_rank(records, one_rank())

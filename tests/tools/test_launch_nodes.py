@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.test_two_nodes import ADDRESSES, NAMESPACES, free_port
+from tests.nodes import ROOT, run_on_two_nodes
 
-ROOT = Path(__file__).resolve().parents[2]
 FAULT = """
 import os
 
@@ -73,25 +69,11 @@ def test_the_rank_that_failed_first_is_shown_first_on_every_node(tmp_path: Path)
 
 
 def launch_on_two_nodes(folder: Path) -> None:
-    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode == 0:
-        nodes, master, port = NAMESPACES, "node0", 29500
-    else:
-        nodes, master, port = ADDRESSES, "127.0.0.1", free_port()
     job = [f"--{key}={value}" for key, value in (JOB | {"job.dump_folder": str(folder / "job")}).items()]
-    environment = {"NNODES": "2", "MASTER_ADDR": master, "MASTER_PORT": str(port), "LOGS": str(folder / "logs")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PYTHON": sys.executable, "OUT": str(folder)}
-    process = subprocess.Popen(
-        [*nodes, "bash", "-euc", NODE, "node", "@", *job],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # each torchrun ends its ranks
-    assert process.returncode == 0, output[-4000:]
+    environment = {"NNODES": "2", "LOGS": str(folder / "logs"), "OUT": str(folder)}
+    environment |= {"PYTHONPATH": str(folder), "PYTHON": sys.executable}
+
+    def launch(master: str, port: int) -> list[str]:
+        return ["env", f"MASTER_ADDR={master}", f"MASTER_PORT={port}", "bash", "-euc", NODE, "node", "@", *job]
+
+    run_on_two_nodes(launch, environment)

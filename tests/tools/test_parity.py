@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,13 @@ def test_a_row_for_each_layout() -> None:
     assert missed([row]) == []
     for what, wrong in (("loss", 2e-5), ("gradient norm", 2e-4), ("loss", math.nan)):
         assert len(missed([{**row, what: wrong}])) == 1
+
+
+def test_a_curve_that_ends_nowhere_is_not_near() -> None:
+    from curve_parity.training import apart
+
+    assert apart([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
+    assert math.isnan(apart([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
 
 
 def test_ranks_are_those_that_degrees_multiply_to() -> None:

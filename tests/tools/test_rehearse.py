@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.layouts import job_config
+from tests.layouts import add_flavor, job_config
 from tests.multirank import run_on_ranks
 from torchtitan_npu.config_manager import PACKAGE, JobConfigManager
 from torchtitan_npu.rehearsal.load import balanced, uneven
@@ -29,6 +29,10 @@ DEGREE = "--parallelism.{}_parallel_degree"
 TP, EP, CP, PP = (DEGREE.format(name) for name in ("tensor", "expert", "context", "pipeline"))
 
 ANY_BATCH = ["--training.global_batch_size", "-1"]
+SMALL = ["--model.flavor", "four_layers", *ANY_BATCH]
+"""A rehearsal takes its time for each layer and batch, however wide they are."""
+for model in ("llama3", "deepseek_v32"):
+    add_flavor(model, "four_layers", {"n_layers": 4})
 
 BROKEN = {
     "heads": (LLAMA, [TP, "32", *ANY_BATCH], "does not divide n_heads"),
@@ -70,7 +74,7 @@ def test_a_job_that_cannot_run_fails_with_the_error_of_a_real_start(
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "rehearsal.json", tmp_path / "rehearsal.png"
     options = ["--config", DEEPSEEK, "--world-size", "4", PP, "2", EP, "2", "--json", out, "--picture", picture]
-    assert rehearse(*options, "--training.local_batch_size", "2", *ANY_BATCH) == 0
+    assert rehearse(*options, "--training.local_batch_size", "2", *SMALL) == 0
     assert "stand-ins" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert (report["layout"], report["world_size"]) == ("PP2 EP2", 4)
@@ -90,7 +94,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_does_not_fit_gets_advice_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rehearsal.json"
     small = ["--config", LLAMA, "--world-size", "2", "--device-memory", "0.001GiB"]
-    assert rehearse(*small, "--advise", "--json", out, *ANY_BATCH) == 1
+    assert rehearse(*small, "--advise", "--json", out, *SMALL) == 1
     advice = {one["change"]: one["peak"] for one in json.loads(out.read_text())["advice"]}
     peak = json.loads(out.read_text())["ranks"][0]["peak"]
     assert "does not fit" in capsys.readouterr().out
@@ -160,7 +164,7 @@ def test_standing_memory_is_the_arithmetic_of_parameters() -> None:
     from torchtitan_npu.rehearsal.rank import rehearse_rank
     from torchtitan_npu.rehearsal.trainer import RehearsedTrainer
 
-    config = load(DEEPSEEK)
+    config = load(DEEPSEEK, *SMALL)
     with ExitStack() as contexts:
         contexts.enter_context(fake_ranks(4))
         trainer = RehearsedTrainer(config, contexts)
@@ -180,7 +184,7 @@ def test_flops_of_a_dense_model() -> None:
     from torchtitan_npu.preflight import build_on_meta
     from torchtitan_npu.rehearsal.rank import rehearse_rank
 
-    config = load(LLAMA, "--activation_checkpoint.mode", "none")
+    config = load(LLAMA, "--activation_checkpoint.mode", "none", *SMALL[:2])
     rehearsal = rehearse_rank(config, 1)
     model: Any = build_on_meta(config)
     args, training = model.model_args, config.training
@@ -204,7 +208,7 @@ def test_busier_experts_need_more_memory(tmp_path: Path) -> None:
     for expert_load in ("balanced", "1.5", "worst"):
         out = tmp_path / f"{expert_load}.json"
         rehearse(
-            "--config", DEEPSEEK, "--world-size", "4", EP, "4", "--expert-load", expert_load, "--json", out, *ANY_BATCH
+            "--config", DEEPSEEK, "--world-size", "4", EP, "4", "--expert-load", expert_load, "--json", out, *SMALL
         )
         peaks.append(json.loads(out.read_text())["ranks"][0]["peak"])
     assert peaks[0] < peaks[1] < peaks[2]
@@ -213,6 +217,6 @@ def test_busier_experts_need_more_memory(tmp_path: Path) -> None:
 def test_many_ranks() -> None:
     from torchtitan_npu.rehearsal.rank import rehearse_rank
 
-    config = load(LLAMA, TP, "8", PP, "2", "--training.local_batch_size", "2", "--training.global_batch_size", "-1")
+    config = load(LLAMA, TP, "8", PP, "2", "--training.local_batch_size", "2", *SMALL)
     rehearsal = rehearse_rank(config, 16384, 8192)
     assert ("fsdp", "reduce_scatter") in rehearsal.sent and rehearsal.standing["parameters"] > 0

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import torchtitan_npu
+from tests.layouts import add_flavor
 from torchtitan_npu.config_manager import PACKAGE, JobConfigManager
 from torchtitan_npu.preflight import build_on_meta
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-torchtitan_npu.register()
+add_flavor("deepseek_v32", "four_layers", {"n_layers": 4})
 
 CONFIGS = PACKAGE / "train_configs"
 
@@ -55,7 +55,7 @@ def test_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "search.json"
     file = CONFIGS / "deepseek_v32_debugmodel.toml"
     options = ["--config", str(file), "--world-size", "4", "--search", "--top", "1", "--json", str(out)]
-    assert tool.main([*options, "--training.global_batch_size", "-1"]) == 0
+    assert tool.main([*options, "--model.flavor", "four_layers", "--training.global_batch_size", "-1"]) == 0
     layouts = json.loads(out.read_text())["layouts"]
     names = [layout["layout"] for layout in layouts]
     assert {"FSDP4", "FSDP4 EP4", "PP2 TP2", "FSDP2 TP2 EP4", "PP4", "CP2 TP2"} <= set(names)

@@ -72,6 +72,8 @@ def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> li
                 row[f"norm as reported{what}"] = apart(curve.norms, reference.norms)
                 console.print(f"{name}: {layout}{what}, {row[f'loss{what}']:.1e} {row[f'gradient norm{what}']:.1e}")
         except UsageError as error:
+            if args.layouts:  # by name
+                raise
             console.print(f"{name}: {layout} is left out: {error}")
         else:
             rows.append(row)

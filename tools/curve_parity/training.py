@@ -54,8 +54,9 @@ class Curve(NamedTuple):
 
 
 def apart(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    """The largest relative difference of two curves; not a number if one is nowhere."""
+    a, b = torch.tensor([ours, theirs], dtype=torch.float64)
+    return ((a - b) / b).abs().max().item()
 
 
 def add_flavor(name: str) -> None:

@@ -1,7 +1,10 @@
-"""A pipeline stage whose trial run leaves no trace in the balance of its experts.
+"""A pipeline stage whose trial run leaves no trace in the balance of its experts, and whose FSDP gives memory back.
 
 Before the first step torch runs each stage on zeros, to learn the shapes that it will send and receive. TorchTitan's
 MoE layers count those tokens with the first step's: its experts would be balanced otherwise than on one rank.
+
+In the backward pass of the last microbatch torch keeps every layer's gathered weights and whole gradients, and only
+then reduces them all. Here FSDP does as it does without a pipeline: a layer's are gone when the next one's come.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torchtitan.models.moe.moe import MoE
 
 from torchtitan_npu.auxiliary_loss import auxiliary_losses
@@ -19,6 +24,17 @@ from torchtitan_npu.auxiliary_loss import auxiliary_losses
 
 class PipelineStage(TorchPipelineStage):
     """torch's, in whose trial runs no tokens count: forward, and backward, where a checkpointed block runs again."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if not (last_backward and backward_type == "full" and isinstance(self.submod, FSDPModule)):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self.submod.set_is_last_backward(True)
+        self.submod.set_reshard_after_backward(True)
+        self.submod.set_requires_gradient_sync(True)
+        # what the schedule then calls to reduce gradients finds nothing left to do
+        return stage_backward(*(bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))), None
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_counts(self.submod):

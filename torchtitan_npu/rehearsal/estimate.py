@@ -106,7 +106,8 @@ class Estimator:
             # of the largest layer: gathered in bfloat16 and its buffer, the next one's too, its gradient in both dtypes
             gathered = [self._gathered(self.parameters[name], layout) for name in modules]
             total += 14 * max(gathered)
-            if layout["pp"] > 1:  # torch's stages keep both until the last microbatch is through, even of one
+            microbatch = self.config.parallelism.pipeline_parallel_microbatch_size
+            if layout["pp"] > 1 and self.config.training.local_batch_size > microbatch:  # a stage keeps both in between
                 total += (2 + 4) * sum(gathered)
             layers = sum(name.startswith("layers.") for name in modules)
             total += scale * (needed + saved * layers * self._under_way(layout["pp"], stage))

@@ -89,4 +89,6 @@ def _sent(kind: str, ranks: int, incoming: int, outgoing: int) -> int:
         return 2 * incoming * (ranks - 1) // ranks
     if kind == "all_to_all":  # a rank whose experts are busier receives more than it sends
         return max(incoming, outgoing) * (ranks - 1) // ranks
+    if kind == "receive":
+        return 0
     return incoming

@@ -75,12 +75,15 @@ class GatheredKeys(OwnKeys):
 
     def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         gathered, widths = pending
-        if self.head_tail:  # the ranks' first halves in their order, then the second halves in the opposite one
-            heads, tails = gathered.chunk(2, dim=2)
-            gathered = torch.cat([heads, tails.flip(0)])
-        keys = gathered.transpose(0, 1).flatten(1, 2)  # (bsz, seqlen, width)
-        kv, k_rope, index_k = (keys.contiguous() for keys in keys.split(widths, dim=-1))
+        kv, k_rope, index_k = (self.in_order(keys) for keys in gathered.split(widths, dim=-1))
         return kv, k_rope.unsqueeze(2), index_k
+
+    def in_order(self, keys: Tensor) -> Tensor:
+        """From (ranks, bsz, tokens, width) to (bsz, seqlen, width)."""
+        if self.head_tail:  # the ranks' first halves in their order, then the second halves in the opposite one
+            heads, tails = keys.chunk(2, dim=2)
+            keys = torch.cat([heads, tails.flip(0)])
+        return keys.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 class AttentionBySpans(nn.Module):
