@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from typing import Any
@@ -21,6 +22,8 @@ from torchtitan_npu.errors import UsageError
 
 FIRST_ON_NODE = os.environ.get("LOCAL_RANK", "0") == "0"
 """A mistake in the job is found by every rank alike; one of them a node says so."""
+PATIENCE = 20
+"""Seconds that the other ranks wait for it. Where one ended sooner, torchrun would end them all before it is said."""
 
 platform.prepare()
 torchtitan_npu.register()
@@ -95,11 +98,25 @@ def train(config: JobConfig) -> None:
     torch.distributed.destroy_process_group()
 
 
+def let_the_first_rank_speak() -> None:
+    if not FIRST_ON_NODE:
+        time.sleep(PATIENCE)
+
+
+def parsed() -> JobConfig:
+    """The job's config. The parser says by itself what is wrong with it, and exits."""
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stderr(sys.stderr if FIRST_ON_NODE else nowhere):
+            return JobConfigManager().parse_args()
+    except SystemExit:
+        let_the_first_rank_speak()
+        raise
+
+
 def main() -> None:
     init_logger()
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stderr(sys.stderr if FIRST_ON_NODE else nowhere):
-            config = JobConfigManager().parse_args()
+        config = parsed()
         if config.experimental.custom_import:  # its models and converters have to be known to the checks
             import_module("experimental.custom_import", config.experimental.custom_import)
         # without real communication TorchTitan takes the number of ranks from NGPU
@@ -107,8 +124,8 @@ def main() -> None:
         check_job(config, int(ranks))
         train(config)
     except UsageError as error:
-        if FIRST_ON_NODE:
-            print(f"torchtitan_npu: error: {error}", file=sys.stderr)
+        let_the_first_rank_speak()  # torchrun then ends this one; if not, it alone has something to say
+        print(f"torchtitan_npu: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

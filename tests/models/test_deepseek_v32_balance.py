@@ -20,7 +20,7 @@ import torchtitan_npu
 from tests.models.deepseek_v32_models import start_batch
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters.base import retyped
-from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.converters.dsa import DsaConverter, NpuSparseAttention
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32ModelArgs, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
@@ -125,7 +125,7 @@ def test_head_and_tail_are_as_much_work_on_every_rank() -> None:
     ranks = by_rank("headtail")
     for op in ranks[0]:
         assert heaviest([counts[op] for counts in ranks]) <= 1.05, op
-    assert {"npu." + op for op in NpuSparseAttention.operators} <= set(ranks[0])
+    assert {"npu." + op for op in DsaConverter.operators} <= set(ranks[0])
 
 
 def test_contiguous_parts_are_not() -> None:
