@@ -77,28 +77,14 @@ class Memory:
 
     def __post_init__(self) -> None:
         self._blocks: dict[int, Block] = {}
+        self._gathered: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
         self._modules = ModTracker()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Also see storages that are emptied and filled again: FSDP does that to gathered parameters."""
-        resize = torch.UntypedStorage.resize_
-        memory = self
-
-        def watched(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            block = memory._blocks.get(storage._cdata)
-            if block is not None:
-                block.purpose = "gathered parameters"
-                memory._change(block, _rounded(size) - block.size)
-            return result
-
-        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
-        try:
-            with self._modules:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        """Know which module is at work."""
+        with self._modules:
+            yield
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -121,6 +107,7 @@ class Memory:
 
     def saw(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """``op`` has run: count what it made."""
+        self._follow_gathered(kwargs.get("out"))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
                 self._block(tensor, self._purpose())
@@ -130,6 +117,29 @@ class Memory:
                     block = self._block(tensor, "communication buffers")
                     if block.purpose in ("activations", "backward pass", "other"):
                         block.purpose = "communication buffers"
+
+    def _follow_gathered(self, out: Any) -> None:
+        """FSDP gives storages their size, has an operator write ``out`` to them, and empties them; only the second is seen.
+
+        So they are looked at when they are written, and those that are not empty before whatever comes next.
+        """
+        for key, (block, reference) in list(self._gathered.items()):
+            storage = reference()
+            if storage is None or storage.nbytes() == 0:
+                del self._gathered[key]
+                if storage is not None:
+                    self._resized(block, 0)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
+                storage = tensor.untyped_storage()
+                block = self._block(tensor, self._purpose())
+                if block.size != _rounded(storage.nbytes()):
+                    self._resized(block, storage.nbytes())
+                self._gathered[storage._cdata] = block, weakref.ref(storage)
+
+    def _resized(self, block: Block, size: int) -> None:
+        block.purpose = "gathered parameters"
+        self._change(block, _rounded(size) - block.size)
 
     def at(self, event: int) -> Counter[str]:
         """Bytes of each category after so many events."""
