@@ -119,7 +119,7 @@ class Memory:
                         block.purpose = "communication buffers"
 
     def _follow_gathered(self, out: Any) -> None:
-        """FSDP gives storages their size, has an operator write ``out`` to them, and empties them; only the second is seen.
+        """FSDP sizes storages, has an operator write ``out`` to them, and empties them; only the second is seen.
 
         So they are looked at when they are written, and those that are not empty before whatever comes next.
         """
