@@ -167,16 +167,21 @@ class Scores:
 
 
 class Attention:
-    """Attention of one document under a dense mask (queries, N2, keys), with its statistics."""
+    """Attention of one document under a dense mask (queries, N2, keys), with its statistics.
 
-    def __init__(self, q: Tensor, k: Tensor, mask: Tensor, scale: float, u: float):
+    ``rounded`` is one rounding of the dtype in which a kernel multiplies the softmax and its gradient, if not ``u``'s.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, mask: Tensor, scale: float, u: float, rounded: float = 0.0):
         heads = k.shape[1]
         self.q, self.k, self.scale, self.u = q.double().unflatten(1, (heads, -1)), k.double(), scale, u
+        self.rounded = rounded
         self.mask = mask[:, :, None]
         self.any = self.mask.any(-1)
         logits = einsum("qngd,snd->qngs", self.q, self.k) * scale
         magnitude = einsum("qngd,snd->qngs", self.q.abs(), self.k.abs()) * abs(scale)
-        self.logit_error = (magnitude * (k.shape[2] + 2) * u).masked_fill(~self.mask, 0)
+        # the sum, the scale; the scale's own rounding and that of its inverse, where a kernel takes powers of 2
+        self.logit_error = (magnitude * (k.shape[2] + 4) * u).masked_fill(~self.mask, 0)
         self.logits = logits.masked_fill(~self.mask, -torch.inf)
         self.max = self.logits.amax(-1) if k.shape[0] else self.logits.new_full(logits.shape[:-1], -torch.inf)
         shifted = self.logits - self.max.masked_fill(~self.any, 0)[..., None]
@@ -191,7 +196,7 @@ class Attention:
     def output(self, v: Tensor) -> tuple[Tensor, Tensor]:
         out = einsum("qngs,snd->qngd", self.p, v.double())
         magnitude = einsum("qngs,snd->qngd", self.p, v.double().abs())
-        budget = magnitude * (2 * self.relative + (2 * len(self.k) + 4) * self.u)
+        budget = magnitude * (2 * self.relative + (2 * len(self.k) + 4) * self.u + self.rounded)
         return out.flatten(1, 2), budget.flatten(1, 2)
 
     def gradients(self, v: Tensor, out: Tensor, d_out: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -205,7 +210,7 @@ class Attention:
         bound = einsum("qngd,snd->qngs", d_out.abs(), v.abs()) + (d_out * out).abs().sum(-1, keepdim=True)
         bound = self.p * bound * abs(self.scale)
         # the statistics are given, so the softmax errs in its own exponential and in their rounding
-        relative = 2 * self.relative + (keys + size + 8) * u
+        relative = 2 * self.relative + (keys + size + 8) * u + self.rounded
 
         def of_query(weight: float) -> Tensor:
             return einsum("qngs,snd->qngd", bound * (relative + weight * u), self.k.abs())

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_oracle import Attention, Documents, dense_mask, documents, leaf
+from sparse_attention_check import OF_KEY, assert_agrees, attention
+from sparse_oracle import Documents, documents
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,15 +28,6 @@ npu_sparse_flash_attention = torch.ops.npu.npu_sparse_flash_attention
 npu_sparse_flash_attention_grad = torch.ops.npu.npu_sparse_flash_attention_grad
 
 NAMES = ("query", "key", "value", "query_rope", "key_rope")
-OF_KEY = {"query": False, "key": True, "value": True, "query_rope": False, "key_rope": True}
-
-
-def attention(
-    inputs: dict[str, Tensor], indices: Tensor, scale: float = 0.3, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    ropes = {name: inputs.get(name) for name in ("query_rope", "key_rope")}
-    options = {"attention_mode": 2, "return_softmax_lse": True} | ropes | options
-    return npu_sparse_flash_attention(inputs["query"], inputs["key"], inputs.get("value"), indices, scale, **options)
 
 
 @settings(max_examples=100, deadline=None)
@@ -43,59 +35,7 @@ def attention(
 def test_agrees_with_the_oracle(
     docs: Documents, heads: tuple[int, int], top_k: int, with_rope: bool, with_value: bool
 ) -> None:
-    query_heads, key_heads = heads
-    sizes = {"query": (query_heads, 4), "key": (key_heads, 4)}
-    if with_value:
-        sizes["value"] = (key_heads, 4)
-    if with_rope:
-        sizes |= {"query_rope": (query_heads, 2), "key_rope": (key_heads, 2)}
-    parts = {name: docs.random(OF_KEY[name], *size) for name, size in sizes.items()}
-    # any keys of the document: what a row may not see is masked
-    indices = docs.select(top_k, key_heads, (torch.ones_like(visible) for visible in docs.visible()))
-    inputs = {name: leaf(docs.lay_out(part)) for name, part in parts.items()}
-    lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
-    options = {"layout_query": docs.layout, "layout_kv": docs.layout, "sparse_mode": docs.sparse_mode}
-    out, maximum, total = attention(inputs, docs.lay_out(indices, 0), **options, **lengths)
-
-    statistics = (*inputs["query"].shape[:-3], key_heads, inputs["query"].shape[-3], query_heads // key_heads)
-    assert out.dtype == docs.dtype and maximum.dtype == total.dtype == docs.compute
-    assert maximum.shape == total.shape == statistics
-    # the padding of short documents is not a number; what touched it would not be either
-    assert (docs.padding(out, False) == 0).all()
-    d_out = torch.randn(out.shape, generator=docs.generator).to(docs.dtype)
-    out.backward(d_out)
-
-    by_row = [docs.split(t, False) for t in (out.detach(), *(t.transpose(-2, -3) for t in (maximum, total)), d_out)]
-    grads = {name: docs.split(tensor.grad, OF_KEY[name]) for name, tensor in inputs.items()}
-    for document, visible in enumerate(docs.visible()):
-        part = {name: tensors[document] for name, tensors in parts.items()}
-        q, k = (
-            torch.cat([part[name], part[f"{name}_rope"]], -1) if with_rope else part[name] for name in ("query", "key")
-        )
-        v = part.get("value", part["key"])
-        oracle = Attention(q, k, dense_mask(indices[document], visible), 0.3, docs.u)
-        got, highest, sums, dy = (tensors[document] for tensors in by_row)
-        value, budget = oracle.output(v)
-        assert_within("out", got, value, budget + rounding_budget(value, docs.dtype))
-        assert_within("sum", sums, oracle.sum, oracle.sum_error)
-        seen = oracle.any.expand_as(highest)
-        assert_within("max", highest[seen], oracle.max[seen], oracle.max_error[seen])
-        assert (highest[~seen] == -torch.inf).all()
-
-        expected = oracle.gradients(v, got, dy)
-        if with_rope:
-            for name in ("query", "key"):
-                for parts_of, suffix in zip(
-                    zip(*(t.split([4, 2], -1) for t in expected[name]), strict=True), ("", "_rope"), strict=True
-                ):
-                    expected[f"{name}{suffix}"] = parts_of
-        if not with_value:
-            expected["key"] = tuple(sum(t) for t in zip(expected["key"], expected.pop("value"), strict=True))
-        for name, (value, budget) in expected.items():
-            got = grads[name][document]
-            assert_within(f"gradient of {name}", got, value, budget + rounding_budget(value, docs.dtype))
-    for name, tensor in inputs.items():
-        assert (docs.padding(tensor.grad, OF_KEY[name]) == 0).all()
+    assert_agrees(torch.ops.npu, docs, heads, top_k, with_rope, with_value)
 
 
 def example(
@@ -124,7 +64,7 @@ def test_with_every_key_selected_it_is_dense_causal_attention(top_k: int, from_i
         indices = selection(queries=6, top_k=top_k)
     else:  # all keys for every row: the causal mask is the op's
         indices = F.pad(torch.arange(6, dtype=torch.int32), (0, top_k - 6), value=-1).expand(2, 6, 1, top_k)
-    out = attention(inputs, indices)[0]
+    out = attention(torch.ops.npu, inputs, indices)[0]
     q, k = (torch.cat([inputs[name], inputs[f"{name}_rope"]], -1).transpose(1, 2) for name in ("query", "key"))
     v = inputs["value"].transpose(1, 2)
     dense = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand(-1, 4, -1, -1), is_causal=True, scale=0.3)
@@ -137,20 +77,20 @@ def test_with_every_key_selected_it_is_dense_causal_attention(top_k: int, from_i
 
 def test_one_token() -> None:
     inputs = example(torch.float32, batch=1, queries=1, keys=1)
-    out, maximum, total = attention(inputs, torch.tensor([0, -1], dtype=torch.int32).view(1, 1, 1, 2))
+    out, maximum, total = attention(torch.ops.npu, inputs, torch.tensor([0, -1], dtype=torch.int32).view(1, 1, 1, 2))
     assert torch.equal(out, inputs["value"].expand_as(out)) and torch.equal(total, torch.ones_like(total))
     assert maximum.shape == (1, 1, 1, 4)
 
 
 def test_packed_documents_are_the_rows_of_a_batch() -> None:
     inputs, indices = example(), selection()
-    whole = attention(inputs, indices)
+    whole = attention(torch.ops.npu, inputs, indices)
     ends = {
         f"actual_seq_lengths_{of}": torch.arange(1, 3, dtype=torch.int32) * inputs[name].shape[1]
         for of, name in (("query", "query"), ("kv", "key"))
     }
     packed_inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
-    packed = attention(packed_inputs, indices.flatten(0, 1), layout_query="TND", layout_kv="TND", **ends)
+    packed = attention(torch.ops.npu, packed_inputs, indices.flatten(0, 1), layout_query="TND", layout_kv="TND", **ends)
     assert torch.equal(whole[0].flatten(0, 1), packed[0])
     for one, other in zip(whole[1:], packed[1:], strict=True):  # (B, 1, S, N) and (1, T, N)
         assert torch.equal(one[:, 0].flatten(0, 1), other[0])
@@ -164,12 +104,13 @@ def test_gradients_in_float64() -> None:
     inputs, indices = example(**sizes, heads=2), selection(**sizes, top_k=2)
 
     def out(*tensors: Tensor) -> Tensor:
-        return attention(dict(zip(NAMES, tensors, strict=True)), indices)[0]
+        return attention(torch.ops.npu, dict(zip(NAMES, tensors, strict=True)), indices)[0]
 
     assert torch.autograd.gradcheck(out, tuple(inputs.values()))
     shared = {name: tensor for name, tensor in inputs.items() if name != "value"}
     assert torch.autograd.gradcheck(
-        lambda *tensors: attention(dict(zip(shared, tensors, strict=True)), indices)[0], tuple(shared.values())
+        lambda *tensors: attention(torch.ops.npu, dict(zip(shared, tensors, strict=True)), indices)[0],
+        tuple(shared.values()),
     )
 
 
@@ -183,7 +124,7 @@ def test_minus_one_is_never_gathered() -> None:
         for name in ("key", "value", "key_rope"):
             poisoned[name][:, [0, -1]] = poison
         leaves = {name: tensor.requires_grad_() for name, tensor in poisoned.items()}
-        out, maximum, total = attention(leaves, indices, sparse_mode=0)
+        out, maximum, total = attention(torch.ops.npu, leaves, indices, sparse_mode=0)
         grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
         results.append((out.detach(), maximum, total, *grads))
     for clean, poisoned_result in zip(*results, strict=True):
@@ -198,7 +139,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for elements in (1, 200, 2**25):
         monkeypatch.setattr(selected_keys, "CHUNK_ELEMENTS", elements)
-        outputs = attention(inputs, indices)
+        outputs = attention(torch.ops.npu, inputs, indices)
         results.append((*outputs, *torch.autograd.grad(outputs[0].square().sum(), list(inputs.values()))))
     for result in results[:2]:
         for one, other in zip(result, results[2], strict=True):
@@ -213,7 +154,7 @@ def test_opcheck() -> None:
     detached = {name: tensor.detach() for name, tensor in inputs.items()}
     args = (detached["query"], detached["key"], detached["value"], indices)
     torch.library.opcheck(npu_sparse_flash_attention.default, (*args, 0.3), {"attention_mode": 2})
-    out, maximum, total = attention(detached, indices)
+    out, maximum, total = attention(torch.ops.npu, detached, indices)
     ropes = (detached["query_rope"], detached["key_rope"])
     torch.library.opcheck(npu_sparse_flash_attention_grad.default, (*args, out, out, maximum, total, 0.3, 1, *ropes))
 
@@ -227,7 +168,7 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(docs: Documents, stati
 
     def run(query: Tensor, key: Tensor, indices: Tensor, **lengths: Tensor) -> list[Tensor]:
         options = {"layout_query": docs.layout, "layout_kv": docs.layout, "return_softmax_lse": statistics}
-        out, *stats = attention({"query": query, "key": key}, indices, **options, **lengths)
+        out, *stats = attention(torch.ops.npu, {"query": query, "key": key}, indices, **options, **lengths)
         if not statistics:
             return [out, *stats]
         values = (None, None, *lengths.values()) if lengths else (None, None, None, None)
@@ -248,9 +189,9 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(docs: Documents, stati
 
 def test_gradients_stop_where_torch_npu_has_none() -> None:
     inputs, indices = example(torch.float32), selection()
-    out, maximum, total = attention(inputs, indices)
+    out, maximum, total = attention(torch.ops.npu, inputs, indices)
     assert out.requires_grad and not maximum.requires_grad and not total.requires_grad
-    out = attention(inputs, indices, return_softmax_lse=False)[0]
+    out = attention(torch.ops.npu, inputs, indices, return_softmax_lse=False)[0]
     with pytest.raises(
         UsageError, match=r"npu_sparse_flash_attention_grad: softmax_max must be .*return_softmax_lse=True"
     ):
@@ -262,7 +203,7 @@ def test_compiles_whole() -> None:
 
     def out(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor) -> Tensor:
         tensors = {"query": query, "key": key, "value": key, "query_rope": query_rope, "key_rope": key_rope}
-        return attention(tensors, indices)[0].sin()
+        return attention(torch.ops.npu, tensors, indices)[0].sin()
 
     compiled = torch.compile(out, fullgraph=True, backend="aot_eager", dynamic=True)
     tensors = [inputs[name] for name in NAMES if name != "value"]
@@ -298,12 +239,12 @@ def test_names_the_bad_argument(case: Any) -> None:
 def test_names_other_bad_arguments(change: dict[str, Any], message: str) -> None:
     inputs = {name: tensor.detach() for name, tensor in example(torch.float32).items()}
     with pytest.raises(UsageError, match=f"npu_sparse_flash_attention: {message}"):
-        attention(inputs, selection(), **change)
+        attention(torch.ops.npu, inputs, selection(), **change)
 
 
 def test_limits_are_no_contract() -> None:
     inputs = {name: tensor.detach() for name, tensor in example(torch.float32, heads=3).items()}
-    attention(inputs, selection())
+    attention(torch.ops.npu, inputs, selection())
     arguments = inputs | {"sparse_indices": selection()}
     sizes = [
         "query.dtype is float32, and an NPU takes float16, bfloat16",
@@ -341,7 +282,7 @@ def distributed(placements: dict[str, Placement], options: dict[str, Any], packe
     lengths = {name: place(name, tensor) for name, tensor in lengths.items()}
     indices = place("sparse_indices", indices)
     with CommDebugMode() as comm:
-        outputs = attention(inputs, indices, **options, **lengths)
+        outputs = attention(torch.ops.npu, inputs, indices, **options, **lengths)
     outputs[0].square().sum().backward()
     grads = [tensor.grad for tensor in inputs.values()]
     whole = [tensor.full_tensor().detach() for tensor in (*outputs, *grads)]
@@ -402,7 +343,7 @@ def test_sharded_equals_whole(
     placements: dict[str, Placement], options: dict[str, Any], packed: bool, expected: list[Placement] | None
 ) -> None:
     inputs, indices, lengths = problem(packed)
-    outputs = attention(inputs, indices, **options, **lengths)
+    outputs = attention(torch.ops.npu, inputs, indices, **options, **lengths)
     grads = torch.autograd.grad(outputs[0].square().sum(), list(inputs.values()))
     for whole, placed, collectives in run_on_ranks(2, distributed, placements, options, packed):
         for one, other in zip(whole, (*outputs, *grads), strict=True):

@@ -25,6 +25,7 @@ from torchtitan_npu.ops.selection import (
     token_problems,
     window_problems,
 )
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 MLA_ABSORBED = 2
@@ -148,6 +149,8 @@ def save(
     **_: Any,
 ) -> None:
     out, softmax_max, softmax_sum = output
+    if value is key:
+        value = None  # one tensor has one gradient: the key's, with the value's part in it
     ctx.save_for_backward(
         *(query, key, value, sparse_indices, out, softmax_max, softmax_sum),
         *(query_rope, key_rope, actual_seq_lengths_query, actual_seq_lengths_kv),
@@ -163,7 +166,11 @@ def backward(npu: Any, ctx: Any, d_out: Tensor, *_: None) -> dict[str, Tensor]:
         *(query, key, value, indices, d_out, out, softmax_max, softmax_sum, ctx.scale, ctx.block_size),
         *(*optional, *ctx.options),
     )
-    return dict(zip(("query", "key", "value", "query_rope", "key_rope"), gradients, strict=True))
+    names = ("query", "key", "value", "query_rope", "key_rope")
+    inputs = (query, key, value, *optional[:2])
+    return {
+        name: gradient for name, gradient, tensor in zip(names, gradients, inputs, strict=True) if tensor is not None
+    }
 
 
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -190,6 +197,7 @@ declare(
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0, "
         "bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_flash_attention,
+        cuda=kernel("sparse_flash_attention", "npu_sparse_flash_attention", reference.npu_sparse_flash_attention),
         fake=fake,
         contract=contract,
         sharding=sharding,

@@ -17,6 +17,7 @@ from torchtitan_npu.ops.selection import (
     statistics_problems,
 )
 from torchtitan_npu.ops.sparse_flash_attention import SIZES, block_problems, input_problems, shards, ways_to_shard
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -78,6 +79,9 @@ declare(
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, int? attention_mode=0) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_flash_attention_grad,
+        cuda=kernel(
+            "sparse_flash_attention_grad", "npu_sparse_flash_attention_grad", reference.npu_sparse_flash_attention_grad
+        ),
         fake=fake,
         contract=contract,
         sharding=sharding,

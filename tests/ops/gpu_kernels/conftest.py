@@ -1,14 +1,27 @@
 """The Triton kernels run on the GPU where there is one, and by Triton's interpreter on the CPU where there is none."""
 
-import os
+import dataclasses
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any is imported
+from torchtitan_npu.ops import OPS, define
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def half(device: str) -> torch.dtype:
+    """The dtype to train in; the interpreter multiplies no matrices in bfloat16."""
+    return torch.bfloat16 if device == "cuda" else torch.float16
+
+
+@pytest.fixture(scope="session")
+def gpu() -> object:
+    """The vocabulary with the GPU's kernels, on whatever device they run here."""
+    ops = [dataclasses.replace(op, reference=op.cuda) for op in OPS.values() if op.cuda is not None]
+    define("gpu_kernels", ops)
+    return torch.ops.gpu_kernels
