@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_attention_check import OF_KEY, assert_agrees, attention
+from sparse_attention_check import assert_agrees, attention
 from sparse_oracle import Documents, documents
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -11,9 +11,9 @@ from torchtitan_npu.ops.triton.rows import Rows
 def add_segments(
     contributions: Tensor, sparse_indices: Tensor, rows: Rows, start: int, count: int, target: Tensor
 ) -> None:
-    """Add to ``target``, (keys, N2, width) float32, what ``count`` rows from ``start`` on give to the keys they selected:
-    ``contributions``, (count, N2, K, width) float32 and more behind them. Places without a key are not read."""
-    key_heads, top_k = sparse_indices.shape[-2:]
+    """Add to ``target``, (keys, N2, width) float32, what ``count`` rows from ``start`` on give to the keys they
+    selected: ``contributions``, (count, N2, K, width) float32. Places without a key are not read."""
+    key_heads = sparse_indices.shape[-2]
     width = target.shape[-1]
     keys = target.numel() // width
     first, visible = (t[start : start + count, None, None] for t in (rows.first, rows.visible))

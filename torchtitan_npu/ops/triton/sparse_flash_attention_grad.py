@@ -1,9 +1,9 @@
 """The gradient of attention over selected keys, some rows at a time, in two passes.
 
 The first pass has a program for a row and a block of its heads, as the forward has: it makes the query's gradient, and
-leaves the softmax and its gradient, (rows, heads, top-k), in a workspace of bounded size. The second adds what all heads
-of a row give to its keys: it multiplies the workspace with the row's queries and output gradients, so that each key of a
-row is added to once, whatever the number of heads.
+leaves the softmax and its gradient, (rows, heads, top-k), in a workspace of bounded size. The second adds what all
+heads of a row give to its keys: it multiplies the workspace with the row's queries and output gradients, so that each
+key of a row is added to once, whatever the number of heads.
 """
 
 import torch
@@ -52,6 +52,10 @@ def npu_sparse_flash_attention_grad(
         for tensor in (key, value, key_rope)
     )
 
+    d_out_out = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    block = triton.next_power_of_2(query.shape[-1])
+    _multiply_and_sum[(d_out_out.numel(),)](d_out, out.contiguous(), d_out_out, SIZE=query.shape[-1], BLOCK=block)
+
     constants = sizes(query, query_rope, key_heads, top_k)
     block_heads = min(64, max(16, triton.next_power_of_2(constants["GROUP"])))
     blocks = key_heads * triton.cdiv(constants["GROUP"], block_heads)
@@ -71,7 +75,7 @@ def npu_sparse_flash_attention_grad(
             rows.first,
             rows.visible,
             d_out,
-            out.contiguous(),
+            d_out_out,
             softmax_max.contiguous(),
             softmax_sum.contiguous(),
             d_query,
@@ -138,6 +142,15 @@ def key_config(group: int, block_columns: int) -> dict[str, int]:
 
 
 @triton.jit
+def _multiply_and_sum(left, right, total, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    a = tl.load(left + row * SIZE + columns, mask=columns < SIZE, other=0.0)
+    b = tl.load(right + row * SIZE + columns, mask=columns < SIZE, other=0.0)
+    tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32)))
+
+
+@triton.jit
 def _differentiate(
     query,
     query_rope,
@@ -148,7 +161,7 @@ def _differentiate(
     first_key,
     visible_keys,
     d_out,
-    out,
+    d_out_out,
     softmax_max,
     softmax_sum,
     d_query,
@@ -186,8 +199,7 @@ def _differentiate(
     q = tile(query, heads, real, SIZE, SIZE, BLOCK_SIZE)
     q_rope = tile(query_rope, heads, real, ROPE, ROPE, BLOCK_ROPE)
     do = tile(d_out, heads, real, SIZE, SIZE, BLOCK_SIZE)
-    o = tile(out, heads, real, SIZE, SIZE, BLOCK_SIZE)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    delta = tl.load(d_out_out + heads, mask=real, other=0.0)
     statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + in_group
     highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * 1.4426950408889634
     total = tl.load(softmax_sum + statistics, mask=real, other=1.0)
@@ -206,7 +218,9 @@ def _differentiate(
         v = k if SHARED else tile(value, keys, there, SIZE, SIZE, BLOCK_SIZE)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
-        mask = real[:, None] & (places < TOP_K)[None, :]
+        mask = real[:, None]
+        if TOP_K % BLOCK_KEYS:
+            mask = mask & (places < TOP_K)[None, :]
         tl.store(weights + kept + places[None, :], p.to(k.dtype), mask=mask)
         tl.store(d_scores + kept + places[None, :], ds, mask=mask)
         dq = tl.dot(ds, k, dq, input_precision="ieee")
@@ -269,10 +283,12 @@ def _add_to_keys(
         places = start + tl.arange(0, BLOCK_KEYS)
         index = tl.load(indices + places, mask=places < count, other=-1)
         there = (index >= 0) & (index < visible)
-        mask = (group < GROUP)[:, None] & there[None, :]
-        part = tl.dot(
-            tl.trans(tl.load(left + of_left + places[None, :], mask=mask, other=0.0)), r, input_precision="ieee"
-        )
+        # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
+        mask = (group < GROUP)[:, None]
+        if TOP_K % BLOCK_KEYS:
+            mask = mask & (places < TOP_K)[None, :]
+        w = tl.load(left + of_left + places[None, :], mask=mask, other=0.0)
+        part = tl.dot(tl.trans(w), r, input_precision="ieee")
         if BOTH:
             w = tl.load(left_2 + of_left + places[None, :], mask=mask, other=0.0)
             part = tl.dot(tl.trans(w), r_2, part, input_precision="ieee")
