@@ -109,13 +109,13 @@ def count_of(indices, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
 
 
 @triton.jit
-def tile(pointer, rows, there, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The ``rows`` that are ``there``, (rows, BLOCK) with zeros for the others."""
-    columns = tl.arange(0, BLOCK)
+def tile(pointer, rows, there, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns from ``start`` on of the ``rows`` that are ``there``, zeros for the others: (rows, BLOCK)."""
+    columns = start + tl.arange(0, BLOCK)
     mask = there[:, None]
-    if BLOCK != SIZE:
+    if SIZE % BLOCK:
         mask = mask & (columns < SIZE)[None, :]
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    return tl.load(pointer + rows[:, None] * SIZE + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -164,8 +164,8 @@ def _attend(
     in_group = first_head + tl.arange(0, BLOCK_HEADS)
     real = in_group < GROUP
     heads = (row * KEY_HEADS + key_head) * GROUP + in_group
-    q = tile(query, heads, real, SIZE, SIZE, BLOCK_SIZE)
-    q_rope = tile(query_rope, heads, real, ROPE, ROPE, BLOCK_ROPE)
+    q = tile(query, heads, real, 0, SIZE, BLOCK_SIZE)
+    q_rope = tile(query_rope, heads, real, 0, ROPE, BLOCK_ROPE)
 
     maximum = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
@@ -175,8 +175,8 @@ def _attend(
         index = tl.load(indices + places, mask=places < count, other=-1)
         there = (index >= 0) & (index < visible)
         keys = (first + index) * KEY_HEADS + key_head
-        k = tile(key, keys, there, SIZE, SIZE, BLOCK_SIZE)
-        k_rope = tile(key_rope, keys, there, ROPE, ROPE, BLOCK_ROPE)
+        k = tile(key, keys, there, 0, SIZE, BLOCK_SIZE)
+        k_rope = tile(key_rope, keys, there, 0, ROPE, BLOCK_ROPE)
         scores = tl.where(there[None, :], scores_of(q, q_rope, k, k_rope, ROPE) * scale, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
         # -inf - -inf is not a number: a row without keys so far subtracts 0
@@ -184,7 +184,7 @@ def _attend(
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(maximum - shift)
         total = total * decay + tl.sum(weights, 1)
-        v = k if SHARED else tile(value, keys, there, SIZE, SIZE, BLOCK_SIZE)
+        v = k if SHARED else tile(value, keys, there, 0, SIZE, BLOCK_SIZE)
         average = tl.dot(weights.to(v.dtype), v, average * decay[:, None], input_precision="ieee")
         maximum = highest
 

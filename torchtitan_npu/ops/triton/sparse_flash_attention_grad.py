@@ -1,9 +1,8 @@
-"""The gradient of attention over selected keys, some rows at a time, in two passes.
+"""The gradient of attention over selected keys: products that all heads of a row share, some rows at a time.
 
-The first pass has a program for a row and a block of its heads, as the forward has: it makes the query's gradient, and
-leaves the softmax and its gradient, (rows, heads, top-k), in a workspace of bounded size. The second adds what all
-heads of a row give to its keys: it multiplies the workspace with the row's queries and output gradients, so that each
-key of a row is added to once, whatever the number of heads.
+First the softmax and its gradient, (rows, heads, top-k), into a workspace of bounded size; then the queries' gradients
+from it, and what each row adds to its keys. Each is a product that matrix units are good at, and each key of a
+row is added to once, whatever the number of heads.
 """
 
 import torch
@@ -13,10 +12,14 @@ from torch import Tensor
 
 from torchtitan_npu.ops.triton.rows import rows_of
 from torchtitan_npu.ops.triton.segments import add_segments
-from torchtitan_npu.ops.triton.sparse_flash_attention import LOG2_E, count_of, place_of, scores_of, sizes, tile
+from torchtitan_npu.ops.triton.sparse_flash_attention import LOG2_E, count_of, place_of, tile
 
 WORKSPACE = 2**29
 """Bytes of the workspace. Rows are taken as many at a time as fit."""
+SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 64, "num_warps": 8, "num_stages": 3}
+QUERIES = {"BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 3}
+KEYS = {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 2}
+"""How the three kernels are compiled: the best of those tried on an H200. Blocks of QUERIES divide those of SCORES."""
 
 
 def npu_sparse_flash_attention_grad(
@@ -40,105 +43,94 @@ def npu_sparse_flash_attention_grad(
     """As the reference. The keys' gradients are added in float32, by atomic additions in any order; in the order of the
     rows where deterministic algorithms are asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    key_heads, top_k = sparse_indices.shape[-2:]
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
-    tokens, heads = rows.first.numel(), query.shape[-2]
+    tokens, heads, size = rows.first.numel(), *query.shape[-2:]
+    key_heads, top_k = sparse_indices.shape[-2:]
+    group, rope = heads // key_heads, 0 if query_rope is None else query_rope.shape[-1]
     query, key, d_out, sparse_indices = (t.contiguous() for t in (query, key, d_out, sparse_indices))
-    query_rope, key_rope = (None if t is None else t.contiguous() for t in (query_rope, key_rope))
-    d_query = torch.empty_like(query)
-    d_query_rope = query.new_empty(0) if query_rope is None else torch.empty_like(query_rope)
+    value, query_rope, key_rope = (None if t is None else t.contiguous() for t in (value, query_rope, key_rope))
+    d_query, d_query_rope = (query.new_empty(0 if t is None else t.shape) for t in (query, query_rope))
     d_key, d_value, d_key_rope = (
-        None if tensor is None else torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-        for tensor in (key, value, key_rope)
+        query.new_zeros(0 if t is None else t.shape, dtype=torch.float32) for t in (key, value, key_rope)
     )
-
     d_out_out = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    block = triton.next_power_of_2(query.shape[-1])
-    _multiply_and_sum[(d_out_out.numel(),)](d_out, out.contiguous(), d_out_out, SIZE=query.shape[-1], BLOCK=block)
+    block = triton.next_power_of_2(size)
+    _multiply_and_sum[(d_out_out.numel(),)](d_out, out.contiguous(), d_out_out, SIZE=size, BLOCK=block)
 
-    constants = sizes(query, query_rope, key_heads, top_k)
-    block_heads = min(64, max(16, triton.next_power_of_2(constants["GROUP"])))
-    blocks = key_heads * triton.cdiv(constants["GROUP"], block_heads)
-    widest = key_heads * top_k * query.shape[-1] * 4 if deterministic else 0
-    chunk = max(1, WORKSPACE // (2 * heads * top_k * query.element_size() + widest))
-    weights, d_scores = (query.new_empty(min(chunk, tokens), heads, top_k) for _ in range(2))
-    contributions = query.new_empty(widest // 4 * weights.shape[0], dtype=torch.float32) if deterministic else None
+    slots = heads * top_k * 2 * query.element_size()
+    added = key_heads * top_k * size if deterministic else 0  # what a row gives to its keys, before it is added
+    chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
+    weights, d_scores = (query.new_empty(chunk, heads, top_k) for _ in range(2))
+    contributions = query.new_empty(chunk * added, dtype=torch.float32)
+    block_heads = min(128, max(16, triton.next_power_of_2(group)))
+    shape = {"GROUP": group, "KEY_HEADS": key_heads, "TOP_K": top_k}
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
-        _differentiate[(count * blocks,)](
+        places = (sparse_indices, rows.first, rows.visible)
+        blocks = triton.cdiv(group, block_heads) * triton.cdiv(top_k, SCORES["BLOCK_KEYS"])
+        _differentiate[(count * key_heads * blocks,)](
             query,
-            query if query_rope is None else query_rope,
+            query_rope,
             key,
-            key if key_rope is None else key_rope,
-            key if value is None else value.contiguous(),
-            sparse_indices,
-            rows.first,
-            rows.visible,
+            key_rope,
+            value,
+            *places,
             d_out,
             d_out_out,
             softmax_max.contiguous(),
             softmax_sum.contiguous(),
-            d_query,
-            d_query_rope,
             weights,
             d_scores,
             scale_value,
             scale_value * LOG2_E,
             start,
-            count,
             tokens if layout == "TND" else query.shape[1],
-            **constants,
+            **shape,
+            SIZE=size,
+            ROPE=rope,
+            BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
             SHARED=value is None,
             BLOCK_HEADS=block_heads,
-            **query_config(query.shape[-1], block_heads),
+            **SCORES,
         )
-        for products, target in (
-            ([(d_scores, query)] + ([(weights, d_out)] if value is None else []), d_key),
-            ([(d_scores, query_rope)], d_key_rope),
-            ([(weights, d_out)], d_value),
+        products = {"BLOCK_TOP_K": triton.next_power_of_2(top_k), "BLOCK_GROUP": max(16, triton.next_power_of_2(group))}
+        for of_key, gradient in ((key, d_query), (key_rope, d_query_rope)):
+            if gradient.numel():
+                columns, grid = blocks_of(gradient, count * key_heads, 256)
+                _add_to_queries[grid](
+                    d_scores, of_key, *places, gradient, start, count, **shape, **products, **columns, **QUERIES
+                )
+        both = (weights, d_out) if value is None else (None, None)
+        for factors, gradient in (
+            ((d_scores, query, *both), d_key),
+            ((d_scores, query_rope, None, None), d_key_rope),
+            ((weights, d_out, None, None), d_value),
         ):
-            if target is None:
-                continue
-            width = target.shape[-1]
-            block_columns = min(256, max(16, triton.next_power_of_2(width)))
-            (left, right), (left_2, right_2) = products[0], products[-1]
-            _add_to_keys[(count * key_heads * triton.cdiv(width, block_columns),)](
-                left,
-                right,
-                left_2,
-                right_2,
-                sparse_indices,
-                rows.first,
-                rows.visible,
-                contributions if deterministic else target,
-                start,
-                count,
-                **{name: constants[name] for name in ("GROUP", "KEY_HEADS", "TOP_K", "BLOCK_TOP_K")},
-                WIDTH=width,
-                BOTH=len(products) == 2,
-                ATOMIC=not deterministic,
-                BLOCK_GROUP=max(16, triton.next_power_of_2(constants["GROUP"])),
-                BLOCK_COLUMNS=block_columns,
-                **key_config(constants["GROUP"], block_columns),
-            )
-            if contributions is not None:
-                add_segments(contributions, sparse_indices, rows, start, count, target)
-    return (
-        d_query,
-        *(query.new_empty(0) if t is None else t.to(query.dtype) for t in (d_key, d_value)),
-        d_query_rope,
-        query.new_empty(0) if d_key_rope is None else d_key_rope.to(query.dtype),
-    )
+            if gradient.numel():
+                columns, grid = blocks_of(gradient, count * key_heads, 128)
+                target = contributions if deterministic else gradient
+                _add_to_keys[grid](
+                    *factors,
+                    *places,
+                    target,
+                    start,
+                    count,
+                    **shape,
+                    **products,
+                    **columns,
+                    ATOMIC=not deterministic,
+                    **KEYS,
+                )
+                if deterministic:
+                    add_segments(contributions, sparse_indices, rows, start, count, gradient)
+    return d_query, d_key.to(key.dtype), d_value.to(key.dtype), d_query_rope, d_key_rope.to(key.dtype)
 
 
-def query_config(size: int, block_heads: int) -> dict[str, int]:
-    """The best of those tried on an H200 (tools/bench/sparse_attention.py)."""
-    return {"BLOCK_KEYS": 32, "num_warps": 8 if size * block_heads > 64 * 128 else 4, "num_stages": 3}
-
-
-def key_config(group: int, block_columns: int) -> dict[str, int]:
-    """The best of those tried on an H200 (tools/bench/sparse_attention.py)."""
-    return {"BLOCK_KEYS": 64, "num_warps": 8 if block_columns > 64 else 4, "num_stages": 2}
+def blocks_of(tensor: Tensor, rows: int, most: int) -> tuple[dict[str, int], tuple[int]]:
+    """Its last dimension in blocks of at most so many columns; and the grid with a program for each row and block."""
+    width = tensor.shape[-1]
+    block = min(most, max(16, triton.next_power_of_2(width)))
+    return {"WIDTH": width, "BLOCK_COLUMNS": block}, (rows * triton.cdiv(width, block),)
 
 
 @triton.jit
@@ -164,78 +156,114 @@ def _differentiate(
     d_out_out,
     softmax_max,
     softmax_sum,
-    d_query,
-    d_query_rope,
     weights,
     d_scores,
     scale,
     scale_2,  # for powers of 2
     first_row,
-    rows,
     sequence,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    in_chunk, key_head, first_head = place_of(rows, GROUP, KEY_HEADS, BLOCK_HEADS)
+    """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KEY_BLOCKS: tl.constexpr = (TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS
+    program = tl.program_id(0)
+    in_chunk = (program // (HEAD_BLOCKS * KEY_BLOCKS * KEY_HEADS)).to(tl.int64)
+    key_head = program // (HEAD_BLOCKS * KEY_BLOCKS) % KEY_HEADS
+    places = program // HEAD_BLOCKS % KEY_BLOCKS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    in_group = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    row = first_row + in_chunk
+    visible = tl.load(visible_keys + row)
+    index = tl.load(indices + (row * KEY_HEADS + key_head) * TOP_K + places, mask=places < TOP_K, other=-1)
+    if tl.max(index) < 0:
+        return  # nothing reads these places
+    there = (index >= 0) & (index < visible)
+    keys = (tl.load(first_key + row) + index) * KEY_HEADS + key_head
+    real = in_group < GROUP
+    heads = (row * KEY_HEADS + key_head) * GROUP + in_group
+
+    scores = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
+    dp = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
+    for start in range(0, SIZE, BLOCK_COLUMNS):
+        q = tile(query, heads, real, start, SIZE, BLOCK_COLUMNS)
+        do = tile(d_out, heads, real, start, SIZE, BLOCK_COLUMNS)
+        k = tile(key, keys, there, start, SIZE, BLOCK_COLUMNS)
+        v = k if SHARED else tile(value, keys, there, start, SIZE, BLOCK_COLUMNS)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+        dp = tl.dot(do, tl.trans(v), dp, input_precision="ieee")
+    if ROPE:
+        q = tile(query_rope, heads, real, 0, ROPE, BLOCK_ROPE)
+        k = tile(key_rope, keys, there, 0, ROPE, BLOCK_ROPE)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+
+    statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + in_group
+    highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * 1.4426950408889634
+    total = tl.load(softmax_sum + statistics, mask=real, other=1.0)
+    delta = tl.load(d_out_out + heads, mask=real, other=0.0)
+    p = tl.where(there[None, :], tl.exp2(scores * scale_2 - highest[:, None]) / total[:, None], 0.0)
+    ds = p * (dp - delta[:, None]) * scale
+    slots = ((in_chunk * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + places[None, :]
+    mask = real[:, None]
+    if TOP_K % BLOCK_KEYS:
+        mask = mask & (places < TOP_K)[None, :]
+    tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=mask)
+    tl.store(d_scores + slots, ds.to(d_scores.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_to_queries(
+    d_scores,
+    key,
+    indices,
+    first_key,
+    visible_keys,
+    d_query,
+    first_row,
+    rows,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """d_query of a row = d_scores · its keys, (heads, top-k) (top-k, width); one program for a row and some columns."""
+    in_chunk, key_head, first_column = place_of(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
     row = first_row + in_chunk
     first = tl.load(first_key + row)
     visible = tl.load(visible_keys + row)
     indices += (row * KEY_HEADS + key_head) * TOP_K
     count = tl.where(visible > 0, count_of(indices, TOP_K, BLOCK_TOP_K), 0)
 
-    in_group = first_head + tl.arange(0, BLOCK_HEADS)
-    real = in_group < GROUP
-    heads = (row * KEY_HEADS + key_head) * GROUP + in_group
-    kept = ((in_chunk * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K
-    q = tile(query, heads, real, SIZE, SIZE, BLOCK_SIZE)
-    q_rope = tile(query_rope, heads, real, ROPE, ROPE, BLOCK_ROPE)
-    do = tile(d_out, heads, real, SIZE, SIZE, BLOCK_SIZE)
-    delta = tl.load(d_out_out + heads, mask=real, other=0.0)
-    statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + in_group
-    highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * 1.4426950408889634
-    total = tl.load(softmax_sum + statistics, mask=real, other=1.0)
-
-    dq = tl.zeros((BLOCK_HEADS, BLOCK_SIZE), tl.float32)
-    dq_rope = tl.zeros((BLOCK_HEADS, BLOCK_ROPE), tl.float32)
+    group = tl.arange(0, BLOCK_GROUP)
+    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+    of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
+    total = tl.zeros((BLOCK_GROUP, BLOCK_COLUMNS), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
         index = tl.load(indices + places, mask=places < count, other=-1)
         there = (index >= 0) & (index < visible)
         keys = (first + index) * KEY_HEADS + key_head
-        k = tile(key, keys, there, SIZE, SIZE, BLOCK_SIZE)
-        k_rope = tile(key_rope, keys, there, ROPE, ROPE, BLOCK_ROPE)
-        scores = scores_of(q, q_rope, k, k_rope, ROPE) * scale_2
-        p = tl.where(there[None, :], tl.exp2(scores - highest[:, None]) / total[:, None], 0.0)
-        v = k if SHARED else tile(value, keys, there, SIZE, SIZE, BLOCK_SIZE)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
-        mask = real[:, None]
+        mask = (group < GROUP)[:, None]
         if TOP_K % BLOCK_KEYS:
             mask = mask & (places < TOP_K)[None, :]
-        tl.store(weights + kept + places[None, :], p.to(k.dtype), mask=mask)
-        tl.store(d_scores + kept + places[None, :], ds, mask=mask)
-        dq = tl.dot(ds, k, dq, input_precision="ieee")
-        if ROPE:
-            dq_rope = tl.dot(ds, k_rope, dq_rope, input_precision="ieee")
-
-    columns = tl.arange(0, BLOCK_SIZE)
-    mask = real[:, None] & (columns < SIZE)[None, :]
-    tl.store(d_query + heads[:, None] * SIZE + columns[None, :], dq.to(d_query.dtype.element_ty), mask=mask)
-    if ROPE:
-        columns = tl.arange(0, BLOCK_ROPE)
-        mask = real[:, None] & (columns < ROPE)[None, :]
-        tl.store(
-            d_query_rope + heads[:, None] * ROPE + columns[None, :], dq_rope.to(d_query.dtype.element_ty), mask=mask
-        )
+        ds = tl.load(d_scores + of_left + places[None, :], mask=mask, other=0.0)
+        k = tile(key, keys, there, first_column, WIDTH, BLOCK_COLUMNS)
+        total = tl.dot(ds, k, total, input_precision="ieee")
+    places = (row * KEY_HEADS + key_head) * GROUP * WIDTH + group[:, None] * WIDTH + columns[None, :]
+    mask = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(d_query + places, total.to(d_query.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -254,11 +282,10 @@ def _add_to_keys(
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BOTH: tl.constexpr,
-    ATOMIC: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    ATOMIC: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
     """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
@@ -277,7 +304,7 @@ def _add_to_keys(
     real = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
     r = tl.load(right + of_right, mask=real, other=0.0)
     r_2 = r
-    if BOTH:
+    if left_2 is not None:
         r_2 = tl.load(right_2 + of_right, mask=real, other=0.0)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
@@ -289,7 +316,7 @@ def _add_to_keys(
             mask = mask & (places < TOP_K)[None, :]
         w = tl.load(left + of_left + places[None, :], mask=mask, other=0.0)
         part = tl.dot(tl.trans(w), r, input_precision="ieee")
-        if BOTH:
+        if left_2 is not None:
             w = tl.load(left_2 + of_left + places[None, :], mask=mask, other=0.0)
             part = tl.dot(tl.trans(w), r_2, part, input_precision="ieee")
         mask = there[:, None] & (columns < WIDTH)[None, :]
