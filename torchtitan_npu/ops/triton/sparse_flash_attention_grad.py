@@ -16,9 +16,9 @@ from torchtitan_npu.ops.triton.sparse_flash_attention import LOG2_E, count_of, p
 
 WORKSPACE = 2**29
 """Bytes of the workspace. Rows are taken as many at a time as fit."""
-SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 64, "num_warps": 8, "num_stages": 3}
-QUERIES = {"BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 3}
-KEYS = {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 2}
+SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
+QUERIES = {"BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 5}
+KEYS = {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 1}
 """How the three kernels are compiled: the best of those tried on an H200. Blocks of QUERIES divide those of SCORES."""
 
 

@@ -1,0 +1,147 @@
+#!/usr/bin/env python
+"""Cuts of DeepSeek-V3.2 through the real trainer on one GPU: tokens a second and peak memory, from eager to all fused.
+
+    python tools/bench/models.py [--layers 4 8] [--only eager dsa ...] [--seq-len 4096] [--steps 8] [--json FILE]
+    python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
+
+The cuts are 671B_4layers and 671B_8layers: full width, one dense layer, 8 experts. Weights and states in bfloat16, full
+activation checkpointing, the shipped text. Each row is a process of its own; its time is the median of its steps after
+the second. ``--curves`` trains eager in float32 and in bfloat16 and the fused model in bfloat16 (weights in float32)
+from the same weights on the same batches: how far bfloat16 alone takes a curve, and how far the kernels do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan_npu.config_manager import PACKAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+BASIC = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
+
+
+def converters(*names: str) -> list[str]:
+    return ["--model.converters", ",".join(names)]
+
+
+VARIANTS = {
+    "eager": converters(),
+    "dsa": converters("npu_dsa"),
+    "basic": converters("npu_dsa", *BASIC),
+    "compile": [*converters("npu_dsa", *BASIC), "--compile.enable"],
+    "swap": [*converters("npu_dsa", *BASIC), "--compile.enable", "--optimizer.swap"],
+}
+"""Each adds to the one before. Eager makes every head's keys and values, as the small operators of the model do; the
+others work on the latent vectors, as the fused operator does."""
+SPEED = ["--training.dtype", "bfloat16", "--activation_checkpoint.mode", "full"]
+CURVES = {
+    "eager float32": [*converters(), "--training.mixed_precision_param", "float32"],
+    "eager": converters(),
+    "fused": converters("npu_dsa", *BASIC),
+}
+CURVE = ["--activation_checkpoint.mode", "full", "--lr_scheduler.warmup_steps", "10"]
+
+
+def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, object]:
+    """Train in this process; the losses, the seconds a step, and the bytes allocated at the most after the first."""
+    import torch
+
+    import torchtitan_npu.train as entry
+    from torchtitan_npu.config_manager import JobConfigManager
+    from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
+
+    flavor = f"671B_{layers}layers"
+    if eager:
+        deepseekv32_args[flavor] = replace(deepseekv32_args[flavor], absorb=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config_file = PACKAGE / "train_configs" / f"deepseek_v32_{flavor}_4k.toml"
+        one_rank = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
+        arguments = ["--job.config_file", str(config_file), *one_rank, "--training.global_batch_size", "1"]
+        config = JobConfigManager().parse_args([*arguments, *options])
+        config.job.dump_folder, config.checkpoint.enable = folder, False
+        config.metrics.enable_tensorboard = False
+        config.metrics.log_freq = 1
+        trainer = entry.Trainer(config)
+        losses: list[float] = []
+        log = trainer.metrics_processor.log
+
+        def keep(step: int, loss: float, *args: object, **kwargs: object) -> None:
+            losses.append(loss)
+            log(step, loss, *args, **kwargs)  # type: ignore[arg-type]
+
+        trainer.metrics_processor.log = keep  # type: ignore[method-assign, assignment]
+        batches = trainer.batch_generator(trainer.dataloader)  # type: ignore[arg-type]
+        seconds = []
+        for step in range(1, steps + 1):
+            trainer.step = step
+            start = time.perf_counter()
+            trainer.train_step(batches)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            if step == 1:
+                torch.cuda.reset_peak_memory_stats()
+        tokens = config.training.seq_len * config.training.local_batch_size
+        result = {
+            "tokens_per_second": tokens / statistics.median(seconds[2:]),
+            "memory": torch.cuda.max_memory_allocated(),
+            "seconds": seconds,
+            "losses": losses,
+        }
+        trainer.close()
+    return result
+
+
+def in_a_process(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, object]:
+    """As :func:`measure`; where it fails, the last line of what it said."""
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **launcher, "PYTHONPATH": paths, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
+    done = subprocess.run([*command, *(["--eager"] if eager else [])], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        errors = [line for line in lines if "Error" in line]
+        return {"failed": (errors or lines)[-1][:300]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], choices=[4, 8])
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", action="store_true", help="one row, in this process")
+    parser.add_argument("--eager", action="store_true", help="with --measure")
+    args, options = parser.parse_known_args()
+    if args.measure:
+        print(json.dumps(measure(args.layers[0], args.eager, args.steps, options)))
+        return 0
+    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, SPEED)
+    rows = []
+    for layers in args.layers:
+        for name in args.only or runs:
+            every = [*always, "--training.seq_len", str(args.seq_len), *runs[name], *options]
+            row = in_a_process(layers, name.startswith("eager"), args.steps, every)
+            rows.append({"layers": layers, "seq_len": args.seq_len, "variant": name, "options": every, **row})
+            shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"  # type: ignore[operator]
+            print(f"{layers} layers  {args.seq_len:6}  {name:14} {shown}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
