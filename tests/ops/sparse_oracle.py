@@ -169,7 +169,7 @@ class Scores:
 class Attention:
     """Attention of one document under a dense mask (queries, N2, keys), with its statistics.
 
-    ``rounded`` is one rounding of the dtype in which a kernel multiplies the softmax and its gradient, if not ``u``'s.
+    ``rounded`` is how the softmax and its gradient err when a kernel rounds them to the dtype it multiplies in.
     """
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor, scale: float, u: float, rounded: float = 0.0):

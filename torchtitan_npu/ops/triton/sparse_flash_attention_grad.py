@@ -12,10 +12,20 @@ from torch import Tensor
 
 from torchtitan_npu.ops.triton.rows import rows_of
 from torchtitan_npu.ops.triton.segments import add_segments
-from torchtitan_npu.ops.triton.sparse_flash_attention import LOG2_E, count_of, place_of, tile
+from torchtitan_npu.ops.triton.sparse_flash_attention import (
+    LOG2_E,
+    WORKSPACE,
+    blocks_of,
+    count_of,
+    place_of_products,
+    place_of_scores,
+    product_blocks,
+    score_blocks,
+    score_grid,
+    shape_of,
+    tile,
+)
 
-WORKSPACE = 2**29
-"""Bytes of the workspace. Rows are taken as many at a time as fit."""
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
 QUERIES = {"BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 5}
 KEYS = {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 1}
@@ -46,9 +56,9 @@ def npu_sparse_flash_attention_grad(
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
     tokens, heads, size = rows.first.numel(), *query.shape[-2:]
     key_heads, top_k = sparse_indices.shape[-2:]
-    group, rope = heads // key_heads, 0 if query_rope is None else query_rope.shape[-1]
     query, key, d_out, sparse_indices = (t.contiguous() for t in (query, key, d_out, sparse_indices))
     value, query_rope, key_rope = (None if t is None else t.contiguous() for t in (value, query_rope, key_rope))
+    softmax_max, softmax_sum = softmax_max.contiguous(), softmax_sum.contiguous()
     d_query, d_query_rope = (query.new_empty(0 if t is None else t.shape) for t in (query, query_rope))
     d_key, d_value, d_key_rope = (
         query.new_zeros(0 if t is None else t.shape, dtype=torch.float32) for t in (key, value, key_rope)
@@ -62,43 +72,24 @@ def npu_sparse_flash_attention_grad(
     chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
     weights, d_scores = (query.new_empty(chunk, heads, top_k) for _ in range(2))
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
-    block_heads = min(128, max(16, triton.next_power_of_2(group)))
-    shape = {"GROUP": group, "KEY_HEADS": key_heads, "TOP_K": top_k}
+    shape = shape_of(query, query_rope, key_heads, top_k)
+    products = {name: shape[name] for name in ("GROUP", "KEY_HEADS", "TOP_K")} | product_blocks(shape)
+    sequence = tokens if layout == "TND" else query.shape[1]
+    places = (sparse_indices, rows.first, rows.visible)
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
-        places = (sparse_indices, rows.first, rows.visible)
-        blocks = triton.cdiv(group, block_heads) * triton.cdiv(top_k, SCORES["BLOCK_KEYS"])
-        _differentiate[(count * key_heads * blocks,)](
-            query,
-            query_rope,
-            key,
-            key_rope,
-            value,
-            *places,
-            d_out,
-            d_out_out,
-            softmax_max.contiguous(),
-            softmax_sum.contiguous(),
-            weights,
-            d_scores,
-            scale_value,
-            scale_value * LOG2_E,
-            start,
-            tokens if layout == "TND" else query.shape[1],
+        _differentiate[score_grid(count, shape, SCORES)](
+            *(query, query_rope, key, key_rope, value, *places, d_out, d_out_out, softmax_max, softmax_sum),
+            *(weights, d_scores, scale_value, scale_value * LOG2_E, start, sequence),
             **shape,
-            SIZE=size,
-            ROPE=rope,
-            BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
-            SHARED=value is None,
-            BLOCK_HEADS=block_heads,
+            **score_blocks(shape),
             **SCORES,
         )
-        products = {"BLOCK_TOP_K": triton.next_power_of_2(top_k), "BLOCK_GROUP": max(16, triton.next_power_of_2(group))}
         for of_key, gradient in ((key, d_query), (key_rope, d_query_rope)):
             if gradient.numel():
                 columns, grid = blocks_of(gradient, count * key_heads, 256)
                 _add_to_queries[grid](
-                    d_scores, of_key, *places, gradient, start, count, **shape, **products, **columns, **QUERIES
+                    *(d_scores, of_key, *places, gradient, start, count), **products, **columns, **QUERIES
                 )
         both = (weights, d_out) if value is None else (None, None)
         for factors, gradient in (
@@ -110,12 +101,7 @@ def npu_sparse_flash_attention_grad(
                 columns, grid = blocks_of(gradient, count * key_heads, 128)
                 target = contributions if deterministic else gradient
                 _add_to_keys[grid](
-                    *factors,
-                    *places,
-                    target,
-                    start,
-                    count,
-                    **shape,
+                    *(*factors, *places, target, start, count),
                     **products,
                     **columns,
                     ATOMIC=not deterministic,
@@ -124,13 +110,6 @@ def npu_sparse_flash_attention_grad(
                 if deterministic:
                     add_segments(contributions, sparse_indices, rows, start, count, gradient)
     return d_query, d_key.to(key.dtype), d_value.to(key.dtype), d_query_rope, d_key_rope.to(key.dtype)
-
-
-def blocks_of(tensor: Tensor, rows: int, most: int) -> tuple[dict[str, int], tuple[int]]:
-    """Its last dimension in blocks of at most so many columns; and the grid with a program for each row and block."""
-    width = tensor.shape[-1]
-    block = min(most, max(16, triton.next_power_of_2(width)))
-    return {"WIDTH": width, "BLOCK_COLUMNS": block}, (rows * triton.cdiv(width, block),)
 
 
 @triton.jit
@@ -167,20 +146,15 @@ def _differentiate(
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     ROPE: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places."""
-    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    KEY_BLOCKS: tl.constexpr = (TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS
-    program = tl.program_id(0)
-    in_chunk = (program // (HEAD_BLOCKS * KEY_BLOCKS * KEY_HEADS)).to(tl.int64)
-    key_head = program // (HEAD_BLOCKS * KEY_BLOCKS) % KEY_HEADS
-    places = program // HEAD_BLOCKS % KEY_BLOCKS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    in_group = program % HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    in_chunk, key_head, first_head, first_place = place_of_scores(GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS)
+    places = first_place + tl.arange(0, BLOCK_KEYS)
+    in_group = first_head + tl.arange(0, BLOCK_HEADS)
     row = first_row + in_chunk
     visible = tl.load(visible_keys + row)
     index = tl.load(indices + (row * KEY_HEADS + key_head) * TOP_K + places, mask=places < TOP_K, other=-1)
@@ -197,7 +171,7 @@ def _differentiate(
         q = tile(query, heads, real, start, SIZE, BLOCK_COLUMNS)
         do = tile(d_out, heads, real, start, SIZE, BLOCK_COLUMNS)
         k = tile(key, keys, there, start, SIZE, BLOCK_COLUMNS)
-        v = k if SHARED else tile(value, keys, there, start, SIZE, BLOCK_COLUMNS)
+        v = k if value is None else tile(value, keys, there, start, SIZE, BLOCK_COLUMNS)
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), dp, input_precision="ieee")
     if ROPE:
@@ -239,7 +213,7 @@ def _add_to_queries(
     BLOCK_KEYS: tl.constexpr,
 ):
     """d_query of a row = d_scores · its keys, (heads, top-k) (top-k, width); one program for a row and some columns."""
-    in_chunk, key_head, first_column = place_of(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
+    in_chunk, key_head, first_column = place_of_products(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
     row = first_row + in_chunk
     first = tl.load(first_key + row)
     visible = tl.load(visible_keys + row)
@@ -290,7 +264,7 @@ def _add_to_keys(
 ):
     """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
     and some columns. ``left`` holds the rows of this chunk, ``right`` all. Not ``ATOMIC``: (rows, top-k, width)."""
-    in_chunk, key_head, first_column = place_of(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
+    in_chunk, key_head, first_column = place_of_products(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
     row = first_row + in_chunk
     first = tl.load(first_key + row)
     visible = tl.load(visible_keys + row)
