@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.reference import grouped_matmul as reference
 from torchtitan_npu.ops.sharding import Way
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -155,6 +156,33 @@ def _inner(tensor: Tensor) -> int:
     return tensor.shape[-1 if tensor.is_contiguous() else -2]
 
 
+def is_tiled(*matrices: Tensor) -> bool:
+    """Whether a GPU's copy engine takes tiles of the contiguous ``matrices``: half precision, 16-byte steps."""
+    return all(
+        one.dtype in (torch.float16, torch.bfloat16)
+        and one.is_contiguous()
+        and one.shape[-1] % 8 == 0
+        and one.data_ptr() % 16 == 0
+        for one in matrices
+    )
+
+
+def cuda(
+    x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group_type: int, **others: Any
+) -> list[Tensor]:
+    """The kernels for tensor cores; the reference, which waits for the groups' sizes, for what they do not take:
+    float32, a bias, lists of products, sizes and strides that are no multiples of 16 bytes."""
+    arguments = {"x": x, "weight": weight, "bias": bias, "group_type": group_type, **others}
+    rows, matrices = x[0].t() if group_type == 2 else x[0], weight[0]
+    if group_type == 0 and not matrices.is_contiguous():
+        matrices = matrices.mT
+    elif group_type == 0 and rows.shape[1] % 64:  # the last tile of a group's matrix would hold rows of the next one
+        return reference.npu_grouped_matmul(**arguments)
+    if group_type == -1 or bias or not is_tiled(rows, matrices):
+        return reference.npu_grouped_matmul(**arguments)
+    return kernel("grouped_matmul", "npu_grouped_matmul", reference.npu_grouped_matmul)(**arguments)
+
+
 LIMITS = (
     Limit("x.dtype", lambda x, **_: x[0].dtype, DTYPES),
     Limit(
@@ -195,6 +223,7 @@ declare(
         "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
         "int? per_token_scale_dtype=None) -> Tensor[]",
         reference=reference.npu_grouped_matmul,
+        cuda=cuda,
         fake=fake,
         contract=contract,
         sharding=sharding,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from torchtitan_npu.ops.grouped_matmul import INNER_LIMIT, MAX_GROUPS, group_list_contract
+from torchtitan_npu.ops.grouped_matmul import INNER_LIMIT, MAX_GROUPS, group_list_contract, is_tiled
 from torchtitan_npu.ops.reference import grouped_matmul as reference
 from torchtitan_npu.ops.sharding import Way
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -51,11 +52,20 @@ def sharding(**_: Any) -> Iterator[Way]:
     yield [Shard(2)], {"input": Shard(2), "weight": Shard(1)}
 
 
+def cuda(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:
+    """The kernel for tensor cores; the reference, which waits for the groups' sizes, where that takes no tiles."""
+    plain = reference.npu_grouped_matmul_add_
+    fits = is_tiled(x, weight) and input.is_contiguous()
+    chosen = kernel("grouped_matmul", "npu_grouped_matmul_add_", plain) if fits else plain
+    return chosen(input=input, x=x, weight=weight, **others)
+
+
 declare(
     Op(
         schema="npu::npu_grouped_matmul_add_(Tensor(a!) input, Tensor x, Tensor weight, Tensor group_list, *, "
         "bool transpose_x=True, bool transpose_weight=False, int group_type=2, int? group_list_type=0) -> Tensor(a!)",
         reference=reference.npu_grouped_matmul_add_,
+        cuda=cuda,
         fake=fake,
         contract=contract,
         sharding=sharding,

@@ -21,6 +21,7 @@ from torchtitan_npu.ops.moe_checks import (
     is_unpadded,
 )
 from torchtitan_npu.ops.reference import moe_permute as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -77,6 +78,7 @@ declare(
         schema="npu::npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, "
         "bool padded_mode=False) -> (Tensor, Tensor)",
         reference=reference.npu_moe_token_permute,
+        cuda=kernel("moe_permute", "npu_moe_token_permute", reference.npu_moe_token_permute),
         fake=fake,
         contract=contract,
         sharding=sharding,
@@ -109,6 +111,7 @@ declare(
         schema="npu::npu_moe_token_permute_grad(Tensor tokens, Tensor grad_permuted_tokens, Tensor indices, "
         "Tensor sorted_indices, bool padded_mode=False) -> Tensor",
         reference=reference.npu_moe_token_permute_grad,
+        cuda=kernel("moe_permute", "npu_moe_token_permute_grad", reference.npu_moe_token_permute_grad),
         fake=lambda tokens, **_: tokens.new_empty(tokens.shape),
         contract=grad_contract,
         sharding=lambda **_: [([Shard(1)], {"tokens": Shard(1), "grad_permuted_tokens": Shard(1)})],
@@ -149,6 +152,7 @@ declare(
         schema="npu::npu_moe_token_permute_grad_v2(Tensor grad_permuted_tokens, Tensor sorted_indices, "
         "SymInt tokens_size_0, ScalarType tokens_dtype, SymInt num_topK, bool padded_mode=False) -> Tensor",
         reference=reference.npu_moe_token_permute_grad_v2,
+        cuda=kernel("moe_permute", "npu_moe_token_permute_grad_v2", reference.npu_moe_token_permute_grad_v2),
         fake=grad_v2_fake,
         contract=grad_v2_contract,
         sharding=lambda **_: [([Shard(1)], {"grad_permuted_tokens": Shard(1)})],

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchtitan_npu.ops.moe_checks import FLOATS, has_dim, has_dtype, has_shape
 from torchtitan_npu.ops.reference import moe_routing as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -57,6 +58,7 @@ declare(
         "Tensor? per_token_scales=None, int expert_token_num_type=1, int idx_type=0, int? tokens_dtype=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_moe_re_routing,
+        cuda=kernel("moe_routing", "npu_moe_re_routing", reference.npu_moe_re_routing),
         fake=fake,
         contract=contract,
         sharding=sharding,

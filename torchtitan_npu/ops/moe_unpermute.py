@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torchtitan_npu.ops.autograd import Autograd, Through
 from torchtitan_npu.ops.moe_checks import FLOATS, NPU_FLOATS, TOP_K, has_dim, has_dtype, has_shape, is_unpadded
 from torchtitan_npu.ops.reference import moe_permute as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -64,6 +65,7 @@ declare(
         schema="npu::npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
         "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
         reference=reference.npu_moe_token_unpermute,
+        cuda=kernel("moe_permute", "npu_moe_token_unpermute", reference.npu_moe_token_unpermute),
         fake=fake,
         contract=contract,
         sharding=lambda **_: [([Shard(1)], {"permuted_tokens": Shard(1)})],
@@ -108,6 +110,7 @@ declare(
         "bool padded_mode=False, int[]? restore_shape=None) -> "
         "(Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)",
         reference=reference._npu_moe_token_unpermute,
+        cuda=kernel("moe_permute", "_npu_moe_token_unpermute", reference._npu_moe_token_unpermute),
         fake=inner_fake,
         contract=contract,
         sharding=lambda **_: [([Shard(1), Shard(1)], {"permuted_tokens": Shard(1)})],
@@ -144,6 +147,7 @@ declare(
         "Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) "
         "-> (Tensor, Tensor)",
         reference=reference.npu_moe_token_unpermute_grad,
+        cuda=kernel("moe_permute", "npu_moe_token_unpermute_grad", reference.npu_moe_token_unpermute_grad),
         fake=grad_fake,
         contract=grad_contract,
         sharding=grad_sharding,
@@ -194,6 +198,7 @@ declare(
         "SymInt permuted_tokens_size_0, ScalarType permuted_tokens_dtype, Tensor? probs=None, "
         "bool padded_mode=False, int[]? restore_shape=None, Tensor? permuted_tokens=None) -> (Tensor, Tensor)",
         reference=reference.npu_moe_token_unpermute_grad_v2,
+        cuda=kernel("moe_permute", "npu_moe_token_unpermute_grad_v2", reference.npu_moe_token_unpermute_grad_v2),
         fake=grad_v2_fake,
         contract=grad_v2_contract,
         sharding=grad_sharding,

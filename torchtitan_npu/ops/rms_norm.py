@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_npu.ops.autograd import Autograd, not_implemented
 from torchtitan_npu.ops.reference import rms_norm as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 MAX_DIMS = 8  # CANN's kernels take no tensor of more
@@ -62,6 +63,23 @@ def backward(npu: Any, ctx: Any, dy: Tensor, _: None) -> dict[str, Tensor]:
     return {"input": dx, "gamma": dgamma}
 
 
+MAX_CUDA_WIDTH = 16384
+
+
+def on_cuda(name: str) -> Callable[..., Any]:
+    """The Triton kernel of the op ``name``, which keeps a row in registers; the reference for rows too wide for that,
+    and where there is nothing to compute."""
+    reference_kernel = getattr(reference, name)
+    fused = kernel("rms_norm", name, reference_kernel)
+
+    def run(gamma: Tensor, **arguments: Any) -> Any:
+        x = arguments["x1" if "x1" in arguments else "input"]
+        chosen = fused if gamma.numel() <= MAX_CUDA_WIDTH and x.numel() else reference_kernel
+        return chosen(gamma=gamma, **arguments)
+
+    return run
+
+
 LIMITS = (
     Limit("input.dtype", lambda input, **_: input.dtype, (torch.float16, torch.bfloat16, torch.float32)),
     Limit("the number of dimensions of input", lambda input, **_: input.dim(), range(2, MAX_DIMS + 1)),
@@ -72,6 +90,7 @@ declare(
         schema="npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor)",
         reference=reference.npu_rms_norm,
+        cuda=on_cuda("npu_rms_norm"),
         fake=fake,
         contract=contract,
         sharding=sharding,
@@ -107,6 +126,7 @@ declare(
     Op(
         schema="npu::npu_rms_norm_backward(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
         reference=reference.npu_rms_norm_backward,
+        cuda=on_cuda("npu_rms_norm_backward"),
         fake=backward_fake,
         contract=backward_contract,
         sharding=backward_sharding,
@@ -139,6 +159,7 @@ declare(
         schema="npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor, Tensor)",
         reference=reference.npu_add_rms_norm,
+        cuda=on_cuda("npu_add_rms_norm"),
         fake=add_fake,
         contract=add_contract,
         sharding=add_sharding,

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from torchtitan_npu.ops.autograd import not_implemented
 from torchtitan_npu.ops.reference import rotary as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -107,12 +108,20 @@ def apply_sharding(layout: str, **_: Any) -> Iterator[tuple[list[Placement], dic
         yield [Shard(dim), Shard(dim)], sharded
 
 
+def apply_cuda(rotary_mode: str, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The Triton kernel, which knows ``half`` and ``interleave``; for ``quarter`` the reference."""
+    plain = reference.npu_apply_rotary_pos_emb
+    chosen = plain if rotary_mode == "quarter" else kernel("rotary", "npu_apply_rotary_pos_emb", plain)
+    return chosen(rotary_mode=rotary_mode, **arguments)
+
+
 declare(
     Op(
         schema="npu::npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, "
         'str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)',
         # an NPU writes the results over query and key besides; the schema does not say so, and we do not
         reference=reference.npu_apply_rotary_pos_emb,
+        cuda=apply_cuda,
         fake=apply_fake,
         contract=apply_contract,
         sharding=apply_sharding,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from torchtitan_npu.ops.autograd import Autograd
 from torchtitan_npu.ops.reference import rotary as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,6 +66,14 @@ def backward(npu: Any, ctx: Any, grad: Tensor) -> dict[str, Tensor]:
     # as torch_npu does, also where a matrix ``rotate`` was given: right only if that is the matrix of rotary_mode
     dx, dr1, dr2 = npu.npu_rotary_mul_backward(grad, *ctx.saved_tensors, ctx.rotary_mode)
     return {"input": dx, "r1": dr1, "r2": dr2}
+
+
+def cuda(rotate: Tensor | None, **arguments: Any) -> Tensor:
+    """The Triton kernel, which knows the two modes; with a matrix of its own, ``rotate``, the reference."""
+    chosen = (
+        reference.npu_rotary_mul if rotate is not None else kernel("rotary", "npu_rotary_mul", reference.npu_rotary_mul)
+    )
+    return chosen(rotate=rotate, **arguments)
 
 
 LAYOUTS = {
@@ -123,6 +132,7 @@ declare(
         schema='npu::npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
         "-> Tensor",
         reference=reference.npu_rotary_mul,
+        cuda=cuda,
         fake=fake,
         contract=contract,
         sharding=sharding,
@@ -159,6 +169,7 @@ declare(
         schema="npu::npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, "
         'str rotary_mode="half") -> (Tensor, Tensor, Tensor)',
         reference=reference.npu_rotary_mul_backward,
+        cuda=kernel("rotary", "npu_rotary_mul_backward", reference.npu_rotary_mul_backward),
         fake=backward_fake,
         contract=backward_contract,
         sharding=backward_sharding,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from torchtitan_npu.ops.autograd import Autograd
 from torchtitan_npu.ops.reference import swiglu as reference
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 MAX_DIMS = 8  # CANN's kernels take no tensor of more
@@ -58,6 +59,7 @@ declare(
     Op(
         schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
         reference=reference.npu_swiglu,
+        cuda=kernel("swiglu", "npu_swiglu", reference.npu_swiglu),
         fake=fake,
         contract=contract,
         sharding=sharding,
@@ -91,6 +93,7 @@ declare(
     Op(
         schema="npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
         reference=reference.npu_swiglu_backward,
+        cuda=kernel("swiglu", "npu_swiglu_backward", reference.npu_swiglu_backward),
         fake=backward_fake,
         contract=backward_contract,
         sharding=backward_sharding,

@@ -1,0 +1,58 @@
+"""RMS normalisation in Triton, against the float64 oracle of the reference's tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from error_budget import assert_within, rounding_budget
+from hypothesis import HealthCheck, given, settings
+from kernel_checks import has_strides_of, on
+from test_npu_rms_norm import Oracle, cases
+from torch import Tensor
+
+from torchtitan_npu.ops import OPS
+
+Case = tuple[Tensor, Tensor, float, Tensor]
+
+
+def check(case: Case, device: str) -> None:
+    """``(x, gamma, epsilon, dy)``: forward, backward and the fused sum, in dtype, strides and values."""
+    x, gamma, epsilon, dy = (on(device, part) if isinstance(part, Tensor) else part for part in case)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    oracle = Oracle(x, gamma, epsilon, dy, compute)
+    y, rstd = OPS["npu_rms_norm"].cuda(input=x, gamma=gamma, epsilon=epsilon)
+    assert (y.dtype, rstd.dtype) == (x.dtype, compute) and has_strides_of(y, x)
+    assert_within("y", y, oracle.y, oracle.y_budget + rounding_budget(oracle.y, y.dtype))
+    assert_within("rstd", rstd, oracle.rstd, oracle.rstd_budget)
+
+    dx, dgamma = OPS["npu_rms_norm_backward"].cuda(dy=dy, input=x, gamma=gamma, rstd=rstd)
+    assert (dx.dtype, dgamma.dtype) == (x.dtype, compute) and has_strides_of(dx, x) and has_strides_of(dgamma, gamma)
+    assert_within("dx", dx, oracle.dx, oracle.dx_budget + rounding_budget(oracle.dx, x.dtype))
+    assert_within("dgamma", dgamma, oracle.dgamma, oracle.dgamma_budget)
+
+    y, rstd, total = OPS["npu_add_rms_norm"].cuda(x1=x, x2=dy, gamma=gamma, epsilon=epsilon)
+    assert torch.equal(total, x + dy) and has_strides_of(total, x)
+    of_sum = Oracle(total, gamma, epsilon, dy, compute)
+    assert_within("y of the sum", y, of_sum.y, of_sum.y_budget + rounding_budget(of_sum.y, y.dtype))
+    assert_within("rstd of the sum", rstd, of_sum.rstd, of_sum.rstd_budget)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_agrees_with_the_oracle(device: str, case: Case) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        (70, 100),  # several rows a program, several turns of its loop, a last tile that is not full
+        (9, 4096),  # a row a program, the whole block
+        (5, 5000),
+        (2, 16385),  # too wide for the kernel: the reference
+    ],
+)
+def test_wide_and_many_rows(device: str, rows: int, width: int) -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, rows, width).to(torch.float16)
+    check((x, torch.randn(width, dtype=torch.float16), 1e-5, dy), device)

@@ -1,0 +1,90 @@
+"""Times on a GPU without the host in them, and the limits of the machine they are held against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    copy_rate: float
+    """Bytes read and written in a second by a device copy."""
+    matmul_rate: float
+    """Floating point operations in a second of a large bfloat16 product."""
+
+    def limit_ms(self, bytes: float = 0, flops: float = 0) -> float:
+        return 1e3 * max(bytes / self.copy_rate, flops / self.matmul_rate)
+
+
+def device_ms(build: Callable[[], Run], budget_ms: float = 30.0) -> float:
+    """The median time on the device of what ``build`` returns, its launches replayed from a graph, with a cold cache.
+
+    A graph takes the host out of short kernels, and takes nothing that waits for the device: so it shows that besides.
+    ``build`` runs on the stream that is timed: a backward pass runs on the stream of its forward pass.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run = build()
+        run()
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        cold = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        times: list[float] = []
+        while len(times) < 5 or (len(times) < 50 and sum(times) < budget_ms):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cold.zero_()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    torch.cuda.current_stream().wait_stream(stream)
+    return statistics.median(times)
+
+
+def forward_ms(run: Run) -> float:
+    return device_ms(lambda: run)
+
+
+def backward_ms(forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> float:
+    """The time of the backward pass of ``forward``, alone."""
+
+    def build() -> Run:
+        output = forward()
+        return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+    return device_ms(build)
+
+
+def host_us(run: Run, repeats: int = 20) -> float:
+    """How long the host takes to launch ``run`` when the device keeps it from nothing."""
+    run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def measure_machine() -> Machine:
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy = forward_ms(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul = forward_ms(lambda: a @ b)
+    return Machine(2 * source.numel() / copy * 1e3, 2 * 8192**3 / matmul * 1e3)
