@@ -24,6 +24,7 @@ from torchtitan_npu.ops.selection import (
     weight_problems,
     window_problems,
 )
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -123,6 +124,7 @@ declare(
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
         "-> (Tensor, Tensor)",
         reference=reference.npu_lightning_indexer,
+        cuda=kernel("lightning_indexer", "npu_lightning_indexer"),
         fake=fake,
         contract=contract,
         sharding=sharding,
@@ -193,6 +195,7 @@ declare(
         'str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, '
         "int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_lightning_indexer_grad,
+        cuda=kernel("lightning_indexer_grad", "npu_lightning_indexer_grad"),
         fake=grad_fake,
         contract=grad_contract,
         sharding=grad_sharding,

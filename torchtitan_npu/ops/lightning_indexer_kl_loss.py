@@ -26,6 +26,7 @@ from torchtitan_npu.ops.selection import (
     weight_problems,
 )
 from torchtitan_npu.ops.sparse_flash_attention import ROPE_SIZES, rope_size
+from torchtitan_npu.ops.triton import kernel
 from torchtitan_npu.ops.vocabulary import Limit, Op, declare
 
 
@@ -97,6 +98,7 @@ declare(
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, Tensor? sinks=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_lightning_indexer_grad_kl_loss,
+        cuda=kernel("lightning_indexer_kl_loss", "npu_sparse_lightning_indexer_grad_kl_loss"),
         fake=fake,
         contract=contract,
         sharding=sharding,

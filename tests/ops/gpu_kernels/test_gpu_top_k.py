@@ -1,0 +1,34 @@
+"""The selection of the best values in Triton, against torch's stable sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchtitan_npu.ops.triton.top_k import select_top_k, takes
+
+
+@pytest.mark.parametrize("segment", [16, 64])
+def test_selects_what_a_stable_sort_puts_first(segment: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many equal values, both zeros, infinities and NaN; in one piece and in rounds."""
+    monkeypatch.setattr("torchtitan_npu.ops.triton.top_k.SEGMENT", segment)
+    count, heads, width = 4, 2, 45
+    generator = torch.Generator().manual_seed(0)
+    choice = torch.tensor([-torch.inf, -2.0, -1e-40, -0.0, 0.0, 1e-45, 1.0, 3.4e38, torch.inf, torch.nan])
+    held = torch.tensor([0, 3, 4, 20, 33, 45], dtype=torch.int32)
+    likely = torch.tensor([1.0, 9, 1, 9, 9, 1, 9, 1, 0.1, 0.1]).expand(len(held) * heads, -1)
+    values = choice[likely.multinomial(width, replacement=True, generator=generator)]
+    places = torch.empty(len(values), count, dtype=torch.int32, device=device)
+    best = torch.empty(len(values), count, device=device)
+    select_top_k(values.to(device), held.to(device), heads, places, best)
+    for row, value in enumerate(values):
+        number = min(int(held[row // heads]), count)
+        seen = value[: held[row // heads]]
+        expected = seen.sort(descending=True, stable=True).indices[:number].sort().values
+        assert places[row].tolist() == [*expected.tolist(), *[-1] * (count - number)]
+        torch.testing.assert_close(best[row, :number].cpu(), seen[expected], rtol=0, atol=0, equal_nan=True)
+        assert (best[row, number:] == -torch.inf).all()
+
+
+def test_every_round_must_leave_less() -> None:
+    assert takes(32768, 20000) and takes(10**6, 16384) and not takes(32769, 16385)

@@ -1,0 +1,280 @@
+#!/usr/bin/env python
+"""The lightning indexer's kernels on an NVIDIA GPU: are they right, how fast are they, and with which tiles.
+
+    python tools/bench/indexer_kernels.py [--only check indexer loss score select] [--json FILE]
+
+``check``: bfloat16 against float64 on small shapes. ``indexer``: 64 heads of 128, the best 2048 keys, one causal
+sequence of 2k to 128k tokens; ``attn_gym`` beside it where it can be imported, and small ops. ``loss``: the indexer's
+loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone. ``score`` and ``select``: the two
+kernels of the indexer with other tiles. A row is the median time; the rate counts the products that are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.triton import lightning_indexer, top_k
+from torchtitan_npu.ops.triton.rows import Rows
+
+HEADS, SIZE, TOP_K = 64, 128, 2048
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+PEER_LENGTHS = (4096, 8192)
+LOSS_LENGTHS = (4096, 32768)
+ATTENTION = {"heads": 128, "size": 512, "rope": 64}
+SCORE_TILES = [  # rows, keys, warps, stages
+    (4, 64, 4, 2),
+    (4, 64, 4, 3),
+    (4, 128, 8, 2),
+    (4, 128, 8, 3),
+    (2, 64, 4, 3),
+    (2, 128, 4, 2),
+    (2, 128, 8, 3),
+    (8, 64, 8, 2),
+]
+SELECT_TILES = [(32768, 1024), (16384, 512), (16384, 1024), (8192, 1024)]  # segment, values of a warp
+Row = dict[str, Any]
+
+
+def inputs(length: int, heads: int = HEADS, size: int = SIZE, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    weights = random(1, length, heads) * heads**-0.5
+    return {"query": random(1, length, heads, size), "key": random(1, length, 1, size), "weights": weights}
+
+
+def indexer(tensors: dict[str, Tensor], top_k: int = TOP_K, return_value: bool = False) -> tuple[Tensor, Tensor]:
+    lengths = dict.fromkeys(("actual_seq_lengths_query", "actual_seq_lengths_key"))
+    options = {"layout_query": "BSND", "sparse_count": top_k, "sparse_mode": 3, "return_value": return_value}
+    return OPS["npu_lightning_indexer"].cuda(**tensors, **lengths, **options)  # type: ignore[misc]
+
+
+def small_ops(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """The whole matrix of scores, as eager code has it."""
+    length = query.shape[1]
+    logits = torch.einsum("bqhd,bkd->bqhk", query, key[:, :, 0]).relu()
+    scores = torch.einsum("bqh,bqhk->bqk", weights, logits).float()
+    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    return scores.masked_fill(hidden, -math.inf).topk(min(TOP_K, length)).indices
+
+
+def loss_inputs(length: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The statistics are what they would be if every logit were 0: the gradients are then only as good as they are."""
+    heads, rope = ATTENTION["heads"], ATTENTION["rope"]
+    index, attention = inputs(length), inputs(length, heads, ATTENTION["size"])
+    ropes = inputs(length, heads, rope)
+    indices, _ = indexer(index, top_k)
+    held = (indices >= 0).sum(-1).transpose(1, 2)[..., None].float()
+    tensors = {
+        "query": attention["query"],
+        "key": attention["key"],
+        "query_rope": ropes["query"],
+        "key_rope": ropes["key"],
+        "query_index": index["query"],
+        "key_index": index["key"],
+        "weights": index["weights"],
+    }
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    statistics = {
+        "softmax_max": torch.zeros(1, 1, length, heads, device="cuda"),
+        "softmax_sum": held.repeat(1, 1, 1, heads),
+    }
+    options = {"scale_value": (ATTENTION["size"] + rope) ** -0.5, "layout": "BSND", "sparse_mode": 3}
+    return (
+        tensors | statistics | options | {"sparse_indices": indices, "actual_seq_qlen": None, "actual_seq_klen": None}
+    )
+
+
+def loss(call: dict[str, Any], of: str = "cuda") -> tuple[Tensor, ...]:
+    return getattr(OPS["npu_sparse_lightning_indexer_grad_kl_loss"], of)(**call)
+
+
+def gradient_call(call: dict[str, Any]) -> dict[str, Any]:
+    """The gradients alone, with a gradient of the scores that is as long as the selection."""
+    names = {"query": "query_index", "key": "key_index", "weights": "weights", "sparse_indices": "sparse_indices"}
+    lengths = dict.fromkeys(("actual_seq_lengths_query", "actual_seq_lengths_key"))
+    dy = torch.randn_like(call["sparse_indices"], dtype=call["query"].dtype)
+    return {name: call[of] for name, of in names.items()} | lengths | {"dy": dy, "layout": "BSND", "sparse_mode": 3}
+
+
+def check() -> Iterator[Row]:
+    """The largest distances from float64, relative to what they are measured against."""
+    length, count = 700, 128
+    tensors = inputs(length)
+    indices, values = indexer(tensors, count, return_value=True)
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    logits = torch.einsum("bqhd,bkd->bqhk", wide["query"], wide["key"][:, :, 0]).relu()
+    scores = torch.einsum("bqh,bqhk->bqk", wide["weights"], logits)
+    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    held = indices[:, :, 0] >= 0
+    assert torch.equal(held.sum(-1)[0].cpu(), torch.arange(1, length + 1).clamp(max=count))
+    chosen = scores.gather(-1, indices[:, :, 0].clamp_min(0).long())
+    chosen_again = scores.topk(count).values
+    worst = chosen.masked_fill(~held, math.inf).amin(-1)
+    best_worst = chosen_again.masked_fill(~held, math.inf).amin(-1)
+    yield {"what": "indexer: the last key's score, against the exact one", "error": _error(worst, best_worst)}
+    yield {"what": "indexer: scores", "error": _error(values[:, :, 0][held], chosen[held])}
+
+    call = loss_inputs(300, 64)
+    exact = {name: value.double() if _is_float(value) else value for name, value in call.items()}
+    names = ("gradient of the query", "gradient of the key", "gradient of the weights", "loss")
+    for in_order in (False, True):
+        torch.use_deterministic_algorithms(in_order)
+        how = ", in order" if in_order else ""
+        for name, got, expected in zip(names, loss(call), loss(exact, "reference"), strict=True):
+            yield {"what": f"{name}{how}", "error": _error(got, expected)}
+        again = [loss(call) for _ in range(2)] if in_order else []
+        assert all(map(torch.equal, *again)) if again else True
+    torch.use_deterministic_algorithms(False)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    """The Euclidean distance, relative to the length of ``expected``."""
+    error = ((got.double() - expected).norm() / expected.norm()).item()
+    assert error < 1e-2, f"{error} is more than bfloat16's rounding"
+    return error
+
+
+def timed(call: Callable[[], Any], flops: float = 0, **row: Any) -> Row:
+    """Median time, rate, and the peak of memory beyond what was there before."""
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    ms = triton.testing.do_bench(call, warmup=10, rep=100, return_mode="median")
+    return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
+
+
+def pairs(length: int, known: int = TOP_K) -> int:
+    """How many scores a causal sequence needs, if rows that see at most ``known`` keys need none."""
+    return sum(range(min(known, length) + 1, length + 1))
+
+
+def indexer_rows() -> Iterator[Row]:
+    attn_gym = importlib.util.find_spec("attn_gym") is not None
+    for length in LENGTHS:
+        tensors = inputs(length)
+        flops = 2 * HEADS * SIZE * pairs(length)
+        yield timed(lambda: indexer(tensors), flops, what="indexer", length=length)  # noqa: B023
+        if length == 4096:
+            yield timed(lambda: indexer(tensors, return_value=True), what="indexer with scores", length=length)  # noqa: B023
+            yield timed(lambda: small_ops(**tensors), what="small ops", length=length)  # noqa: B023
+        if attn_gym and length in PEER_LENGTHS:
+            from attn_gym.sparse import lightning_indexer as peer
+
+            q, k, w = tensors["query"], tensors["key"][:, :, 0], tensors["weights"]
+            yield timed(lambda: peer(q, k, w, TOP_K, causal=True), flops, what="attn_gym", length=length)  # noqa: B023
+
+
+def loss_rows() -> Iterator[Row]:
+    for length in LOSS_LENGTHS:
+        call = loss_inputs(length, TOP_K)
+        selected = int((call["sparse_indices"] >= 0).sum())
+        index_flops = 2 * HEADS * SIZE * selected
+        attention_flops = 2 * ATTENTION["heads"] * (ATTENTION["size"] + ATTENTION["rope"]) * selected
+        flops = attention_flops + 4 * index_flops
+        yield timed(lambda: loss(call), flops, what="loss and gradients", length=length)  # noqa: B023
+        gradient = gradient_call(call)
+        for in_order in (False, True) if length == LOSS_LENGTHS[0] else (False,):
+            torch.use_deterministic_algorithms(in_order)
+            run = OPS["npu_lightning_indexer_grad"].cuda
+            what = "gradients, in order" if in_order else "gradients"
+            yield timed(lambda: run(**gradient), 3 * index_flops, what=what, length=length)  # type: ignore[misc] # noqa: B023
+        torch.use_deterministic_algorithms(False)
+
+
+def score_rows(length: int = 16384) -> Iterator[Row]:
+    """The last rows of a sequence, as many as the workspace takes."""
+    tensors = inputs(length)
+    count = lightning_indexer.WORKSPACE // length
+    rows = Rows(
+        torch.zeros(count, dtype=torch.int32, device="cuda"),
+        torch.arange(length - count + 1, length + 1, dtype=torch.int32, device="cuda"),
+    )
+    q, w = (tensors[name][0, -count:] for name in ("query", "weights"))
+    scores = torch.empty(count, 1, length, device="cuda")
+    flops = 2 * HEADS * SIZE * int(rows.visible.sum())
+    for queries, keys, warps, stages in SCORE_TILES:
+        tiles = {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
+        row = {"what": f"scores, {queries} rows x {keys} keys, {warps} warps, {stages} stages", "length": length}
+        try:
+            yield timed(
+                lambda: lightning_indexer.score(q, tensors["key"], w, rows, scores, 0, length, tiles),  # noqa: B023
+                flops,
+                **row,
+            )
+        except triton.runtime.errors.OutOfResources as error:  # of a sweep, one candidate
+            yield row | {"what": f"{row['what']}: {error}"}
+
+
+def select_rows() -> Iterator[Row]:
+    before = top_k.SEGMENT, top_k.WARP_VALUES
+    for length in (4096, 32768):
+        count = 2**26 // length
+        values = torch.randn(count, length, device="cuda")
+        held = torch.full((count,), length, dtype=torch.int32, device="cuda")
+        places = torch.empty(count, TOP_K, dtype=torch.int32, device="cuda")
+        for segment, warp_values in SELECT_TILES:
+            if segment < 2 * TOP_K or (length < segment and segment != SELECT_TILES[0][0]):
+                continue
+            top_k.SEGMENT, top_k.WARP_VALUES = segment, warp_values
+            what = f"top 2048 of {count} rows, {segment} values at a time, {warp_values} a warp"
+            yield timed(lambda: top_k.select_top_k(values, held, 1, places, None), what=what, length=length)  # noqa: B023
+    top_k.SEGMENT, top_k.WARP_VALUES = before
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "check": check,
+    "indexer": indexer_rows,
+    "loss": loss_rows,
+    "score": score_rows,
+    "select": select_rows,
+}
+
+
+def show(row: Row) -> str:
+    if "error" in row:
+        return f"{row['what']:60} {row['error']:.2e}"
+    if "ms" not in row:
+        return row["what"]
+    rate = f"{row['tflops']:6.0f} TFLOP/s" if row["tflops"] else " " * 14
+    return f"{row['what']:60} {row['length']:7d} {row['ms']:9.3f} ms {rate} {row['peak_mib']:8.0f} MiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for part in args.only:
+        for row in PARTS[part]():
+            rows.append({"part": part} | row)
+            print(show(row), flush=True)
+        torch.cuda.empty_cache()
+    if args.json:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
