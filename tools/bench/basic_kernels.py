@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from gpu_timing import Machine, backward_ms, forward_ms, host_us, measure_machine
 from torch import Tensor
 
+import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
+
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, TOP_K, EXPERT_HIDDEN = 4096, 7168, 8, 2048
 npu = torch.ops.npu

@@ -124,7 +124,7 @@ declare(
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
         "-> (Tensor, Tensor)",
         reference=reference.npu_lightning_indexer,
-        cuda=kernel("lightning_indexer", "npu_lightning_indexer"),
+        cuda=kernel("lightning_indexer", "npu_lightning_indexer", reference.npu_lightning_indexer),
         fake=fake,
         contract=contract,
         sharding=sharding,
@@ -195,7 +195,7 @@ declare(
         'str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, '
         "int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_lightning_indexer_grad,
-        cuda=kernel("lightning_indexer_grad", "npu_lightning_indexer_grad"),
+        cuda=kernel("lightning_indexer_grad", "npu_lightning_indexer_grad", reference.npu_lightning_indexer_grad),
         fake=grad_fake,
         contract=grad_contract,
         sharding=grad_sharding,

@@ -23,11 +23,11 @@ def npu_lightning_indexer(**arguments: Any) -> tuple[Tensor, Tensor]:
 
     Exact for the scores it computes: products of the inputs, summed in float32. Needs :data:`WORKSPACE` scores beside
     the outputs. A row that sees no more keys than it may select gets them all, and no score is computed for it unless
-    ``return_value`` asks. The values of the lengths are not checked. float64, for oracles, and more selected keys than
-    the selection takes go to the reference.
+    ``return_value`` asks. The values of the lengths are not checked. More selected keys than the selection takes go
+    to the reference.
     """
     key, layout = arguments["key"], arguments["layout_query"]
-    if key.dtype == torch.float64 or not takes(keys_of_a_row(key, layout), arguments["sparse_count"]):
+    if not takes(keys_of_a_row(key, layout), arguments["sparse_count"]):
         return OPS["npu_lightning_indexer"].reference(**arguments)
     return indexer(**arguments)
 

@@ -1,7 +1,5 @@
 """The gradients of the lightning indexer's selected scores in Triton."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,21 +7,12 @@ from torch import Tensor
 
 from torchtitan_npu.ops.triton.rows import Rows, rows_of
 from torchtitan_npu.ops.triton.segments import add_segments
-from torchtitan_npu.ops.vocabulary import OPS
 
 WORKSPACE = 2**26
 """How many numbers the rows of one chunk give to their keys, where these are summed in order: 256 MiB in float32."""
 
 
-def npu_lightning_indexer_grad(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference has it, float64, for oracles, goes there. A place whose index is no key of its row is passed
-    over, wherever it is: to refuse it, as the reference does, would be to wait for the device."""
-    if arguments["query"].dtype == torch.float64:
-        return OPS["npu_lightning_indexer_grad"].reference(**arguments)
-    return indexer_grad(**arguments)
-
-
-def indexer_grad(
+def npu_lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
     dy: Tensor,
@@ -35,6 +24,8 @@ def indexer_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference has it. A place whose index is no key of its row is passed over, wherever it is: to refuse it,
+    as the reference does, would be to wait for the device."""
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
     return gradients(query, key, weights, sparse_indices, dy, rows)
 

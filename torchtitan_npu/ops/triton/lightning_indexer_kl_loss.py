@@ -1,7 +1,6 @@
 """The loss that trains the lightning indexer, and its gradients, in Triton."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -10,19 +9,9 @@ from torch import Tensor
 
 from torchtitan_npu.ops.triton.lightning_indexer_grad import gradients
 from torchtitan_npu.ops.triton.rows import rows_of
-from torchtitan_npu.ops.vocabulary import OPS
 
 
-def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference has it, float64, for oracles, goes there. Beside the outputs it needs two numbers for each
-    selected key. A place whose index is no key of its row is passed over, wherever it is: to refuse it, as the
-    reference does, would be to wait for the device."""
-    if arguments["query"].dtype == torch.float64:
-        return OPS["npu_sparse_lightning_indexer_grad_kl_loss"].reference(**arguments)
-    return loss_and_gradients(**arguments)
-
-
-def loss_and_gradients(
+def npu_sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
     query_index: Tensor,
@@ -40,6 +29,9 @@ def loss_and_gradients(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the reference has it. Beside the outputs it needs two numbers for each selected key. A place whose index is no
+    key of its row is passed over, wherever it is: to refuse it, as the reference does, would be to wait for the
+    device."""
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_klen)
     tokens, top_k = len(rows.first), sparse_indices.shape[-1]
     indices = sparse_indices.contiguous()
