@@ -64,7 +64,7 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
     if eager:
         deepseekv32_args[flavor] = replace(deepseekv32_args[flavor], absorb=False)
     with tempfile.TemporaryDirectory() as folder:
-        config_file = PACKAGE / "train_configs" / f"deepseek_v32_{flavor}_4k.toml"
+        config_file = PACKAGE / "train_configs" / f"deepseek_v32_{flavor.lower()}_4k.toml"
         one_rank = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
         arguments = ["--job.config_file", str(config_file), *one_rank, "--training.global_batch_size", "1"]
         config = JobConfigManager().parse_args([*arguments, *options])
@@ -72,11 +72,12 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
         config.metrics.enable_tensorboard = False
         config.metrics.log_freq = 1
         trainer = entry.Trainer(config)
-        losses: list[float] = []
+        losses, peaks = [], []
         log = trainer.metrics_processor.log
 
         def keep(step: int, loss: float, *args: object, **kwargs: object) -> None:
             losses.append(loss)
+            peaks.append(torch.cuda.max_memory_allocated())  # of this step: TorchTitan's log starts it anew
             log(step, loss, *args, **kwargs)  # type: ignore[arg-type]
 
         trainer.metrics_processor.log = keep  # type: ignore[method-assign, assignment]
@@ -88,12 +89,10 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
             trainer.train_step(batches)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-            if step == 1:
-                torch.cuda.reset_peak_memory_stats()
         tokens = config.training.seq_len * config.training.local_batch_size
         result = {
             "tokens_per_second": tokens / statistics.median(seconds[2:]),
-            "memory": torch.cuda.max_memory_allocated(),
+            "memory": max(peaks[1:]),
             "seconds": seconds,
             "losses": losses,
         }
