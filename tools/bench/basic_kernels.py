@@ -13,11 +13,9 @@ launch ours. The last table is the operator table of the article that this proje
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import Machine, backward_ms, forward_ms, host_us, measure_machine
+from gpu_timing import Machine, backward_ms, forward_ms, host_us, measure_machine, write
 from torch import Tensor
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
@@ -408,19 +406,8 @@ def main() -> None:
     platform.prepare()
     torch.manual_seed(0)
     machine = measure_machine()
-    about = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": " ".join(sys.argv),
-        "copy_GB_s": machine.copy_rate / 1e9,
-        "matmul_TFLOP_s": machine.matmul_rate / 1e12,
-    }
-    print(
-        ", ".join(
-            f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in about.items()
-        )
-    )
+    rates = {"copy_GB_s": machine.copy_rate / 1e9, "matmul_TFLOP_s": machine.matmul_rate / 1e12}
+    print(torch.cuda.get_device_name(), ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
     if args.sweep:
         sweep(machine)
         return
@@ -436,7 +423,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     print("\n" + article(rows))
     if args.json:
-        args.json.write_text(json.dumps({**about, "rows": [asdict(one) for one in rows]}, indent=2) + "\n")
+        write(args.json, [asdict(one) for one in rows], **rates)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""Times on a GPU without the host in them, and the limits of the machine they are held against."""
+"""Times on a GPU without the host in them, the limits they are held against, and where a table comes from."""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.testing import do_bench
 
 Run = Callable[[], Any]
 
@@ -82,9 +88,22 @@ def host_us(run: Run, repeats: int = 20) -> float:
 
 
 def measure_machine() -> Machine:
-    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    source = torch.empty(2 << 30, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-    copy = forward_ms(lambda: target.copy_(source))
+    # not from a graph: there a copy is left to another engine, which is slower
+    copy = do_bench(lambda: target.copy_(source), return_mode="median")
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul = forward_ms(lambda: a @ b)
     return Machine(2 * source.numel() / copy * 1e3, 2 * 8192**3 / matmul * 1e3)
+
+
+def write(file: Path, rows: list[dict[str, Any]], **more: Any) -> None:
+    """``rows`` as JSON, with the date, the machine, the versions and the command that made them."""
+    about = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": f"python tools/bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".partition(" --json")[0],
+    }
+    file.write_text(json.dumps({**about, **more, "rows": rows}, indent=1) + "\n")

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
 import triton
+from gpu_timing import write
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
@@ -272,8 +275,7 @@ def main() -> None:
             print(show(row), flush=True)
         torch.cuda.empty_cache()
     if args.json:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+        write(args.json, rows)
 
 
 if __name__ == "__main__":

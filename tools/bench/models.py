@@ -23,6 +23,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_timing import write
+
 from torchtitan_npu.config_manager import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +142,7 @@ def main() -> int:
             shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"  # type: ignore[operator]
             print(f"{layers} layers  {args.seq_len:6}  {name:14} {shown}", flush=True)
             if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                write(args.json, rows)
     return 0
 
 
