@@ -318,18 +318,24 @@ def sweep(machine: Machine) -> None:
     from torchtitan_npu.ops.triton import grouped_matmul as gmm
     from torchtitan_npu.ops.triton import rms_norm as norm
 
-    def of(name: str, run: Callable[..., Any], configs: list[dict[str, Any]], limit: float) -> None:
+    def of(
+        name: str, run: Callable[..., Any], configs: list[dict[str, Any]], limit: float, expected: Tensor | None = None
+    ) -> None:
         times = []
         for config in configs:
             try:
+                result = run(config=config)
+                if expected is not None and not torch.allclose(result, expected, rtol=2**-6, atol=0.5):
+                    print(f"{name}: {config}: a wrong result")
+                    continue
                 times.append((forward_ms(partial(run, config=config)), config))
             except Exception as problem:  # a tile too large for the machine is an answer too
                 print(f"{name}: {config}: {type(problem).__name__}: {str(problem)[:120]}")
         for time, config in sorted(times, key=lambda pair: pair[0]):
             print(f"{name}: {time:.4f} ms, {limit / time:.0%} of the limit, {config}", flush=True)
 
-    def norm_forward(*tensors: Tensor, config: dict[str, Any]) -> Any:
-        return norm.npu_rms_norm(*tensors, 1e-6, **config)
+    def norm_forward(x: Tensor, gamma: Tensor, config: dict[str, Any]) -> Any:
+        return norm.npu_rms_norm(x, gamma, 1e-6, **config)
 
     def norm_backward(*tensors: Tensor, config: dict[str, Any]) -> Any:
         return norm.npu_rms_norm_backward(*tensors, **config)
@@ -364,12 +370,15 @@ def sweep(machine: Machine) -> None:
         counts = torch.full((experts,), rows // experts, device="cuda")
         x, dy, weight = random(rows, HIDDEN), random(rows, EXPERT_HIDDEN), random(experts, EXPERT_HIDDEN, HIDDEN).mT
         limit = machine.limit_ms(flops=2 * rows * HIDDEN * EXPERT_HIDDEN)
-        for name, run in (
-            ("forward", partial(gmm.rows_product, x, weight, counts, False)),
-            ("dX", partial(gmm.rows_product, dy, weight.mT, counts, False)),
-            ("dW", partial(gmm.sums_product, x.t(), dy, counts, False)),
+        for name, kernel, a, b in (
+            ("forward", gmm.rows_product, x, weight),
+            ("dX", gmm.rows_product, dy, weight.mT),
+            ("dW", gmm.sums_product, x.t(), dy),
         ):
-            of(f"grouped_matmul {name}, {experts} experts", run, tiles if experts == 8 else tiles[:3], limit)
+            expected = gmm.torch_product(a, b, counts, False)  # of a few hundred: a rounding is up to 1
+            configs = tiles if experts == 8 else tiles[:3]
+            run = partial(kernel, a, b, counts, False)
+            of(f"grouped_matmul {name}, {experts} experts", run, configs, limit, expected)
 
 
 OPS = {f.__name__: f for f in (rms_norm, permute, swiglu, rotary, grouped_matmul)}
@@ -404,6 +413,8 @@ def main() -> None:
     from torchtitan_npu import platform
 
     platform.prepare()
+    import torchtitan_npu.ops  # noqa: F401 (it defines the ops)
+
     torch.manual_seed(0)
     machine = measure_machine()
     rates = {"copy_GB_s": machine.copy_rate / 1e9, "matmul_TFLOP_s": machine.matmul_rate / 1e12}

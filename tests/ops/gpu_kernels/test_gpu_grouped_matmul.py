@@ -60,8 +60,8 @@ def test_accumulates_in_place(device: str, counts: list[int], rest: int) -> None
 
 
 @pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
-def test_our_own_kernel_where_torch_s_is_the_faster(device: str, counts: list[int]) -> None:
-    """Both kernels, whichever of them the op chooses here."""
+def test_both_kernels(device: str, counts: list[int]) -> None:
+    """Ours and torch's, whichever of them the op chooses here."""
     case: Problem = problem(counts, 64, 24, dtype_on(device, torch.bfloat16))
     x, weight, dy = (tensor.to(device) for tensor in case[:3])
     sizes = group_list(counts, 1).to(device)

@@ -11,6 +11,7 @@ from test_npu_rms_norm import Oracle, cases
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.triton import rms_norm as kernels
 
 Case = tuple[Tensor, Tensor, float, Tensor]
 
@@ -56,3 +57,13 @@ def test_wide_and_many_rows(device: str, rows: int, width: int) -> None:
     torch.manual_seed(0)
     x, dy = torch.randn(2, rows, width).to(torch.float16)
     check((x, torch.randn(width, dtype=torch.float16), 1e-5, dy), device)
+
+
+def test_the_gradient_of_gamma_over_many_programs(device: str) -> None:
+    """More programs than the second kernel adds up at once."""
+    torch.manual_seed(0)
+    (x, dy), gamma = torch.randn(2, 70, 5, device=device), torch.randn(5, device=device)
+    oracle = Oracle(x, gamma, 1e-5, dy)
+    config = {"ROWS": 1, "BLOCK": 8, "STAGES": 1, "num_warps": 1, "per_multiprocessor": 70}
+    _, dgamma = kernels.npu_rms_norm_backward(dy, x, gamma, oracle.rstd.float(), **config)
+    assert_within("dgamma", dgamma, oracle.dgamma, oracle.dgamma_budget)

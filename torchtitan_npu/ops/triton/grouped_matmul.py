@@ -1,4 +1,4 @@
-"""Grouped matrix products: PyTorch's kernel where it is faster, ours otherwise. Neither waits for the groups' sizes.
+"""Grouped matrix products: PyTorch's kernel in bfloat16 on Hopper, ours elsewhere. Neither waits for the groups' sizes.
 
 Ours is persistent: as many programs as there are multiprocessors, each of which takes tile after tile of the output and
 finds its group among the ends, on the device. Tiles are read through tensor descriptors, so a row may begin anywhere,
@@ -8,6 +8,7 @@ That ``group_list`` adds up to the rows is not checked; rows beyond its end are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,14 +31,10 @@ def npu_grouped_matmul(
 ) -> list[Tensor]:
     (tokens,), (matrices,) = x, weight
     if not tokens.numel():  # neither kernel takes it
-        rows = tokens.shape[0]
-        return [
-            tokens.new_zeros(
-                (rows, matrices.shape[2]) if group_type == 0 else (len(group_list), rows, matrices.shape[1])
-            )
-        ]
-    product = rows_product if group_type == 0 else sums_product
-    if torch_is_faster(tokens, matrices):
+        groups = [] if group_type == 0 else [len(group_list)]
+        return [tokens.new_zeros(*groups, tokens.shape[0], matrices.shape[-1])]
+    product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
+    if prefers_torch(tokens):
         product = torch_product
     return [product(tokens, matrices, group_list, group_list_type == 0)]
 
@@ -48,10 +45,10 @@ def npu_grouped_matmul_add_(
     return sums_product(x.t(), weight, group_list, group_list_type == 0, out=input) if x.numel() else input
 
 
-def torch_is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``torch._grouped_mm`` takes the product and is the faster: in bfloat16, on Hopper.
+def prefers_torch(x: Tensor) -> bool:
+    """Whether ``torch._grouped_mm`` computes the product: in bfloat16, on Hopper (tools/bench times it against ours).
 
-    On other GPUs it runs group by group with a wait for their sizes, or leaves the gradient of a group without rows
+    On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
     unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439).
     """
     return x.dtype == torch.bfloat16 and x.is_cuda and _is_hopper(x.device.index)

@@ -54,7 +54,8 @@ def _norm(
     _forward[(triton.cdiv(rows, config["ROWS"]),)](
         x, other, gamma.contiguous(), y, total, rstd, rows, width, epsilon, ADD=added is not None, **config
     )
-    return in_strides_of(input, y), rstd, in_strides_of(input, total)
+    y = in_strides_of(input, y)
+    return y, rstd, y if added is None else in_strides_of(input, total)
 
 
 def npu_rms_norm_backward(
