@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.nn.functional as F
+import triton
 from gpu_timing import Machine, backward_ms, forward_ms, host_us, measure_machine, write
 from torch import Tensor
 
@@ -329,7 +330,7 @@ def sweep(machine: Machine) -> None:
                     print(f"{name}: {config}: a wrong result")
                     continue
                 times.append((forward_ms(partial(run, config=config)), config))
-            except Exception as problem:  # a tile too large for the machine is an answer too
+            except triton.runtime.errors.OutOfResources as problem:  # an answer too
                 print(f"{name}: {config}: {type(problem).__name__}: {str(problem)[:120]}")
         for time, config in sorted(times, key=lambda pair: pair[0]):
             print(f"{name}: {time:.4f} ms, {limit / time:.0%} of the limit, {config}", flush=True)
