@@ -414,7 +414,6 @@ def main() -> None:
     from torchtitan_npu import platform
 
     platform.prepare()
-    import torchtitan_npu.ops  # noqa: F401 (it defines the ops)
 
     torch.manual_seed(0)
     machine = measure_machine()
