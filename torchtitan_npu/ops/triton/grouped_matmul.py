@@ -1,4 +1,4 @@
-"""Grouped matrix products: PyTorch's kernel in bfloat16 on Hopper, ours elsewhere. Neither waits for the groups' sizes.
+"""Grouped matrix products: PyTorch's kernel where it is the faster one, or ours. Neither waits for the groups' sizes.
 
 Ours is persistent: as many programs as there are multiprocessors, each of which takes tile after tile of the output and
 finds its group among the ends, on the device. Tiles are read through tensor descriptors, so a row may begin anywhere,
@@ -20,9 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchtitan_npu.ops.triton.launch import multiprocessors
 
-ROWS_CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": False, "num_warps": 8, "num_stages": 4}
-SUMS_CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": False, "num_warps": 8, "num_stages": 3}
-SMALL_CONFIG = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "FLATTEN": False, "num_warps": 4, "num_stages": 2}
+CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
+"""The best of those tried on an H200 (tools/bench/basic_kernels.py --sweep)."""
+SMALL_CONFIG = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "FLATTEN": True, "num_warps": 4, "num_stages": 2}
 """For the interpreter: several tiles in every direction of a small matrix."""
 
 
@@ -34,7 +34,7 @@ def npu_grouped_matmul(
         groups = [] if group_type == 0 else [len(group_list)]
         return [tokens.new_zeros(*groups, tokens.shape[0], matrices.shape[-1])]
     product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
-    if prefers_torch(tokens):
+    if prefers_torch(tokens, group_type):
         product = torch_product
     return [product(tokens, matrices, group_list, group_list_type == 0)]
 
@@ -45,13 +45,15 @@ def npu_grouped_matmul_add_(
     return sums_product(x.t(), weight, group_list, group_list_type == 0, out=input) if x.numel() else input
 
 
-def prefers_torch(x: Tensor) -> bool:
-    """Whether ``torch._grouped_mm`` computes the product: in bfloat16, on Hopper (tools/bench times it against ours).
+def prefers_torch(x: Tensor, group_type: int) -> bool:
+    """Whether ``torch._grouped_mm`` computes the product: in bfloat16, on Hopper, but for long sums over features, which
+    ours is 5 % faster at (an H200, 7168 of them; tools/bench/basic_kernels.py).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
     unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439).
     """
-    return x.dtype == torch.bfloat16 and x.is_cuda and _is_hopper(x.device.index)
+    long_sums = group_type == 0 and x.shape[1] >= 4096
+    return x.dtype == torch.bfloat16 and x.is_cuda and _is_hopper(x.device.index) and not long_sums
 
 
 @cache
@@ -68,7 +70,7 @@ def rows_product(
     x: Tensor, weight: Tensor, group_list: Tensor, cumulative: bool, config: dict[str, Any] | None = None
 ) -> Tensor:
     """``x`` (T, K), the groups among its rows; ``weight`` (E, K, N), or a transposed view. Returns (T, N)."""
-    config = config or (ROWS_CONFIG if x.is_cuda else SMALL_CONFIG)
+    config = config or (CONFIG if x.is_cuda else SMALL_CONFIG)
     groups, summed, columns = weight.shape
     out = x.new_empty(x.shape[0], columns)
     transposed = not weight.is_contiguous()
@@ -97,7 +99,7 @@ def sums_product(
 
     Returns (E, M, N), zero for a group of nothing; where a float32 ``out`` is given, adds to that.
     """
-    config = config or (SUMS_CONFIG if x.is_cuda else SMALL_CONFIG)
+    config = config or (CONFIG if x.is_cuda else SMALL_CONFIG)
     groups, rows, columns = len(group_list), x.shape[0], weight.shape[1]
     result = x.new_empty(groups, rows, columns) if out is None else out
     x = x.t()

@@ -29,7 +29,7 @@ def backward_config(rows: int, width: int) -> dict[str, int]:
     tile_rows = max(1, 4096 // block)
     warps = min(16, max(4, tile_rows * block // 512))
     programs = max(1, 16 // warps)
-    return {"ROWS": tile_rows, "BLOCK": block, "STAGES": 3, "num_warps": warps, "per_multiprocessor": programs}
+    return {"ROWS": tile_rows, "BLOCK": block, "STAGES": 4, "num_warps": warps, "per_multiprocessor": programs}
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float, **config: int) -> tuple[Tensor, Tensor]:
