@@ -7,7 +7,7 @@
 First every op is compared with its reference in float64, on groups and rows of ugly sizes; then it is timed in
 bfloat16, alone on the device (``gpu_timing.device_ms``). The limit is the bytes that must move over the rate of a
 device copy, or the operations over the rate of a matrix product, both measured in the same run. ``host`` is the time to
-launch ours. The last table is the operator table of the article that this project follows: before, after, saved.
+launch ours.
 """
 
 from __future__ import annotations
@@ -389,22 +389,6 @@ def sweep(machine: Machine) -> None:
 OPS = {f.__name__: f for f in (rms_norm, permute, swiglu, rotary, grouped_matmul)}
 
 
-def article(rows: list[Row]) -> str:
-    """The article's operator table, from the same rows: times on the device, before and after."""
-    lines = ["| op | before | after | time saved | saved in % |", "|---|---|---|---|---|"]
-    for title, op in (
-        ("RMSNorm", "rms_norm forward"),
-        ("Permute", "permute forward"),
-        ("Unpermute with scores", "unpermute forward"),
-        ("GMM", "grouped_matmul forward"),
-    ):
-        for one in [one for one in rows if one.op == op][:1]:
-            saved = one.eager - one.ours
-            times = " | ".join(f"{1e3 * ms:.1f} µs" for ms in (one.eager, one.ours, saved))
-            lines.append(f"| {title} ({one.shape}) | {times} | {saved / one.eager:.1%} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(OPS), help="the ops, separated by commas")
@@ -437,7 +421,6 @@ def main() -> None:
             rows.append(one)
             print(one.line(), flush=True)
         torch.cuda.empty_cache()
-    print("\n" + article(rows))
     if args.json:
         write(args.json, [asdict(one) for one in rows], **rates)
 

@@ -46,7 +46,7 @@ def npu_grouped_matmul_add_(
 
 
 def prefers_torch(x: Tensor, group_type: int) -> bool:
-    """Whether ``torch._grouped_mm`` computes the product: in bfloat16, on Hopper, but for long sums over features, which
+    """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features, which
     ours is 5 % faster at (an H200, 7168 of them; tools/bench/basic_kernels.py).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
