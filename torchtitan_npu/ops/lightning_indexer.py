@@ -1,4 +1,8 @@
-"""``npu_lightning_indexer`` and ``npu_lightning_indexer_grad``: the keys that sparse attention shall look at."""
+"""``npu_lightning_indexer`` and ``npu_lightning_indexer_grad``: the keys that sparse attention shall look at.
+
+A row's keys come first and -1 after them. In which order they come is each kernel's own, as torch_npu promises none:
+the reference puts the highest score first, the GPU's kernel the earliest key. Who takes them must not depend on it.
+"""
 
 from __future__ import annotations
 

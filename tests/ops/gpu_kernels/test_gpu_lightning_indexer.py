@@ -85,7 +85,7 @@ def test_pieces_do_not_matter(layout: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torchtitan_npu.ops.triton.lightning_indexer.WORKSPACE", 0)
     monkeypatch.setattr("torchtitan_npu.ops.triton.lightning_indexer.SPAN", 32)
     monkeypatch.setattr("torchtitan_npu.ops.triton.top_k.SEGMENT", 16)
-    sizes = [(4, 3), (2, 40), (0, 2), (1, 0), (2, 35)]
+    sizes = [(4, 3), (1, 40), (0, 2), (1, 0), (1, 35)]
     docs = Documents(layout, sizes, True, torch.float32, torch.Generator().manual_seed(0), ARRANGEMENTS["strided"])
     check(docs, parts_of(docs, (2, 1), 20), 5)
 

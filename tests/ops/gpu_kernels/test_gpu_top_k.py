@@ -15,8 +15,8 @@ def test_selects_what_a_stable_sort_puts_first(segment: int, device: str, monkey
     count, heads, width = 4, 2, 45
     generator = torch.Generator().manual_seed(0)
     choice = torch.tensor([-torch.inf, -2.0, -1e-40, -0.0, 0.0, 1e-45, 1.0, 3.4e38, torch.inf, torch.nan])
-    held = torch.tensor([0, 3, 4, 20, 33, 45], dtype=torch.int32)
-    likely = torch.tensor([1.0, 9, 1, 9, 9, 1, 9, 1, 0.1, 0.1]).expand(len(held) * heads, -1)
+    held = torch.tensor([3, 0, 20, 45], dtype=torch.int32)
+    likely = torch.tensor([1.0, 9, 1, 9, 9, 0.2, 0.5, 0.2, 0.1, 0.1]).expand(len(held) * heads, -1)
     values = choice[likely.multinomial(width, replacement=True, generator=generator)]
     places = torch.empty(len(values), count, dtype=torch.int32, device=device)
     best = torch.empty(len(values), count, device=device)
