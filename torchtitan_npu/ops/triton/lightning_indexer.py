@@ -69,10 +69,10 @@ def indexer(
     most = keys if together else k.numel() // (key_heads * size)
     for start in range(0, len(q), step):
         part = Rows(rows.first[start : start + step], rows.visible[start : start + step])
-        rest = scores[: len(part.first)]
-        score(q[start : start + step], k, w[start : start + step], part, rest, known, most, tiles)
+        room = scores[: len(part.first)]
+        score(q[start : start + step], k, w[start : start + step], part, room, known, most, tiles)
         place = slice(start * key_heads, (start + step) * key_heads)
-        select_top_k(rest.flatten(0, 1), part.visible, key_heads, chosen[place], None if best is None else best[place])
+        select_top_k(room.flatten(0, 1), part.visible, key_heads, chosen[place], None if best is None else best[place])
     return indices, values
 
 
