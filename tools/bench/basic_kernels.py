@@ -311,8 +311,9 @@ def grouped_matmul(machine: Machine) -> Iterator[Row]:
                 "Triton": partial(triton_kernel, a, b, counts, False),
                 "ours": ours,
             }
-            # in turns: the clock falls with what was multiplied before
-            rounds = [{name: forward_ms(run) for name, run in runs.items()} for _ in range(5)]
+            # in turns, and each time in the other order: the clock falls with what was multiplied before
+            orders = [list(runs), list(runs)[::-1]] * 3
+            rounds = [{name: forward_ms(runs[name]) for name in order} for order in orders]
             times = {name: statistics.median(one[name] for one in rounds) for name in runs}
             host = host_us(ours)
             yield row(f"grouped_matmul {name}", shape, times, limit, worst, host)

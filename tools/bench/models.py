@@ -6,8 +6,8 @@
 
 The cuts are 671B_4layers and 671B_8layers: full width, one dense layer, 8 experts. Weights and states in bfloat16, full
 activation checkpointing, the shipped text. Each row is a process of its own; its time is the median of its steps after
-the second. ``--curves`` trains eager in float32 and in bfloat16 and the fused model in bfloat16 (weights in float32)
-from the same weights on the same batches: how far bfloat16 alone takes a curve, and how far the kernels do.
+the second. ``--curves`` trains from the same weights on the same batches the eager model, the eager model that works on
+latent vectors, and the fused one: two eager models that round differently show how far rounding alone takes a curve.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,14 +51,14 @@ VARIANTS = {
 others work on the latent vectors, as the fused operator does."""
 SPEED = ["--training.dtype", "bfloat16", "--activation_checkpoint.mode", "full"]
 CURVES = {
-    "eager float32": [*converters(), "--training.mixed_precision_param", "float32"],
     "eager": converters(),
+    "absorbed": converters(),
     "fused": converters("npu_dsa", *BASIC),
 }
-CURVE = ["--activation_checkpoint.mode", "full", "--lr_scheduler.warmup_steps", "10"]
+CURVE = [*SPEED, "--lr_scheduler.warmup_steps", "10"]
 
 
-def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, object]:
+def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, Any]:
     """Train in this process; the losses, the seconds a step, and the bytes allocated at the most after the first."""
     import torch
 
@@ -104,9 +106,9 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
     return result
 
 
-def in_a_process(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, object]:
+def in_a_process(port: int, layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, Any]:
     """As :func:`measure`; where it fails, the last line of what it said."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **launcher, "PYTHONPATH": paths, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
@@ -133,14 +135,21 @@ def main() -> int:
         print(json.dumps(measure(args.layers[0], args.eager, args.steps, options)))
         return 0
     runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, SPEED)
-    rows = []
-    for layers in args.layers:
-        for name in args.only or runs:
-            every = [*always, "--training.seq_len", str(args.seq_len), *runs[name], *options]
-            row = in_a_process(layers, name.startswith("eager"), args.steps, every)
-            rows.append({"layers": layers, "seq_len": args.seq_len, "variant": name, "options": every, **row})
-            shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"  # type: ignore[operator]
-            print(f"{layers} layers  {args.seq_len:6}  {name:14} {shown}", flush=True)
+    jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
+    every = [*always, "--training.seq_len", str(args.seq_len), *options]
+
+    def run(number: int) -> dict[str, Any]:
+        layers, name = jobs[number]
+        row = in_a_process(29511 + number, layers, name == "eager", args.steps, [*every, *runs[name]])
+        shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
+        print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
+        return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
+
+    # times need the GPU for themselves; losses do not
+    with ThreadPoolExecutor(2 if args.curves else 1) as pool:
+        rows = []
+        for row in pool.map(run, range(len(jobs))):
+            rows.append(row)
             if args.json:
                 write(args.json, rows)
     return 0
