@@ -170,8 +170,12 @@ def scaling_picture(attention: Numbers, indexer: Numbers) -> None:
         axes.loglog(
             [row["length"] for row in rows], [1e3 * row["ms"] / row["length"] for row in rows], "o-", label=label
         )
+    lengths = [2048 << n for n in range(7)]
+    axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths], minor=False)
+    axes.set_yticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
+    axes.minorticks_off()
     axes.set(xlabel="tokens", ylabel="µs a token")
-    axes.legend()
+    axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(IMAGES / "performance_scaling.png", dpi=110)
 
@@ -191,10 +195,10 @@ def render() -> None:
     page = PAGE.read_text()
     numbers = {part: json.loads(file.read_text()) for part in PARTS if (file := NUMBERS / f"{part}.json").exists()}
     for part, values in numbers.items():
-        begin, end = f"<!-- {part}: begin -->\n", f"\n<!-- {part}: end -->"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
-        page = f"{before}{begin}\n{RENDER[part](values)}\n\n{source(values)}\n{end}{after}"
+        begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = f"{before}{begin}\n\n{RENDER[part](values)}\n\n{source(values)}\n\n{end}{after}"
     if {"attention", "indexer"} <= numbers.keys():
         scaling_picture(numbers["attention"], numbers["indexer"])
     PAGE.write_text(page)
