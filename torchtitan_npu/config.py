@@ -23,6 +23,13 @@ class Npu:
     line in the log elsewhere.
     """
 
+    bypass_codegen: bool = field(default_factory=lambda: platform.home() == "npu")
+    """
+    With compile.enable, compiled regions call the same kernels as without, from a function that is written when they
+    are compiled; no kernel is generated. Otherwise compile.backend compiles, TorchTitan's way. On by default on the
+    NPU.
+    """
+
     context_parallel: str = ""
     """
     "module:Class", a subclass of torchtitan_npu.distributed.context_parallel.ContextParallel that says how the model's

@@ -19,6 +19,7 @@ from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_t
 
 from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.compile.regions import bypasses_codegen
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
@@ -40,6 +41,8 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
     if config.optimizer.swap:
         _check_swap(config, spec)
+    if bypasses_codegen(config):
+        _check_compile(config, spec)
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
@@ -105,6 +108,31 @@ def _check_swap(config: JobConfig, spec: TrainSpec) -> None:
         raise UsageError(
             f"optimizer.swap needs the TrainSpec of model.name {config.model.name!r} to be registered as "
             "torchtitan_npu.train_specs.adapt(spec)"
+        )
+
+
+def _check_compile(config: JobConfig, spec: TrainSpec) -> None:
+    """What a job that bypasses code generation cannot have; without compile.enable none of it matters."""
+    if config.compile.backend != "inductor":
+        raise UsageError(
+            f"compile.backend {config.compile.backend!r} compiles only with npu.bypass_codegen = false: otherwise a "
+            "backend of our own does"
+        )
+    attention = getattr(spec.model_args[config.model.flavor], "attn_type", "sdpa")
+    refused = {
+        # its cut between forward and backward is the code generator's
+        'activation_checkpoint.mode = "memory_budget"': config.activation_checkpoint.mode == "memory_budget",
+        "parallelism.enable_async_tensor_parallel = true": config.parallelism.enable_async_tensor_parallel,
+        # whose kernel is generated
+        f"flex attention (model.flavor {config.model.flavor!r})": attention == "flex",
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise UsageError(f"npu.bypass_codegen does not go with {what}; set it to false or compile.enable to false")
+    if not isinstance(spec, AdaptedTrainSpec):
+        raise UsageError(
+            f"npu.bypass_codegen needs the TrainSpec of model.name {config.model.name!r} to be registered as "
+            "torchtitan_npu.train_specs.adapt(spec); set it to false to compile with compile.backend"
         )
 
 
@@ -260,7 +288,11 @@ def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> Non
         if (heads := getattr(args, key, None)) and heads % dims.tp:
             raise UsageError(f"parallelism.tensor_parallel_degree {dims.tp} does not divide {key} {heads} of {flavor}")
     if dims.pp_enabled:
+<<<<<<< ours
         layers = args.n_layers if hasattr(args, "n_layers") else dims.pp
+=======
+        layers: int = getattr(args, "n_layers", dims.pp)
+>>>>>>> theirs
         if layers < dims.pp:
             raise UsageError(f"parallelism.pipeline_parallel_degree {dims.pp} exceeds the {layers} layers of {flavor}")
         check_pipeline(config, layers)
