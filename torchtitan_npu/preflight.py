@@ -288,11 +288,7 @@ def _check_model(config: JobConfig, dims: ParallelDims, model: nn.Module) -> Non
         if (heads := getattr(args, key, None)) and heads % dims.tp:
             raise UsageError(f"parallelism.tensor_parallel_degree {dims.tp} does not divide {key} {heads} of {flavor}")
     if dims.pp_enabled:
-<<<<<<< ours
         layers = args.n_layers if hasattr(args, "n_layers") else dims.pp
-=======
-        layers: int = getattr(args, "n_layers", dims.pp)
->>>>>>> theirs
         if layers < dims.pp:
             raise UsageError(f"parallelism.pipeline_parallel_degree {dims.pp} exceeds the {layers} layers of {flavor}")
         check_pipeline(config, layers)
