@@ -11,6 +11,8 @@ import torch.distributed as dist
 from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import Tensor, fx
 
+import torchtitan_npu.ops  # noqa: F401
+
 collectives = torch.ops._c10d_functional
 
 
@@ -37,12 +39,15 @@ def compiled(
 
 
 def calls(graph: fx.Graph) -> Counter[str]:
-    """How often each collective is in the graph."""
+    """How often each collective is in the graph, by itself or fused with a product."""
     names = {"all_reduce": "AR", "reduce_scatter_tensor": "RS", "all_gather_into_tensor": "AG"}
+    fused = {"npu_all_gather_base_mm": "AG+mm", "npu_mm_reduce_scatter_base": "mm+RS"}
     found: Counter[str] = Counter()
     for node in graph.nodes:
         for name, short in names.items():
             found[short] += node.target is getattr(collectives, name).default
+        for name, short in fused.items():
+            found[short] += node.target is getattr(torch.ops.npu, name).default
     return +found
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+import torchtitan_npu.ops  # noqa: F401
 from tests.compile.pass_graphs import compiled
 from torchtitan_npu.compile.passes import PASSES, GraphPasses
 from torchtitan_npu.errors import UsageError
@@ -49,3 +50,21 @@ def test_what_was_changed_is_said_each_time_and_nothing_once(said: pytest.LogCap
 def test_the_threshold_reaches_its_pass() -> None:
     passes = GraphPasses(["sequence_parallel"], sp_min_tokens=7)
     assert passes.passes["sequence_parallel"].keywords == {"min_tokens": 7}  # type: ignore[attr-defined]
+
+
+def test_inductor_takes_them_too() -> None:
+    """On its post-grad graph. Kernels are not generated, to save the time."""
+    changed: list[int] = []
+    passes = GraphPasses(["add_rms_norm"])
+
+    def run(graph: fx.Graph) -> None:
+        changed.append(passes(graph))
+
+    def function(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+        return torch.ops.npu.npu_rms_norm(x + y, gamma, 1e-5)[0]
+
+    options = {**torch._inductor.list_mode_options("lite"), "use_post_grad_passes": True}
+    inputs = torch.randn(2, 8), torch.randn(2, 8), torch.rand(8)
+    with torch.no_grad():
+        result = torch.compile(function, options={**options, "post_grad_custom_post_pass": run})(*inputs)
+    assert changed == [1] and torch.equal(result, function(*inputs))

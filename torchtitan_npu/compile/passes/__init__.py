@@ -14,6 +14,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm
 from torchtitan_npu.compile.passes.all_gather_chunk import all_gather_chunk
+from torchtitan_npu.compile.passes.async_tp import async_tp
 from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
 from torchtitan_npu.errors import UsageError, nearest
@@ -24,6 +25,7 @@ PASSES: dict[str, Callable[..., int]] = {
     "no_ops": no_ops,
     "all_gather_chunk": all_gather_chunk,
     "sequence_parallel": sequence_parallel,
+    "async_tp": async_tp,
     "add_rms_norm": add_rms_norm,
 }
 """By the name that ``[npu] graph_passes`` gives them, in the order they run in, whatever order the key has."""
@@ -40,6 +42,8 @@ class GraphPasses:
             if name not in PASSES:
                 known = ", ".join(PASSES)
                 raise UsageError(f"npu.graph_passes: no pass {name!r}{nearest(name, PASSES)}; there are {known}")
+        if sp_min_tokens < 1:
+            raise UsageError(f"npu.sp_min_tokens is {sp_min_tokens}; it must be at least 1")
         options = {"sequence_parallel": {"min_tokens": sp_min_tokens}}
         self.passes: dict[str, Pass] = {
             name: partial(function, **options.get(name, {})) for name, function in PASSES.items() if name in names

@@ -7,14 +7,12 @@ from typing import Any
 from torch import fx
 
 from torchtitan_npu.compile.passes.graphs import (
-    aten,
-    collectives,
     erase_unused,
+    gathered,
     piece,
     process_group,
     static_shape,
     value,
-    waited,
 )
 
 
@@ -26,8 +24,8 @@ def all_gather_chunk(graph: fx.Graph) -> int:
     removed = 0
     for node in reversed(list(graph.nodes)):  # so that a chunk comes before the pieces its gather is put together from
         part = piece(node) if node.users else None
-        gather = _gathered(part.whole) if part else None
-        if part is None or gather is None or any(_gathered(user) for user in node.users):
+        gather = gathered(part.whole) if part else None
+        if part is None or gather is None or any(gathered(user) for user in node.users):
             continue
         started, dim = gather
         source: Any = started.args[0]
@@ -38,25 +36,3 @@ def all_gather_chunk(graph: fx.Graph) -> int:
             erase_unused(node)
             removed += 1
     return removed
-
-
-def _gathered(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The all-gather whose result ``node`` is, and the dimension that it gathers.
-
-    The collective gathers dimension 0; for another one its result is split and concatenated there.
-    """
-    started = waited(node, collectives.all_gather_into_tensor.default)
-    if started is not None:
-        return started, 0
-    if node.target is not aten.cat.default:
-        return None
-    parts, dim = (*node.args, 0)[:2]
-    pieces = [piece(part) for part in parts]  # type: ignore[union-attr, arg-type]
-    wholes = {part.whole if part else None for part in pieces}
-    whole = wholes.pop()
-    started = waited(whole, collectives.all_gather_into_tensor.default)
-    if wholes or started is None:
-        return None
-    size = started.args[1]
-    in_order = [(part.dim, part.index, part.count) for part in pieces if part] == [(0, i, size) for i in range(size)]  # type: ignore[arg-type]
-    return (started, dim % value(node).dim()) if in_order else None  # type: ignore[operator]

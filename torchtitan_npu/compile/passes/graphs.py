@@ -62,6 +62,28 @@ def piece(node: fx.Node) -> Piece | None:
     return Piece(whole, dim % value(whole).dim(), start // here, size // here)
 
 
+def gathered(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The all-gather whose result ``node`` is, and the dimension that it gathers.
+
+    The collective gathers dimension 0; for another one its result is split and concatenated there.
+    """
+    started = waited(node, collectives.all_gather_into_tensor.default)
+    if started is not None:
+        return started, 0
+    if node.target is not aten.cat.default:
+        return None
+    parts, dim = (*node.args, 0)[:2]
+    pieces = [piece(part) for part in parts]  # type: ignore[union-attr, arg-type]
+    wholes = {part.whole if part else None for part in pieces}
+    whole = wholes.pop()
+    started = waited(whole, collectives.all_gather_into_tensor.default)
+    if wholes or started is None:
+        return None
+    size = started.args[1]
+    in_order = [(part.dim, part.index, part.count) for part in pieces if part] == [(0, i, size) for i in range(size)]  # type: ignore[arg-type]
+    return (started, dim % value(node).dim()) if in_order else None  # type: ignore[operator]
+
+
 def call(target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     """Write a call at the graph's insertion point; ``like`` says where in the model, and in which pass, it belongs."""
     node = like.graph.call_function(target, args, kwargs)
