@@ -22,10 +22,14 @@ class AdaptedTrainSpec(TrainSpec):
     """
 
     def __post_init__(self) -> None:
-        self.parallelize_fn = _compiling(self.parallelize_fn, lambda model: [model])
-        self.build_loss_fn = _compiling(self.build_loss_fn, lambda loss: [])
-        if self.pipelining_fn is not None:
-            self.pipelining_fn = _compiling(self.pipelining_fn, lambda schedule_and_parts: schedule_and_parts[1])
+        parts_of: dict[str, Callable[[Any], list[nn.Module]]] = {
+            "parallelize_fn": lambda model: [model],
+            "build_loss_fn": lambda loss: [],
+            "pipelining_fn": lambda schedule_and_parts: schedule_and_parts[1],
+        }
+        for name, parts in parts_of.items():
+            if (build := getattr(self, name)) is not None:
+                setattr(self, name, _compiling(build, parts))
 
 
 def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[nn.Module]]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_t
 
 from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.compile.regions import bypasses_codegen
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
@@ -43,6 +44,8 @@ def check_job(config: JobConfig, world_size: int) -> None:
         _check_swap(config, spec)
     if bypasses_codegen(config):
         _check_compile(config, spec)
+    elif config.npu.graph_passes:
+        raise UsageError("npu.graph_passes needs compile.enable = true and npu.bypass_codegen = true")
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
@@ -122,13 +125,17 @@ def _check_compile(config: JobConfig, spec: TrainSpec) -> None:
     refused = {
         # its cut between forward and backward is the code generator's
         'activation_checkpoint.mode = "memory_budget"': config.activation_checkpoint.mode == "memory_budget",
-        "parallelism.enable_async_tensor_parallel = true": config.parallelism.enable_async_tensor_parallel,
+        # Inductor's pass; ours is asked for by name
+        'parallelism.enable_async_tensor_parallel = true (take npu.graph_passes = ["async_tp"])': (
+            config.parallelism.enable_async_tensor_parallel
+        ),
         # whose kernel is generated
         f"flex attention (model.flavor {config.model.flavor!r})": attention == "flex",
     }
     for what, asked in refused.items():
         if asked:
             raise UsageError(f"npu.bypass_codegen does not go with {what}; set it to false or compile.enable to false")
+    GraphPasses(config.npu.graph_passes, config.npu.sp_min_tokens)  # which knows the names
     if not isinstance(spec, AdaptedTrainSpec):
         raise UsageError(
             f"npu.bypass_codegen needs the TrainSpec of model.name {config.model.name!r} to be registered as "

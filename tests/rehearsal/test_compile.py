@@ -10,7 +10,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from tests.rehearsal.step import fake_ranks, job, matching, model_args, train_step
-from torchtitan_npu.compile import launcher
+from torchtitan_npu.compile import interpreter
+from torchtitan_npu.rehearsal import Calls, StatedLoad
 
 MODEL = "deepseek_v32"
 
@@ -19,8 +20,15 @@ MODEL = "deepseek_v32"
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """Every graph that is compiled in the test."""
     captured: list[fx.GraphModule] = []
-    write = launcher.write
-    monkeypatch.setattr(launcher, "write", lambda graph: captured.append(graph) or write(graph))
+    write = interpreter.write
+
+    def keep(graph_module: fx.GraphModule) -> torch._C.Graph:
+        captured.append(graph_module)
+        return write(graph_module)
+
+    monkeypatch.setattr(interpreter, "write", keep)
+    for mode in (Calls, StatedLoad):  # they look at what runs, not at what is captured
+        monkeypatch.setattr(mode, "ignore_compile_internals", classmethod(lambda cls: True))
     torch._dynamo.reset()
     return captured
 

@@ -1,9 +1,10 @@
-"""How long the host takes to launch parts of DeepSeek-V3.2: eager, code generation bypassed, compiled by Inductor.
+"""How long the host takes to launch parts of DeepSeek-V3.2, and a block of Llama 3: eager, and compiled in three ways.
 
-    python tools/bench/host_dispatch.py [--json FILE] [--parts prolog block] [--ways eager bypassed inductor]
+    python tools/bench/host_dispatch.py [--device cuda] [--json FILE] [--parts prolog block] [--ways eager bypassed]
 
 Sizes are so small that the host decides how long a call takes, on a CPU and on a GPU. With ``tp``, weights are DTensors
-of two tensor-parallel ranks as in training; the other rank is not there, and collectives return at once.
+of two tensor-parallel ranks as in training; the other rank is not there, and collectives return at once. ``bypassed``
+is ``npu.bypass_codegen``; ``inductor`` generates kernels; ``lite`` is Inductor's own way not to, where torch has it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import os
 import platform as python_platform
 import statistics
 import time
@@ -29,56 +31,52 @@ torchtitan_npu.register()
 
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
-from torchtitan_npu.compile.launcher import launcher  # noqa: E402
 from torchtitan_npu.compile.regions import OPTIONS, compile_block  # noqa: E402
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp  # noqa: E402
 
-BACKENDS: dict[str, Any] = {"bypassed": OPTIONS["backend"], "inductor": "inductor"}
-PARTS = ("norm", "feed_forward", "epilog", "prolog", "block")
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "bypassed": OPTIONS,
+    "inductor": {"backend": "inductor", "fullgraph": True},
+    "lite": {"mode": "lite", "fullgraph": True},
+}
+"""The options of :func:`torch.compile`."""
+PARTS = ("linear", "feed_forward", "epilog", "prolog", "block", "llama3")
 SEQUENCE = 8
 TINY = {"n_layers": 1, "n_dense_layers": 1, "dim": 16, "inter_dim": 16, "n_heads": 2, "vocab_size": 64}
-WARM_UP, ROUNDS, CALLS = 5, 9, 20
+TINY_LLAMA = {"n_layers": 1, "dim": 16, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64}
+VIEWS = ("aten::t", "aten::view", "aten::_unsafe_view", "aten::transpose")
+PROFILED = ("eager", "bypassed")
+WARM_UP, ROUNDS, CALLS = 3, 9, 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if platform.home() == "cuda" else "cpu")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--ways", nargs="+", choices=["eager", *BACKENDS], default=["eager", *BACKENDS])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["eager", "bypassed", "inductor"])
     parser.add_argument("--weights", nargs="+", choices=["local", "tp"], default=["local", "tp"])
-    parser.add_argument("--linear", action="store_true", help="also one linear layer, as a line of a compiled region")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device = "cuda" if platform.home() == "cuda" else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else python_platform.machine()
+    device = options.device
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()}-core {python_platform.machine()}"
     print(f"{name}, torch {torch.__version__}; µs of the host a call, median of {ROUNDS} rounds; × eager in brackets")
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
-
     rows = []
-    if options.linear:
-        model = build(device, mesh)
-        eager, bypassed = linear_times(model.layers["0"].attention, device)
-        print(
-            f"a linear layer with tp: eager {eager:.1f}, in a compiled region {bypassed:.1f} ({eager / bypassed:.2f})"
-        )
-        rows.append({"machine": name, "torch": torch.__version__, "part": "linear", "us": [eager, bypassed]})
     for weights in options.weights:
         for part in options.parts:
-            times = {}
-            for way in options.ways:
-                torch._dynamo.reset()
-                start = time.perf_counter()
-                forward, both = calls(part, way, build(device, mesh if weights == "tp" else None), device)
-                both()
-                first = time.perf_counter() - start
-                times[way] = {"forward": host_time(forward), "forward and backward": host_time(both), "first": first}
-            for what in ("forward", "forward and backward"):
+            if part == "llama3" and weights == "tp":  # the one without is there for blocks that have no parts
+                continue
+            times = measured(part, options.ways, device, mesh if weights == "tp" else None)
+            for what in next(iter(times.values())):
+                if what == "first call":
+                    continue
                 eager = times.get("eager", {}).get(what)
                 cells = [
                     f"{way} {t[what]:7.0f}" + (f" ({eager / t[what]:.2f})" if eager else "") for way, t in times.items()
@@ -88,6 +86,29 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()
+
+
+def measured(part: str, ways: list[str], device: str, mesh: Any) -> dict[str, dict[str, float]]:
+    """By way, µs of the host for a forward call and for both passes, and seconds of the first call.
+
+    The ways take turns, round by round: what else the machine does then falls on all of them.
+    """
+    torch._dynamo.reset()
+    if part == "linear":
+        return {way: {"forward": linear_time(way, build(device, mesh), device)} for way in ways if way in PROFILED}
+    runs = {}
+    times: dict[str, dict[str, float]] = {}
+    for way in ways:
+        start = time.perf_counter()
+        forward, both = calls(part, way, build_llama(device) if part == "llama3" else build(device, mesh), device)
+        both()
+        times[way] = {"first call": time.perf_counter() - start}
+        runs[way] = {"forward": forward, "forward and backward": both}
+    for what in ("forward", "forward and backward"):
+        rounds = [{way: host_time(runs[way][what], device) for way in ways} for _ in range(ROUNDS)]
+        for way in ways:
+            times[way][what] = statistics.median(times_of_round[way] for times_of_round in rounds)
+    return times
 
 
 def build(device: str, mesh: Any) -> Any:
@@ -107,21 +128,32 @@ def build(device: str, mesh: Any) -> Any:
     return model
 
 
+def build_llama(device: str) -> Any:
+    spec = get_train_spec("llama3")
+    model: Any = spec.model_cls(dataclasses.replace(copy.deepcopy(spec.model_args["debugmodel"]), **TINY_LLAMA))
+    model.to(device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device(device))
+    return model
+
+
 def calls(part: str, way: str, model: Any, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The part's forward, and its forward and backward, compiled in the given way as training does it."""
     block = model.layers["0"]
     attention, angles = block.attention, model.freqs_cis.to(device)
-    rows = SEQUENCE // 2 if dist_weights(block) else SEQUENCE  # the sequence is split between a rank's blocks
+    rows = (
+        SEQUENCE // 2 if part != "llama3" and dist_weights(block) else SEQUENCE
+    )  # the sequence is split between a rank's blocks
     x = torch.randn(1, rows, TINY["dim"], device=device, requires_grad=True)
     whole = torch.randn(1, SEQUENCE, TINY["dim"], device=device, requires_grad=True)
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if way == "eager" else torch.compile(function, backend=BACKENDS[way], fullgraph=True)
+        return function if way == "eager" else torch.compile(function, **WAYS[way])
 
     run: Callable[[], Any]
-    if part == "block":
+    if part in ("block", "llama3"):
         if way != "eager":
-            compile_block(block, {"backend": BACKENDS[way], "fullgraph": True})
+            compile_block(block, WAYS[way])
 
         def run() -> Any:
             return block(x, angles, None)
@@ -143,7 +175,7 @@ def calls(part: str, way: str, model: Any, device: str) -> tuple[Callable[[], An
         def run() -> Any:
             return epilog(output)
     else:
-        module = compiled(block.attention_norm if part == "norm" else block.feed_forward)
+        module = compiled(block.feed_forward)
 
         def run() -> Any:
             return module(x)
@@ -157,16 +189,42 @@ def calls(part: str, way: str, model: Any, device: str) -> tuple[Callable[[], An
     return run, both
 
 
-def linear_times(attention: Any, device: str) -> tuple[float, float]:
-    """µs of a linear layer with DTensor weights: called in training, and as what it is in a compiled region."""
-    layer = attention.wq_b
-    latent = torch.randn(1, SEQUENCE, layer.weight.shape[1], device=device, requires_grad=True)
-    eager = host_time(lambda: layer(latent))
-    weight = layer.weight.to_local().detach()
-    graph = make_fx(torch.nn.functional.linear, tracing_mode="fake")(latent.detach(), weight)
-    launch = launcher(graph)
-    with torch.no_grad():
-        return eager, host_time(lambda: launch([latent, weight]))
+def linear_time(way: str, model: Any, device: str) -> float:
+    """µs of the host for the layer ``wq_b`` in the prolog, read from a profile.
+
+    In eager it is what ``aten::linear`` spans; in a compiled region the product and the views around it. A profile
+    takes time of its own, for each operator: for both ways.
+    """
+    layer = model.layers["0"].attention.wq_b
+    run, _ = calls("prolog", way, model, device)
+    for _ in range(WARM_UP):
+        run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for _ in range(CALLS):
+            run()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    if way == "eager":
+        spans = [
+            event.time_range.elapsed_us()
+            for event in events
+            if event.name == "aten::linear" and list(layer.weight.shape) in event.input_shapes
+        ]
+    else:
+        # DTensor weights are this rank's part there
+        product = [SEQUENCE, layer.in_features], list(local(layer.weight).t().shape)
+        top = [event for event in events if event.cpu_parent is not None and event.cpu_parent.name == "launch"]
+        spans = []
+        for place, event in enumerate(top):
+            if event.name != "aten::mm" or tuple(event.input_shapes[:2]) != product:
+                continue
+            first = last = place
+            while top[first - 1].name in VIEWS:
+                first -= 1
+            while last + 1 < len(top) and top[last + 1].name in VIEWS:
+                last += 1
+            spans.append(top[last].time_range.end - top[first].time_range.start)
+    assert len(spans) == CALLS, f"{way}: {len(spans)} linear layers in {CALLS} calls"
+    return statistics.median(spans)
 
 
 def as_attention_gets_it(attention: Any, x: torch.Tensor, angles: torch.Tensor) -> tuple[Any, ...]:
@@ -188,25 +246,21 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
 
 
-def host_time(call: Callable[[], Any]) -> float:
-    """µs of the host a call takes, median over the rounds.
+def host_time(call: Callable[[], Any], device: str) -> float:
+    """µs of the host that a call takes, over one round.
 
     On a CPU it is the process's own time, which other processes do not add to. On a GPU it is the time until the call
-    returns, with the device idle at the start of a round.
+    returns, with the device idle at the start of the round.
     """
-    on_device = platform.home() == "cuda"
-    clock = time.perf_counter if on_device else time.process_time
+    clock = time.perf_counter if device == "cuda" else time.process_time
     for _ in range(WARM_UP):
         call()
-    rounds = []
-    for _ in range(ROUNDS):
-        if on_device:
-            torch.cuda.synchronize()
-        start = clock()
-        for _ in range(CALLS):
-            call()
-        rounds.append((clock() - start) / CALLS * 1e6)
-    return statistics.median(rounds)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = clock()
+    for _ in range(CALLS):
+        call()
+    return (clock() - start) / CALLS * 1e6
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE
 from torchtitan.tools.logging import logger
 
-from torchtitan_npu.compile.backend import bypassed
+from torchtitan_npu.compile.backend import bypassed, bypassing
+from torchtitan_npu.compile.passes import GraphPasses
+from torchtitan_npu.compile.progress import Progress
 from torchtitan_npu.config import npu_options
 
 OPTIONS: dict[str, Any] = {"backend": bypassed, "fullgraph": True}
@@ -40,8 +42,14 @@ def compile_model(model: Any, job_config: JobConfig) -> None:
     """
     if "model" not in job_config.compile.components:
         return
-    regions = sum(compile_block(block) for block in model.layers.values())
-    logger.info(f"Compiling {regions} regions of {len(model.layers)} blocks, code generation bypassed")
+    npu = npu_options(job_config)
+    passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens)
+    options = {**OPTIONS, "backend": bypassing([passes], [passes], Progress().region_compiled)}
+    regions = sum(compile_block(block, options) for block in model.layers.values())
+    logger.info(
+        f"{regions} regions of {len(model.layers)} blocks are compiled when they are first called, code generation "
+        "bypassed"
+    )
 
 
 def compile_block(outer: Any, options: dict[str, Any] = OPTIONS) -> int:
@@ -54,30 +62,35 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS) -> int:
     outer.register_forward_pre_hook(wait_for_inputs)
     block = outer._checkpoint_wrapped_module if isinstance(outer, CheckpointWrapper) else outer
     moes = [child for child in block.children() if isinstance(child, MoE)]
-    in_parts = hasattr(getattr(block, "attention", None), "prolog")
+    attention = getattr(block, "attention", None)
+    in_parts = hasattr(attention, "prolog")
     if not moes and not in_parts:
         # its forward, not its call: FSDP's hooks, which gather the weights, stay outside
         outer.forward = torch.compile(outer.forward, **options)
         return 1
     parts = [child for child in block.children() if child not in moes]
+    regions = 0
     if in_parts:
         block.attention.prolog = torch.compile(block.attention.prolog, **options)
-        block.attention.epilog = torch.compile(block.attention.epilog, **options)
+        regions += 1
+        if is_worth_it(block.attention):
+            block.attention.epilog = torch.compile(block.attention.epilog, **options)
+            regions += 1
         parts.remove(block.attention)
     for moe in moes:
         moe.register_forward_pre_hook(wait_for_inputs)  # after tensor parallel's, which gathers the router's tokens
     parts += [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
-    worth_it = [part for part in parts if part is getattr(block, "attention", None) or is_worth_it(part)]
+    worth_it = [part for part in parts if part is attention or is_worth_it(part)]
     for part in worth_it:
         part.compile(**options)  # its call, with the hooks by which tensor parallel lays out its inputs
-    return len(worth_it) + 2 * in_parts
+    return regions + len(worth_it)
 
 
 def is_worth_it(part: nn.Module) -> bool:
     """Whether a part of a block is compiled: where calling a compiled region adds less than it takes off the host.
 
-    DTensors cost the host several hundred µs for each operator. On local tensors it is through with a norm, a router or
-    a dense network sooner than with a region's guards: docs/compile.md has the numbers.
+    DTensors cost the host several hundred µs for each operator. On local tensors it is through with a norm, a router,
+    a dense network or an epilog sooner than with a region's guards: docs/compile.md has the numbers.
     """
     if next(part.children(), None) is None:  # a norm: torch.compile takes none of torch.nn's own modules by their call
         return False
