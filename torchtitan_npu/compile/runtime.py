@@ -43,6 +43,8 @@ def plain_region(inputs: list[Any], metadata: Any, compiled: list[Compiled]) -> 
     if not _is_plain(inputs, metadata, compiled[0]):
         return None
     if len(compiled) == 1:
+        if any(info.requires_grad for info in metadata.output_info):
+            return None  # the backward graph is not there yet
         launch = compiled[0].launch
         return lambda *given: _without_autocast(launch, list(given))
     forward, backward = compiled
