@@ -142,6 +142,20 @@ def test_values_are_let_go_after_their_last_use() -> None:
     assert alive == [[False, True], [False, False, True], [False, False, True, True]]
 
 
+def test_the_interpreter_runs_what_is_written_every_time() -> None:
+    """TorchScript would watch two calls, and then run a graph of its own making, on a GPU with kernels of its own."""
+
+    def twice(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return (torch.ops.aten.mul(x, y) + torch.ops.aten.mul(x, y),)
+
+    launch = interpreter.interpreted(make_fx(twice, tracing_mode="fake")(torch.ones(3), torch.ones(3)))
+    for _ in range(4):
+        launch([torch.ones(3), torch.ones(3)])
+        ran = kinds(torch._C._last_executed_optimized_graph())
+        assert {kind for kind in ran if kind not in PACKING} == {"aten::mul", "aten::add"} and ran["aten::mul"] == 2
+    assert torch._C._get_graph_executor_optimize()
+
+
 def test_what_the_interpreter_cannot_say_is_an_error() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -60,9 +60,15 @@ def interpreted(graph_module: fx.GraphModule) -> Launch:
         held = spare.pop() if spare else _empty_list()
         held.extend(given)
         given.clear()
-        # a graph has its gradients in it: autograd's kernels would only pass on, and views need not be followed
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VIEWS_AND_VERSIONS):
-            results = function(held, *sizes)
+        # asked of the calling thread at every call: it would fuse operators into kernels of its own, on a GPU
+        optimizes = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
+        try:
+            # a graph has its gradients in it: autograd's kernels would only pass on, and views need not be followed
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VIEWS_AND_VERSIONS):
+                results = function(held, *sizes)
+        finally:
+            torch._C._set_graph_executor_optimize(optimizes)
         spare.append(held)
         if objects:
             results = list(results)
@@ -70,23 +76,7 @@ def interpreted(graph_module: fx.GraphModule) -> Launch:
                 results[there] = value
         return results
 
-    planned = False
-
-    def launch_as_written(given: list[Any]) -> Sequence[Any]:
-        nonlocal planned
-        if planned:
-            return launch(given)
-        # whether to change a graph is asked when it first runs, of the thread that runs it
-        optimizes = torch._C._get_graph_executor_optimize()
-        torch._C._set_graph_executor_optimize(False)
-        try:
-            results = launch(given)
-        finally:
-            torch._C._set_graph_executor_optimize(optimizes)
-        planned = True
-        return results
-
-    return launch_as_written
+    return launch
 
 
 def _kind(node: fx.Node) -> str:
