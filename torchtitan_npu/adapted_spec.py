@@ -2,8 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
+from torchtitan_npu.compile.regions import bypasses_codegen, compile_model, not_compiling
 
+
+@dataclass
 class AdaptedTrainSpec(TrainSpec):
-    """A TrainSpec that :func:`torchtitan_npu.train_specs.adapt` made."""
+    """A TrainSpec that :func:`torchtitan_npu.train_specs.adapt` made.
+
+    Its models are compiled by us where the job bypasses code generation, and by TorchTitan otherwise.
+    """
+
+    def __post_init__(self) -> None:
+        parts_of: dict[str, Callable[[Any], list[nn.Module]]] = {
+            "parallelize_fn": lambda model: [model],
+            "build_loss_fn": lambda loss: [],
+            "pipelining_fn": lambda schedule_and_parts: schedule_and_parts[1],
+        }
+        for name, parts in parts_of.items():
+            if (build := getattr(self, name)) is not None:
+                setattr(self, name, _compiling(build, parts))
+
+
+def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[nn.Module]]) -> Callable[..., Any]:
+    """``build``, one of the functions that get a job's config, with the ``parts`` of what it returns compiled by us."""
+    if hasattr(build, "compiles"):  # dataclasses.replace makes a spec of functions that one has already
+        return build
+
+    @functools.wraps(build)
+    def build_and_compile(*args: Any, **kwargs: Any) -> Any:
+        config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, JobConfig)), None)
+        if config is None or not bypasses_codegen(config):
+            return build(*args, **kwargs)
+        eager = not_compiling(config)
+        built = build(
+            *(eager if arg is config else arg for arg in args),
+            **{key: eager if arg is config else arg for key, arg in kwargs.items()},
+        )
+        for part in parts(built):
+            compile_model(part, config)
+        return built
+
+    build_and_compile.compiles = True  # type: ignore[attr-defined]
+    return build_and_compile

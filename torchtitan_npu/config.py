@@ -23,6 +23,21 @@ class Npu:
     line in the log elsewhere.
     """
 
+    bypass_codegen: bool = field(default_factory=lambda: platform.home() == "npu")
+    """
+    With compile.enable, compiled regions call the same kernels as without, one after the other and without Python in
+    between; no kernel is generated. Otherwise compile.backend compiles, TorchTitan's way. On by default on the NPU.
+    """
+
+    graph_passes: list[str] = field(default_factory=list)
+    """
+    Passes over the graphs of compiled regions, where code generation is bypassed: no_ops, all_gather_chunk,
+    sequence_parallel, async_tp, add_rms_norm (docs/graph-passes.md).
+    """
+
+    sp_min_tokens: int = 1000
+    """The pass sequence_parallel changes values of at least so many tokens."""
+
     context_parallel: str = ""
     """
     "module:Class", a subclass of torchtitan_npu.distributed.context_parallel.ContextParallel that says how the model's

@@ -19,6 +19,8 @@ from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_t
 
 from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.compile.passes import GraphPasses
+from torchtitan_npu.compile.regions import bypasses_codegen
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
@@ -40,6 +42,10 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
     if config.optimizer.swap:
         _check_swap(config, spec)
+    if bypasses_codegen(config):
+        _check_compile(config, spec)
+    elif config.npu.graph_passes:
+        raise UsageError("npu.graph_passes needs compile.enable = true and npu.bypass_codegen = true")
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
@@ -105,6 +111,35 @@ def _check_swap(config: JobConfig, spec: TrainSpec) -> None:
         raise UsageError(
             f"optimizer.swap needs the TrainSpec of model.name {config.model.name!r} to be registered as "
             "torchtitan_npu.train_specs.adapt(spec)"
+        )
+
+
+def _check_compile(config: JobConfig, spec: TrainSpec) -> None:
+    """What a job that bypasses code generation cannot have; without compile.enable none of it matters."""
+    if config.compile.backend != "inductor":
+        raise UsageError(
+            f"compile.backend {config.compile.backend!r} compiles only with npu.bypass_codegen = false: otherwise a "
+            "backend of our own does"
+        )
+    attention = getattr(spec.model_args[config.model.flavor], "attn_type", "sdpa")
+    refused = {
+        # its cut between forward and backward is the code generator's
+        'activation_checkpoint.mode = "memory_budget"': config.activation_checkpoint.mode == "memory_budget",
+        # Inductor's pass; ours is asked for by name
+        'parallelism.enable_async_tensor_parallel = true (take npu.graph_passes = ["async_tp"])': (
+            config.parallelism.enable_async_tensor_parallel
+        ),
+        # whose kernel is generated
+        f"flex attention (model.flavor {config.model.flavor!r})": attention == "flex",
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise UsageError(f"npu.bypass_codegen does not go with {what}; set it to false or compile.enable to false")
+    GraphPasses(config.npu.graph_passes, config.npu.sp_min_tokens)  # which knows the names
+    if not isinstance(spec, AdaptedTrainSpec):
+        raise UsageError(
+            f"npu.bypass_codegen needs the TrainSpec of model.name {config.model.name!r} to be registered as "
+            "torchtitan_npu.train_specs.adapt(spec); set it to false to compile with compile.backend"
         )
 
 

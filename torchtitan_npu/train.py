@@ -45,6 +45,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         use_matmul_sharding(job_config.npu.matmul_sharding)
+        self.has_stepped = False
         super().__init__(job_config)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own = getattr(self.model_args, "context_parallel", None)
@@ -55,9 +56,13 @@ class Trainer(TitanTrainer):
         return ParallelDims.of(super().init_distributed())
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        started = time.perf_counter()
         for loss in self.auxiliary_losses:
             loss.start_step()
         super().train_step(data_iterator)
+        if not self.has_stepped and self.job_config.compile.enable:
+            logger.info(f"The first step took {time.perf_counter() - started:.1f} s, with compiling")
+        self.has_stepped = True
 
     def forward_backward_step(
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any

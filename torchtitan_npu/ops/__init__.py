@@ -13,6 +13,7 @@ from torchtitan_npu.ops import (  # noqa: F401
     grouped_matmul_add,
     lightning_indexer,
     lightning_indexer_kl_loss,
+    matmul_collectives,
     moe_gating,
     moe_permute,
     moe_routing,

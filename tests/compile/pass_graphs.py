@@ -1,0 +1,112 @@
+"""Functions captured as AOTAutograd captures compiled regions, with passes run on the graphs, and what is in these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import aot_function, default_partition, make_boxed_func
+from torch import Tensor, fx
+
+import torchtitan_npu.ops  # noqa: F401
+
+collectives = torch.ops._c10d_functional
+
+
+def compiled(
+    function: Callable[..., Any], change: Callable[[fx.Graph], int], seen: list[fx.Graph]
+) -> Callable[..., Any]:
+    """``function`` with ``change`` run on its joint graph, or on its inference graph; ``seen`` gets both versions."""
+
+    def changed(graph_module: fx.GraphModule) -> fx.GraphModule:
+        before = fx.Graph()
+        before.output(before.graph_copy(graph_module.graph, {}))
+        change(graph_module.graph)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        seen.extend((before, graph_module.graph))
+        return graph_module
+
+    return aot_function(
+        function,
+        fw_compiler=lambda graph_module, _: make_boxed_func(graph_module),
+        inference_compiler=lambda graph_module, _: make_boxed_func(changed(graph_module)),
+        partition_fn=lambda joint, *args, **kwargs: default_partition(changed(joint), *args, **kwargs),
+    )
+
+
+def calls(graph: fx.Graph) -> Counter[str]:
+    """How often each collective is in the graph, by itself or fused with a product."""
+    names = {"all_reduce": "AR", "reduce_scatter_tensor": "RS", "all_gather_into_tensor": "AG"}
+    fused = {"npu_all_gather_base_mm": "AG+mm", "npu_mm_reduce_scatter_base": "mm+RS"}
+    found: Counter[str] = Counter()
+    for node in graph.nodes:
+        for name, short in names.items():
+            found[short] += node.target is getattr(collectives, name).default
+        for name, short in fused.items():
+            found[short] += node.target is getattr(torch.ops.npu, name).default
+    return +found
+
+
+class Reduce(torch.autograd.Function):
+    """The end of a row-parallel layer: summed over the ranks; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(x, "sum", _group()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Copy(torch.autograd.Function):
+    """The start of a column-parallel layer: the same on every rank; the gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", _group()))
+
+
+class Gather(torch.autograd.Function):
+    """A rank's tokens become all tokens; their gradient is the same on every rank, which takes its own of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return own_chunk(gradient)
+
+
+class Own(torch.autograd.Function):
+    """All tokens become a rank's own; the gradients of all are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return own_chunk(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gather(gradient.contiguous())
+
+
+def own_chunk(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def gather(x: Tensor) -> Tensor:
+    """All ranks' ``x``, one after the other along dimension 0."""
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x, dist.get_world_size(), _group()))
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name  # type: ignore[union-attr]

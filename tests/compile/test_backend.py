@@ -1,0 +1,220 @@
+"""The backend: eager's numbers to the bit, by calling the same operators and nothing else."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torchtitan_npu.ops  # noqa: F401
+from torchtitan_npu.compile import backend, interpreter
+from torchtitan_npu.errors import UsageError
+
+PACKING = {"prim::Constant", "prim::ListConstruct", "prim::ListUnpack", "prim::TupleConstruct", "aten::clear"}
+"""What a graph has beside operators: arguments, and what is done with lists of them."""
+
+
+class Network(nn.Module):
+    """Something of everything: a fused operator, products, views, a change of dtype, a value used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.Parameter(torch.rand(8))
+        self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = torch.ops.npu.npu_rms_norm(x, self.norm, 1e-5)
+        gate, up = self.up(y).chunk(2, dim=-1)
+        y = self.down((F.silu(gate) * up).to(torch.float64).to(x.dtype))
+        return (x + y).transpose(1, 2).softmax(dim=-1).transpose(1, 2) + y
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[torch._C.Graph]:
+    """Every graph that is written for the interpreter in the test: forward, then backward."""
+    graphs: list[torch._C.Graph] = []
+    write = interpreter.write
+
+    def keep(graph_module: fx.GraphModule) -> torch._C.Graph:
+        graphs.append(write(graph_module))
+        return graphs[-1]
+
+    monkeypatch.setattr(interpreter, "write", keep)
+    torch._dynamo.reset()
+    return graphs
+
+
+def kinds(graph: torch._C.Graph) -> Counter[str]:
+    return Counter(node.kind() for node in graph.nodes())
+
+
+def results(call: Any, network: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and every gradient."""
+    network.zero_grad()
+    x = x.clone().requires_grad_()
+    output = call(x)
+    output.square().sum().backward()
+    gradients = [parameter.grad for parameter in network.parameters()]
+    return [tensor.detach().clone() for tensor in (output, x.grad, *gradients)]
+
+
+def test_numbers_are_eagers_to_the_bit(written: list[Any]) -> None:
+    network, x = Network(), torch.randn(2, 4, 8)
+    eager = results(network, network, x)
+    compiled = results(torch.compile(network, backend=backend.bypassed, fullgraph=True), network, x)
+    assert len(written) == 2  # forward and backward
+    assert len(eager) == 6
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_only_operators_are_called(written: list[Any]) -> None:
+    metrics.reset()
+    torch._dynamo.utils.counters.clear()
+    network = Network()
+    results(torch.compile(network, backend=backend.bypassed, fullgraph=True), network, torch.randn(2, 4, 8))
+    run = torch._C._last_executed_optimized_graph()  # the backward's, as the interpreter ran it
+    assert kinds(run) == kinds(written[1])
+    called = {node.kind(): node for graph in written for node in graph.nodes() if node.kind() not in PACKING}
+    assert {"npu::npu_rms_norm", "npu::npu_rms_norm_backward", "aten::mm"} <= called.keys()
+    for kind, node in called.items():  # each is an operator that the dispatcher knows
+        name, _, overload = node.schema().partition("(")[0].partition(".")
+        assert name == kind and torch._C._dispatch_has_kernel(f"{name}.{overload}" if overload else name)
+    assert metrics.generated_kernel_count == 0
+    assert not torch._dynamo.utils.counters["inductor"]
+
+
+def test_another_compile_in_the_process_still_generates_code() -> None:
+    torch._dynamo.reset()
+    network, x = Network(), torch.randn(2, 4, 8)
+    torch.compile(network, backend=backend.bypassed, fullgraph=True)(x)
+    settings = torch._inductor.config.get_config_copy()
+    metrics.reset()
+    _, (code,) = run_and_get_code(torch.compile(lambda x: x.sin() + x.cos()), torch.randn(16))
+    assert "cpp_fused" in code and metrics.generated_kernel_count == 1
+    assert torch._inductor.config.get_config_copy() == settings
+
+
+def test_views_that_lead_nowhere_are_not_made(written: list[Any]) -> None:
+    network = nn.Linear(8, 8, bias=False)
+    results(torch.compile(network, backend=backend.bypassed, fullgraph=True), network, torch.randn(2, 4, 8))
+    forward, backward = map(kinds, written)
+    assert forward["aten::mm"] == 1 and backward["aten::mm"] == 2
+    # as autograd writes it, the weight is transposed for the forward, and back again for the gradient of the input
+    assert forward["aten::t"] == 1
+    # of the rows' gradient; then of the weight's, twice: what a graph returns is left as it is
+    assert backward["aten::t"] == 3
+
+
+def test_values_are_let_go_after_their_last_use() -> None:
+    alive: list[list[bool]] = []
+    refs: list[weakref.ref[Tensor]] = []
+
+    @torch.library.custom_op("torchtitan_npu_test::look", mutates_args=())
+    def look(x: Tensor) -> Tensor:
+        refs.append(weakref.ref(x))
+        alive.append([ref() is not None for ref in refs])
+        return x.clone()
+
+    look.register_fake(torch.empty_like)
+
+    def chain(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        kept = look(x.sin())
+        return look(look(kept).cos()), kept, y
+
+    launch = interpreter.interpreted(make_fx(chain, tracing_mode="fake")(torch.randn(4), torch.randn(4)))
+    x, y = torch.randn(4), torch.randn(4)
+    refs.append(weakref.ref(x))
+    given = [x, y]
+    del x
+    results = launch(given)
+    assert given == [] and results[2] is y
+    # the input is gone with the first operator, each value with the one that used it, but for what is returned
+    assert alive == [[False, True], [False, False, True], [False, False, True, True]]
+
+
+def test_the_interpreter_runs_what_is_written_every_time() -> None:
+    """TorchScript would watch two calls, and then run a graph of its own making, on a GPU with kernels of its own."""
+
+    def twice(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return (torch.ops.aten.mul(x, y) + torch.ops.aten.mul(x, y),)
+
+    launch = interpreter.interpreted(make_fx(twice, tracing_mode="fake")(torch.ones(3), torch.ones(3)))
+    for _ in range(4):
+        launch([torch.ones(3), torch.ones(3)])
+        ran = kinds(torch._C._last_executed_optimized_graph())
+        assert {kind for kind in ran if kind not in PACKING} == {"aten::mul", "aten::add"} and ran["aten::mul"] == 2
+    assert torch._C._get_graph_executor_optimize()
+
+
+def test_what_the_interpreter_cannot_say_is_an_error() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2)
+    graph.output((graph.call_function(len, (x,)),))
+    with pytest.raises(UsageError, match=r"npu.bypass_codegen must be false: a compiled graph holds .*len"):
+        interpreter.interpreted(fx.GraphModule({}, graph))
+
+
+def test_gradients_of_other_strides_and_none(written: list[Any]) -> None:
+    """What reaches the backward pass is not always as the forward's results lie in memory, or there at all."""
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x * 2, x.exp(), x.argmax(dim=-1)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled = torch.compile(two, backend=backend.bypassed, fullgraph=True)
+    first, second, index = compiled(x)
+    assert first.grad_fn is second.grad_fn and not index.requires_grad
+    (first.t() * torch.arange(12.0).view(4, 3)).sum().backward()
+    assert torch.equal(x.grad, 2 * torch.arange(12.0).view(4, 3).t())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(compiled(x)[1].sum(), x, create_graph=True)
+
+
+def test_in_evaluation_there_is_no_graph() -> None:
+    torch._dynamo.reset()
+    network, x = Network(), torch.randn(2, 4, 8)
+    with torch.no_grad():
+        output = torch.compile(network, backend=backend.bypassed, fullgraph=True)(x)
+        assert output.grad_fn is None and torch.equal(output, network(x))
+
+
+def test_casts_of_autocast_are_in_the_graph() -> None:
+    torch._dynamo.reset()
+    network, x = nn.Linear(8, 8), torch.randn(2, 8)
+    compiled = torch.compile(network, backend=backend.bypassed, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (results(call, network, x) for call in (compiled, network))
+    assert ours[0].dtype == torch.bfloat16
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_outputs_that_alias_inputs_still_do() -> None:
+    torch._dynamo.reset()
+
+    def turn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.detach(), x.t().t() * 2
+
+    x = torch.randn(3, 4)
+    same, doubled = torch.compile(turn, backend=backend.bypassed, fullgraph=True)(x)
+    assert same.data_ptr() == x.data_ptr() and torch.equal(doubled, x * 2)
+
+
+def test_a_changed_size_gives_its_own_numbers_and_then_none_more_are_compiled(written: list[Any]) -> None:
+    network = Network()
+    compiled = torch.compile(network, backend=backend.bypassed, fullgraph=True)
+    for tokens in (4, 5, 6, 9, 17):
+        x = torch.randn(2, tokens, 8)
+        for ours, theirs in zip(results(compiled, network, x), results(network, network, x), strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(written) == 4  # for the first size, and then for any

@@ -1,0 +1,69 @@
+"""The keys of a compiled job: what is refused before it starts, and what is said while it compiles."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import torchtitan_npu
+from torchtitan_npu.compile import progress
+from torchtitan_npu.compile.progress import Progress
+from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight import check_job
+
+torchtitan_npu.register()
+BYPASSED = {"compile.enable": True, "npu.bypass_codegen": True}
+
+
+def check(options: dict[str, Any]) -> None:
+    config = JobConfig()
+    config.training.dataset, config.training.seq_len = "tiny_corpus", 64
+    for key, value in options.items():
+        section, _, name = key.partition(".")
+        assert hasattr(getattr(config, section), name)
+        setattr(getattr(config, section), name, value)
+    check_job(config, world_size=1)
+
+
+def test_a_good_job_passes() -> None:
+    check({**BYPASSED, "npu.graph_passes": ["async_tp", "sequence_parallel"], "npu.sp_min_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"npu.graph_passes": ["asynctp"]},
+            r"npu.graph_passes: no pass 'asynctp'; did you mean 'async_tp'\?; there are",
+        ),
+        ({"npu.sp_min_tokens": 0}, "npu.sp_min_tokens is 0; it must be at least 1"),
+        ({"compile.enable": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true and"),
+        ({"npu.bypass_codegen": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true"),
+        ({"compile.backend": "eager"}, "compile.backend 'eager' compiles only with npu.bypass_codegen = false"),
+        ({"parallelism.enable_async_tensor_parallel": True}, r'take npu.graph_passes = \["async_tp"\]'),
+        ({"activation_checkpoint.mode": "memory_budget"}, "does not go with activation_checkpoint.mode"),
+        ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "does not go with flex attention"),
+    ],
+)
+def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check({**BYPASSED, **options})
+
+
+def test_a_sign_of_life(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first region, and then from time to time."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    caplog.set_level(logging.INFO)
+    said = Progress()
+    for elapsed in (0.0, 2.0, 2.0, 2.0, 1.0):
+        now[0] += elapsed
+        said.region_compiled(elapsed)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "Compiling: 1 graph so far, 0.0 s",
+        "Compiling: 4 graphs so far, 6.0 s",
+    ]

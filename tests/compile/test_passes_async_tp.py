@@ -1,0 +1,171 @@
+"""The pass async_tp on two ranks: collectives become part of products, with the same results and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor, reduce_scatter_tensor
+
+from tests.compile.pass_graphs import calls, compiled
+from tests.multirank import run_on_ranks
+from torchtitan_npu.compile.passes.async_tp import async_tp
+
+LENGTH, DIM, HIDDEN = 6, 4, 10
+EPSILON = torch.finfo(torch.float64).eps
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def there(x: Tensor) -> Tensor:
+    """``x`` when it is there: in a graph the wait is written, in eager mode it is put off."""
+    return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
+class Gather(torch.autograd.Function):
+    """Every rank's tokens, along ``dim``; gradients are summed where they belong. As DTensor writes the two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # type: ignore[override]
+        ctx.dim = dim
+        return there(all_gather_tensor(x, dim, world()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return there(reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.dim, world())), None
+
+
+class Scatter(torch.autograd.Function):
+    """The sum over the ranks of a rank's own tokens; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, op: str) -> Tensor:  # type: ignore[override]
+        ctx.dim = dim
+        return there(reduce_scatter_tensor(x.contiguous(), op, dim, world()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return there(all_gather_tensor(gradient.contiguous(), ctx.dim, world())), None, None
+
+
+def gather(x: Tensor, dim: int = 1) -> Tensor:
+    return Gather.apply(x, dim)
+
+
+def scatter(x: Tensor, dim: int = 1, op: str = "sum") -> Tensor:
+    return Scatter.apply(x, dim, op)
+
+
+def layer(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """A tensor-parallel layer of a sequence-parallel model: (batch, length / ranks, dim) in and out."""
+    return scatter(F.linear(F.silu(F.linear(gather(x), w["up"])), w["down"]))
+
+
+def gated(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """Two products of what is gathered once: their gradients are added, and the sum is scattered by itself."""
+    whole = gather(x)
+    return scatter(F.linear(F.silu(F.linear(whole, w["gate"])) * F.linear(whole, w["up"]), w["down"]))
+
+
+def first_dimension(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    return scatter(F.linear(F.silu(F.linear(gather(x, 0), w["up"])), w["down"]), 0)
+
+
+def scaled(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    return scatter(F.linear(F.silu(F.linear(gather(x), w["up"])), w["down"]) * 3 / 7)
+
+
+def average(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    return scatter(F.linear(F.silu(F.linear(gather(x), w["up"])), w["down"]) / 7, op="avg")
+
+
+def maximum(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """A reduction that the fused operators do not have."""
+    return torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.reduce_scatter_tensor(
+            F.linear(x, w["square"]).flatten(0, 1),
+            "max",
+            2,
+            world().group_name,  # type: ignore[union-attr]
+        )
+    )
+
+
+def used_twice(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """A product that someone needs whole cannot be scattered on its way."""
+    whole = F.linear(x, w["square"])
+    return scatter(whole) + whole.sum()
+
+
+FUSED: dict[Callable[..., Tensor], tuple[dict[str, int], dict[str, int]]] = {
+    layer: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 2}),
+    gated: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 1, "RS": 1}),
+    first_dimension: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 2}),
+    scaled: ({"AG": 2, "RS": 2}, {"AG+mm": 1, "mm+RS": 2, "AG": 1}),
+    average: ({"AG": 1, "RS": 1}, {"AG+mm": 1, "mm+RS": 1}),
+}
+"""Collectives before and after. A gradient that is scaled before its product is not gathered in it."""
+LEFT: dict[Callable[..., Tensor], dict[str, int]] = {maximum: {"RS": 1}, used_twice: {"RS": 1}}
+BOTH = [*FUSED, *LEFT]
+
+
+def inputs(batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    shapes = {"up": (HIDDEN, DIM), "gate": (HIDDEN, DIM), "down": (DIM, HIDDEN), "square": (DIM, DIM)}
+    return leaf(batch, LENGTH, DIM), {name: leaf(*shape) for name, shape in shapes.items()}
+
+
+def run_models(batch: int) -> dict[str, tuple[list[Tensor], list[Tensor], list[Counter[str]]]]:
+    """By model: results and gradients in eager mode, and with the pass; collectives before and after."""
+    outcomes = {}
+    for model in BOTH:
+        training = model in FUSED and model is not average  # of which torch has no gradient
+        graphs: list[fx.Graph] = []
+        results: list[Any] = []
+        for function in (model, compiled(model, async_tp, graphs)):
+            x, w = inputs(batch)
+            with torch.set_grad_enabled(training):
+                result = function(x, w)
+            if training:
+                (result * torch.arange(float(result.numel()), dtype=torch.float64).view_as(result)).sum().backward()
+            gradients = [leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None]
+            results.append([result.detach(), *gradients])
+        outcomes[model.__name__] = (*results, [calls(graph) for graph in graphs])
+    return outcomes
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda batch: f"batch {batch}")
+def outcomes(request: pytest.FixtureRequest) -> Any:
+    return run_on_ranks(2, run_models, request.param)
+
+
+@pytest.mark.parametrize("model", FUSED, ids=lambda model: model.__name__)
+def test_fused_with_equal_gradients(model: Callable[..., Tensor], outcomes: Any) -> None:
+    for outcome in outcomes:
+        eager, changed, (before, after) = outcome[model.__name__]
+        assert (before, after) == FUSED[model]
+        assert len(eager) >= 3 or model is average
+        for theirs, ours in zip(eager, changed, strict=True):
+            # sums of at most 2 * LENGTH * 2 products each, through two layers, in another order
+            bound = 8 * LENGTH * HIDDEN * EPSILON * float(theirs.abs().max())
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("model", LEFT, ids=lambda model: model.__name__)
+def test_left_alone(model: Callable[..., Tensor], outcomes: Any) -> None:
+    for outcome in outcomes:
+        (eager,), (changed,), (before, after) = outcome[model.__name__]
+        assert before == after == LEFT[model] and torch.equal(eager, changed)

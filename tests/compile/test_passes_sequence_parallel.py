@@ -1,0 +1,235 @@
+"""The pass sequence_parallel on two ranks: fewer tokens a norm, no more bytes sent, the same numbers and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+import torchtitan_npu.ops  # noqa: F401
+from tests.compile.pass_graphs import Copy, Gather, Own, Reduce, calls, compiled
+from tests.multirank import run_on_ranks
+from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
+
+BATCH, LENGTH, DIM, HIDDEN = 2, 8, 4, 6
+TOKENS = BATCH * LENGTH
+EPSILON = 1e-6
+
+NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "aten": lambda x, gamma: F.rms_norm(x, (DIM,), gamma, EPSILON),
+    "npu": lambda x, gamma: torch.ops.npu.npu_rms_norm(x, gamma, EPSILON)[0],
+    "written out": lambda x, gamma: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * gamma,
+}
+
+
+def layer(h: Tensor, number: int, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """A tensor-parallel feed-forward layer without sequence parallelism: (batch, length, dim) whole, in and out."""
+    inner = F.silu(Copy.apply(norm(h, w[f"gamma{number}"])) @ w[f"up{number}"])
+    return h + Reduce.apply(inner @ w[f"down{number}"])
+
+
+def head(h: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    return Copy.apply(norm(h, w["gamma2"])) @ w["head"]
+
+
+def dense(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    return head(layer(layer(x, 0, w, norm), 1, w, norm), w, norm)
+
+
+def one_block(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """Two parts of a block, as they are compiled by themselves: it ends with the residual, whole."""
+    return layer(layer(x, 0, w, norm), 1, w, norm)
+
+
+def deepstack(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    return head(layer(layer(x, 0, w, norm) + w["deepstack"], 1, w, norm), w, norm)
+
+
+def experts(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """After a dense layer, experts that take a rank's own tokens, and gather theirs before the next norm."""
+    h = layer(x, 0, w, norm).view(TOKENS, DIM)
+    own = Own.apply(norm(h, w["gamma1"]))
+    return head(h + Gather.apply(F.silu(own @ w["expert"])), w, norm)
+
+
+def experts_only(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    own = Own.apply(x.view(TOKENS, DIM))
+    return head(Gather.apply(own @ w["expert"]), w, norm)
+
+
+def user_of_the_sum(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    h = layer(x, 0, w, norm)
+    return head(h, w, norm) + h @ w["head"]
+
+
+def own_addend(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """The sum differs from rank to rank: tokens of one must not be gathered for the other."""
+    return head(layer(x, 0, w, norm) + F.silu(x @ w["up0"]) @ w["down0"], w, norm)
+
+
+MODELS = {f.__name__: f for f in (dense, one_block, deepstack, experts, experts_only, user_of_the_sum, own_addend)}
+
+
+def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    """Activations and gammas alike on both ranks; each has its own columns and rows of the other weights."""
+    shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + rank)
+
+    def leaf(generator: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    x = leaf(shared, BATCH, LENGTH, DIM)
+    w = {f"gamma{i}": leaf(shared, DIM) for i in range(3)}
+    w["deepstack"], w["expert"] = leaf(shared, BATCH, LENGTH, DIM), leaf(shared, DIM, DIM)
+    for i in range(2):
+        w[f"up{i}"], w[f"down{i}"] = leaf(own, DIM, HIDDEN), leaf(own, HIDDEN, DIM)
+    w["head"] = leaf(own, DIM, HIDDEN)
+    return x, w
+
+
+def norm_tokens(graph: fx.Graph) -> list[int]:
+    """Of how many tokens each norm is, by the one operator that all ways of writing it have."""
+    named = ("rsqrt", "_fused_rms_norm.default", "npu_rms_norm.default")
+    shapes = [n.args[0].meta["val"].shape for n in graph.nodes if any(name in str(n.target) for name in named)]
+    return [shape[:-1].numel() for shape in shapes]
+
+
+Outcome = tuple[list[Tensor], list[Counter[str]], list[list[int]], int]
+
+
+def run_model(name: str, norm: str, min_tokens: int, training: bool) -> tuple[list[Tensor], Outcome]:
+    """Results and gradients without the pass; and with it, collectives and norms before and after."""
+    model = partial(MODELS[name], norm=NORMS[norm])
+    changed: list[int] = []
+    graphs: list[fx.Graph] = []
+
+    def change(graph: fx.Graph) -> int:
+        changed.append(sequence_parallel(graph, min_tokens))
+        return changed[-1]
+
+    def results(function: Callable[..., Any]) -> list[Tensor]:
+        x, w = inputs(dist.get_rank(), torch.float64)
+        with torch.set_grad_enabled(training):
+            result = function(x, w)
+        if not training:
+            return [result]
+        result.square().sum().backward()
+        return [result.detach(), *(leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None)]
+
+    expected = results(model)
+    actual = results(compiled(model, change, graphs))
+    return expected, (actual, [calls(g) for g in graphs], [norm_tokens(g) for g in graphs], sum(changed))
+
+
+Case = tuple[str, str, int, bool]
+CASES: list[Case] = [
+    *((name, norm, TOKENS, True) for name in ("dense", "deepstack") for norm in NORMS),
+    *(("dense", norm, TOKENS, False) for norm in NORMS),
+    *((name, "npu", TOKENS, training) for name in ("experts", "user_of_the_sum") for training in (False, True)),
+    ("one_block", "npu", TOKENS, True),
+    ("experts_only", "aten", TOKENS, False),
+    ("own_addend", "npu", TOKENS, False),
+    ("dense", "npu", TOKENS + 1, True),
+]
+
+
+def run_cases() -> dict[Case, tuple[list[Tensor], Outcome]]:
+    return {case: run_model(*case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def check() -> Callable[..., Outcome]:
+    """Runs every case on two ranks; gives one, whose results must be those without the pass, its graphs alike."""
+    ranks = run_on_ranks(2, run_cases)
+
+    def of(name: str, norm: str, training: bool, min_tokens: int = TOKENS) -> Outcome:
+        outcomes = [rank[name, norm, min_tokens, training] for rank in ranks]
+        for expected, (actual, *_) in outcomes:
+            # float64's 1.1e-16, for sums of at most TOKENS * HIDDEN terms, through fewer than 20 operators
+            bound = 1.1e-16 * TOKENS * HIDDEN * 20
+            assert len(actual) == len(expected)
+            for one, other in zip(actual, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))
+        (_, first), (_, second) = outcomes
+        assert first[1:] == second[1:]
+        return first
+
+    return of
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ["dense", "deepstack"])
+def test_layers_in_training(check: Callable[..., Outcome], name: str, norm: str) -> None:
+    _, (before, after), (whole, local), changed = check(name, norm, training=True)
+    assert before == {"AR": 5}  # two forward, three backward
+    # as many bytes; and the gradient of each gamma, a sum over tokens, has to be summed over the ranks
+    assert after == {"RS": 5, "AG": 5, "AR": 3}
+    assert changed == 5
+    # the first norm's input is whole, and so is what the first product needs of it
+    assert (whole, local) == ([TOKENS] * 3, [TOKENS, TOKENS // 2, TOKENS // 2])
+
+
+def test_a_block_by_itself(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (_, local), changed = check("one_block", "npu", training=True)
+    assert before == {"AR": 4}
+    assert after == {"RS": 4, "AG": 4, "AR": 2}
+    assert changed == 4
+    assert local == [TOKENS, TOKENS // 2]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_layers_without_gradients(check: Callable[..., Outcome], norm: str) -> None:
+    _, (before, after), (_, local), changed = check("dense", norm, training=False)
+    assert (before, after, changed) == ({"AR": 2}, {"RS": 2, "AG": 2}, 2)
+    assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
+
+
+def test_experts_keep_their_tokens(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (_, local), changed = check("experts", "npu", training=False)
+    # the experts' input is not gathered to be cut again, and their output only behind the next norm
+    assert (before, after, changed) == ({"AR": 1, "AG": 1}, {"RS": 1, "AG": 1}, 2)
+    assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
+
+
+def test_experts_in_training(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (_, local), changed = check("experts", "npu", training=True)
+    # forward one all-gather less, backward too: what the experts take and give stays with its rank; three gammas
+    assert (before, after, changed) == ({"AR": 3, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}, 5)
+    assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
+
+
+def test_an_all_gather_moves_behind_the_norm(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (whole, local), changed = check("experts_only", "aten", training=False)
+    assert (before, after, changed) == ({"AG": 1}, {"AG": 1}, 1)
+    assert (whole, local) == ([TOKENS], [TOKENS // 2])
+
+
+def test_not_where_the_sum_has_another_user(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (whole, local), changed = check("user_of_the_sum", "npu", training=False)
+    assert (before, whole) == (after, local)
+    assert changed == 0
+
+
+def test_not_where_ranks_add_their_own(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (whole, local), changed = check("own_addend", "npu", training=False)
+    assert (before, whole) == (after, local)
+    assert changed == 0
+
+
+def test_the_gradient_of_a_norm_that_stays_whole(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (whole, local), changed = check("user_of_the_sum", "npu", training=True)
+    assert whole == local
+    # its input is there whole and costs nothing to cut; the sum of the forward stays an all-reduce
+    assert (before, after, changed) == ({"AR": 3}, {"AR": 1 + 2, "RS": 2, "AG": 2}, 2)
+
+
+def test_not_below_the_threshold(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (whole, local), changed = check("dense", "npu", training=True, min_tokens=TOKENS + 1)
+    assert (before, whole) == (after, local)
+    assert changed == 0

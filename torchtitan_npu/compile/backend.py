@@ -1,0 +1,75 @@
+"""The compile backend: a graph is captured, differentiated, cut into forward and backward; the kernels stay eager's.
+
+Of Inductor nothing is used. Its wrapper, with every operator an extern call, takes the host longer than eager does; and
+on an NPU torch_npu's part of it, which is loaded with it, changes how all of the process is compiled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from functorch.compile import default_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import TracingContext
+
+from torchtitan_npu.compile.interpreter import Launch, interpreted
+from torchtitan_npu.compile.runtime import Compiled, plain_region
+from torchtitan_npu.compile.tidy import tidy
+
+Pass = Callable[[fx.GraphModule], Any]
+"""Changes a graph in place."""
+
+
+def bypassing(
+    joint_passes: Sequence[Pass] = (),
+    graph_passes: Sequence[Pass] = (),
+    when_compiled: Callable[[float], None] = lambda seconds: None,
+) -> Callable[..., Any]:
+    """A backend for :func:`torch.compile` that generates no kernels.
+
+    ``joint_passes`` change the graph of forward and backward together, ``graph_passes`` each of the two by itself.
+    ``when_compiled`` is told of every region how long it took.
+    """
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for change in (*joint_passes, tidy):
+            change(joint)
+        joint.recompile()
+        # saves what eager saves. The cut that needs the least memory computes more than once what a generated kernel
+        # would compute on the way; here each of these is a launch
+        return default_partition(joint, *args, **kwargs)
+
+    def compile_graph(graph_module: fx.GraphModule) -> Compiled:
+        graph_module.graph = fx_graph_cse(graph_module.graph)
+        for change in (*graph_passes, tidy):
+            change(graph_module)
+        return Compiled(graph_module.graph, interpreted(graph_module))
+
+    def compile_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        started = time.perf_counter()
+        compiled: list[Compiled] = []  # forward, and backward where there is one
+        metadata: list[Any] = []
+
+        def compile_one(graph_module: fx.GraphModule, _: Any) -> Launch:
+            compiled.append(compile_graph(graph_module))
+            metadata.append(TracingContext.get().fw_metadata)  # type: ignore[union-attr]
+            launch = compiled[-1].launch
+            launch._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's word for taking a list
+            return launch
+
+        # the backward now, not when it is needed: we call it ourselves
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            called_by_torch = aot_autograd(fw_compiler=compile_one, partition_fn=partition)(graph_module, inputs)
+        region = plain_region(list(inputs), metadata[0], compiled) or called_by_torch
+        when_compiled(time.perf_counter() - started)
+        return region
+
+    return compile_region
+
+
+bypassed = bypassing()

@@ -1,0 +1,72 @@
+"""An addition and the RMS norm of its sum become one ``npu_add_rms_norm``, in graphs that need no gradient."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
+from torchtitan_npu.compile.passes.graphs import aten, call, has_backward, static_shape, value
+
+npu = torch.ops.npu
+
+
+def add_rms_norm(graph: fx.Graph) -> int:
+    """Fuse what can be fused, and return how many norms were.
+
+    Not in training: torch_npu has no gradient of the fused operator. A norm whose ``rstd`` is used is one that has a
+    backward pass, in this graph or in another.
+    """
+    if has_backward(graph):
+        return 0
+    return sum(_fuse(node) for node in list(graph.nodes))
+
+
+def _fuse(norm: fx.Node) -> bool:
+    """Fuse ``norm`` with the addition before it, if it is a norm, there is one, and the operator takes both."""
+    arguments = _norm_arguments(norm)
+    if arguments is None:
+        return False
+    total, gamma, epsilon = arguments
+    if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
+        return False
+    x1, x2 = total.args
+    if not isinstance(x1, fx.Node) or not isinstance(x2, fx.Node) or not isinstance(gamma, fx.Node):
+        return False
+    if value(x1).shape != value(x2).shape or len({value(x).dtype for x in (x1, x2, gamma)}) > 1:
+        return False  # it neither broadcasts nor promotes
+    outputs = [norm] if norm.target is aten.rms_norm.default else list(norm.users)
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in outputs if user is not norm):
+        return False
+    # where the sum is: whatever uses it comes later; gamma may come later too
+    after = max(total, gamma)
+    if any(user < after for user in total.users):
+        return False
+    with norm.graph.inserting_after(after):
+        fused = call(npu.npu_add_rms_norm.default, x1, x2, gamma, epsilon, like=norm)
+    with norm.graph.inserting_after(fused):
+        normalised = call(operator.getitem, fused, 0, like=norm)
+        summed = call(operator.getitem, fused, 2, like=total)
+    for output in outputs:
+        output.replace_all_uses_with(normalised)
+    total.replace_all_uses_with(summed, delete_user_cb=lambda user: user is not fused)
+    for dead in (*(output for output in outputs if output is not norm), norm, total):
+        norm.graph.erase_node(dead)
+    return True
+
+
+def _norm_arguments(node: fx.Node) -> tuple[Any, Any, float] | None:
+    """Input, gamma and epsilon of an RMS norm over the last dimension."""
+    if node.target is npu.npu_rms_norm.default:
+        source, gamma, epsilon = (*node.args, *node.kwargs.values(), 1e-6)[:3]
+    elif node.target in (aten.rms_norm.default, aten._fused_rms_norm.default):
+        source, _, gamma, epsilon = (*node.args, None, None)[:4]
+    else:
+        return None
+    shape = static_shape(value(gamma))
+    if epsilon is None or shape is None or len(shape) != 1:
+        return None
+    return source, gamma, epsilon  # type: ignore[return-value]

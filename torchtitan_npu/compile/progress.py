@@ -1,0 +1,27 @@
+"""A sign of life while regions are compiled, so that a long first step is not taken for one that hangs."""
+
+from __future__ import annotations
+
+import time
+
+from torchtitan.tools.logging import logger
+
+PAUSE = 5.0
+"""Seconds between two lines."""
+
+
+class Progress:
+    """Counts regions, and the seconds that went into them."""
+
+    def __init__(self) -> None:
+        self.regions = 0
+        self.seconds = 0.0
+        self._said = time.monotonic()
+
+    def region_compiled(self, seconds: float) -> None:
+        self.regions += 1
+        self.seconds += seconds
+        if self.regions == 1 or time.monotonic() - self._said >= PAUSE:
+            self._said = time.monotonic()
+            what = "1 graph" if self.regions == 1 else f"{self.regions} graphs"
+            logger.info(f"Compiling: {what} so far, {self.seconds:.1f} s; blocks that are alike share theirs")

@@ -1,0 +1,63 @@
+"""Takes out of a graph what launches nothing and changes nothing: views of views, views that end where they began.
+
+Autograd's graphs are full of them: every linear layer is written as view, transpose, product and view, and its gradient
+turns the weight around twice more. None is a kernel, and each costs the host as much as a launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+NOTHING = (aten.detach.default, aten.alias.default)
+"""Below autograd, where compiled graphs run, these return their argument."""
+
+
+def tidy(graph_module: fx.GraphModule) -> None:
+    """Redirect the users of superfluous views to what they view, and drop what then has no users.
+
+    What a graph returns stays as it is: AOTAutograd knows which output aliases what.
+    """
+    for node in graph_module.graph.nodes:
+        if not is_view(node):
+            continue
+        source = node.args[0]
+        if node.target in NOTHING:
+            _redirect(node, source)
+        elif is_view(source):
+            first = source.args[0]
+            if _layout(node) == _layout(first):
+                _redirect(node, first)
+            elif node.target in RESHAPES and source.target in RESHAPES and _is_contiguous(first):
+                node.args = (first, *node.args[1:])
+    graph_module.graph.eliminate_dead_code()
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all that ``node`` does is to look at its first argument's memory in another way."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return target in RESHAPES or (target.is_view and isinstance(node.args[0], fx.Node))
+
+
+def _redirect(node: fx.Node, replacement: Any) -> None:
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether any view of it can be had at once; not asked of sizes that may change, which the question would guard."""
+    value = node.meta["val"]
+    return all(isinstance(number, int) for number in (*value.shape, *value.stride())) and value.is_contiguous()
+
+
+def _layout(node: fx.Node) -> tuple[Any, ...]:
+    """Where the elements of the node's example value lie; sizes are compared as written, so that none is guarded."""
+    value = node.meta["val"]
+    offset = value.storage_offset()
+    return repr(value.shape), repr(value.stride()), repr(offset), value.dtype, value.is_conj(), value.is_neg()
