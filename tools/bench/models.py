@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ VARIANTS = {
     "eager": converters(),
     "dsa": converters("npu_dsa"),
     "basic": converters("npu_dsa", *BASIC),
-    "compile": [*converters("npu_dsa", *BASIC), "--compile.enable"],
-    "swap": [*converters("npu_dsa", *BASIC), "--compile.enable", "--optimizer.swap"],
+    "compile": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen"],
+    "swap": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen", "--optimizer.swap"],
 }
 """Each adds to the one before. Eager makes every head's keys and values, as the small operators of the model do; the
 others work on the latent vectors, as the fused operator does."""
@@ -106,16 +106,16 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
     return result
 
 
-def in_a_process(port: int, layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, Any]:
+def in_a_process(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, Any]:
     """As :func:`measure`; where it fails, the last line of what it said."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **launcher, "PYTHONPATH": paths, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
     done = subprocess.run([*command, *(["--eager"] if eager else [])], capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        errors = [line for line in lines if "Error" in line]
+        errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Unsupported|Exit)\w*:", line)]
         return {"failed": (errors or lines)[-1][:300]}
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -138,20 +138,17 @@ def main() -> int:
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
     every = [*always, "--training.seq_len", str(args.seq_len), *options]
 
-    def run(number: int) -> dict[str, Any]:
-        layers, name = jobs[number]
-        row = in_a_process(29511 + number, layers, name == "eager", args.steps, [*every, *runs[name]])
+    def run(layers: int, name: str) -> dict[str, Any]:
+        row = in_a_process(layers, name == "eager", args.steps, [*every, *runs[name]])
         shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
         print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
         return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
 
-    # times need the GPU for themselves; losses do not
-    with ThreadPoolExecutor(2 if args.curves else 1) as pool:
-        rows = []
-        for row in pool.map(run, range(len(jobs))):
-            rows.append(row)
-            if args.json:
-                write(args.json, rows)
+    rows = []
+    for layers, name in jobs:
+        rows.append(run(layers, name))
+        if args.json:
+            write(args.json, rows)
     return 0
 
 

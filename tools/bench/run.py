@@ -39,7 +39,7 @@ VARIANTS = {
     "eager": "small operators",
     "dsa": "absorbed + `npu_dsa`",
     "basic": "+ `npu_rms_norm`, `npu_rope`, `npu_permute`, `npu_gmm`",
-    "compile": "+ compile",
+    "compile": "+ compile (`npu.bypass_codegen`)",
     "swap": "+ swap optimizer",
 }
 Numbers = dict[str, Any]
