@@ -115,6 +115,14 @@ def test_a_part_of_the_documents() -> None:
         assert part.of_keys.tensor.tolist() == list(keys)
 
 
+def test_the_documents_of_each_microbatch() -> None:
+    documents = Documents.of(torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1] * 4]), eos_id=0)
+    for number, ends in ((1, [documents.of_keys.integers]), (2, [(2, 4, 8), (1, 2, 4, 8)])):
+        parts = documents.split(number)
+        assert [part.of_keys.integers for part in parts] == ends
+        assert [part.of_queries.tensor.tolist() for part in parts] == [list(each) for each in ends]
+
+
 def test_a_context_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the docs, as it stands there."""
     page = Path(__file__).parents[2] / "docs" / "context-parallel.md"

@@ -1,4 +1,4 @@
-"""A pipeline stage whose trial run leaves no trace in the balance of its experts, and whose FSDP gives memory back.
+"""A pipeline stage that leaves no trace of its trial run, gives FSDP's memory back and knows its microbatch's masks.
 
 Before the first step torch runs each stage on zeros, to learn the shapes that it will send and receive. TorchTitan's
 MoE layers count those tokens with the first step's: its experts would be balanced otherwise than on one rank.
@@ -20,6 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torchtitan.models.moe.moe import MoE
 
 from torchtitan_npu.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.distributed.microbatches import of_microbatch
 
 
 class PipelineStage(TorchPipelineStage):
@@ -36,9 +37,16 @@ class PipelineStage(TorchPipelineStage):
         # what the schedule then calls to reduce gradients finds nothing left to do
         return stage_backward(*(bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))), None
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+    ) -> Any:
+        return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *rest, **more)
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+    ) -> Any:
         with keeping_counts(self.submod):
-            return super()._prepare_forward_infra(*args, **kwargs)
+            return super()._prepare_forward_infra(num_microbatches, args, of_microbatch(0, kwargs), *rest, **more)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_counts(self.submod):
