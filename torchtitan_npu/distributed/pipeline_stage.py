@@ -5,6 +5,10 @@ MoE layers count those tokens with the first step's: its experts would be balanc
 
 In the backward pass of the last microbatch torch keeps every layer's gathered weights and whole gradients, and only
 then reduces them all. Here FSDP does as it does without a pipeline: a layer's are gone when the next one's come.
+
+Where a schedule computes gradients of weights by themselves, torch keeps them as they come. A transposed view, which is
+what an expert's weight gets from a grouped product, autograd would copy; a fused optimizer on a CPU takes its numbers in
+the order in which they lie.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ class PipelineStage(TorchPipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if not (last_backward and backward_type == "full" and isinstance(self.submod, FSDPModule)):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            if backward_type == "weight":
+                lay_gradients_as_weights(self.submod)
+            return result
         self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
         self.submod.set_requires_gradient_sync(True)
@@ -51,6 +58,12 @@ class PipelineStage(TorchPipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_counts(self.submod):
             return super()._prepare_backward_infra(*args, **kwargs)
+
+
+def lay_gradients_as_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if (grad := parameter.grad) is not None and parameter.is_contiguous() and not grad.is_contiguous():
+            parameter.grad = grad.contiguous()
 
 
 @contextmanager
