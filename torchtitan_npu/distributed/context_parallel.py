@@ -110,4 +110,8 @@ def _named(name: str) -> type[ContextParallel]:
         raise UsageError(f'npu.context_parallel {name!r} is no "module:Class": {error}') from error
     if not (isinstance(cls, type) and issubclass(cls, ContextParallel)):
         raise UsageError(f"npu.context_parallel {name!r} is no subclass of {__name__}.ContextParallel")
+    if cls.parallelize is ContextParallel.parallelize:
+        raise UsageError(
+            f"npu.context_parallel {name!r} does not say how attention communicates: it has no parallelize"
+        )
     return cls

@@ -7,7 +7,7 @@ In the backward pass of the last microbatch torch keeps every layer's gathered w
 then reduces them all. Here FSDP does as it does without a pipeline: a layer's are gone when the next one's come.
 
 Where a schedule computes gradients of weights by themselves, torch keeps them as they come. A transposed view, which is
-what an expert's weight gets from a grouped product, autograd would copy; a fused optimizer on a CPU takes its numbers in
+what an expert's weight gets from a grouped product, autograd would copy; a CPU's fused optimizer takes its numbers in
 the order in which they lie.
 """
 
