@@ -78,12 +78,13 @@ def job(name: str, ours: bool) -> JobConfig:
 
 
 def rows(name: str) -> str:
-    """One for each group and kind of collective, and one for each group: how many, and GiB that a rank sends."""
+    """One for each kind of collective over TP, and one for each group: how many, and GiB that a rank sends."""
     layouts = [step(name, ours) for ours in (False, True)]
     lines = []
     for group, label in GROUPS.items():
         keys = sorted(key for key in layouts[0].calls | layouts[1].calls if key[0] == group)
-        for kinds in [[key] for key in keys] + [keys]:
+        single = [[key] for key in keys] if group == "tp" else []  # in the others the layouts do not differ
+        for kinds in [*single, keys]:
             what = f"`{kinds[0][1]}`" if kinds is not keys else "**all**"
             cells = (f"{sum(t.calls[k] for k in kinds)} | {sum(t.sent[k] for k in kinds) / GIB:,.2f}" for t in layouts)
             lines.append(f"| {name} {MODELS[name].removesuffix('_sdpa')} | {label} | {what} | {' | '.join(cells)} |\n")
