@@ -10,7 +10,7 @@ import torch
 
 from tests.layouts import DEGREES, FUSED, train
 from tests.multirank import run_on_ranks
-from tests.training import TOLERANCE, Record, assert_same_gradients, together
+from tests.training import TOLERANCE, Record, assert_same_balance, assert_same_gradients, together
 
 
 def layout(text: str) -> dict[str, int]:
@@ -73,6 +73,7 @@ def one_rank(model: str, fused: bool = False) -> Record:
 def assert_equal_training(actual: Record, expected: Record) -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert_same_gradients(actual, expected)
+    assert_same_balance(actual, expected)
     # reported is a float32 sum of squares, up to 2048 × 64 of them in a few lanes: its last digits depend on the shards
     assert actual.norms == pytest.approx(expected.norms, rel=1e-4)
 

@@ -8,10 +8,16 @@ import pytest
 
 import torchtitan_npu
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
 
 torchtitan_npu.register()
+
+
+class WithoutMasks(ContextParallel):
+    def parallelize(self, model: Any) -> None:
+        """No attention is changed: the class is named in a job, and looked at."""
 
 
 def job(**options: Any) -> JobConfig:
@@ -153,13 +159,13 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
         (
             {
                 "model__name": "deepseek_v32",
-                "npu__context_parallel": "torchtitan_npu.distributed.context_parallel:ContextParallel",
+                "npu__context_parallel": "tests.test_preflight:WithoutMasks",
                 "dsa__document_mask": True,
                 "parallelism__context_parallel_degree": 2,
                 "parallelism__context_parallel_load_balancer": None,
             },
             2,
-            "dsa.document_mask must be false: npu.context_parallel ContextParallel takes no masks",
+            "dsa.document_mask must be false: npu.context_parallel WithoutMasks takes no masks",
         ),
         (
             {
@@ -214,6 +220,16 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
             },
             2,
             "parallelism.pipeline_parallel_microbatch_size 3",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "training__local_batch_size": 4,
+                "validation__enable": True,
+                "validation__local_batch_size": 6,
+            },
+            2,
+            "validation.local_batch_size 6 is no multiple of training.local_batch_size 4 / ",
         ),
         ({"checkpoint__create_seed_checkpoint": True}, 2, "checkpoint.create_seed_checkpoint wants one rank"),
         ({"checkpoint__create_seed_checkpoint": True}, 1, "needs checkpoint.enable"),

@@ -26,6 +26,8 @@ class Record:
     """As logged, by name."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step, whole, by the parameter's plain name."""
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    """Of the experts of each layer, after the first step: up where there were too few tokens, down where too many."""
     frozen: set[str] = field(default_factory=set)
     """Parameters that have none."""
     changed: set[str] = field(default_factory=set)
@@ -73,6 +75,7 @@ def recording(config: Any) -> Iterator[tuple[Any, Record]]:
         def keep_gradients(*args: Any) -> None:
             if not record.gradients:
                 record.gradients, record.frozen = gradients(trainer.model_parts)
+                record.biases = expert_biases(trainer.model_parts)  # TorchTitan's own hook has come first
 
         trainer.metrics_processor.logger.log = log  # type: ignore[method-assign]
         trainer.optimizers.register_step_pre_hook(keep_gradients)
@@ -120,9 +123,22 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def together(records: list[Record]) -> Record:
-    """What the ranks saw together: a pipeline's last stage knows the loss, each stage has its own parameters."""
+    """What the ranks saw together: a pipeline's last stage knows the loss, each stage has its own parameters.
+
+    Experts are balanced by the tokens of all ranks, so that ranks with the same layer have the same biases.
+    """
     last_stage = next(record for record in records if record.losses[0] > 0)
-    return replace(last_stage, gradients={name: grad for record in records for name, grad in record.gradients.items()})
+    gradients = {name: grad for record in records for name, grad in record.gradients.items()}
+    biases: dict[str, Tensor] = {}
+    for name, bias in (entry for record in records for entry in record.biases.items()):
+        assert torch.equal(biases.setdefault(name, bias), bias), name
+    return replace(last_stage, gradients=gradients, biases=biases)
+
+
+def assert_same_balance(actual: Record, expected: Record) -> None:
+    assert actual.biases.keys() == expected.biases.keys()
+    for name, bias in expected.biases.items():
+        assert torch.equal(actual.biases[name], bias), name
 
 
 def assert_same_gradients(actual: Record, expected: Record, tolerance: float = TOLERANCE) -> None:

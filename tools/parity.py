@@ -2,7 +2,7 @@
 """Trains TorchTitan's debug models with and without converters, or on many layouts, and shows how far curves are apart.
 
     python tools/parity.py [--models llama3 gpt_oss ...] [--steps 20] [--dtype float32|bfloat16] [--out parity.json]
-    python tools/parity.py --layouts [TP2 PP2 ...] [--models deepseek_v32] [--converters] [--ranks 4] [--steps 10]
+    python tools/parity.py --layouts [TP2 PP2 ...] [--models deepseek_v32] [--converters] [--documents] [--ranks 4]
 
 A row a model and a list of converters: the largest relative difference of the loss and of the gradient norm from the
 eager model's, over all steps; and the same for the eager model with its first weights off by one in the last place,
@@ -43,6 +43,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="all that train here; with --layouts deepseek_v32")
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, help="compare layouts instead of converters")
     parser.add_argument("--converters", action="store_true", help="with --layouts: also with all converters")
+    parser.add_argument("--documents", action="store_true", help="with --layouts, deepseek_v32: dsa.document_mask")
     parser.add_argument("--ranks", type=int, default=4, help="with --layouts: all on up to so many, at most 8")
     parser.add_argument("--steps", type=int, help="20; with --layouts 10")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

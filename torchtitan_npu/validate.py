@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,22 +28,28 @@ class Validator(TitanValidator):
 
     def __init__(self, **kwargs: Any) -> None:
         rebound(TitanValidator.__init__, {titans_dataloader: self.build_dataloader})(self, **kwargs)
+        self._process: Callable[..., Any] | None = None  # which the model decides, and that is not known yet
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
         dims = self.parallel_dims
-        process = TitanValidator.post_dataloading_process
-        own = getattr(getattr(model_parts[0], "model_args", None), "context_parallel", None)
-        if context := context_parallel(self.job_config, dims, own):
-            process = with_context(process, context)
-        inputs, labels, *rest = process(self, input_dict, labels, model_parts)
+        if self._process is None:
+            self._process = self._process_for(model_parts[0])
+        inputs, labels, *rest = self._process(self, input_dict, labels, model_parts)
         if dims.cp_enabled:
             tokens = (labels != IGNORE_INDEX).sum()
             # TorchTitan will divide by the first of these, and should by the second
             own_share = dist_sum(tokens, dims.get_optional_mesh("batch"))
             self.loss_fn.tokens = dist_sum(tokens, dims.get_mesh("loss")) / own_share
         return inputs, labels, *rest  # type: ignore[return-value]
+
+    def _process_for(self, model: nn.Module) -> Callable[..., Any]:
+        """TorchTitan's way from a batch to the model's inputs, with the context parallel of the job or the model."""
+        own = getattr(getattr(model, "model_args", None), "context_parallel", None)
+        context = context_parallel(self.job_config, self.parallel_dims, own)
+        process = TitanValidator.post_dataloading_process
+        return with_context(process, context) if context else process
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         super().validate(model_parts, step)

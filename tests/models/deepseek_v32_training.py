@@ -11,7 +11,16 @@ import torch
 
 from tests.layouts import add_flavor, job_config
 from tests.multirank import run_on_ranks
-from tests.training import TOLERANCE, Record, assert_same_gradients, recording, state, together, train_until
+from tests.training import (
+    TOLERANCE,
+    Record,
+    assert_same_balance,
+    assert_same_gradients,
+    recording,
+    state,
+    together,
+    train_until,
+)
 
 STEPS = 20
 SEQUENCE = 32
@@ -64,10 +73,21 @@ def one_rank(stage: str = "sparse", document_mask: bool = False) -> Record:
     return train_on(1, {}, {"dsa.stage": stage, "dsa.document_mask": document_mask}, 2 if document_mask else STEPS)[0]
 
 
-def assert_as_on_one_rank(records: list[Record], expected: Record) -> None:
-    """The losses of the first two steps, and the gradient of every parameter in the first."""
+def assert_as_on_one_rank(records: list[Record], expected: Record, split_heads: bool = False) -> None:
+    """The losses of the first two steps; the gradient of every parameter and the balance of experts in the first.
+
+    With ``split_heads`` the indexers' loss is the mean of the divergences from each rank's heads, which is at least the
+    divergence from the mean of them: a little more.
+    """
     actual = together(records)
     assert actual.losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE)
     # Adam's first step divides a gradient by itself: where it is nearly 0, rounding decides the direction
     assert actual.losses[1] == pytest.approx(expected.losses[1], rel=1e-5)
     assert_same_gradients(actual, expected)
+    assert_same_balance(actual, expected)
+    for record in records:
+        for step, (loss, whole) in enumerate(zip(record.indexer_losses, expected.indexer_losses[:2], strict=True)):
+            if split_heads:
+                assert whole < loss < 1.01 * whole, f"step {step + 1}"
+            else:
+                assert loss == pytest.approx(whole, abs=DIVERGENCE_TOLERANCE), f"step {step + 1}"

@@ -142,6 +142,12 @@ def test_documents_are_as_if_alone() -> None:
             assert (packed[start:end] - alone).abs().max() <= 1e-4 * alone.abs().max()
 
 
+def test_there_are_no_documents_without_a_mask() -> None:
+    """TorchTitan's validation asks every model, whatever its job says, and takes a TypeError for an answer."""
+    with pytest.raises(TypeError, match=r"without dsa\.document_mask"):
+        build(model_args()).get_attention_masks(tokens(), None)  # type: ignore[arg-type]
+
+
 def test_the_indexer_gives_gradients_to_itself_only() -> None:
     args = model_args()
     indexer = Indexer(args)

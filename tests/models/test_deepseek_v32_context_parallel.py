@@ -1,4 +1,4 @@
-"""Context parallel of DeepSeek-V3.2: what is communicated, who has how much work, and one's own way of doing it."""
+"""Context parallel of DeepSeek-V3.2: what is communicated, who has which tokens, and one's own way of doing it."""
 
 from __future__ import annotations
 
@@ -69,24 +69,6 @@ def test_one_all_gather_a_layer_and_one_reduce_scatter_back(load_balancer: str |
         assert backward == {"reduce_scatter_tensor": LAYERS}
 
 
-def work(load_balancer: str | None, ranks: int = 8, seqlen: int = 32768) -> list[int]:
-    """By rank, the pairs of a query and a key that it sees: what a causal indexer multiplies."""
-    return [
-        sum(
-            span.length * (2 * span.place + span.length + 1) // 2
-            for span in context(rank, ranks, load_balancer).spans(seqlen // ranks)
-        )
-        for rank in range(ranks)
-    ]
-
-
-def test_head_and_tail_are_as_much_work_on_every_rank() -> None:
-    balanced, contiguous = work("headtail"), work(None)
-    assert sum(balanced) == sum(contiguous) == 32768 * 32769 // 2
-    assert max(balanced) <= 1.05 * sum(balanced) / 8
-    assert max(contiguous) >= 1.85 * sum(contiguous) / 8
-
-
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_spans_are_the_places_that_a_rank_has(load_balancer: str | None, ranks: int) -> None:
@@ -115,6 +97,14 @@ def test_a_part_of_the_documents() -> None:
         assert part.of_keys.tensor.tolist() == list(keys)
 
 
+def test_the_documents_of_each_microbatch() -> None:
+    documents = Documents.of(torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1] * 4]), eos_id=0)
+    for number, ends in ((1, [documents.of_keys.integers]), (2, [(2, 4, 8), (1, 2, 4, 8)])):
+        parts = documents.split(number)
+        assert [part.of_keys.integers for part in parts] == ends
+        assert [part.of_queries.tensor.tolist() for part in parts] == [list(each) for each in ends]
+
+
 def test_a_context_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the docs, as it stands there."""
     page = Path(__file__).parents[2] / "docs" / "context-parallel.md"
@@ -140,6 +130,7 @@ def dims() -> ParallelDims:
         ("torchtitan_npu.config:NoSuchClass", "has no attribute 'NoSuchClass'"),
         ("torchtitan_npu.config:JobConfig", "is no subclass of .*ContextParallel"),
         ("torchtitan_npu.config", 'is no "module:Class"'),
+        ("torchtitan_npu.distributed.context_parallel:ContextParallel", r"npu\.context_parallel .* has no parallelize"),
     ],
 )
 def test_says_what_is_wrong_with_a_name(name: str, message: str) -> None:

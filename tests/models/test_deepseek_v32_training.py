@@ -77,8 +77,6 @@ def test_any_layout_gives_one_ranks_losses_and_gradients(
 ) -> None:
     records = train_on(2, layout, {"dsa.stage": stage, **options})
     assert_as_on_one_rank(records, one_rank(stage))
-    for record in records:
-        assert record.indexer_losses == pytest.approx(one_rank(stage).indexer_losses[:2], abs=DIVERGENCE_TOLERANCE)
 
 
 def test_resumes_on_another_layout(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.rehearsal.step import train_step
 from tests.rehearsal.test_models import EVIDENCE, PROMISES, Promise
 from tests.test_train_configs import FILES, load, world_size
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
 from torchtitan_npu.rehearsal import fake_ranks
 
@@ -27,13 +28,18 @@ TORCH_NPU = {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}
 GATHER = {"npu_gather_backward"}
 """And of the gradient of a router's scores."""
 
+WHOLE_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".indexer.")
+"""What of a name says that every tensor-parallel rank has the parameter."""
+
+LONG = "deepseek_v32_671b_32k"
 CASES = [
-    pytest.param(file, cp, last, id=f"{file.stem}{f'-cp{cp}' if cp > 1 else ''}-{'last' if last else 'first'}")
+    pytest.param(file, cp, half, last, id=f"{file.stem}-cp{cp}{'-half' if half else ''}-{'last' if last else 'first'}")
     for file in FILES
-    for cp in ([1, 8] if file.stem == "deepseek_v32_671b_32k" else [1])
+    for cp, half in ([(1, False), (8, False), (1, True)] if file.stem == LONG else [(1, False)])
     for last in ([False, True] if load(file).parallelism.pipeline_parallel_degree > 1 else [False])
 ]
-"""Each file as it is; the one for long sequences also with context parallel, on as many devices."""
+"""Each file as it is; the one for long sequences also with context parallel, on as many devices, and on half of them,
+64: a stage then has 32, so that expert parallel over the stage is EP 32."""
 
 
 def cut_args(config: JobConfig) -> Any:
@@ -58,11 +64,17 @@ def npu_kernels() -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("file", "cp", "last"), CASES)
-def test_one_step(file: Path, cp: int, last: bool) -> None:
+@pytest.mark.parametrize(("file", "cp", "half", "last"), CASES)
+def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
     config = load(file)
     config.optimizer.swap = False  # it reads on the host how many steps there were
-    devices, p = world_size(config), config.parallelism
+    p = config.parallelism
+    if half:
+        p.data_parallel_shard_degree //= 2
+        with pytest.raises(UsageError, match=r"degree 64 .* does not divide the 32 ranks of a pipeline stage"):
+            check_job(config, world_size(config))
+        p.expert_parallel_degree //= 2
+    devices = world_size(config)
     # sequences are shared out over ranks that had some each: what is sharded over them stays so
     p.context_parallel_degree, p.data_parallel_shard_degree = cp, p.data_parallel_shard_degree // cp
     assert world_size(config) == devices
@@ -103,5 +115,5 @@ def test_one_step(file: Path, cp: int, last: bool) -> None:
         assert local == parameter.grad.to_local().numel(), name
         share = parameter.numel() / (devices // p.pipeline_parallel_degree)
         row = parameter.numel() / parameter.shape[0]  # which is not split: some ranks have one more
-        # what tensor parallel does not split each of its ranks has
-        assert 0 <= local - share < row or 0 <= local - p.tensor_parallel_degree * share < row, name
+        copies = p.tensor_parallel_degree if any(part in name for part in WHOLE_UNDER_TP) else 1
+        assert 0 <= local - copies * share < row, name

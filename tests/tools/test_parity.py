@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+PIPELINES = ["PP2", "PP2, interleaved", "PP2, zero-bubble"]
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -50,5 +51,5 @@ def test_ranks_are_those_that_degrees_multiply_to() -> None:
     from curve_parity.layouts import LAYOUTS, ranks_of
 
     on = {ranks: [layout for layout in LAYOUTS if ranks_of(layout) == ranks] for ranks in (2, 4, 8)}
-    assert on[2] == ["FSDP2", "TP2", "EP2", "CP2, contiguous", "CP2, head-tail", "PP2", "TP2·EP2"]
+    assert on[2] == ["FSDP2", "TP2", "EP2", "CP2, contiguous", "CP2, head-tail", *PIPELINES, "TP2·EP2"]
     assert sum(map(len, on.values())) == len(LAYOUTS)

@@ -28,7 +28,7 @@ from .training import GLOBAL_BATCH, Curve, add_flavor, apart, check_job, convert
 SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
 EP = "expert_parallel_degree"
-BALANCER = "context_parallel_load_balancer"
+BALANCER, SCHEDULE = "context_parallel_load_balancer", "pipeline_parallel_schedule"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP2": {SHARD: 2},
@@ -37,6 +37,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2, contiguous": {CP: 2, BALANCER: None},
     "CP2, head-tail": {CP: 2, BALANCER: "headtail"},
     "PP2": {PP: 2},
+    "PP2, interleaved": {PP: 2, SCHEDULE: "Interleaved1F1B"},
+    "PP2, zero-bubble": {PP: 2, SCHEDULE: "ZBVZeroBubble"},
     "TP2·EP2": {TP: 2, EP: 2},
     "HSDP2×2": {REPLICATE: 2, SHARD: 2},
     "TP2·CP2": {TP: 2, CP: 2},
@@ -44,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP2·EP2·CP2": {SHARD: 2, EP: 2, CP: 2},
     "PP2·FSDP2·EP2": {PP: 2, SHARD: 2, EP: 2},
     "PP2·TP2": {PP: 2, TP: 2},
+    "PP2·CP2": {PP: 2, CP: 2},
     "FSDP2·TP2·CP2·EP8": {SHARD: 2, TP: 2, CP: 2, EP: 8},
     "PP2·TP2·CP2": {PP: 2, TP: 2, CP: 2},
     "PP2·FSDP2·CP2·EP4": {PP: 2, SHARD: 2, CP: 2, EP: 4},
@@ -104,6 +107,7 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
     parallelism, ranks = config.parallelism, ranks_of(layout)
     data_ranks = parallelism.data_parallel_replicate_degree * max(parallelism.data_parallel_shard_degree, 1)
     config.training.local_batch_size = GLOBAL_BATCH // data_ranks
+    config.dsa.document_mask = args.documents
     config.training.max_norm = 1e9  # or gradients would be scaled by a rounded norm, before the exact one is taken
     check_job(config, ranks)
     # importing TorchTitan takes seconds of CPU: a server does it once and forks the ranks
@@ -111,16 +115,16 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the machine's cores
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("localhost", 0))
-        port, out = probe.getsockname()[1], Path(folder) / "curve.json"
+        port = probe.getsockname()[1]
         probe.close()
-        start_processes(_rank, (name, config, ranks, port, out), ranks, start_method="forkserver")
-        return Curve(**json.loads(out.read_text()))
+        start_processes(_rank, (name, config, ranks, port, folder), ranks, start_method="forkserver")
+        curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
+        return next(curve for curve in curves if curve.losses[0] > 0)  # only a pipeline's last stage knows the loss
 
 
-def _rank(rank: int, name: str, config: JobConfig, ranks: int, port: int, out: Path) -> None:
+def _rank(rank: int, name: str, config: JobConfig, ranks: int, port: int, folder: str) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     add_flavor(name)
     curve = train(config, rank, ranks, port)
-    if rank == ranks - 1:  # which is in the last pipeline stage: the others do not know the loss
-        out.write_text(json.dumps(curve._asdict()))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(curve._asdict()))

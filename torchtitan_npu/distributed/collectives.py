@@ -34,6 +34,8 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Collective] = []
+        self.groups: list[str] = []
+        """The name of each call's process group, which another run of the same job may have under another name."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor | AsyncCollectiveTensor) for cls in types):
@@ -42,6 +44,7 @@ class Collectives(TorchDispatchMode):
         if op.namespace in ("_c10d_functional", "_dtensor") and kind in SENT:
             ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
             self.calls.append(Collective(kind, tuple(args[0].shape), math.ceil(args[0].nbytes * SENT[kind](ranks))))
+            self.groups.append(args[-1])
         return op(*args, **(kwargs or {}))
 
     @property

@@ -21,6 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
 from torchtitan_npu.config import npu_options
+from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.rebind import rebound
 
@@ -69,13 +70,16 @@ class ContextParallel:
         """
         places = self.places(inputs.shape[1])
         masks = extra_kwargs.get("attention_masks")
-        if masks is not None:
+        if isinstance(masks, Microbatches):
+            bsz, seqlen = inputs.shape[0] // len(masks.values), inputs.shape[1]
+            extra_kwargs = extra_kwargs | {"attention_masks": masks.map(lambda each: self.masks(each, bsz, seqlen))}
+        elif masks is not None:
             extra_kwargs = extra_kwargs | {"attention_masks": self.masks(masks, *inputs.shape)}
         positions = places.to(torch.int32).expand(inputs.shape[0], -1)
         return inputs[:, places], labels[:, places], extra_kwargs | {"positions": positions}
 
     def masks(self, masks: Any, bsz: int, seqlen: int) -> Any:
-        """What the model gets in place of the ``masks`` of whole sequences."""
+        """What the model gets in place of the ``masks`` of whole sequences; in a pipeline, of a microbatch's."""
         raise UsageError(f"{type(self).__name__} takes no attention masks")
 
 
@@ -106,4 +110,8 @@ def _named(name: str) -> type[ContextParallel]:
         raise UsageError(f'npu.context_parallel {name!r} is no "module:Class": {error}') from error
     if not (isinstance(cls, type) and issubclass(cls, ContextParallel)):
         raise UsageError(f"npu.context_parallel {name!r} is no subclass of {__name__}.ContextParallel")
+    if cls.parallelize is ContextParallel.parallelize:
+        raise UsageError(
+            f"npu.context_parallel {name!r} does not say how attention communicates: it has no parallelize"
+        )
     return cls

@@ -41,14 +41,19 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule {name}, which has '
             "the gradients of inputs and of weights computed apart: a block would be computed again for each weight"
         )
-    if p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
-        return
-    stages = _stages(config, schedule, layers)
     microbatches = batch // p.pipeline_parallel_microbatch_size
     made_of = (
         f"training.local_batch_size {batch} / parallelism.pipeline_parallel_microbatch_size "
         f"{p.pipeline_parallel_microbatch_size} = {microbatches}"
     )
+    if config.validation.enable and config.validation.local_batch_size % microbatches:
+        raise UsageError(
+            f"validation.local_batch_size {config.validation.local_batch_size} is no multiple of {made_of} "
+            "microbatches, which a batch of validation is split into too"
+        )
+    if p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
+        return
+    stages = _stages(config, schedule, layers)
     if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:
         raise UsageError(f"{made_of} microbatches are too few for {name}: it takes one for each of the {stages} stages")
     rounds = max(1, microbatches // p.pipeline_parallel_degree)

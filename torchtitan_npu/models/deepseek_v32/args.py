@@ -50,6 +50,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     warmup: bool = False
     """Only the indexer learns, from attention to all keys; otherwise all do, from attention to those it chooses."""
 
+    microbatches: int | None = None
+    """Into how many a pipeline splits a batch; none without a pipeline."""
+
     n_mtp_layers: int = 0
     """Layers after the ``n_layers``, each of which predicts one token further ahead in training."""
 
@@ -97,12 +100,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
             raise UsageError(f"dsa.indexer_loss_weight is {self.indexer_loss_weight}; it must be at least 0")
         if self.warmup and not self.indexer_loss:
             raise UsageError('dsa.stage = "warmup" trains the indexers only: dsa.indexer_loss must be true')
+        if (parallelism := job_config.parallelism).pipeline_parallel_degree > 1:
+            self.microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         if dsa.document_mask:
-            if job_config.parallelism.pipeline_parallel_degree > 1:
-                raise UsageError(
-                    "dsa.document_mask must be false with parallelism.pipeline_parallel_degree above 1: a batch's "
-                    "documents are not split into microbatches"
-                )
             self.attn_type = "varlen"  # TorchTitan then asks the model for them (get_attention_masks)
 
     def _choose_depth(self, mtp: Mtp, job_config: JobConfig) -> None:

@@ -39,7 +39,8 @@ class DSAContextParallel(ContextParallel):
 
     def parallelize(self, model: nn.Module) -> None:
         layers = [module for module in model.modules() if isinstance(module, Attention)]
-        if not layers and len(getattr(model, "layers", ".")):  # a pipeline stage may have none at all
+        stage_without_layers = hasattr(model, "layers") and not len(model.layers)  # a pipeline may have one
+        if not layers and not stage_without_layers:
             raise UsageError(f"npu.context_parallel: no attention of DeepSeek-V3.2 in {type(model).__name__}")
         for attention in layers:
             attention.exchange = GatheredKeys(self.mesh, self.head_tail)

@@ -46,6 +46,18 @@ class Documents(NamedTuple):
         """The numbers of the documents of queries and of keys, (bsz, queries) and (bsz, keys)."""
         return self.of_queries.numbers(bsz), self.of_keys.numbers(bsz)
 
+    def split(self, number: int) -> list[Documents]:
+        """Those of each of ``number`` microbatches, which have as many rows each."""
+        total, device = self.of_keys.integers[-1], self.of_keys.tensor.device
+        tokens, rest = divmod(total, number)
+        assert not rest, f"{total} tokens in {number} microbatches"
+        parts = []
+        for first in range(0, total, tokens):
+            inside = [end - first for end in self.of_keys.integers if first < end <= first + tokens]
+            ends = Ends.of(inside, device)
+            parts.append(Documents(ends, ends))
+        return parts
+
     def part(self, row: int, seqlen: int, first: int, last: int) -> tuple[int, Documents]:
         """The documents of the tokens ``first`` to ``last`` (excluded) of one row, as queries, and of what they see.
 

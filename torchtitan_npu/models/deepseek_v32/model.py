@@ -10,6 +10,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
 from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.attention import Attention
@@ -72,11 +73,18 @@ class DeepSeekV32Model(DeepSeekV3Model):
 
     def get_attention_masks(
         self, input_batch: Tensor, tokenizer: BaseTokenizer, extra_inputs: dict[str, Tensor] | None = None
-    ) -> Documents:
-        """The documents of ``input_batch`` (bsz, seqlen), which end with the tokenizer's end-of-sequence token."""
+    ) -> Documents | Microbatches:
+        """The documents of ``input_batch`` (bsz, seqlen), which end with the tokenizer's end-of-sequence token.
+
+        In a pipeline, those of each microbatch.
+        """
+        if self.model_args.attn_type == "sdpa":  # TorchTitan's validation asks all the same, and takes this for "none"
+            raise TypeError("without dsa.document_mask there are no masks")
         if tokenizer.eos_id is None:
             raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
-        return Documents.of(input_batch, tokenizer.eos_id)
+        documents = Documents.of(input_batch, tokenizer.eos_id)
+        microbatches = self.model_args.microbatches
+        return documents if microbatches is None else Microbatches(documents.split(microbatches))
 
 
 def _cut_off(norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
