@@ -106,32 +106,38 @@ def test_what_does_not_fit_gets_advice_that_was_tried(tmp_path: Path, capsys: py
     assert all(lower < peak for change, lower in advice.items() if "local_batch_size" in change)
 
 
-def measured(layout: dict[str, int]) -> tuple[int, int, int]:
-    """The real Trainer on this rank: its second step's peak, as blocks of real tensors; FLOPs; bytes sent."""
+def measured(layout: dict[str, int]) -> tuple[int, int]:
+    """The real Trainer's second step on this rank, by torch's own means: the peak of the CPU's allocator, as its
+    profiler has it, and FLOPs, by torch's counter."""
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.flop_counter import FlopCounterMode
+
     import torchtitan_npu.train as entry
-    from torchtitan_npu.rehearsal.memory import Memory
-    from torchtitan_npu.rehearsal.rank import Recorder, _add_standing, _mark_phases
-    from torchtitan_npu.rehearsal.traffic import Traffic
 
     config = measured_job(layout)
     with tempfile.TemporaryDirectory() as folder:
         config.job.dump_folder = folder
         trainer: Any = entry.Trainer(config)
-        memory = Memory(trainer.device)
-        _add_standing(memory, trainer)
-        recorder = Recorder(memory, Traffic.over(trainer.parallel_dims))
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
-        with recorder.recording():
-            _mark_phases(trainer, memory)
+        trainer.train_step(batches)
+        parameters = list(trainer.model_parts[0].parameters())
+        states = [x for states in next(iter(trainer.optimizers)).state.values() for x in states.values()]
+        standing = [*parameters, *trainer.model_parts[0].buffers(), *states]  # a step begins by dropping gradients
+        local = {x.untyped_storage()._cdata: x for x in (getattr(x, "_local_tensor", x) for x in standing)}
+        total = peak = sum(x.untyped_storage().nbytes() for x in local.values())
+        trainer.step = 2
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             trainer.train_step(batches)
-            recorder.flops = 0
-            recorder.traffic.sent.clear()
-            memory.restart_peak()
-            trainer.step = 2
+        events: Any = profiler.profiler.kineto_results.events()
+        for change in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
+            total += change[1]
+            peak = max(peak, total)
+        trainer.step = 3
+        with FlopCounterMode(display=False) as flops:
             trainer.train_step(batches)
         trainer.close()
-    return memory.peak.total, recorder.flops, sum(recorder.traffic.sent.values())
+    return peak, flops.get_total_flops()
 
 
 def measured_job(layout: dict[str, int]) -> Any:
@@ -146,17 +152,14 @@ def measured_job(layout: dict[str, int]) -> Any:
 def test_memory_and_work_are_those_of_a_real_step(layout: dict[str, int]) -> None:
     from torchtitan_npu.rehearsal.rank import rehearse_rank
 
-    real = run_on_ranks(2, measured, layout, process_group=False)[0]
+    peak, flops = run_on_ranks(2, measured, layout, process_group=False)[0]
     os.environ["WORLD_SIZE"] = "2"
     try:
         rehearsal = rehearse_rank(measured_job(layout), 2)
     finally:
         del os.environ["WORLD_SIZE"]
-    assert rehearsal.flops == real[1]
-    counting = 0 if layout else 8  # data-parallel ranks add up their numbers of tokens
-    assert sum(rehearsal.sent.values()) + counting == real[2]
-    # a real collective holds its input until it is waited for; the model is so small that this is seen
-    assert 0 <= real[0] - rehearsal.peak < 0.01 * real[0]
+    print(layout, peak, rehearsal.peak, flops, rehearsal.flops)
+    assert 0
 
 
 def test_standing_memory_is_the_arithmetic_of_parameters() -> None:

@@ -41,6 +41,8 @@ class Rehearsal:
     phase: str
     at_peak: dict[str, int]
     """Bytes by category at that moment."""
+    peaks: dict[tuple[str, str], int]
+    """By phase and module of a pipeline stage: bytes, at the most."""
     standing: dict[str, int]
     """Bytes by category between two steps."""
     host: int
@@ -175,6 +177,7 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
         where=peak.where,
         phase=peak.phase,
         at_peak=dict(memory.at(peak.event)),
+        peaks=memory.peaks,
         standing=dict(memory.at(len(memory.events))),
         host=sum(getattr(optimizer, "host_bytes", 0) for optimizer in trainer.optimizers),
         flops=recorder.flops,
