@@ -35,7 +35,7 @@ class Layout:
     config: JobConfig
     estimate: Estimate
     rehearsals: list[Rehearsal] = field(default_factory=list)
-    """Of the pipeline's ranks that need the most memory and the most time, by the estimate."""
+    """Of the pipeline's ranks that need the most memory and the most time, by the estimate, and of the last."""
     error: str = ""
 
     @property
@@ -133,7 +133,7 @@ def search(
     queue = first + [one for one in hopeful if one not in first][: PATIENCE * top]
     fitting = 0
     for one in queue:
-        if fitting == top:
+        if fitting == top and one not in first:
             break
         console.print(f"rehearsing {one.name}, {max(one.estimate.memory) / GIB:.1f} GiB by the estimate ...", end=" ")
         _rehearse(one, world_size, expert_load)
@@ -148,7 +148,8 @@ def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
     load = stated_load(expert_load, one.config)
     try:
         check_job(one.config, world_size)
-        for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds))}):
+        # the last one has the logits, which the estimate does not tell from what other stages need
+        for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
             rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
             result = attempt(rehearse_shortened, one.config, world_size, rank, load)
             if isinstance(result, Failure):
