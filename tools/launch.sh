@@ -17,6 +17,7 @@ for name in NNODES NODE_RANK NPROC MASTER_PORT; do
 done
 nodes=${NNODES:-1} options=()
 ((nodes > 0)) || fail "NNODES=0: at least one node trains"
+((${NPROC:-1} > 0)) || fail "NPROC=0: at least one rank trains"
 ((${NODE_RANK:-0} < nodes)) || fail "NODE_RANK=$NODE_RANK is none of the $nodes nodes, 0 to $((nodes - 1))"
 if ((nodes > 1)); then
     [ -n "${NODE_RANK:-}" ] || fail "NODE_RANK is not set: the number of this node, 0 to $((nodes - 1))"

@@ -2,8 +2,8 @@
 """Rehearses a training job on this machine, without its devices: does it start, does it fit, what does a step take?
 
     python tools/rehearse.py --config X.toml [--world-size 64] [--rank all-kinds|N] [--device-memory 64GiB]
-        [--expert-load balanced|1.5|worst] [--tflops 100] [--bandwidth 100,tp=200] [--advise]
-        [--json FILE] [--picture FILE] [--section.key value ...]
+        [--expert-load balanced|1.5|worst] [--tflops 100] [--bandwidth 100,tp=200] [--no-advice]
+        [--home npu|cuda|cpu] [--json FILE] [--picture FILE] [--section.key value ...]
     python tools/rehearse.py --config X.toml --world-size 64 --search [--top 3]
 
 The second training step of one rank of each kind, on fake tensors over a fake process group, through the project's own
@@ -22,6 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from one_line_parser import OneLineParser
 from rich.console import Console
 
 from torchtitan_npu import platform
@@ -31,7 +32,7 @@ UNITS = {"GiB": 1 << 30, "GB": 10**9}
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser("rehearse.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument("--world-size", type=int, help="ranks; by default those of the file's layout")
     parser.add_argument("--rank", default="all-kinds", help="all-kinds, or one rank's number")
@@ -39,12 +40,16 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--expert-load", default="balanced", help="balanced, worst, or a factor such as 1.5")
     parser.add_argument("--tflops", type=float, default=100.0, help="10¹² operations a second of a device")
     parser.add_argument("--bandwidth", default="100", help="GB/s that a device sends; 100,tp=200 by group")
-    parser.add_argument("--advise", action="store_true", help="rehearse what would make it fit")
+    parser.add_argument("--no-advice", action="store_true", help="if it does not fit, do not try what would")
     parser.add_argument("--search", action="store_true", help="find the layouts that fit")
-    parser.add_argument("--top", type=int, default=3, help="with --search: how many to rehearse")
+    parser.add_argument("--top", type=int, default=3, help="with --search: how many that fit to rehearse")
+    parser.add_argument("--home", choices=("npu", "cuda", "cpu"), default="npu", help="where the job is to train")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    return parser.parse_known_args(argv)
+    args, options = parser.parse_known_args(argv)
+    if args.world_size is not None and args.world_size < 1:
+        parser.error(f"--world-size {args.world_size}: at least 1")
+    return args, options
 
 
 def memory(text: str) -> int:
@@ -61,7 +66,7 @@ def main(argv: list[str]) -> int:
     platform.prepare()
     logging.disable(logging.WARNING)  # what a real start logs, and warns of
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), platform.rehearsing(args.home):
             return run(args, options, console)
     except UsageError as error:
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)  # as the entry says it
@@ -72,60 +77,92 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     from torchtitan_npu.config_manager import JobConfigManager, import_module
-    from torchtitan_npu.rehearsal.advice import advise, print_advice
-    from torchtitan_npu.rehearsal.job import kinds, layout_name, rehearse_job, stated_load, world_size_of
-    from torchtitan_npu.rehearsal.picture import draw
-    from torchtitan_npu.rehearsal.rates import Rates, step_seconds
-    from torchtitan_npu.rehearsal.report import as_json, print_memory, print_work
-    from torchtitan_npu.rehearsal.search import print_layouts, search
+    from torchtitan_npu.rehearsal.job import with_all_degrees, world_size_of
 
     config = JobConfigManager().parse_args(["--job.config_file", args.config, *options])
     if config.experimental.custom_import:
         import_module("experimental.custom_import", config.experimental.custom_import)
     world_size = args.world_size or world_size_of(config)
-    rates = Rates.parse(args.tflops, args.bandwidth)
-    load = stated_load(args.expert_load, config)
-    console.print(HOMES[platform.home()])
+    config = with_all_degrees(config, world_size)
+    console.print(f"{HOMES[platform.home()]}; defaults and limits are those of a start on {args.home}")
     if config.compile.enable:
         console.print("compile.enable: rehearsed without, as eager operators")
     report: dict[str, Any] = {"config": args.config, "options": options, "world_size": world_size}
-    report |= {"home": platform.home(), "expert_load": args.expert_load, "device_memory": args.device_memory}
-    if args.search:
-        found = search(config, world_size, args.device_memory, args.expert_load, rates, args.top, console)
-        print_layouts(console, found, args.device_memory)
-        report["layouts"] = [one.as_json() for one in found]
-        fits = any(one.fits(args.device_memory) for one in found)
-    else:
-        names = kinds(config, world_size) if args.rank == "all-kinds" else {int(args.rank): "this rank"}
-        rehearsals = rehearse_job(config, world_size, list(names), load)
-        by_name = dict(zip(names.values(), rehearsals, strict=True))
-        title = f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, {layout_name(config)}"
-        title += f", {world_size} ranks, expert load {args.expert_load}"
-        console.print(f"\n{title}")
-        print_memory(console, by_name, args.device_memory)
-        print_work(console, by_name, rates)
-        report["layout"], report["step_seconds"] = layout_name(config), step_seconds(rehearsals, config, rates)
-        report["ranks"] = [as_json(name, one, rates, args.device_memory) for name, one in by_name.items()]
-        fits = all(one.peak <= args.device_memory and not one.without_gradient for one in rehearsals)
-        if not args.advise and any(one.peak > args.device_memory for one in rehearsals):
-            console.print("--advise rehearses what would make it fit: swap, activation checkpointing, CP, batch")
-        if args.picture:
-            draw(args.picture, by_name, args.device_memory, title)
-        if args.advise:
-            worst = max(rehearsals, key=lambda one: one.peak)
-            tried = advise(config, world_size, worst, load)
-            print_advice(console, tried, worst, args.device_memory)
-            report["advice"] = [vars(one) for one in tried]
+    report |= {"operators": platform.home(), "home": args.home}
+    report |= {"expert_load": args.expert_load, "device_memory": args.device_memory}
+    code = (look_for_layouts if args.search else rehearse)(args, config, world_size, report, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if fits else 1
+    return code
+
+
+def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dict[str, Any], console: Console) -> int:
+    """The job as it is, and if it does not fit, what would make it."""
+    from torchtitan_npu.rehearsal.advice import advise, print_advice
+    from torchtitan_npu.rehearsal.job import Failure, asked_ranks, layout_name, rehearse_job, stated_load
+    from torchtitan_npu.rehearsal.picture import draw
+    from torchtitan_npu.rehearsal.rates import Rates, step_seconds
+    from torchtitan_npu.rehearsal.report import as_json, print_memory, print_work
+
+    rates, load = Rates.parse(args.tflops, args.bandwidth), stated_load(args.expert_load, config)
+    names = asked_ranks(args.rank, config, world_size)
+    results = dict(zip(names.values(), rehearse_job(config, world_size, list(names), load), strict=True))
+    title = f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, {layout_name(config)}"
+    title += f", {world_size} ranks, expert load {args.expert_load}"
+    console.print(f"\n{title}")
+    failures = {name: one for name, one in results.items() if isinstance(one, Failure)}
+    for name, failure in failures.items():
+        console.print(f"rank {failure.rank} ({name}): this start would fail with: {failure}", style="red", markup=False)
+    report["layout"] = layout_name(config)
+    report["failures"] = [{"kind": name, **vars(one)} for name, one in failures.items()]
+    rehearsals = {name: one for name, one in results.items() if not isinstance(one, Failure)}
+    if not rehearsals:
+        return 2
+    worst = max(rehearsals.values(), key=lambda one: one.peak)
+    print_memory(console, rehearsals, args.device_memory)
+    print_work(console, rehearsals, rates)
+    report["step_seconds"] = step_seconds(list(rehearsals.values()), config, rates)
+    report["ranks"] = [as_json(name, one, rates, args.device_memory) for name, one in rehearsals.items()]
+    if args.picture:
+        draw(args.picture, rehearsals, args.device_memory, title)
+    if failures:
+        return 2
+    if worst.peak > args.device_memory and not args.no_advice:
+        tried = advise(config, world_size, worst, load)
+        print_advice(console, tried, worst, args.device_memory)
+        report["advice"] = [vars(one) for one in tried]
+    without_gradient = any(one.without_gradient for one in rehearsals.values())
+    return int(worst.peak > args.device_memory or without_gradient)
+
+
+def look_for_layouts(
+    args: argparse.Namespace, config: Any, world_size: int, report: dict[str, Any], console: Console
+) -> int:
+    """Every layout that divides the ranks: estimated, and the best rehearsed."""
+    from torchtitan_npu.preflight import build_on_meta
+    from torchtitan_npu.rehearsal.job import degrees
+    from torchtitan_npu.rehearsal.parameters import Size, arithmetic, print_arithmetic, sizes
+    from torchtitan_npu.rehearsal.rates import Rates
+    from torchtitan_npu.rehearsal.search import print_layouts, search
+
+    rates = Rates.parse(args.tflops, args.bandwidth)
+    size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
+    numbers = report["arithmetic"] = arithmetic(size, degrees(config), world_size, args.device_memory)
+    print_arithmetic(console, numbers, degrees(config), world_size, args.device_memory)
+    if world_size < numbers["devices_at_least"]:
+        report["layouts"] = []
+        return 1
+    found = search(config, world_size, args.device_memory, args.expert_load, rates, args.top, console)
+    print_layouts(console, found, args.device_memory, rates)
+    report["layouts"] = [one.as_json(args.device_memory, rates) for one in found]
+    return int(not any(one.fits(args.device_memory) and one.rehearsals for one in found))
 
 
 HOMES = {
     "npu": "rehearsed against torch_npu: its operators, shape functions and autograd, on fake npu tensors",
     "cuda": "rehearsed with the project's stand-ins for torch_npu's operators, on fake CUDA tensors",
-    "cpu": "rehearsed with the project's stand-ins for torch_npu's operators, on fake CPU tensors; "
-    "source tools/rehearsal_env.sh for torch_npu's own",
+    "cpu": "rehearsed with the project's stand-ins for torch_npu's operators, on fake CPU tensors "
+    "(source tools/rehearsal_env.sh for torch_npu's own)",
 }
 
 

@@ -103,7 +103,7 @@ class Mtp:
 @dataclass
 class Training(TitanTraining):
     mixed_precision_param: Literal["bfloat16", "float32"] = field(
-        default_factory=lambda: "float32" if platform.home() == "cpu" else "bfloat16"
+        default_factory=lambda: "float32" if platform.job_home() == "cpu" else "bfloat16"
     )
     """
     torch dtype to use for parameters when applying mixed precision via fully_shard or torch.autocast.
@@ -137,7 +137,7 @@ class Parallelism(TitanParallelism):
 
 @dataclass
 class Debug(TitanDebug):
-    deterministic: bool = field(default_factory=lambda: platform.home() == "cpu")
+    deterministic: bool = field(default_factory=lambda: platform.job_home() == "cpu")
     """Use deterministic algorithms wherever possible, may be slower. On by default on the CPU."""
 
 

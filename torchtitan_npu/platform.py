@@ -15,6 +15,8 @@ import platform as python_platform
 import resource
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -31,6 +33,24 @@ def home() -> Home:
     if torch._C._get_privateuse1_backend_name() == "npu" and torch.get_device_module("npu").is_available():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_rehearsed: list[Home] = []
+
+
+def job_home() -> Home:
+    """The home that the job is for, whose defaults and limits it has: this one's, unless another's is rehearsed."""
+    return _rehearsed[-1] if _rehearsed else home()
+
+
+@contextmanager
+def rehearsing(job: Home) -> Iterator[None]:
+    """In this context jobs are checked for the home ``job``, though they run in this one."""
+    _rehearsed.append(job)
+    try:
+        yield
+    finally:
+        _rehearsed.pop()
 
 
 @functools.cache

@@ -53,9 +53,9 @@ def check_job(config: JobConfig, world_size: int) -> None:
     for converter in converters:
         converter.check_job()
     _check_batch(config, dims)
-    if platform.home() != "cuda":
+    if platform.job_home() != "cuda":
         _check_attention(config, spec)
-    if platform.home() == "cpu":
+    if platform.job_home() == "cpu":
         _check_cpu(config)
     if dims.pp_enabled and not isinstance(spec, AdaptedTrainSpec):
         raise UsageError(

@@ -103,6 +103,14 @@ def test_versions_and_variables_that_do_not_go_together(tmp_path: Path) -> None:
     assert {"torch", "torchtitan", "import torch"} <= statuses(lines, "green")
 
 
+def test_torch_is_what_to_change_where_torch_npu_is_the_table_s(tmp_path: Path) -> None:
+    install(tmp_path, "torch", "2.13.1")
+    install(tmp_path, "torch_npu", "2.13.0")
+    _, lines = doctor("--only", "versions", environment={"PYTHONPATH": str(tmp_path)})
+    assert lines["torch_npu"]["what"].startswith("2.13.0 with torch 2.13.1")
+    assert lines["torch_npu"]["advice"] == "pip install torch==2.13.0"
+
+
 def test_a_torch_npu_that_does_not_load(tmp_path: Path) -> None:
     files = {
         "entry_points.txt": "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",

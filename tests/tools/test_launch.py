@@ -62,6 +62,7 @@ def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
     [
         ({"NNODES": "two"}, "NNODES=two is not a number"),
         ({"NPROC": "-1"}, "NPROC=-1 is not a number"),
+        ({"NPROC": "0"}, "NPROC=0: at least one rank trains"),
         ({"NNODES": "2"}, "NODE_RANK is not set: the number of this node, 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is none of the 2 nodes, 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is not set: the name or address of node 0"),

@@ -63,8 +63,8 @@ def predict(config_file: str, options: list[str]) -> dict[str, object]:
     """The rehearsal's report of the rank."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rehearsal.json"
-        command = [sys.executable, str(ROOT / "tools" / "rehearse.py"), "--config", config_file, "--world-size", "1"]
-        print(in_a_process([*command, "--device-memory", "1000GiB", "--json", str(out), *options]))
+        command = [sys.executable, str(ROOT / "tools" / "rehearse.py"), "--config", config_file, "--home", "cuda"]
+        print(in_a_process([*command, "--world-size", "1", "--device-memory", "1000GiB", "--json", str(out), *options]))
         return json.loads(out.read_text())["ranks"][0]
 
 

@@ -26,7 +26,10 @@ def names() -> list[str]:
 
 
 def read(profile: str) -> list[Variable]:
-    """The variables of ``profile``: a name of :func:`names`, the path of such a file, or ``none``."""
+    """The variables of ``profile``: a name of :func:`names`, the path of such a file, or ``none``.
+
+    A line ``include NAME`` stands for the variables of another one.
+    """
     if profile == "none":
         return []
     path = Path(profile) if profile.endswith(".env") else FOLDER / f"{profile}.env"
@@ -40,6 +43,9 @@ def read(profile: str) -> list[Variable]:
         if line.startswith("#"):
             reason.append(line[1:].strip())
         elif not line.strip():
+            reason = []
+        elif line.startswith("include "):
+            variables += read(line.removeprefix("include ").strip())
             reason = []
         elif not (equals and name.isidentifier()):
             raise UsageError(f"{path}:{number}: {line!r} is not NAME=value")

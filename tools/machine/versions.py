@@ -45,10 +45,13 @@ def _torch_npu(on_npu: bool, torch: str | None, stack: dict[str, str] | None) ->
         else:
             yield green("torch_npu", "not installed, and not needed here")
     elif torch is not None and numbers(installed)[:3] != numbers(torch)[:3]:
+        own = ".".join(str(number) for number in numbers(installed)[:3])
+        # the other of the two is what to change where this one is as the table has it
+        change = f"torch_npu=={wanted}" if stack and installed != wanted else f"torch=={own}"
         yield red(
             "torch_npu",
             f"{installed} with torch {torch}: it works with the torch of its own version only",
-            f"pip install torch_npu=={wanted}" if stack else f"pip install torch=={'.'.join(installed.split('.')[:3])}",
+            f"pip install {change}",
         )
     else:
         yield green("torch_npu", installed)

@@ -106,7 +106,7 @@ class Converter(ABC):
         message = f"{self.name}: an NPU would refuse {refused[0]}"
         if len(refused) > 1:
             message += f" (and {len(refused) - 1} more)"
-        if npu_options(self.job_config).strict_limits or platform.home() == "npu":
+        if npu_options(self.job_config).strict_limits or platform.job_home() == "npu":
             raise UsageError(message)
         return message
 

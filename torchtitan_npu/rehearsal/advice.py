@@ -11,7 +11,8 @@ from rich.table import Table
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rehearsal.job import check
+from torchtitan_npu.preflight import check_job
+from torchtitan_npu.rehearsal.job import Failure, attempt
 from torchtitan_npu.rehearsal.load import Load
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
 from torchtitan_npu.rehearsal.report import GIB
@@ -108,10 +109,11 @@ def advise(config: JobConfig, world_size: int, worst: Rehearsal, load: Load) -> 
 
 def _try(change: str, config: JobConfig, world_size: int, rank: int, load: Load) -> Tried:
     try:
-        check(config, world_size)
-        return Tried(change, rehearse_rank(config, world_size, rank, load).peak)
+        check_job(config, world_size)
+        result = attempt(rehearse_rank, config, world_size, rank, load)
     except UsageError as error:
         return Tried(change, None, str(error))
+    return Tried(change, None, str(result)) if isinstance(result, Failure) else Tried(change, result.peak)
 
 
 def print_advice(console: Console, tried: list[Tried], worst: Rehearsal, device_memory: int) -> None:

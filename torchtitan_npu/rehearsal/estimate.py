@@ -11,136 +11,131 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.preflight import build_on_meta
-from torchtitan_npu.rehearsal.job import DEGREES, degrees
+from torchtitan_npu.rehearsal.job import DEGREES, degrees, stated_load
+from torchtitan_npu.rehearsal.parameters import Size, sizes
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
 from torchtitan_npu.rehearsal.rates import Rates, bubble
+from torchtitan_npu.rehearsal.shortened import stages
 
 ACTIVATIONS = ("activations", "backward pass", "other")
 CUTS = (2, 4)
 """Layers of the cut models; what two of them differ in is a layer's."""
+ROWS_AT_WORK = 6
+"""Rows of hidden states that there are at a time for each token that an expert has: what comes in and goes out, the
+products between them, and gradients. Only for what a load that is not balanced adds."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """Parameters: those of experts, and the others."""
+@dataclass
+class Estimate:
+    """Of one layout; a number for each rank of the pipeline."""
 
-    dense: int
-    experts: int
-
-    def __add__(self, other: Size) -> Size:
-        return Size(self.dense + other.dense, self.experts + other.experts)
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
-
-
-def sizes(model: nn.Module) -> dict[str, Size]:
-    """By module of a pipeline stage (``tok_embeddings``, ``layers.0``, ...): its parameters."""
-    found: dict[str, Size] = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        module = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-        experts = parameter.numel() if ".experts." in name else 0
-        found[module] = found.get(module, Size(0, 0)) + Size(parameter.numel() - experts, experts)
-    return found
+    memory: list[int]
+    """Bytes at the peak."""
+    seconds: list[float]
+    """Of a token of the job's, at stated rates."""
 
 
 @dataclass
 class Estimator:
     """For layouts of one job."""
 
-    config: JobConfig
     parameters: dict[str, Size]
-    moe_layers: int
     base: list[Rehearsal]
-    """Of the cut models, in the job's own layout without its pipeline."""
+    """Of the cut models, in the job's own layout without its pipeline, with a balanced load."""
     tokens: int
     """That a rank of them has, at a time."""
     args: Any
 
     @classmethod
     def of(cls, config: JobConfig) -> Estimator:
+        """``config`` has all its degrees."""
         model = build_on_meta(config)
-        small = copy.deepcopy(config)
-        small.parallelism.pipeline_parallel_degree = 1
+        small = with_layout(config, {"pp": 1})
         small.parallelism.fsdp_reshard_after_forward = "always"
         small.training.local_batch_size = _microbatch(config)
         small.training.global_batch_size = -1
         p = small.parallelism
-        if p.data_parallel_shard_degree == -1:
-            p.data_parallel_shard_degree = max(1, p.expert_parallel_degree // p.tensor_parallel_degree)
         ranks = p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
         base = [
             rehearse_rank(small, ranks * p.data_parallel_replicate_degree, 0, model_args=cut(config, n)) for n in CUTS
         ]
-        tokens = _tokens(small, degrees(small))
-        moes = sum(isinstance(module, MoE) for module in model.modules())
-        return cls(config, sizes(model), moes, base, tokens, model.model_args)
+        return cls(sizes(model), base, _tokens(small), model.model_args)
 
-    def stages(self, pp: int) -> list[list[str]]:
-        p = self.config.parallelism
-        return generate_llm_fqn_per_model_part(
-            pp,
-            self.args.n_layers,
-            p.pipeline_parallel_first_stage_less_layers,
-            p.pipeline_parallel_last_stage_less_layers,
-        )
+    @property
+    def experts(self) -> int:
+        """How many a layer has."""
+        moe = getattr(self.args, "moe_args", None)
+        return moe.num_experts if moe and any(size.experts for size in self.parameters.values()) else 0
 
-    def memory(self, layout: dict[str, int], ranks: int) -> list[int]:
-        """Bytes of a rank of each stage; ``ranks`` share a stage's parameters."""
-        tokens, saved, needed = _tokens(self.config, layout), *self._activations()
-        scale = tokens / self.tokens
-        found = []
-        for stage, modules in enumerate(self.stages(layout["pp"])):
-            size = sum((self.parameters[name] for name in modules), Size(0, 0))
-            states = 0 if self.config.optimizer.swap else 8
-            total = size.total / ranks * (4 + 4 + states)
-            # of the largest layer: gathered in bfloat16 and its buffer, the next one's too, its gradient in both dtypes
-            gathered = [self._gathered(self.parameters[name], layout) for name in modules]
-            total += 14 * max(gathered)
-            microbatch = self.config.parallelism.pipeline_parallel_microbatch_size
-            if layout["pp"] > 1 and self.config.training.local_batch_size > microbatch:  # a stage keeps both in between
-                total += (2 + 4) * sum(gathered)
-            layers = sum(name.startswith("layers.") for name in modules)
-            total += scale * (needed + saved * layers * self._under_way(layout["pp"], stage))
-            found.append(int(total))
-        return found
+    def of_layout(self, config: JobConfig, rates: Rates, expert_load: str) -> Estimate:
+        layout = degrees(config)
+        parts = stages(config, self.args.n_layers)
+        busier = self._busier(config, expert_load)
+        memory = [self._memory(config, modules, stage, busier) for stage, modules in enumerate(parts)]
+        trained = config.training.local_batch_size * config.training.seq_len
+        trained *= layout["dp_shard"] * layout["dp_replicate"]
+        seconds = [bubble(config) * self._seconds(config, modules, rates, busier) / trained for modules in parts]
+        return Estimate(memory, seconds)
 
-    def seconds_per_token(self, layout: dict[str, int], rates: Rates) -> float:
-        """Of a token of the job's, at stated rates, in the longest stage."""
+    def _memory(self, config: JobConfig, modules: list[str], stage: int, busier: float) -> int:
+        layout, p = degrees(config), config.parallelism
+        saved, needed = self._activations()
+        size = sum((self.parameters[name] for name in modules), Size(0, 0))
+        states = 0 if config.optimizer.swap else 8
+        total = size.total / (layout["dp_shard"] * layout["cp"] * layout["tp"]) * (4 + 4 + states)
+        # of the largest layer: gathered in bfloat16 and its buffer, the next one's too, its gradient in both dtypes
+        gathered = [_gathered(self.parameters[name], layout) for name in modules]
+        total += 14 * max(gathered)
+        pp = layout["pp"]
+        if pp > 1 and config.training.local_batch_size > p.pipeline_parallel_microbatch_size:  # kept in between
+            total += (2 + 4) * sum(gathered)
+        layers = sum(name.startswith("layers.") for name in modules)
+        scale = _tokens(config) / self.tokens
+        total += scale * (needed + saved * layers * _under_way(config, stage))
+        total += (busier - 1) * ROWS_AT_WORK * self._routed(config) * self.args.dim * 2
+        return int(total)
+
+    def _seconds(self, config: JobConfig, modules: list[str], rates: Rates, busier: float) -> float:
+        layout, tokens = degrees(config), _tokens(config)
         tp, ep, cp = layout["tp"], layout["ep"], layout["cp"]
-        tokens = _tokens(self.config, layout)
         row = tokens * self.args.dim * 2
-        flops = (self.base[1].flops - self.base[0].flops) / (CUTS[1] - CUTS[0]) * tokens / self.tokens
-        longest = 0.0
-        for modules in self.stages(layout["pp"]):
-            layers = sum(name.startswith("layers.") for name in modules)
-            gathered = sum(self._gathered(self.parameters[name], layout) for name in modules)
-            top_k = getattr(getattr(self.args, "moe_args", None), "top_k", 0)
-            sent = {
-                "fsdp": gathered * (2 + 2 + 4),
-                "tp": layers * 12 * row * (tp - 1),
-                "ep": layers * 6 * top_k * row * (ep - 1) / ep,
-                "cp": layers * 3 * row * (cp - 1) * tp / 16,
-                "pp": 2 * row * (layout["pp"] > 1),
-            }
-            batches = self.config.training.local_batch_size // _microbatch(self.config)
-            times = sum(bytes / rates.of(group) / 1e9 for group, bytes in sent.items())
-            longest = max(longest, batches * (times + layers * flops / rates.tflops / 1e12))
-        changed = with_layout(self.config, layout)
-        trained = self.config.training.local_batch_size * self.config.training.seq_len * layout["dp_shard"]
-        return longest * bubble(changed) / trained
+        two, four = (one.flops for one in self.base)
+        of_layer = (four - two) / (CUTS[1] - CUTS[0])
+        layers = sum(name.startswith("layers.") for name in modules)
+        moes = sum(self.parameters[name].experts > 0 for name in modules)
+        flops = of_layer * layers + (two - CUTS[0] * of_layer) * ("output" in modules)
+        flops *= tokens / self.tokens
+        expert = max(size.experts for size in self.parameters.values()) / max(1, self.experts)
+        passes = 4 if config.activation_checkpoint.mode == "full" else 3
+        flops += (busier - 1) * moes * passes * 2 * expert * self._routed(config)
+        gathered = sum(_gathered(self.parameters[name], layout) for name in modules)
+        routed = self._routed(config) * self.args.dim * 2
+        sent = {
+            "fsdp": gathered * (2 + 2 + 4),
+            "tp": layers * 12 * row * (tp - 1),
+            "ep": moes * 6 * busier * routed * (ep - 1) / ep,
+            "cp": layers * 3 * row * (cp - 1) * tp / 16,
+            "pp": 2 * row * (layout["pp"] > 1),
+        }
+        times = sum(bytes / rates.of(group) / 1e9 for group, bytes in sent.items())
+        return _microbatches(config) * (times + flops / rates.tflops / 1e12)
 
-    def _gathered(self, size: Size, layout: dict[str, int]) -> float:
-        return size.dense / layout["tp"] + size.experts / layout["ep"]
+    def _routed(self, config: JobConfig) -> int:
+        """Rows that a rank's experts have with a balanced load, of a layer and a microbatch."""
+        return _tokens(config) * self.args.moe_args.top_k if self.experts else 0
+
+    def _busier(self, config: JobConfig, expert_load: str) -> float:
+        """By which factor the busiest rank's experts have more than with a balanced load."""
+        ep = config.parallelism.expert_parallel_degree
+        if ep == 1 or not self.experts:
+            return 1.0  # all experts are on each rank, whichever tokens choose
+        choices = self.experts * self.args.moe_args.top_k * 1000
+        busiest = sum(stated_load(expert_load, config)(choices, self.experts)[: self.experts // ep])
+        return busiest / (choices / ep)
 
     def _activations(self) -> tuple[float, float]:
         """Bytes that a layer keeps for the backward pass, and what there is besides at the peak."""
@@ -148,28 +143,31 @@ class Estimator:
         saved = max(0.0, (four - two) / (CUTS[1] - CUTS[0]))
         return saved, two - CUTS[0] * saved
 
-    def _under_way(self, pp: int, stage: int) -> int:
-        """Batches whose activations a stage holds at a time."""
-        batches = self.config.training.local_batch_size // _microbatch(self.config)
-        if pp == 1 or self.config.parallelism.pipeline_parallel_schedule == "GPipe":
-            return batches if pp > 1 else 1
-        return min(batches, pp - stage)
-
 
 def cut(config: JobConfig, layers: int) -> Any:
     """The flavor's arguments with so few layers, one of them dense where there are two kinds."""
     args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
     args.n_layers = layers
     if hasattr(args, "n_dense_layers"):
-        args.n_dense_layers = 1
+        args.n_dense_layers = min(1, args.n_dense_layers)
     return args
 
 
 def with_layout(config: JobConfig, layout: dict[str, int]) -> JobConfig:
+    """``config`` with these degrees; where it says which layers are where, that is for its own degrees only."""
     changed = copy.deepcopy(config)
+    p = changed.parallelism
     for name, degree in layout.items():
-        setattr(changed.parallelism, DEGREES[name], degree)
+        setattr(p, DEGREES[name], degree)
+    if p.expert_tensor_parallel_degree > 1:  # 1, or as much as the tensor's
+        p.expert_tensor_parallel_degree = p.tensor_parallel_degree
+    if p.pipeline_parallel_degree != config.parallelism.pipeline_parallel_degree:
+        p.module_fqns_per_model_part = p.pipeline_parallel_layers_per_stage = None
     return changed
+
+
+def _gathered(size: Size, layout: dict[str, int]) -> float:
+    return size.dense / layout["tp"] + size.experts / layout["ep"]
 
 
 def _microbatch(config: JobConfig) -> int:
@@ -179,6 +177,21 @@ def _microbatch(config: JobConfig) -> int:
     return p.pipeline_parallel_microbatch_size if pipelined else config.training.local_batch_size
 
 
-def _tokens(config: JobConfig, layout: dict[str, int]) -> int:
+def _microbatches(config: JobConfig) -> int:
+    return config.training.local_batch_size // _microbatch(config)
+
+
+def _tokens(config: JobConfig) -> int:
     """Rows of hidden states that a rank has between its layers."""
-    return _microbatch(config) * config.training.seq_len // (layout["cp"] * layout["tp"])
+    p = config.parallelism
+    return _microbatch(config) * config.training.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)
+
+
+def _under_way(config: JobConfig, stage: int) -> int:
+    """Microbatches whose activations a stage holds at a time."""
+    pp = config.parallelism.pipeline_parallel_degree
+    if pp == 1:
+        return 1
+    if config.parallelism.pipeline_parallel_schedule == "GPipe":
+        return _microbatches(config)
+    return min(_microbatches(config), pp - stage)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import traceback
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_npu import platform
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
@@ -23,6 +25,19 @@ DEGREES = {
     "ep": "expert_parallel_degree",
 }
 """The degrees of a layout, by their keys in the job's section ``parallelism``; all but EP multiply to the ranks."""
+
+
+@dataclass
+class Failure:
+    """What ends the start of a rank."""
+
+    rank: int
+    error: str
+    where: str
+    """The innermost line of it."""
+
+    def __str__(self) -> str:
+        return f"{self.error} ({self.where})"
 
 
 def degrees(config: JobConfig) -> dict[str, int]:
@@ -43,6 +58,16 @@ def world_size_of(config: JobConfig) -> int:
     return math.prod(degree for name, degree in degrees(config).items() if name != "ep")
 
 
+def with_all_degrees(config: JobConfig, world_size: int) -> JobConfig:
+    """``config`` with the shards that ``data_parallel_shard_degree = -1`` comes to; what does not divide stays."""
+    config = copy.deepcopy(config)
+    if config.parallelism.data_parallel_shard_degree == -1:
+        others = math.prod(degree for name, degree in degrees(config).items() if name not in ("ep", "dp_shard"))
+        if world_size % others == 0:
+            config.parallelism.data_parallel_shard_degree = world_size // others
+    return config
+
+
 def stated_load(assumption: str, config: JobConfig) -> Load:
     """``balanced``, ``worst``, or by which factor the busiest rank's experts get more than their share."""
     if assumption == "balanced":
@@ -56,13 +81,6 @@ def stated_load(assumption: str, config: JobConfig) -> Load:
     args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     moe = getattr(args, "moe_args", None)
     return uneven(factor, config.parallelism.expert_parallel_degree, moe.top_k) if moe else balanced
-
-
-def check(config: JobConfig, world_size: int) -> None:
-    """What a real start checks first; the profiler, which a CPU has not, is left out."""
-    if platform.home() == "cpu":
-        config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
-    check_job(config, world_size)
 
 
 def kinds(config: JobConfig, world_size: int) -> dict[int, str]:
@@ -80,7 +98,30 @@ def kinds(config: JobConfig, world_size: int) -> dict[int, str]:
     return {stage * (world_size // pp): stages[stage] for stage in sorted(stages)}
 
 
-def rehearse_job(config: JobConfig, world_size: int, ranks: list[int], load: Load = balanced) -> list[Rehearsal]:
+def asked_ranks(asked: str, config: JobConfig, world_size: int) -> dict[int, str]:
+    """What ``--rank`` asks for: ``all-kinds``, or a number."""
+    if asked == "all-kinds":
+        return kinds(config, world_size)
+    if not asked.isdecimal() or int(asked) >= world_size:
+        raise UsageError(f"--rank {asked}: all-kinds, or a number from 0 to {world_size - 1}")
+    return {int(asked): "this rank"}
+
+
+def rehearse_job(
+    config: JobConfig, world_size: int, ranks: list[int], load: Load = balanced
+) -> list[Rehearsal | Failure]:
     """One step of each of ``ranks``, after the checks of a real start."""
-    check(config, world_size)
-    return [rehearse_rank(config, world_size, rank, load) for rank in ranks]
+    check_job(config, world_size)
+    return [attempt(rehearse_rank, config, world_size, rank, load) for rank in ranks]
+
+
+def attempt(rehearse: Any, config: JobConfig, world_size: int, rank: int, load: Load) -> Rehearsal | Failure:
+    """``rehearse`` a rank. What it raises, the start of this rank would raise: that is what was asked for."""
+    try:
+        return rehearse(config, world_size, rank, load)
+    except UsageError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())
+        return Failure(rank, f"{type(error).__name__}: {text}", f"{frame.filename}:{frame.lineno}")

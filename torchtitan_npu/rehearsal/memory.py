@@ -74,6 +74,8 @@ class Memory:
     """How many events there had been when a phase began."""
     total: int = 0
     peak: Peak = field(default_factory=Peak)
+    peaks: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By phase of the step and module of a pipeline stage (``layers.0``, ``output``): the most bytes in use then."""
 
     def __post_init__(self) -> None:
         self._blocks: dict[int, Block] = {}
@@ -93,6 +95,7 @@ class Memory:
     def restart_peak(self) -> None:
         """Look for the peak from here on."""
         self.peak = Peak(self.total, len(self.events), self.phase, self.phase)
+        self.peaks.clear()
 
     def add(self, tensors: Iterable[Any], purpose: str) -> None:
         """These ``tensors`` are there for ``purpose``, whether seen before or not."""
@@ -107,7 +110,7 @@ class Memory:
 
     def saw(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """``op`` has run: count what it made."""
-        self._follow_gathered(kwargs.get("out"))
+        self._follow_gathered([kwargs.get("out"), args[0] if op is torch.ops.aten.copy_.default else None])
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
                 self._block(tensor, self._purpose())
@@ -118,10 +121,11 @@ class Memory:
                     if block.purpose in ("activations", "backward pass", "other"):
                         block.purpose = "communication buffers"
 
-    def _follow_gathered(self, out: Any) -> None:
-        """FSDP sizes storages, has an operator write ``out`` to them, and empties them; only the second is seen.
+    def _follow_gathered(self, written: Any) -> None:
+        """FSDP sizes storages, has an operator write to them, and empties them; only the second is seen.
 
-        So they are looked at when they are written, and those that are not empty before whatever comes next.
+        So they are looked at when they are ``written``, and those that are not empty before whatever comes next. Over
+        one rank FSDP copies; other copies go to storages that are known, and as large as they were.
         """
         for key, (block, reference) in list(self._gathered.items()):
             storage = reference()
@@ -129,9 +133,13 @@ class Memory:
                 del self._gathered[key]
                 if storage is not None:
                     self._resized(block, 0)
-        for tensor in tree_leaves(out):
+        out, copied = written
+        for tensor in [*tree_leaves(out), copied]:
             if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
                 storage = tensor.untyped_storage()
+                known = self._blocks.get(storage._cdata)
+                if tensor is copied and known is not None and known.size == _rounded(storage.nbytes()):
+                    continue
                 block = self._block(tensor, self._purpose())
                 if block.size != _rounded(storage.nbytes()):
                     self._resized(block, storage.nbytes())
@@ -191,9 +199,14 @@ class Memory:
         if block.purpose == HOST:
             return
         self.total += bytes
-        if self.total > self.peak.total:
-            backward = self._purpose() == "backward pass"
-            self.peak = Peak(self.total, len(self.events), self._where(), "backward" if backward else self.phase)
+        if bytes > 0:
+            phase = "backward" if self._purpose() == "backward pass" else self.phase
+            where = self._where()
+            parts = where.split(".")
+            moment = phase, ".".join(parts[: 2 if parts[0] == "layers" else 1])
+            self.peaks[moment] = max(self.total, self.peaks.get(moment, 0))
+            if self.total > self.peak.total:
+                self.peak = Peak(self.total, len(self.events), where, phase)
 
     def _where(self) -> str:
         innermost = max(self._modules.parents - {"Global"}, key=lambda name: name.count("."), default="")

@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.rehearsal.fake import BelowSubclasses, fake_ranks
@@ -39,6 +41,8 @@ class Rehearsal:
     phase: str
     at_peak: dict[str, int]
     """Bytes by category at that moment."""
+    peaks: dict[tuple[str, str], int]
+    """By phase and module of a pipeline stage: bytes, at the most."""
     standing: dict[str, int]
     """Bytes by category between two steps."""
     host: int
@@ -60,36 +64,40 @@ class Rehearsal:
     """Where in the timeline a phase begins."""
 
 
+aten = torch.ops.aten
+ASKING_LOSSES = (
+    aten._log_softmax,
+    aten.nll_loss_forward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_backward,
+)
+"""What loss_parallel computes by itself, after it has called the operator on whole fake logits to learn a shape."""
+
+
 class Recorder(BelowSubclasses):
     """Sees every operator that reaches the device."""
 
     def __init__(self, memory: Memory, traffic: Traffic) -> None:
         super().__init__()
         self.memory, self.traffic, self.flops = memory, traffic, 0
-        self._asking = False
+        self._asked: OpOverload | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record until the end, but not what DTensor calls on whole fake tensors to learn the shape of an output."""
-        ask = ShardingPropagator._propagate_tensor_meta_non_cached
+        with self.memory.watching(), self:
+            yield
+        assert self._asked is None, f"{self._asked} of DTensors did not ask for a shape: nothing was recorded after it"
 
-        def asking(*args: Any) -> Any:
-            self._asking = True
-            try:
-                return ask(*args)
-            finally:
-                self._asking = False
-
-        ShardingPropagator._propagate_tensor_meta_non_cached = asking  # type: ignore[method-assign, assignment]
-        try:
-            with self.memory.watching(), self:
-                yield
-        finally:
-            ShardingPropagator._propagate_tensor_meta_non_cached = ask  # type: ignore[method-assign]
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.overloadpacket in ASKING_LOSSES and op in DTensor._op_dispatcher._custom_op_handlers and DTensor in types:
+            self._asked = op
+        return super().__torch_dispatch__(op, types, args, kwargs)
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = op(*args, **kwargs)
-        if self._asking:
+        if self._asked is not None:
+            self._asked = None if op is self._asked else self._asked
             return output
         self.memory.saw(op, args, kwargs, output)
         self.traffic.saw(op, args, kwargs, output)
@@ -109,39 +117,48 @@ def rehearse_rank(
         contexts.enter_context(fake_ranks(world_size, rank))
         trainer = RehearsedTrainer(config, contexts, load, model_args)
         accumulated = trainer.gradient_accumulation_steps
-        memory = Memory(trainer.device)
-        _add_standing(memory, trainer)
-        recorder = Recorder(memory, Traffic.over(trainer.parallel_dims))
-        with recorder.recording():
-            _mark_phases(trainer, memory)
-            trainer.step, batches = 2, trainer.batches()  # the first step is logged, which reads values
-            trainer.gradient_accumulation_steps = 1
-            trainer.train_step(batches)
-            _add_standing(memory, trainer)
-            trainer.gradient_accumulation_steps = min(MICROBATCHES, accumulated)
-            return _measured(trainer, recorder, batches, accumulated, rank, start)
+        trainer.step, batches = 2, trainer.batches()  # the first step is logged, which reads values
+        trainer.gradient_accumulation_steps = 1
+        trainer.train_step(batches)
+        trainer.gradient_accumulation_steps = min(MICROBATCHES, accumulated)
+        while True:
+            asked = _shapes_asked()
+            found = _measured(trainer, batches, accumulated, rank)
+            if _shapes_asked() == asked:
+                found.seconds = time.perf_counter() - start
+                return found
 
 
-def _measured(
-    trainer: RehearsedTrainer, recorder: Recorder, batches: Iterator[Any], accumulated: int, rank: int, start: float
-) -> Rehearsal:
-    memory, traffic = recorder.memory, recorder.traffic
-    traffic.calls.clear()
-    traffic.sent.clear()
-    recorder.flops, first = 0, len(memory.events)
-    memory.phases.clear()
+def _shapes_asked() -> int:
+    """How often DTensor has called an operator on whole fake tensors, to learn the shape of its output.
+
+    It remembers the answer, so a step in which it asked can be taken again: the calls were recorded with the others.
+    """
+    return _get_python_sharding_prop_cache_info().misses
+
+
+def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: int, rank: int) -> Rehearsal:
+    memory, traffic = Memory(trainer.device), Traffic.over(trainer.parallel_dims)
+    _add_standing(memory, trainer)
+    recorder = Recorder(memory, traffic)
     after_batches: list[tuple[int, Counter[Any], Counter[Any]]] = []
-    forward_backward = trainer.forward_backward_step
+    forward_backward = type(trainer).forward_backward_step
 
-    def counted(**kwargs: Any) -> Tensor:
-        loss = forward_backward(**kwargs)
+    def marked(**kwargs: Any) -> Tensor:
+        memory.enter("forward")
+        loss = forward_backward(trainer, **kwargs)
+        memory.enter("clip")
         after_batches.append((recorder.flops, Counter(traffic.calls), Counter(traffic.sent)))
         return loss
 
-    trainer.forward_backward_step = counted  # type: ignore[method-assign]
-    memory.enter("zero_grad")
-    memory.restart_peak()
-    trainer.train_step(batches)
+    trainer.forward_backward_step = marked  # type: ignore[method-assign]
+    handle = trainer.optimizers.register_step_pre_hook(lambda *_: memory.enter("optimizer"))
+    with recorder.recording():
+        memory.enter("zero_grad")
+        memory.restart_peak()
+        first = len(memory.events)
+        trainer.train_step(batches)
+    handle.remove()
     _add_standing(memory, trainer)
     rest = accumulated - len(after_batches)
     whole = recorder.flops, traffic.calls, traffic.sent
@@ -160,6 +177,7 @@ def _measured(
         where=peak.where,
         phase=peak.phase,
         at_peak=dict(memory.at(peak.event)),
+        peaks=memory.peaks,
         standing=dict(memory.at(len(memory.events))),
         host=sum(getattr(optimizer, "host_bytes", 0) for optimizer in trainer.optimizers),
         flops=recorder.flops,
@@ -172,23 +190,10 @@ def _measured(
             for name, parameter in part.named_parameters()
             if parameter.requires_grad and parameter.grad is None
         ],
-        seconds=time.perf_counter() - start,
+        seconds=0.0,
         timeline=timeline,
         phases=phases,
     )
-
-
-def _mark_phases(trainer: RehearsedTrainer, memory: Memory) -> None:
-    forward_backward = trainer.forward_backward_step
-
-    def marked(**kwargs: Any) -> Tensor:
-        memory.enter("forward")
-        loss = forward_backward(**kwargs)
-        memory.enter("clip")
-        return loss
-
-    trainer.forward_backward_step = marked  # type: ignore[method-assign]
-    trainer.optimizers.register_step_pre_hook(lambda *_: memory.enter("optimizer"))
 
 
 def _add_standing(memory: Memory, trainer: RehearsedTrainer) -> None:

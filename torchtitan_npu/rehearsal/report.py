@@ -23,13 +23,29 @@ def print_memory(console: Console, rehearsals: dict[str, Rehearsal], device_memo
     table.add_row("peak", *(f"{one.peak / GIB:.2f}" for one in rehearsals.values()))
     table.add_row("where", *(f"{one.where} ({one.phase})" for one in rehearsals.values()))
     table.add_row("between steps", *(f"{sum(one.standing.values()) / GIB:.2f}" for one in rehearsals.values()))
-    table.add_row("in host memory", *(f"{one.host / GIB:.2f}" for one in rehearsals.values()))
+    table.add_section()
+    for swapped in (True, False):
+        name = f"optimizer states {'with' if swapped else 'without'} swap"
+        table.add_row(name, *(_states(one, swapped) for one in rehearsals.values()))
+    table.add_section()
     table.add_row(f"fits {device_memory / GIB:.4g} GiB", *(_fits(one, device_memory) for one in rehearsals.values()))
     console.print(table)
     for one in rehearsals.values():
         console.print(f"rank {one.rank}: {one.modules}; {one.accumulated} batches a step; {one.seconds:.0f} s")
         if one.without_gradient:
             console.print(f"[red]rank {one.rank}: without gradient: {', '.join(one.without_gradient)}")
+
+
+def _states(one: Rehearsal, swapped: bool) -> str:
+    """Where the states are; without swap they lie there all through the step, so also at its peak."""
+    on_device = one.standing.get("optimizer states", 0)
+    if swapped == (one.host > 0):
+        where = f"{one.host / GIB:.2f} in host memory" if swapped else f"{on_device / GIB:.2f} on the device"
+        return f"{where} (as it is)"
+    if swapped:
+        return f"{on_device / GIB:.2f} in host memory at the most"
+    peak = f", peak {(one.peak + one.host) / GIB:.2f}" if one.phase != "optimizer" else ""
+    return f"{(on_device + one.host) / GIB:.2f} on the device{peak}"
 
 
 def _fits(one: Rehearsal, device_memory: int) -> str:
@@ -65,7 +81,7 @@ def print_work(console: Console, rehearsals: dict[str, Rehearsal], rates: Rates)
 
 def as_json(name: str, one: Rehearsal, rates: Rates, device_memory: int) -> dict[str, Any]:
     """Everything but the timeline; bytes and FLOPs are of one rank."""
-    left_out = ("timeline", "phases", "calls", "sent")
+    left_out = ("timeline", "phases", "peaks", "calls", "sent")
     collectives = [
         {"group": group, "kind": kind, "calls": one.calls[group, kind], "sent_bytes": sent}
         for (group, kind), sent in one.sent.items()

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.distributed.pipeline_check import check_pipeline
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rehearsal.estimate import Estimator, with_layout
-from torchtitan_npu.rehearsal.job import check, degrees, layout_name, stated_load
-from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
+from torchtitan_npu.preflight import check_job
+from torchtitan_npu.rehearsal.estimate import Estimate, Estimator, with_layout
+from torchtitan_npu.rehearsal.job import Failure, attempt, degrees, layout_name, stated_load
+from torchtitan_npu.rehearsal.rank import Rehearsal
 from torchtitan_npu.rehearsal.rates import Rates, step_seconds
 from torchtitan_npu.rehearsal.report import GIB
+from torchtitan_npu.rehearsal.shortened import rehearse_shortened
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
+DOUBTFUL = 1.1
+"""An estimate may be so much too high: what it has above the device's memory, but not beyond this, is rehearsed."""
+PATIENCE = 2
+"""How many times ``top`` layouts are rehearsed, at the most, until ``top`` of them fit."""
 
 
 @dataclass
@@ -25,13 +33,9 @@ class Layout:
     """One layout of the job."""
 
     config: JobConfig
-    stage: int
-    """Which needs the most memory, by the estimate."""
-    estimate: int
-    """Bytes at the peak."""
-    microseconds: float
-    """A token of the job's, at stated rates; by the estimate, or if rehearsed by that."""
-    rehearsal: Rehearsal | None = None
+    estimate: Estimate
+    rehearsals: list[Rehearsal] = field(default_factory=list)
+    """Of the pipeline's ranks that need the most memory and the most time, by the estimate, and of the last."""
     error: str = ""
 
     @property
@@ -40,15 +44,43 @@ class Layout:
 
     @property
     def peak(self) -> int:
-        return self.rehearsal.peak if self.rehearsal else self.estimate
+        """Bytes."""
+        return max([one.peak for one in self.rehearsals] or self.estimate.memory)
+
+    def microseconds(self, rates: Rates) -> float:
+        """Of a token of the job's, at stated rates."""
+        if not self.rehearsals:
+            return 1e6 * max(self.estimate.seconds)
+        training, own = self.config.training, degrees(self.config)
+        tokens = self.rehearsals[0].accumulated * training.local_batch_size * training.seq_len
+        tokens *= own["dp_shard"] * own["dp_replicate"]
+        return 1e6 * step_seconds(self.rehearsals, self.config, rates) / tokens
 
     def fits(self, device_memory: int) -> bool:
         return not self.error and self.peak <= device_memory
 
-    def as_json(self) -> dict[str, Any]:
-        found = {"layout": self.name, **degrees(self.config), "stage": self.stage, "estimated_peak": self.estimate}
-        found["rehearsed_peak"] = self.rehearsal.peak if self.rehearsal else None  # type: ignore[assignment]
-        return {**found, "microseconds_per_token": self.microseconds, "error": self.error}
+    def as_json(self, device_memory: int, rates: Rates) -> dict[str, Any]:
+        return {
+            "layout": self.name,
+            **degrees(self.config),
+            "fits": self.fits(device_memory),
+            "estimated_peak": max(self.estimate.memory),
+            "rehearsed_peak": self.peak if self.rehearsals else None,
+            "microseconds_per_token": self.microseconds(rates),
+            "error": self.error,
+        }
+
+
+def own_layout(config: JobConfig, world_size: int) -> JobConfig:
+    """The job's own layout on so many ranks: its degrees, as many shards as there are ranks for, and as much EP as
+    divides the ranks of a stage."""
+    found = degrees(config)
+    others = math.prod(found[name] for name in ("dp_replicate", "cp", "tp", "pp"))
+    if world_size % others:
+        raise UsageError(f"--world-size {world_size}: {layout_name(config)} takes a multiple of {others} ranks")
+    found["dp_shard"] = world_size // others
+    found["ep"] = math.gcd(found["ep"], world_size // found["pp"] // found["dp_replicate"])
+    return with_layout(config, found)
 
 
 def dividing(config: JobConfig, world_size: int, heads: int, experts: int, layers: int) -> Iterator[dict[str, int]]:
@@ -60,7 +92,7 @@ def dividing(config: JobConfig, world_size: int, heads: int, experts: int, layer
             for cp in _divisors(world_size // replicas // pp // tp, LARGEST["cp"]):
                 ranks = world_size // replicas // pp
                 shards = ranks // tp // cp
-                if heads % tp or training.seq_len % (2 * tp * cp if tp * cp > 1 else 1):
+                if heads % tp or training.seq_len % (2 * tp * cp):  # ParallelDims.seq_len_divisor
                     continue
                 batch = training.local_batch_size * shards * replicas
                 if training.global_batch_size > 0 and training.global_batch_size % batch:
@@ -77,51 +109,72 @@ def _divisors(number: int, largest: int) -> list[int]:
 def search(
     config: JobConfig, world_size: int, device_memory: int, expert_load: str, rates: Rates, top: int, console: Console
 ) -> list[Layout]:
-    """All layouts by estimate, the ``top`` best of those that should fit, and the job's own, rehearsed."""
-    estimator = Estimator.of(config)
-    moe = getattr(estimator.args, "moe_args", None)
-    experts = moe.num_experts if moe and estimator.moe_layers else 0
-    found = []
-    for layout in dividing(config, world_size, estimator.args.n_heads, experts, estimator.args.n_layers):
-        ranks = world_size // layout["pp"] // layout["dp_replicate"]
-        stages = estimator.memory(layout, ranks)
-        peak = max(stages)
-        time = estimator.seconds_per_token(layout, rates)
-        found.append(Layout(with_layout(config, layout), stages.index(peak), peak, 1e6 * time))
-    console.print(f"{len(found)} layouts divide {world_size} ranks")
-    found.sort(key=lambda one: one.microseconds)
-    hopeful = [one for one in found if one.estimate <= device_memory]
-    own = [one for one in found if degrees(one.config) == degrees(config)]
-    for one in [*own, *(one for one in hopeful if one not in own)][: top + len(own)]:
-        _rehearse(one, world_size, expert_load, rates)
-        console.print(f"{one.name}: {one.error or f'{one.peak / GIB:.2f} GiB'}")
-    # what was rehearsed first: the others are estimates
-    return sorted(found, key=lambda one: (not one.fits(device_memory), one.rehearsal is None, one.microseconds))
+    """All layouts by estimate; the job's own and the ``top`` best of those that should fit rehearsed. Best first."""
+    own = own_layout(config, world_size)
+    console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
+    estimator = Estimator.of(own)
+    args = estimator.args
+    found, refused = [], 0
+    for layout in dividing(config, world_size, args.n_heads, estimator.experts, args.n_layers):
+        changed = with_layout(config, layout)
+        try:
+            if layout["pp"] > 1:
+                check_pipeline(changed, args.n_layers)
+            found.append(Layout(changed, estimator.of_layout(changed, rates, expert_load)))
+        except UsageError:
+            refused += 1
+    found.sort(key=lambda one: one.microseconds(rates))
+    hopeful = [one for one in found if one.peak <= DOUBTFUL * device_memory]
+    console.print(
+        f"{len(found) + refused} layouts divide {world_size} ranks; {refused} have no pipeline schedule; "
+        f"{len(hopeful)} may fit by the estimate: the file's own and the best are rehearsed, until {top} fit"
+    )
+    first = [one for one in found if degrees(one.config) == degrees(own)]
+    queue = first + [one for one in hopeful if one not in first][: PATIENCE * top]
+    fitting = 0
+    for one in queue:
+        if fitting == top and one not in first:
+            break
+        console.print(f"rehearsing {one.name}, {max(one.estimate.memory) / GIB:.1f} GiB by the estimate ...", end=" ")
+        _rehearse(one, world_size, expert_load)
+        seconds = sum(rehearsal.seconds for rehearsal in one.rehearsals)
+        console.print(one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)")
+        fitting += one.fits(device_memory) and one not in first
+    return sorted(found, key=lambda one: (not one.fits(device_memory), not one.rehearsals, one.microseconds(rates)))
 
 
-def _rehearse(one: Layout, world_size: int, expert_load: str, rates: Rates) -> None:
-    pp, training = one.config.parallelism.pipeline_parallel_degree, one.config.training
+def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
+    memory, seconds = one.estimate.memory, one.estimate.seconds
+    load = stated_load(expert_load, one.config)
     try:
-        check(one.config, world_size)
-        rank = one.stage * (world_size // pp)
-        one.rehearsal = rehearse_rank(one.config, world_size, rank, stated_load(expert_load, one.config))
+        check_job(one.config, world_size)
+        # the last one has the logits, which the estimate does not tell from what other stages need
+        for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
+            rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
+            result = attempt(rehearse_shortened, one.config, world_size, rank, load)
+            if isinstance(result, Failure):
+                one.error = f"this start would fail with: {result}"
+                return
+            one.rehearsals.append(result)
     except UsageError as error:
         one.error = str(error)
-        return
-    own = degrees(one.config)
-    tokens = one.rehearsal.accumulated * training.local_batch_size * training.seq_len
-    tokens *= own["dp_shard"] * own["dp_replicate"]
-    one.microseconds = 1e6 * step_seconds([one.rehearsal], one.config, rates) / tokens
 
 
-def print_layouts(console: Console, found: list[Layout], device_memory: int, most: int = 20) -> None:
+def print_layouts(
+    console: Console, found: list[Layout], device_memory: int, rates: Rates, most_estimates: int = 12
+) -> None:
+    """The rehearsed ones, and the best of the others."""
     table = Table("layout", "peak (GiB)", "", f"of {device_memory / GIB:.4g} GiB", "µs a token, as stated")
-    shown = [one for one in found if one.fits(device_memory)][:most] + [one for one in found if one.rehearsal]
-    for one in dict.fromkeys(map(id, shown)):
-        layout = next(other for other in shown if id(other) == one)
-        verdict = "fits" if layout.fits(device_memory) else "[red]does not fit"
-        how = "rehearsed" if layout.rehearsal else "estimated"
-        table.add_row(layout.name, f"{layout.peak / GIB:.2f}", how, verdict, f"{layout.microseconds:.3f}")
+    rehearsed = [one for one in found if one.rehearsals or one.error]
+    estimated = [one for one in found if not (one.rehearsals or one.error) and one.fits(device_memory)]
+    for one in rehearsed + estimated[:most_estimates]:
+        verdict = "fits" if one.fits(device_memory) else "[red]does not fit"
+        how = "rehearsed" if one.rehearsals else "estimated"
+        if one.error:
+            verdict, how = f"[red]does not start: {one.error}", ""
+        table.add_row(one.name, f"{one.peak / GIB:.2f}", how, verdict, f"{one.microseconds(rates):.3f}")
     console.print(table)
-    fitting = sum(one.fits(device_memory) for one in found)
-    console.print(f"{fitting} of {len(found)} layouts fit" + (", by the estimate" if fitting else ""))
+    fitting = sum(one.fits(device_memory) for one in rehearsed)
+    console.print(
+        f"rehearsed: {len(rehearsed)} layouts, of which {fitting} fit; {len(estimated)} more should, by the estimate"
+    )
