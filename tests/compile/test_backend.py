@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,6 +155,34 @@ def test_the_interpreter_runs_what_is_written_every_time() -> None:
         ran = kinds(torch._C._last_executed_optimized_graph())
         assert {kind for kind in ran if kind not in PACKING} == {"aten::mul", "aten::add"} and ran["aten::mul"] == 2
     assert torch._C._get_graph_executor_optimize()
+
+
+ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "a view of another dtype": lambda x: x.view(torch.int32),
+    "several outputs": lambda x: x.topk(2, dim=-1),
+    "a list of outputs": lambda x: x.split([1, 3], dim=-1),
+    "a list of tensors": lambda x: torch.cat([x, x], dim=-1),
+    "optional tensors in a list": lambda x: x[:, torch.tensor([0, 2])],
+    "numbers for tensors": lambda x: (x + 1, 2 * x, x / 3, 1 - x, x**2, x > 0),
+    "an integer for a float": lambda x: torch.nn.functional.leaky_relu(x, 1),
+    "dtype, device, memory format": lambda x: x.to(torch.float64, memory_format=torch.contiguous_format).cpu(),
+    "no tensor": lambda x: torch.arange(4, dtype=torch.int32) + x,
+    "an empty list": lambda x: x.sum().view([]),
+    "text": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "nothing in place of a tensor": lambda x: torch.nn.functional.layer_norm(x, (4,)),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_arguments_of_every_kind(what: str) -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        result = ARGUMENTS[what](x)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    x = torch.randn(3, 4)
+    launch = interpreter.interpreted(make_fx(function, tracing_mode="fake")(x))
+    for ours, theirs in zip(launch([x]), function(x), strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
 
 
 def test_what_the_interpreter_cannot_say_is_an_error() -> None:

@@ -20,6 +20,8 @@ from torchtitan_npu.errors import UsageError
 TENSOR, INT = torch._C.TensorType.get(), torch._C.IntType.get()
 ARITHMETIC = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
 """Of sizes that are not known while compiling."""
+SYNONYMS = {torch.ops.aten.view.dtype: torch.ops.prims.view_of_dtype.default}
+"""Operators that the interpreter does not find, as others that do the same: it takes a dtype for a size."""
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
 """As they are numbered."""
 VIEWS_AND_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -42,9 +44,14 @@ def interpreted(graph_module: fx.GraphModule) -> Launch:
     places: dict[str, list[int]] = {"tensor": [], "size": [], "object": []}
     for place, node in enumerate(inputs):
         places[_kind(node)].append(place)
-    # a mesh that goes with a DTensor passes through a graph without being used
+    # a mesh that goes with a DTensor passes through a graph, or is held by it, without being used
     passed_on = [
         (there, here) for here in places["object"] for there, output in enumerate(outputs) if output is inputs[here]
+    ]
+    held_objects = [
+        (there, getattr(graph_module, output.target))
+        for there, output in enumerate(outputs)
+        if _is_object_of(graph_module, output)
     ]
     only_tensors = len(places["tensor"]) == len(inputs)
     # A call from Python holds its arguments until it returns. A list of the interpreter's own is emptied as the first
@@ -52,10 +59,10 @@ def interpreted(graph_module: fx.GraphModule) -> Launch:
     spare: list[Any] = []
 
     def launch(given: list[Any]) -> Sequence[Any]:
-        sizes, objects = [], []
+        sizes, objects = [], held_objects
         if not only_tensors:
             sizes = [given[place] for place in places["size"]]
-            objects = [(there, given[here]) for there, here in passed_on]
+            objects = [*held_objects, *((there, given[here]) for there, here in passed_on)]
             given[:] = [given[place] for place in places["tensor"]]
         held = spare.pop() if spare else _empty_list()
         held.extend(given)
@@ -87,6 +94,13 @@ def _kind(node: fx.Node) -> str:
     return "size" if isinstance(value, (int, torch.SymInt)) else "object"
 
 
+def _is_object_of(graph_module: fx.GraphModule, node: Any) -> bool:
+    """Whether ``node`` is something that the graph holds, and no tensor."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return False
+    return not isinstance(getattr(graph_module, str(node.target), None), (torch.Tensor, fx.GraphModule))
+
+
 def _empty_list() -> Any:
     held = torch._C.ScriptList([torch.empty(0)])  # which is how it knows what it will hold
     held.clear()
@@ -112,6 +126,8 @@ class _Writer:
                     continue
                 case "get_attr" if isinstance(constant := getattr(graph_module, node.target, None), torch.Tensor):
                     self.values[node] = self.graph.insertConstant(constant)
+                case "get_attr" if _is_object_of(graph_module, node):
+                    self.values[node] = self._object(node)
                 case "call_function":
                     self.values[node] = self._call(node)
                 case "output":
@@ -135,9 +151,13 @@ class _Writer:
                 self.values[node] = self.graph.addInput(node.name)
                 self.values[node].setType(INT)
             elif _kind(node) == "object":
-                if any(user.op != "output" for user in node.users):
-                    raise NotExpressible(f"a use of {node.name}, which is {type(node.meta['val'])}")
-                self.values[node] = self.graph.insertConstant(None)
+                self.values[node] = self._object(node)
+
+    def _object(self, node: fx.Node) -> Any:
+        """In the place of what no operator takes, and is put among the outputs afterwards."""
+        if any(user.op != "output" for user in node.users):
+            raise NotExpressible(f"{node.format_node()}, which an operator takes")
+        return self.graph.insertConstant(None)
 
     def _insert(self, kind: str, inputs: list[Any], types: list[Any], several: bool = False) -> Any:
         node = self.graph.create(kind, inputs, len(types))
@@ -148,7 +168,7 @@ class _Writer:
         return outputs if several else outputs[0]
 
     def _call(self, node: fx.Node) -> Any:
-        target: Any = node.target
+        target: Any = SYNONYMS.get(node.target, node.target)  # type: ignore[call-overload]
         if target is operator.getitem:
             outputs = self.values[node.args[0]]  # type: ignore[index]
             return outputs[node.args[1]]
