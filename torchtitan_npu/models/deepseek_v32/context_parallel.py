@@ -39,7 +39,8 @@ class DSAContextParallel(ContextParallel):
 
     def parallelize(self, model: nn.Module) -> None:
         layers = [module for module in model.modules() if isinstance(module, Attention)]
-        stage_without_layers = hasattr(model, "layers") and not len(model.layers)  # a pipeline may have one
+        layers_of = getattr(model, "layers", None)
+        stage_without_layers = isinstance(layers_of, nn.ModuleDict) and not len(layers_of)  # a pipeline may have one
         if not layers and not stage_without_layers:
             raise UsageError(f"npu.context_parallel: no attention of DeepSeek-V3.2 in {type(model).__name__}")
         for attention in layers:
