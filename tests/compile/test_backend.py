@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
@@ -208,6 +209,27 @@ def test_gradients_of_other_strides_and_none(written: list[Any]) -> None:
     assert torch.equal(x.grad, 2 * torch.arange(12.0).view(4, 3).t())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(compiled(x)[1].sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_is_computed_again(dropout: float) -> None:
+    """Without dropout it is just called; with it, the generator's state would have to be put back."""
+    torch._dynamo.reset()
+
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout).sin()
+
+    def again(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(attention, x, use_reentrant=False)
+
+    compiled = torch.compile(again, backend=backend.bypassed, fullgraph=True)
+    x, network = torch.randn(1, 2, 4, 8), nn.Identity()
+    if dropout:
+        with pytest.raises(Exception, match=r"npu.bypass_codegen must be false: .*rng_state"):
+            results(compiled, network, x)
+        return
+    for ours, theirs in zip(results(compiled, network, x), results(attention, network, x), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_in_evaluation_there_is_no_graph() -> None:

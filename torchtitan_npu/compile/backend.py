@@ -18,6 +18,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext
 
 from torchtitan_npu.compile.interpreter import Launch, interpreted
+from torchtitan_npu.compile.random_state import without_random_state
 from torchtitan_npu.compile.runtime import Compiled, plain_region
 from torchtitan_npu.compile.tidy import tidy
 
@@ -45,6 +46,7 @@ def bypassing(
         return default_partition(joint, *args, **kwargs)
 
     def compile_graph(graph_module: fx.GraphModule) -> Compiled:
+        without_random_state(graph_module)
         graph_module.graph = fx_graph_cse(graph_module.graph)
         for change in (*graph_passes, tidy):
             change(graph_module)
