@@ -113,6 +113,17 @@ def test_gradients_in_float64() -> None:
     )
 
 
+def test_a_tensor_that_is_key_and_value_has_one_gradient() -> None:
+    inputs, indices = example(), selection()
+    shared = {name: tensor for name, tensor in inputs.items() if name != "value"}
+    both = shared | {"value": inputs["key"]}
+    expected, actual = (
+        torch.autograd.grad(attention(torch.ops.npu, given, indices)[0].sin().sum(), list(shared.values()))
+        for given in (shared, both)
+    )
+    assert all(map(torch.equal, actual, expected))
+
+
 def test_minus_one_is_never_gathered() -> None:
     """Neither the first nor the last key, where a -1 would land, may matter to a row that did not select it."""
     inputs = {name: tensor.detach() for name, tensor in example(batch=1).items()}

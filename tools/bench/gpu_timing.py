@@ -97,6 +97,19 @@ def measure_machine() -> Machine:
     return Machine(2 * source.numel() / copy * 1e3, 2 * 8192**3 / matmul * 1e3)
 
 
+def timed(run: Run, flops: float = 0, **row: Any) -> dict[str, Any]:
+    """``row`` with the median time, the rate, and the peak of memory beyond what was there before."""
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    ms = do_bench(run, warmup=20, rep=150, return_mode="median")
+    return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
+
+
 def write(file: Path, rows: list[dict[str, Any]], **more: Any) -> None:
     """``rows`` as JSON, with the date, the machine, the versions and the command that made them."""
     about = {

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import triton
-from gpu_timing import write
+from gpu_timing import timed, write
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
@@ -150,19 +150,6 @@ def _error(got: Tensor, expected: Tensor) -> float:
     error = ((got.double() - expected).norm() / expected.norm()).item()
     assert error < 1e-2, f"{error} is more than bfloat16's rounding"
     return error
-
-
-def timed(call: Callable[[], Any], flops: float = 0, **row: Any) -> Row:
-    """Median time, rate, and the peak of memory beyond what was there before."""
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    ms = triton.testing.do_bench(call, warmup=10, rep=100, return_mode="median")
-    return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
 
 
 def pairs(length: int, known: int = TOP_K) -> int:

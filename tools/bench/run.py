@@ -135,6 +135,8 @@ def models(numbers: Numbers) -> str:
 
 
 def curves(numbers: Numbers) -> str:
+    if failed := [f"{row['variant']}: {row['failed']}" for row in numbers["rows"] if "failed" in row]:
+        return f"Not measured: {'; '.join(failed)}"
     losses = {row["variant"]: row["losses"] for row in numbers["rows"]}
     eager = losses["eager"]
     apart = {name: [abs(a - b) / b for a, b in zip(losses[name], eager, strict=True)] for name in ("absorbed", "fused")}

@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import triton
-from gpu_timing import write
+from gpu_timing import timed, write
 from torch import Tensor
 
-import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
+from torchtitan_npu.ops.triton import sparse_flash_attention as kernels
+from torchtitan_npu.ops.triton import sparse_flash_attention_grad as of_gradient
 
 HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
 SCALE = (SIZE + ROPE) ** -0.5
@@ -85,8 +86,10 @@ def small_ops(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, 
 
 
 def check() -> Iterator[Row]:
-    """The Euclidean distances from float64, relative to the length of what is compared with."""
-    given = tensors(300, 128)
+    """The Euclidean distances from float64, relative to the length of what is compared with. There are several blocks
+    of keys, and the workspace is filled several times."""
+    kernels.WORKSPACE = of_gradient.WORKSPACE = 2**26
+    given = tensors(1500, 600)
     results = forward(**given)
     d_out = torch.randn_like(results[0])
     exact = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
@@ -99,18 +102,7 @@ def check() -> Iterator[Row]:
         error = ((got.double() - value).norm() / value.norm()).item()
         assert error < 1e-2, f"{name}: {error} is more than bfloat16's rounding"
         yield {"what": name, "error": error}
-
-
-def timed(what: str, length: int, flops: float, run: Any) -> Row:
-    run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    ms = triton.testing.do_bench(run, warmup=20, rep=150, return_mode="median")
-    return {"what": what, "length": length, "ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
+    kernels.WORKSPACE = of_gradient.WORKSPACE = 2**29
 
 
 def times(length: int) -> Iterator[Row]:
@@ -118,22 +110,27 @@ def times(length: int) -> Iterator[Row]:
     pairs = 2 * HEADS * int((given["indices"] >= 0).sum())
     results = forward(**given)
     d_out = torch.randn_like(results[0])
-    yield timed("forward", length, pairs * (2 * SIZE + ROPE), lambda: forward(**given))
+    yield timed(lambda: forward(**given), pairs * (2 * SIZE + ROPE), what="forward", length=length)
     flops = pairs * (5 * SIZE + 2 * ROPE)
-    yield timed("backward", length, flops, lambda: backward(**given, d_out=d_out, results=results))
+
+    def gradients() -> tuple[Tensor, ...]:
+        return backward(**given, d_out=d_out, results=results)
+
+    yield timed(gradients, flops, what="backward", length=length)
     if length in SMALL_OPS:
         torch.use_deterministic_algorithms(True)
-        yield timed("backward, in order", length, flops, lambda: backward(**given, d_out=d_out, results=results))
+        yield timed(gradients, flops, what="backward, in order", length=length)
         torch.use_deterministic_algorithms(False)
         indices = given.pop("indices")
         mask = torch.zeros(1, 1, length, length + 1, dtype=torch.bool, device="cuda")
         mask[0, 0].scatter_(-1, indices[0, :, 0].long() % (length + 1), True)
         inputs = {name: tensor.requires_grad_() for name, tensor in given.items()}
         mask = mask[..., :length]
-        yield timed("small ops forward", length, 0, lambda: small_ops(**inputs, mask=mask))
+        yield timed(lambda: small_ops(**inputs, mask=mask), what="small ops forward", length=length)
         out = small_ops(**inputs, mask=mask)
         leaves = list(inputs.values())
-        yield timed("small ops backward", length, 0, lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+        run = partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
+        yield timed(run, what="small ops backward", length=length)
 
 
 def main() -> None:

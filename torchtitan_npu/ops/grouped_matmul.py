@@ -176,7 +176,8 @@ def cuda(
     rows, matrices = x[0].t() if group_type == 2 else x[0], weight[0]
     if group_type == 0 and not matrices.is_contiguous():
         matrices = matrices.mT
-    elif group_type == 0 and rows.shape[1] % 64:  # the last tile of a group's matrix would hold rows of the next one
+    elif group_type == 0 and rows.shape[1] % 64:
+        # the last tile of a group's matrix would hold rows of the next one; TorchTitan's lie transposed
         return reference.npu_grouped_matmul(**arguments)
     if group_type == -1 or bias or not is_tiled(rows, matrices):
         return reference.npu_grouped_matmul(**arguments)

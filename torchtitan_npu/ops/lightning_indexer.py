@@ -120,6 +120,22 @@ SIZES = (
     Limit("the number of heads of key", lambda key, **_: key.shape[-2], (1,)),
 )
 
+SEGMENT = 32768
+"""Of how many scores the GPU's kernel selects at a time."""
+
+
+def takes(keys: int, count: int) -> bool:
+    """Whether the GPU's kernel can select ``count`` of so many: every round must leave less than it got."""
+    return keys <= SEGMENT or 2 * count <= SEGMENT
+
+
+def cuda(key: Tensor, layout_query: str, sparse_count: int, **others: Any) -> tuple[Tensor, Tensor]:
+    arguments = {"key": key, "layout_query": layout_query, "sparse_count": sparse_count, **others}
+    if not takes(key.shape[0 if layout_query == "TND" else 1], sparse_count):
+        return reference.npu_lightning_indexer(**arguments)
+    return kernel("lightning_indexer", "npu_lightning_indexer", reference.npu_lightning_indexer)(**arguments)
+
+
 declare(
     Op(
         schema="npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
@@ -128,7 +144,7 @@ declare(
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
         "-> (Tensor, Tensor)",
         reference=reference.npu_lightning_indexer,
-        cuda=kernel("lightning_indexer", "npu_lightning_indexer", reference.npu_lightning_indexer),
+        cuda=cuda,
         fake=fake,
         contract=contract,
         sharding=sharding,

@@ -116,11 +116,14 @@ def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Ten
     return on_device(tensors | {"softmax_max": maximum, "softmax_sum": total} | options | lengths)
 
 
-def make(docs: Documents, top_k: int, heads: int, rope: int) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+def make(
+    docs: Documents, top_k: int, heads: int, rope: int, weights: torch.dtype | None = None
+) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
     sizes: dict[str, tuple[int, ...]] = {"query": (heads, 20), "key": (1, 20), "query_index": (2, 5)}
     sizes |= {"key_index": (1, 5), "weights": (2,)}
     sizes |= {"query_rope": (heads, rope), "key_rope": (1, rope)} if rope else {}
     parts = {name: docs.random(of_key(name), *size) for name, size in sizes.items()}
+    parts["weights"] = [part.to(weights or docs.dtype) for part in parts["weights"]]
     return parts, docs.select(top_k, 1, docs.visible())
 
 
@@ -132,12 +135,15 @@ def make(docs: Documents, top_k: int, heads: int, rope: int) -> tuple[dict[str, 
     st.sampled_from([1, 3, 9]),
     st.sampled_from([3, 130]),
     st.sampled_from([0, 2]),
+    st.booleans(),
 )
-def test_loss_agrees_with_the_oracle(docs: Documents, top_k: int, heads: int, rope: int) -> None:
-    parts, indices = make(docs, top_k, heads, rope)
+def test_loss_agrees_with_the_oracle(docs: Documents, top_k: int, heads: int, rope: int, wide: bool) -> None:
+    """``wide``: the weights in float32 beside half precision, as the converter passes them."""
+    weights = torch.float32 if wide and docs.dtype != torch.float64 else docs.dtype
+    parts, indices = make(docs, top_k, heads, rope, weights)
     *grads, loss = LOSS.cuda(**arguments(docs, parts, indices))
     assert loss.shape == (1,) and loss.dtype == torch.float32
-    assert [grad.dtype for grad in grads] == [docs.dtype] * 3
+    assert [grad.dtype for grad in grads] == [docs.dtype, docs.dtype, weights]
     total, total_budget, u = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), docs.u
     oracles, d_scores = [], []
     for document, visible in enumerate(docs.visible()):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from sparse_attention_check import assert_agrees
 from sparse_oracle import ARRANGEMENTS, Documents
+
+from torchtitan_npu.ops.triton import sparse_flash_attention as forward
+from torchtitan_npu.ops.triton import sparse_flash_attention_grad as gradient
 
 CASES = {
     "documents of a batch, some shorter": ("BSND", [(5, 7), (2, 3)], True, (4, 1), 3, True, False),
@@ -16,7 +20,8 @@ CASES = {
     "rows that see no key": ("TND", [(5, 2), (2, 2)], True, (4, 1), 4, True, False),
     "top-k wider than the sequence": ("BSND", [(3, 4)] * 2, True, (4, 1), 11, False, True),
     "every key is seen": ("BSND", [(3, 6)] * 2, False, (4, 1), 3, True, False),
-    "several blocks of keys and of heads": ("TND", [(2, 70)], False, (70, 1), 69, True, False),
+    "several blocks of keys": ("TND", [(2, 70), (1, 3)], False, (3, 1), 69, True, False),
+    "more heads than a block has": ("BSND", [(1, 5)], False, (130, 1), 5, True, False),
 }
 
 
@@ -24,14 +29,52 @@ def documents(layout: str, sizes: list[tuple[int, int]], causal: bool, dtype: to
     return Documents(layout, sizes, causal, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.fixture(params=[False, True], ids=["", "in order"])
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 and 32 keys, and a workspace for a row or two: what a large job has in a small one."""
+    for module in (forward, gradient):
+        monkeypatch.setattr(module, "WORKSPACE", 2000)
+        monkeypatch.setitem(module.SCORES, "BLOCK_KEYS", 32)
+    for config in (forward.VALUES, gradient.QUERIES, gradient.KEYS):
+        monkeypatch.setitem(config, "BLOCK_KEYS", 16)
+
+
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_oracle(gpu: Any, device: str, half: torch.dtype, case: str, deterministic: bool) -> None:
     layout, sizes, causal, heads, top_k, rope, value = CASES[case]
     dtype, arranged = (torch.float32, "transposed") if deterministic else (half, "contiguous")
     docs = documents(layout, sizes, causal, dtype, arranged)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        assert_agrees(gpu, docs, heads, top_k, rope, bool(value), device, rounds=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_agrees(gpu, docs, heads, top_k, rope, bool(value), device, rounds=True)
+
+
+def test_pieces_do_not_matter(gpu: Any, device: str, half: torch.dtype, deterministic: bool) -> None:
+    """As large as they are for a job; and a rope with more features than the rest."""
+    docs = documents("BSND", [(3, 9)] * 2, True, half, "contiguous")
+    assert_agrees(gpu, docs, (4, 1), 5, True, False, device, rounds=True, size=3, rope=20)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_places_without_a_key_are_passed_over(gpu: Any, device: str) -> None:
+    """A -1 may stand anywhere: 40 of them before the first key, and between keys."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, n, h, 4, generator=generator).to(device) for n, h in ((2, 3), (9, 1)))
+    compact = torch.tensor([[3, 7, 0, -1], [8, 1, 2, 5]], dtype=torch.int32).view(1, 2, 1, 4)
+    spread = torch.full((1, 2, 1, 90), -1, dtype=torch.int32)
+    spread[..., [40, 41, 60, 89]] = compact
+    results = []
+    for indices in (compact, spread):
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key)]
+        out, maximum, total = gpu.npu_sparse_flash_attention(
+            *leaves, None, indices.to(device), 0.3, sparse_mode=0, attention_mode=2, return_softmax_lse=True
+        )
+        results.append([out, maximum, total, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchtitan_npu.ops.triton.top_k import select_top_k, takes
+from torchtitan_npu.ops.lightning_indexer import takes
+from torchtitan_npu.ops.triton.top_k import select_top_k
 
 
 @pytest.mark.parametrize("segment", [16, 64])

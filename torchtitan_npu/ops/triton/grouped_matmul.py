@@ -3,7 +3,7 @@
 Ours is persistent: as many programs as there are multiprocessors, each of which takes tile after tile of the output and
 finds its group among the ends, on the device. Tiles are read through tensor descriptors, so a row may begin anywhere,
 and what lies beyond a tensor is zero; what lies beyond a group is not written (rows), or is masked (summed dimension).
-That ``group_list`` adds up to the rows is not checked; rows beyond its end are left as they are.
+That ``group_list`` adds up to the rows is checked on the device.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def npu_grouped_matmul(
     if not tokens.numel():  # neither kernel takes it
         groups = [] if group_type == 0 else [len(group_list)]
         return [tokens.new_zeros(*groups, tokens.shape[0], matrices.shape[-1])]
+    summed = 0 if group_type == 0 else 1
+    total = group_list[-1] if group_list_type == 0 else group_list.sum()
+    torch._assert_async(total == tokens.shape[summed], "npu_grouped_matmul: group_list must add up to the rows of x")
     product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
     if prefers_torch(tokens, group_type):
         product = torch_product
@@ -47,7 +50,7 @@ def npu_grouped_matmul_add_(
 
 def prefers_torch(x: Tensor, group_type: int) -> bool:
     """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features, which
-    ours is 5 % faster at (an H200, 7168 of them; tools/bench/basic_kernels.py).
+    ours is faster at in most runs (by up to 6 % on an H200, 7168 of them; tools/bench/basic_kernels.py).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
     unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439).

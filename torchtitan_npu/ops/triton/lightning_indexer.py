@@ -1,15 +1,12 @@
 """The lightning indexer in Triton: the scores of some rows at a time, and the best keys of each."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.triton.rows import Rows, rows_of
-from torchtitan_npu.ops.triton.top_k import select_top_k, takes
-from torchtitan_npu.ops.vocabulary import OPS
+from torchtitan_npu.ops.triton.top_k import select_top_k
 
 WORKSPACE = 2**26
 """How many scores are kept at a time: 256 MiB in float32."""
@@ -17,27 +14,12 @@ SPAN = 4096
 """How many keys a program goes through: enough to pay for its queries, few enough that all programs are alike."""
 
 
-def npu_lightning_indexer(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """For each query row the ``sparse_count`` keys with the highest score, as the reference has it; but a row's keys
-    come in ascending order, which is best for whoever gathers them: torch_npu promises no order.
-
-    Exact for the scores it computes: products of the inputs, summed in float32. Needs :data:`WORKSPACE` scores beside
-    the outputs. A row that sees no more keys than it may select gets them all, and no score is computed for it unless
-    ``return_value`` asks. The values of the lengths are not checked. More selected keys than the selection takes go
-    to the reference.
-    """
-    key, layout = arguments["key"], arguments["layout_query"]
-    if not takes(keys_of_a_row(key, layout), arguments["sparse_count"]):
-        return OPS["npu_lightning_indexer"].reference(**arguments)
-    return indexer(**arguments)
-
-
 def keys_of_a_row(key: Tensor, layout: str) -> int:
     """The most keys that a row can see, whatever the lengths."""
     return key.shape[0] if layout == "TND" else key.shape[1]
 
 
-def indexer(
+def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -49,6 +31,13 @@ def indexer(
     return_value: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
+    """For each query row the ``sparse_count`` keys with the highest score, as the reference has it; but a row's keys
+    come in ascending order, which is best for whoever gathers them: torch_npu promises no order.
+
+    Exact for the scores it computes: products of the inputs, summed in float32. Needs :data:`WORKSPACE` scores beside
+    the outputs. A row that sees no more keys than it may select gets them all, and no score is computed for it unless
+    ``return_value`` asks. The values of the lengths are not checked.
+    """
     heads, size = query.shape[-2:]
     key_heads, keys = key.shape[-2], keys_of_a_row(key, layout_query)
     rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)

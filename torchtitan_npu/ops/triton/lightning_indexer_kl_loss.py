@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan_npu.ops.triton.lightning_indexer_grad import gradients
 from torchtitan_npu.ops.triton.rows import rows_of
+from torchtitan_npu.ops.triton.sparse_flash_attention import tile
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(
@@ -140,12 +141,12 @@ def _distributions(
             at = row * HEADS + head
             logits = tl.zeros((KEYS, HEAD_BLOCK), tl.float32)
             for start in range(0, SIZE, SIZE_BLOCK):
-                k = _tile(key, token, there, start, SIZE, SIZE_BLOCK)
-                q = _tile(query, at, head < HEADS, start, SIZE, SIZE_BLOCK)
+                k = tile(key, token, there, start, SIZE, SIZE_BLOCK)
+                q = tile(query, at, head < HEADS, start, SIZE, SIZE_BLOCK)
                 logits = tl.dot(k, tl.trans(q), logits, input_precision="ieee")
             if ROPE_SIZE > 0:
-                k = _tile(key_rope, token, there, 0, ROPE_SIZE, ROPE_BLOCK)
-                q = _tile(query_rope, at, head < HEADS, 0, ROPE_SIZE, ROPE_BLOCK)
+                k = tile(key_rope, token, there, 0, ROPE_SIZE, ROPE_BLOCK)
+                q = tile(query_rope, at, head < HEADS, 0, ROPE_SIZE, ROPE_BLOCK)
                 logits = tl.dot(k, tl.trans(q), logits, input_precision="ieee")
             maximum = tl.load(softmax_max + at, mask=head < HEADS, other=0.0)
             total = tl.load(softmax_sum + at, mask=head < HEADS, other=1.0)
@@ -155,18 +156,11 @@ def _distributions(
 
         head = tl.arange(0, INDEX_HEAD_BLOCK)
         at = row * INDEX_HEADS + head
-        k = _tile(key_index, token, there, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
-        q = _tile(query_index, at, head < INDEX_HEADS, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
+        k = tile(key_index, token, there, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
+        q = tile(query_index, at, head < INDEX_HEADS, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
         w = tl.load(weights + at, mask=head < INDEX_HEADS, other=0.0).to(tl.float32)
         relu = tl.maximum(tl.dot(k, tl.trans(q), input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(scores + row * TOP_K + place, tl.sum(relu * w[None, :], 1), mask=there)
-
-
-@triton.jit
-def _tile(tensor, row, there, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns ``start`` to ``start + BLOCK`` of some rows of (rows, SIZE); zeros where there is nothing."""
-    d = start + tl.arange(0, BLOCK)
-    return tl.load(tensor + row[:, None] * SIZE + d[None, :], mask=there[:, None] & (d < SIZE)[None, :], other=0.0)
 
 
 @triton.jit

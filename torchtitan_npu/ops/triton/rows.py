@@ -50,11 +50,20 @@ def rows_of(
 def _documents(layout: str, tensor: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
     """Where each document's tokens begin and how many they are: (documents,) int64."""
     if layout == "TND":
-        ends = torch.as_tensor(lengths, dtype=torch.int64, device=tensor.device).clamp(0, tensor.shape[0])
+        assert lengths is not None  # the contract
+        ends = _on_device(lengths, tensor).clamp(0, tensor.shape[0])
         start = torch.nn.functional.pad(ends[:-1], (1, 0))
         return start, (ends - start).clamp_(min=0)
     batch, sequence = tensor.shape[:2]
     start = torch.arange(batch, device=tensor.device) * sequence
     if lengths is None:
         return start, torch.full_like(start, sequence)
-    return start, torch.as_tensor(lengths, dtype=torch.int64, device=tensor.device).clamp(0, sequence)
+    return start, _on_device(lengths, tensor).clamp(0, sequence)
+
+
+def _on_device(lengths: Tensor | Sequence[int], tensor: Tensor) -> Tensor:
+    """int64, on the device of ``tensor``. A list goes through pinned memory: from other memory the copy waits."""
+    if isinstance(lengths, Tensor):
+        return lengths.to(tensor.device, torch.int64)
+    held = torch.tensor(lengths, dtype=torch.int64, pin_memory=tensor.is_cuda)
+    return held.to(tensor.device, non_blocking=True)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.selection import statistics_shape
 from torchtitan_npu.ops.triton.rows import rows_of
 
@@ -38,8 +39,9 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, but nothing waits for the device: a -1 before a key and lengths that do not fit the tokens are
-    not looked for."""
+    """As the reference, but nothing waits for the device: lengths that do not fit the tokens are not looked for, and a
+    -1 before a key is passed over."""
+    check_size(key)
     rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv)
     tokens, heads = rows.first.numel(), query.shape[-2]
     key_heads, top_k = sparse_indices.shape[-2:]
@@ -80,6 +82,12 @@ def npu_sparse_flash_attention(
     if not return_softmax_lse:
         return out, softmax_max.new_empty(0), softmax_sum.new_empty(0)
     return out, softmax_max, softmax_sum
+
+
+def check_size(key: Tensor) -> None:
+    """The kernels count the elements of ``key`` in 32 bits."""
+    if key.numel() >= 2**31:
+        raise UsageError(f"key must have less than 2**31 elements on a GPU, not {key.numel()}: split the batch")
 
 
 def shape_of(query: Tensor, query_rope: Tensor | None, key_heads: int, top_k: int) -> dict[str, int]:
@@ -147,10 +155,11 @@ def place_of_products(rows, WIDTH: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def count_of(indices, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
-    """How many places of a row hold a key; the others come after them."""
+def count_of(indices, visible, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
+    """After how many places of a row there is no key that it may see any more."""
     places = tl.arange(0, BLOCK_TOP_K)
-    return tl.sum((tl.load(indices + places, mask=places < TOP_K, other=-1) >= 0).to(tl.int32))
+    index = tl.load(indices + places, mask=places < TOP_K, other=-1)
+    return tl.max(tl.where((index >= 0) & (index < visible), places + 1, 0))
 
 
 @triton.jit
@@ -197,7 +206,7 @@ def _score(
     there = (index >= 0) & (index < tl.load(visible_keys + row))
     of_chunk = (in_chunk * KEY_HEADS + key_head) * GROUP + in_group
     of_block = of_chunk * ((TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS) + first_place // BLOCK_KEYS
-    if tl.max(index) < 0:  # nothing reads these places
+    if tl.max(there.to(tl.int32)) == 0:  # nothing reads these places
         tl.store(block_max + of_block, tl.full((BLOCK_HEADS,), float("-inf"), tl.float32), mask=real)
         tl.store(block_sum + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
         return
@@ -260,7 +269,7 @@ def _average(
     first = tl.load(first_key + row)
     visible = tl.load(visible_keys + row)
     indices += (row * KEY_HEADS + key_head) * TOP_K
-    count = tl.where(visible > 0, count_of(indices, TOP_K, BLOCK_TOP_K), 0)
+    count = count_of(indices, visible, TOP_K, BLOCK_TOP_K)
 
     group = tl.arange(0, BLOCK_GROUP)
     real = group < GROUP
@@ -291,7 +300,8 @@ def _average(
         w = tl.load(weights + of_chunk[:, None] * TOP_K + places[None, :], mask=mask, other=0.0)
         v = tile(value, keys, there, first_column, WIDTH, BLOCK_COLUMNS)
         of_block = tl.load(block_max + of_chunk * BLOCKS + start // SCORED_KEYS, mask=real, other=float("-inf"))
-        w = (w.to(tl.float32) * tl.exp2(of_block - shift)[:, None]).to(v.dtype)
+        # a place without a key may hold anything
+        w = tl.where(there[None, :], w.to(tl.float32) * tl.exp2(of_block - shift)[:, None], 0.0).to(v.dtype)
         average = tl.dot(w, v, average, input_precision="ieee")
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
     places = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None] * WIDTH + columns[None, :]

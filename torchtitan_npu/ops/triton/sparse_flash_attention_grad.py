@@ -16,6 +16,7 @@ from torchtitan_npu.ops.triton.sparse_flash_attention import (
     LOG2_E,
     WORKSPACE,
     blocks_of,
+    check_size,
     count_of,
     place_of_products,
     place_of_scores,
@@ -53,6 +54,7 @@ def npu_sparse_flash_attention_grad(
     """As the reference. The keys' gradients are added in float32, by atomic additions in any order; in the order of the
     rows where deterministic algorithms are asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
+    check_size(key)
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
     tokens, heads, size = rows.first.numel(), *query.shape[-2:]
     key_heads, top_k = sparse_indices.shape[-2:]
@@ -68,11 +70,12 @@ def npu_sparse_flash_attention_grad(
     _multiply_and_sum[(d_out_out.numel(),)](d_out, out.contiguous(), d_out_out, SIZE=size, BLOCK=block)
 
     slots = heads * top_k * 2 * query.element_size()
-    added = key_heads * top_k * size if deterministic else 0  # what a row gives to its keys, before it is added
+    shape = shape_of(query, query_rope, key_heads, top_k)
+    # what a row gives to its keys, before it is added
+    added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
     chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
     weights, d_scores = (query.new_empty(chunk, heads, top_k) for _ in range(2))
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
-    shape = shape_of(query, query_rope, key_heads, top_k)
     products = {name: shape[name] for name in ("GROUP", "KEY_HEADS", "TOP_K")} | product_blocks(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
     places = (sparse_indices, rows.first, rows.visible)
@@ -158,12 +161,18 @@ def _differentiate(
     row = first_row + in_chunk
     visible = tl.load(visible_keys + row)
     index = tl.load(indices + (row * KEY_HEADS + key_head) * TOP_K + places, mask=places < TOP_K, other=-1)
-    if tl.max(index) < 0:
-        return  # nothing reads these places
     there = (index >= 0) & (index < visible)
     keys = (tl.load(first_key + row) + index) * KEY_HEADS + key_head
     real = in_group < GROUP
     heads = (row * KEY_HEADS + key_head) * GROUP + in_group
+    slots = ((in_chunk * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + places[None, :]
+    kept = real[:, None]
+    if TOP_K % BLOCK_KEYS:
+        kept = kept & (places < TOP_K)[None, :]
+    if tl.max(there.to(tl.int32)) == 0:
+        zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
+        tl.store(d_scores + slots, zeros, mask=kept)
+        return
 
     scores = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
     dp = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
@@ -185,12 +194,8 @@ def _differentiate(
     delta = tl.load(d_out_out + heads, mask=real, other=0.0)
     p = tl.where(there[None, :], tl.exp2(scores * scale_2 - highest[:, None]) / total[:, None], 0.0)
     ds = p * (dp - delta[:, None]) * scale
-    slots = ((in_chunk * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + places[None, :]
-    mask = real[:, None]
-    if TOP_K % BLOCK_KEYS:
-        mask = mask & (places < TOP_K)[None, :]
-    tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=mask)
-    tl.store(d_scores + slots, ds.to(d_scores.dtype.element_ty), mask=mask)
+    tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=kept)
+    tl.store(d_scores + slots, ds.to(d_scores.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -218,7 +223,7 @@ def _add_to_queries(
     first = tl.load(first_key + row)
     visible = tl.load(visible_keys + row)
     indices += (row * KEY_HEADS + key_head) * TOP_K
-    count = tl.where(visible > 0, count_of(indices, TOP_K, BLOCK_TOP_K), 0)
+    count = count_of(indices, visible, TOP_K, BLOCK_TOP_K)
 
     group = tl.arange(0, BLOCK_GROUP)
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -269,7 +274,7 @@ def _add_to_keys(
     first = tl.load(first_key + row)
     visible = tl.load(visible_keys + row)
     indices += (row * KEY_HEADS + key_head) * TOP_K
-    count = tl.where(visible > 0, count_of(indices, TOP_K, BLOCK_TOP_K), 0)
+    count = count_of(indices, visible, TOP_K, BLOCK_TOP_K)
 
     group = tl.arange(0, BLOCK_GROUP)
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)

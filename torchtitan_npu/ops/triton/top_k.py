@@ -5,15 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SEGMENT = 32768
-"""How many values one program holds in registers. A longer row is cut into segments, and the best of each compete."""
+from torchtitan_npu.ops.lightning_indexer import SEGMENT
+
 WARP_VALUES = 1024
 """How many of them a warp holds, 32 a thread."""
-
-
-def takes(width: int, count: int) -> bool:
-    """Whether rows of ``width`` can be cut down to ``count``: every round must leave less than it got."""
-    return width <= SEGMENT or 2 * count <= SEGMENT
 
 
 def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None) -> None:
@@ -125,6 +120,6 @@ def _select(
 
 @triton.jit
 def _ordered(value):
-    """Integers in the order of the float32 ``value``; -0 and 0 are the same."""
+    """Integers in the order of the float32 ``value``; -0 and 0 are the same, and what is not a number is above all."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
