@@ -20,11 +20,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -104,32 +103,55 @@ def cheapest(
 
     ``outputs`` are the shapes of the outputs, ``later`` gives what the placements of the first leave to be paid later.
     """
-    cost_later = functools.cache(later or (lambda placements: 0.0))
     here = zip(*(spec.placements for spec in inputs), strict=True)
     as_they_are = tuple(way for some, now in zip(ways, here, strict=True) for way in some if way.inputs == now)
-    if (
-        len(as_they_are) == len(ways) and cost_later(_first_output(as_they_are)) == 0
-    ):  # there is at most one a mesh dimension
-        return as_they_are
+    if len(as_they_are) == len(ways) and (later is None or later(_first_output(as_they_are)) == 0):
+        return as_they_are  # there is at most one a mesh dimension
 
-    # many combinations put an input in the same place
-    costs = [functools.cache(functools.partial(_cost, spec)) for spec in inputs]
-    combinations = list(itertools.product(*ways))
-    totals = [
-        sum(cost(target) for cost, target in zip(costs, _targets(combination), strict=True))
-        + cost_later(_first_output(combination))
-        for combination in combinations
+    costs = [
+        _of_each(functools.partial(_cost, spec), [[way.inputs[i] for way in some] for some in ways])
+        for i, spec in enumerate(inputs)
     ]
-    least = min(totals)
+    if later is not None:
+        costs.append(_of_each(later, [[way.outputs[0] for way in some] for some in ways]))
+    totals = [sum(some) for some in zip(*costs, strict=True)]
+    candidates = _least(itertools.product(*ways), totals)
+    now, mesh = [spec.placements for spec in inputs], inputs[0].mesh.shape
 
-    def other_merits(combination: tuple[Way, ...]) -> tuple[int, float]:
-        moved = [(spec, to) for spec, to in zip(inputs, _targets(combination), strict=True) if spec.placements != to]
-        changed = sum(x != y for spec, to in moved for x, y in zip(spec.placements, to, strict=True))
+    def changed(combination: tuple[Way, ...]) -> int:
+        moves = zip(now, _targets(combination), strict=True)
+        return sum(x != y for before, after in moves if before != after for x, y in zip(before, after, strict=True))
+
+    def memory(combination: tuple[Way, ...]) -> float:
+        moves = zip(inputs, _targets(combination), strict=True)
         results = zip(outputs, zip(*(way.outputs for way in combination), strict=True), strict=True)
-        tensors = [*((spec.shape, to) for spec, to in moved), *results]
-        return changed, sum(_share(math.prod(shape), inputs[0].mesh, to) for shape, to in tensors)
+        tensors = [*((spec.shape, to) for spec, to in moves if spec.placements != to), *results]
+        return sum(_share(math.prod(shape), mesh, to) for shape, to in tensors)
 
-    return min((x for x, total in zip(combinations, totals, strict=True) if total == least), key=other_merits)
+    for merit in (changed, memory):
+        if len(candidates) > 1:
+            candidates = _least(candidates, [merit(x) for x in candidates])
+    return candidates[0]
+
+
+def _of_each(cost: Callable[[tuple[Placement, ...]], float], placements: Sequence[Sequence[Placement]]) -> list[float]:
+    """The cost of each combination of ``placements[mesh_dim]``, in the order of ``itertools.product``.
+
+    Many combinations are the same placements. Each is asked for once, and then found by numbers: to hash and compare
+    placements takes much longer, and there are hundreds of combinations.
+    """
+    distinct: list[dict[Placement, int]] = [{} for _ in placements]
+    numbers = [
+        [known.setdefault(x, len(known)) for x in some] for some, known in zip(placements, distinct, strict=True)
+    ]
+    keys = itertools.product(*(known.values() for known in distinct))
+    costs = dict(zip(keys, map(cost, itertools.product(*distinct)), strict=True))
+    return [costs[key] for key in itertools.product(*numbers)]
+
+
+def _least(candidates: Iterable[tuple[Way, ...]], values: Sequence[float]) -> list[tuple[Way, ...]]:
+    least = min(values)
+    return [x for x, value in zip(candidates, values, strict=True) if value == least]
 
 
 def _targets(combination: tuple[Way, ...]) -> list[tuple[Placement, ...]]:
@@ -157,15 +179,21 @@ def _sum_later(left: DTensorSpec, right: tuple[Placement, ...], gradient: tuple[
     if not any(kept):
         return 0.0
     others = [x if is_cut(x) else WHOLE for x in gradient]
-    uncut: list[Placement] = [Shard(dim) for dim in range(left.ndim) if Shard(dim) not in others]
+    cuts: list[Placement] = [Shard(dim) for dim in range(left.ndim)]
     before = tuple(Partial() if keep else other for keep, other in zip(kept, others, strict=True))
-    after = tuple((uncut or [WHOLE])[0] if keep else other for keep, other in zip(kept, others, strict=True))
-    return _cost(DTensorSpec(left.mesh, before, tensor_meta=left.tensor_meta), after)
+    return min(
+        _cost(
+            DTensorSpec(left.mesh, before, tensor_meta=left.tensor_meta),
+            tuple(to if keep else other for keep, other in zip(kept, others, strict=True)),
+        )
+        # a dimension that is not cut yet is as good as any other such; a vector may have none
+        for to in [x for x in cuts if x not in others][:1] or [*cuts, WHOLE]
+    )
 
 
-def _share(size: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> float:
+def _share(size: int, mesh: Sequence[int], placements: Sequence[Placement]) -> float:
     """A rank's part of ``size`` elements, were the parts all alike."""
-    return size / math.prod(mesh.size(i) for i, x in enumerate(placements) if is_cut(x))
+    return size / math.prod(ranks for ranks, x in zip(mesh, placements, strict=True) if is_cut(x))
 
 
 def _specs(schema: OpSchema) -> list[DTensorSpec]:
@@ -176,7 +204,7 @@ def _op_spec(inputs: Sequence[DTensorSpec], chosen: tuple[Way, ...]) -> OpSpec:
     mesh = inputs[0].mesh
     results = [DTensorSpec(mesh, placements) for placements in zip(*(way.outputs for way in chosen), strict=True)]
     targets = [
-        DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
+        spec if spec.placements == placements else DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
         for spec, placements in zip(inputs, _targets(chosen), strict=True)
     ]
     return OpSpec(
