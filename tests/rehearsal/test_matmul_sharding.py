@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.matmul_brute_force import is_valid
 from tests.matmul_bytes import NARROW, WIDE, ours_and_cheapest
-from tests.matmul_calls import Call, R, backward, choice, forward, is_valid
+from tests.matmul_calls import Call, R, backward, choice, forward
 from tests.rehearsal.step import rehearse
 from tests.shards import every_placement
 from tools.bench.matmul_sharding import SIZES, aten, both, bytes_moved, step, step_row
