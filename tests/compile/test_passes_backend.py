@@ -16,10 +16,10 @@ from torchtitan_npu.compile.backend import bypassing
 from torchtitan_npu.compile.passes import PASSES, GraphPasses
 
 
-def train() -> tuple[list[Tensor], list[Tensor], list[Counter[str]]]:
+def train(names: list[str]) -> tuple[list[Tensor], list[Tensor], list[Counter[str]]]:
     """Gradients of two layers in eager mode and compiled, and the collectives of the compiled forward and backward."""
     model = partial(dense, norm=NORMS["npu"])
-    passes = GraphPasses(list(PASSES), sp_min_tokens=TOKENS)
+    passes = GraphPasses(names, sp_min_tokens=TOKENS)
     seen: list[Counter[str]] = []
 
     def look(graph_module: fx.GraphModule) -> None:
@@ -34,9 +34,24 @@ def train() -> tuple[list[Tensor], list[Tensor], list[Counter[str]]]:
     return gradients[0], gradients[1], seen
 
 
-def test_two_layers_in_training() -> None:
-    for eager, compiled, seen in run_on_ranks(2, train):
-        assert seen == [{"RS": 2, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}]
+def run(names: list[str]) -> list[list[Counter[str]]]:
+    """By rank, the collectives of the forward and of the backward graph, whose gradients are eager's."""
+    collectives = []
+    for eager, compiled, seen in run_on_ranks(2, train, names):
         bound = 1.1e-16 * TOKENS * HIDDEN * 20  # as in test_passes_sequence_parallel
         for one, other in zip(compiled, eager, strict=True):
             torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))
+        collectives.append(seen)
+    return collectives
+
+
+def test_two_layers_in_training() -> None:
+    for seen in run([name for name in PASSES if name != "async_tp"]):
+        assert seen == [{"RS": 2, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}]
+
+
+def test_what_sequence_parallel_splits_async_tp_fuses() -> None:
+    for forward, backward in run(list(PASSES)):
+        assert forward == {"AG+mm": 2, "mm+RS": 2}
+        assert (backward["AG"] + backward["AG+mm"], backward["RS"] + backward["mm+RS"], backward["AR"]) == (3, 3, 3)
+        assert backward["AG+mm"] and backward["mm+RS"]
