@@ -168,9 +168,9 @@ def test_memory_and_work_are_those_of_a_real_step(layout: dict[str, int]) -> Non
         elements = sum(p.numel() for p in build_on_meta(measured_job(layout)).parameters())
     finally:
         del os.environ["WORLD_SIZE"]
-    # a real collective holds its input until it is waited for, and there are the loader's batches; the model is so
-    # small that this is seen
-    assert 0 <= peak - rehearsal.peak < 0.05 * peak
+    # a real collective holds its input for as long as it takes, which varies, and blocks are not rounded up; the model
+    # is so small that this is seen
+    assert abs(peak - rehearsal.peak) < 0.05 * peak
     if not layout:  # of DTensors torch counts all ranks' share
         assert rehearsal.flops == flops
         assert rehearsal.sent["fsdp", "reduce_scatter"] == 4 * elements // 2  # float32, what is the other rank's
