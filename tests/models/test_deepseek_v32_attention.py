@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -226,6 +227,17 @@ def test_an_npu_takes_the_sizes(flavor: str) -> None:
     assert OPS["npu_sparse_flash_attention_grad"].refusals(**attention) == []
     loss = {**attention, "query_index": index["query"], "key_index": index["key"], "weights": index["weights"]}
     assert OPS["npu_sparse_lightning_indexer_grad_kl_loss"].refusals(**loss) == []
+
+
+def test_a_job_leaves_nothing_to_the_next_one() -> None:
+    args, config = model_args(), JobConfig()
+    args.update_from_config(config)
+    before = dataclasses.asdict(args)
+    config.dsa.document_mask, config.parallelism.pipeline_parallel_degree = True, 2
+    args.update_from_config(config)
+    assert dataclasses.asdict(args) != before
+    args.update_from_config(JobConfig())
+    assert dataclasses.asdict(args) == before
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_degree", "context_parallel_degree"])

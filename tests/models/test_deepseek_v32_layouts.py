@@ -80,10 +80,10 @@ def test_documents_go_through_a_pipeline(ranks: int, layout: dict[str, int], opt
     assert_as_on_one_rank(records, one_rank(document_mask=True))
 
 
-def test_a_zero_bubble_pipeline_of_split_sequences() -> None:
-    options = {SCHEDULE: "ZBVZeroBubble", **ONE_LAYER_A_STAGE}
-    records = train_on(4, {"pp": 2, "cp": 2}, {**options, **FUSED})
-    assert_as_on_one_rank(records, one_rank())
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}, {"shard": 2, "ep": 2}], ids=str)
+def test_a_zero_bubble_pipeline_of_other_layouts(layout: dict[str, int]) -> None:
+    records = train_on(4, {"pp": 2, **layout}, {SCHEDULE: "ZBVZeroBubble", **ONE_LAYER_A_STAGE, **FUSED})
+    assert_as_on_one_rank(records, one_rank(), "tp" in layout)
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])

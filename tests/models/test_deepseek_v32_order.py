@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
+from tests.converters.models import convert
 from tests.layouts import DEGREES
-from tests.models.deepseek_v32_models import build, model_args, tokens
+from tests.models.deepseek_v32_models import build, model_args, start_batch, tokens
 from tests.multirank import run_on_ranks
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
@@ -66,6 +67,41 @@ def test_keys_travel_while_queries_are_made(load_balancer: str | None) -> None:
     for steps in run_on_ranks(2, forward_of_two_ranks, load_balancer):
         assert steps[: len(expected)] == expected
         assert "all_gather_into_tensor" not in steps[len(expected) :]
+
+
+class Held(BelowSubclasses):
+    """The most elements of a result that spans a whole sequence, of so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.most = length, 0
+
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        results = op(*args, **kwargs)
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, torch.Tensor) and self.length in result.shape:
+                self.most = max(self.most, result.numel())
+        return results
+
+
+def held_by_two_ranks(load_balancer: str | None) -> tuple[int, int]:
+    """What :class:`Held` saw forward and backward; and how many elements the keys of the whole batch have."""
+    args = model_args(n_layers=1)
+    model: Any = convert(build(args), "npu_dsa")
+    parallel = DSAContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)), load_balancer)
+    parallel.parallelize(model)
+    whole = tokens()[:1]  # two rows' halves are as long as one whole sequence
+    inputs, _, extra = parallel.prepare(whole, whole, {})
+    start_batch(model)
+    with Held(whole.shape[1]) as held:
+        model(inputs, **extra).sum().backward()
+    return held.most, whole.numel() * (args.kv_lora_rank + args.qk_rope_head_dim + args.index_head_dim)
+
+
+@pytest.mark.parametrize("load_balancer", ["headtail", None])
+def test_of_the_whole_sequence_a_rank_holds_keys_only(load_balancer: str | None) -> None:
+    for most, keys in run_on_ranks(2, held_by_two_ranks, load_balancer):
+        assert 0 < most <= keys
 
 
 def parallelized(layout: dict[str, int], **absent: None) -> Any:

@@ -119,7 +119,8 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
         probe.close()
         start_processes(_rank, (name, config, ranks, port, folder), ranks, start_method="forkserver")
         curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
-        return next(curve for curve in curves if curve.losses[0] > 0)  # only a pipeline's last stage knows the loss
+        # only a pipeline's last stage knows the loss, the others say -1; a loss that is not a number is one
+        return next(curve for curve in curves if not curve.losses[0] < 0)
 
 
 def _rank(rank: int, name: str, config: JobConfig, ranks: int, port: int, folder: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
@@ -62,8 +63,8 @@ class PipelineStage(TorchPipelineStage):
 
 def lay_gradients_as_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
-        if (grad := parameter.grad) is not None and parameter.is_contiguous() and not grad.is_contiguous():
-            parameter.grad = grad.contiguous()
+        if (grad := parameter.grad) is not None and grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(grad)
 
 
 @contextmanager

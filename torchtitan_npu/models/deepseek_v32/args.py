@@ -100,10 +100,12 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
             raise UsageError(f"dsa.indexer_loss_weight is {self.indexer_loss_weight}; it must be at least 0")
         if self.warmup and not self.indexer_loss:
             raise UsageError('dsa.stage = "warmup" trains the indexers only: dsa.indexer_loss must be true')
-        if (parallelism := job_config.parallelism).pipeline_parallel_degree > 1:
-            self.microbatches = job_config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        if dsa.document_mask:
-            self.attn_type = "varlen"  # TorchTitan then asks the model for them (get_attention_masks)
+        # every option is set, either way: TorchTitan hands the flavor's own object to one job after another
+        parallelism, batch = job_config.parallelism, job_config.training.local_batch_size
+        piped = parallelism.pipeline_parallel_degree > 1
+        self.microbatches = batch // parallelism.pipeline_parallel_microbatch_size if piped else None
+        # with "varlen" TorchTitan asks the model for the documents (get_attention_masks)
+        self.attn_type = "varlen" if dsa.document_mask else "sdpa"
 
     def _choose_depth(self, mtp: Mtp, job_config: JobConfig) -> None:
         self.n_mtp_layers, self.mtp_loss_weight = mtp.layers, mtp.loss_weight
