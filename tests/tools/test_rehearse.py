@@ -159,22 +159,27 @@ def measured_job(layout: dict[str, int]) -> Any:
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["FSDP2", "TP2"])
 def test_memory_and_work_are_those_of_a_real_step(layout: dict[str, int]) -> None:
+    from torchtitan_npu.rehearsal.parameters import sizes
     from torchtitan_npu.rehearsal.rank import rehearse_rank
 
     peak, flops = run_on_ranks(2, measured, layout, process_group=False)[0]
     os.environ["WORLD_SIZE"] = "2"
     try:
         rehearsal = rehearse_rank(measured_job(layout), 2)
-        elements = sum(p.numel() for p in build_on_meta(measured_job(layout)).parameters())
+        modules = sizes(build_on_meta(measured_job(layout)))
     finally:
         del os.environ["WORLD_SIZE"]
-    # a real collective holds its input for as long as it takes, which varies, and blocks are not rounded up; the model
-    # is so small that this is seen
-    assert abs(peak - rehearsal.peak) < 0.05 * peak
+    # A real collective holds what it works on until it has ended, which is now sooner and now later: with FSDP one
+    # gathers a layer while one reduces another's gradient, in float32. And blocks are not rounded up.
+    in_flight = 2 * 4 * max(size.total for size in modules.values())
+    rounding = 512 * len(rehearsal.timeline)
+    assert -rounding <= peak - rehearsal.peak <= in_flight, f"{peak} {rehearsal.peak} {in_flight} {rounding}"
+    elements = sum(size.total for size in modules.values())
     if not layout:  # of DTensors torch counts all ranks' share
         assert rehearsal.flops == flops
-        assert rehearsal.sent["fsdp", "reduce_scatter"] == 4 * elements // 2  # float32, what is the other rank's
-        assert rehearsal.sent["fsdp", "all_gather"] <= 2 * 4 * elements // 2  # forward, and again backward
+        whole = rehearsal.accumulated * 4 * elements  # float32; half of it is the other rank's
+        assert rehearsal.sent["fsdp", "reduce_scatter"] == whole // 2
+        assert whole // 2 < rehearsal.sent["fsdp", "all_gather"] <= whole  # forward, and again backward
 
 
 def test_standing_memory_is_the_arithmetic_of_parameters() -> None:
