@@ -104,9 +104,9 @@ def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dic
     from torchtitan_npu.rehearsal.rates import Rates, step_seconds
     from torchtitan_npu.rehearsal.report import as_json, print_memory, print_work
 
-    rates, load = Rates.parse(args.tflops, args.bandwidth), stated_load(args.expert_load, config)
+    rates = Rates.parse(args.tflops, args.bandwidth)
     names = asked_ranks(args.rank, config, world_size)
-    results = dict(zip(names.values(), rehearse_job(config, world_size, list(names), load), strict=True))
+    results = dict(zip(names.values(), rehearse_job(config, world_size, list(names), args.expert_load), strict=True))
     title = f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, {layout_name(config)}"
     title += f", {world_size} ranks, expert load {args.expert_load}"
     console.print(f"\n{title}")
@@ -128,7 +128,7 @@ def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dic
     if failures:
         return 2
     if worst.peak > args.device_memory and not args.no_advice:
-        tried = advise(config, world_size, worst, load)
+        tried = advise(config, world_size, worst, stated_load(args.expert_load, config, worst.rank))
         print_advice(console, tried, worst, args.device_memory)
         report["advice"] = [vars(one) for one in tried]
     without_gradient = any(one.without_gradient for one in rehearsals.values())

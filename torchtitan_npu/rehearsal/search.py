@@ -145,12 +145,12 @@ def search(
 
 def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
     memory, seconds = one.estimate.memory, one.estimate.seconds
-    load = stated_load(expert_load, one.config)
     try:
         check_job(one.config, world_size)
         # the last one has the logits, which the estimate does not tell from what other stages need
         for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
             rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
+            load = stated_load(expert_load, one.config, rank)
             result = attempt(rehearse_shortened, one.config, world_size, rank, load)
             if isinstance(result, Failure):
                 one.error = f"this start would fail with: {result}"
