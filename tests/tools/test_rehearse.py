@@ -298,6 +298,21 @@ def test_an_error_of_the_model_is_what_the_start_would_fail_with(
     assert json.loads(out.read_text())["failures"][0]["rank"] == 0
 
 
+def test_an_error_of_the_rehearsal_is_not_the_job_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan_npu.rehearsal.fake import BelowSubclasses
+    from torchtitan_npu.rehearsal.rank import Recorder
+
+    monkeypatch.setattr(Recorder, "call", BelowSubclasses.call)  # which is for subclasses to write
+    with pytest.raises(NotImplementedError):
+        rehearse("--config", LLAMA, "--world-size", "1", *SMALL)
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_documents_are_not_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearse("--config", DEEPSEEK, "--world-size", "1", "--dsa.document_mask", *SMALL) == 2
+    assert "dsa.document_mask = true is not rehearsed" in capsys.readouterr().err
+
+
 def test_a_parameter_without_gradient_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

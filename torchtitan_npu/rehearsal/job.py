@@ -6,6 +6,7 @@ import copy
 import math
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan.protocols.train_spec import get_train_spec
@@ -122,12 +123,17 @@ def rehearse_job(
 
 
 def attempt(rehearse: Any, config: JobConfig, world_size: int, rank: int, load: Load) -> Rehearsal | Failure:
-    """``rehearse`` a rank. What it raises, the start of this rank would raise: that is what was asked for."""
+    """``rehearse`` a rank. What it raises, the start of this rank would raise: that is what was asked for.
+
+    But not what the rehearsal itself raises: that is an error of this tool.
+    """
     try:
         return rehearse(config, world_size, rank, load)
     except UsageError:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(frame.filename).parent == Path(__file__).parent:
+            raise
         text = " ".join(str(error).split())
         return Failure(rank, f"{type(error).__name__}: {text}", f"{frame.filename}:{frame.lineno}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_npu import platform
 from torchtitan_npu.distributed.collectives import SENT
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.arguments import by_name
 
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], float]]] = {
@@ -40,6 +43,8 @@ class Traffic:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes that this rank has to send, at the least."""
+    groups: set[str] = field(default_factory=set)
+    """The process groups of more than one rank that were used."""
 
     @classmethod
     def over(cls, dims: ParallelDims) -> Traffic:
@@ -64,8 +69,23 @@ class Traffic:
         incoming, outgoing = _sizes(op, arguments, output)
         if kind == "all_to_all":  # a rank whose experts are busier receives more than it sends
             incoming = max(incoming, outgoing)
+        if group.size() > 1:
+            self.groups.add(group.group_name)
         self.calls[key] += 1
         self.sent[key] += round(incoming * KINDS[kind][1](group.size()))
+
+
+def hccl_buffers(communicators: int) -> int:
+    """Bytes of the device that HCCL takes for so many process groups; none where the job is not for NPUs.
+
+    Each takes two buffers of HCCL_BUFFSIZE MB, by default 200 (train_configs/env/npu.env).
+    """
+    if platform.job_home() != "npu":
+        return 0
+    size = os.environ.get("HCCL_BUFFSIZE", "200")
+    if not size.isdecimal():
+        raise UsageError(f"HCCL_BUFFSIZE={size}: a number of MB")
+    return communicators * 2 * int(size) << 20
 
 
 def _group(arguments: dict[str, Any]) -> Any:
