@@ -104,9 +104,9 @@ def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dic
     from torchtitan_npu.rehearsal.rates import Rates, step_seconds
     from torchtitan_npu.rehearsal.report import as_json, print_memory, print_work
 
-    rates, load = Rates.parse(args.tflops, args.bandwidth), stated_load(args.expert_load, config)
+    rates = Rates.parse(args.tflops, args.bandwidth)
     names = asked_ranks(args.rank, config, world_size)
-    results = dict(zip(names.values(), rehearse_job(config, world_size, list(names), load), strict=True))
+    results = dict(zip(names.values(), rehearse_job(config, world_size, list(names), args.expert_load), strict=True))
     title = f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, {layout_name(config)}"
     title += f", {world_size} ranks, expert load {args.expert_load}"
     console.print(f"\n{title}")
@@ -118,7 +118,7 @@ def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dic
     rehearsals = {name: one for name, one in results.items() if not isinstance(one, Failure)}
     if not rehearsals:
         return 2
-    worst = max(rehearsals.values(), key=lambda one: one.peak)
+    worst = max(rehearsals.values(), key=lambda one: one.needed)
     print_memory(console, rehearsals, args.device_memory)
     print_work(console, rehearsals, rates)
     report["step_seconds"] = step_seconds(list(rehearsals.values()), config, rates)
@@ -127,25 +127,28 @@ def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dic
         draw(args.picture, rehearsals, args.device_memory, title)
     if failures:
         return 2
-    if worst.peak > args.device_memory and not args.no_advice:
-        tried = advise(config, world_size, worst, load)
+    if worst.needed > args.device_memory and not args.no_advice:
+        tried = advise(config, world_size, worst, stated_load(args.expert_load, config, worst.rank))
         print_advice(console, tried, worst, args.device_memory)
         report["advice"] = [vars(one) for one in tried]
     without_gradient = any(one.without_gradient for one in rehearsals.values())
-    return int(worst.peak > args.device_memory or without_gradient)
+    return int(worst.needed > args.device_memory or without_gradient)
 
 
 def look_for_layouts(
     args: argparse.Namespace, config: Any, world_size: int, report: dict[str, Any], console: Console
 ) -> int:
     """Every layout that divides the ranks: estimated, and the best rehearsed."""
-    from torchtitan_npu.preflight import build_on_meta
-    from torchtitan_npu.rehearsal.job import degrees
+    from torchtitan_npu.preflight import build_on_meta, check_job
+    from torchtitan_npu.rehearsal.job import degrees, stated_load
     from torchtitan_npu.rehearsal.parameters import Size, arithmetic, print_arithmetic, sizes
     from torchtitan_npu.rehearsal.rates import Rates
-    from torchtitan_npu.rehearsal.search import print_layouts, search
+    from torchtitan_npu.rehearsal.search import own_layout, print_layouts, search
 
     rates = Rates.parse(args.tflops, args.bandwidth)
+    own = own_layout(config, world_size)
+    check_job(own, world_size)  # a mistake in the file is no reason to leave out layouts
+    stated_load(args.expert_load, own)
     size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
     numbers = report["arithmetic"] = arithmetic(size, degrees(config), world_size, args.device_memory)
     print_arithmetic(console, numbers, degrees(config), world_size, args.device_memory)

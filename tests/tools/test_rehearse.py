@@ -223,6 +223,7 @@ def test_load() -> None:
     assert uneven(math.inf, 4, 2)(160, 8) == [80, 80, 0, 0, 0, 0, 0, 0]
     assert uneven(math.inf, 8, 2)(160, 8) == [80, *balanced(80, 7)]  # a token takes one expert once
     assert uneven(2.0, 1, 2)(160, 8) == [40, *balanced(120, 7)]
+    assert uneven(math.inf, 4, 2, busiest=2)(160, 8) == [0, 0, 0, 0, 80, 80, 0, 0]
 
 
 def test_busier_experts_need_more_memory() -> None:
@@ -235,6 +236,41 @@ def test_busier_experts_need_more_memory() -> None:
     # experts over all ranks: FSDP has one rank to gather from, and copies; that is given back, too
     assert even.standing.get("gathered parameters", 0) == 0
     assert even.standing.get("activations", 0) < 1 << 14  # counts of tokens; a layer's experts are 100 times as much
+
+
+def test_the_busiest_experts_are_those_of_the_rehearsed_rank() -> None:
+    """Every rank is the busiest in turn; where another is, a rank may get no token."""
+    from torchtitan_npu.rehearsal.job import rehearse_job, stated_load
+    from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
+
+    config = load(DEEPSEEK, EP, "4", *SMALL)
+    first, last = rehearse_job(config, 4, [0, 3], "worst")
+    assert isinstance(first, Rehearsal) and isinstance(last, Rehearsal)
+    assert first.flops == last.flops and first.sent == last.sent
+    idle = rehearse_rank(config, 4, 3, stated_load("worst", config, rank=0))
+    assert idle.flops < last.flops
+
+
+def test_traffic_of_every_kind_of_all_to_all() -> None:
+    from torchtitan_npu.rehearsal.fake import fake_device, fake_ranks
+    from torchtitan_npu.rehearsal.traffic import Traffic
+
+    traffic, key = Traffic({}), ("world", "all_to_all")
+
+    def call(op: Any, *args: Any) -> None:
+        traffic.saw(op, args, {}, op(*args))
+
+    with fake_ranks(4), fake_device():
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        x = torch.empty(8, 4)
+        call(torch.ops._dtensor.shard_dim_alltoall.default, x, 0, 1, group.group_name)
+        assert traffic.sent[key] == x.nbytes * 3 / 4
+        functional = torch.ops._c10d_functional.all_to_all_single.default
+        call(functional, x[:0], [2, 2, 2, 2], [0, 0, 0, 0], group.group_name)  # a rank that has nothing to send
+        assert traffic.sent[key] == 2 * x.nbytes * 3 / 4
+        call(functional, x[:0], [0, 0, 0, 0], [0, 0, 0, 0], group.group_name)
+        assert traffic.calls[key] == 3 and traffic.sent[key] == 2 * x.nbytes * 3 / 4
 
 
 def test_an_npu_job_has_the_defaults_and_the_limits_of_an_npu(
@@ -265,6 +301,21 @@ def test_an_error_of_the_model_is_what_the_start_would_fail_with(
     assert rehearse("--config", LLAMA, "--world-size", "1", "--json", out, *SMALL) == 2
     assert "rank 0 (every rank): this start would fail with: RuntimeError" in capsys.readouterr().out
     assert json.loads(out.read_text())["failures"][0]["rank"] == 0
+
+
+def test_an_error_of_the_rehearsal_is_not_the_job_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan_npu.rehearsal.fake import BelowSubclasses
+    from torchtitan_npu.rehearsal.rank import Recorder
+
+    monkeypatch.setattr(Recorder, "call", BelowSubclasses.call)  # which is for subclasses to write
+    with pytest.raises(NotImplementedError):
+        rehearse("--config", LLAMA, "--world-size", "1", *SMALL)
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_documents_are_not_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearse("--config", DEEPSEEK, "--world-size", "1", "--dsa.document_mask", *SMALL) == 2
+    assert "dsa.document_mask = true is not rehearsed" in capsys.readouterr().err
 
 
 def test_a_parameter_without_gradient_is_named(

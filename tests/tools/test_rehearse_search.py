@@ -69,8 +69,26 @@ def test_a_busier_expert_makes_the_estimate_larger() -> None:
     config.training.global_batch_size = -1
     config = with_layout(config, {"dp_shard": 4, "ep": 4})
     estimator = Estimator.of(config)
-    even, worst = (estimator.of_layout(config, Rates(), load) for load in ("balanced", "worst"))
+    parts = [list(estimator.parameters)]
+    even, worst = (estimator.of_layout(config, parts, Rates(), load) for load in ("balanced", "worst"))
     assert even.memory[0] < worst.memory[0] and even.seconds[0] < worst.seconds[0]
+
+
+def test_stages_are_those_of_the_file_s_layers_per_stage() -> None:
+    from torchtitan_npu.rehearsal.estimate import with_layout
+    from torchtitan_npu.rehearsal.shortened import stages
+
+    config = load("llama3_debugmodel")
+    p = config.parallelism
+    p.pipeline_parallel_degree, p.pipeline_parallel_schedule = 2, "Interleaved1F1B"
+    p.pipeline_parallel_layers_per_stage = 1
+    # 8 layers, the embedding and the output: ten stages, of which each rank has five
+    first, last = stages(config, 8)
+    assert first == ["tok_embeddings", *(f"layers.{n}" for n in (1, 3, 5, 7))]
+    assert last == [*(f"layers.{n}" for n in (0, 2, 4, 6)), "norm", "output"]
+    p.pipeline_parallel_last_stage_less_layers = 3
+    other = with_layout(config, {"pp": 4}).parallelism
+    assert other.pipeline_parallel_layers_per_stage is None and other.pipeline_parallel_last_stage_less_layers == 1
 
 
 @pytest.mark.parametrize(("ranks", "divides"), [(64, False), (128, True)])
@@ -84,6 +102,22 @@ def test_the_seeds_layout_divides_128_ranks_and_not_64(ranks: int, divides: bool
     for layout in layouts:
         product = layout["dp_replicate"] * layout["dp_shard"] * layout["cp"] * layout["tp"] * layout["pp"]
         assert product == ranks and ranks // layout["pp"] % layout["ep"] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (["--expert-load", "0.5"], "--expert-load 0.5: balanced, worst, or a factor of at least 1"),
+        (["--model.flavor", "none"], "model.flavor 'none' is not known"),
+        (["--optimizer.name", "none"], "optimizer.name 'none' is not known"),
+    ],
+)
+def test_a_mistake_in_the_file_ends_the_search(wrong: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import rehearse as tool
+
+    options = ["--config", str(CONFIGS / "deepseek_v32_debugmodel.toml"), "--world-size", "4", "--search"]
+    assert tool.main([*options, "--home", "cpu", "--training.global_batch_size", "-1", *wrong]) == 2
+    assert line in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

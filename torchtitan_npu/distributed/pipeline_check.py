@@ -53,7 +53,7 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
         )
     if p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
         return
-    stages = _stages(config, schedule, layers)
+    stages = stage_count(config, schedule, layers)
     if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:
         raise UsageError(f"{made_of} microbatches are too few for {name}: it takes one for each of the {stages} stages")
     rounds = max(1, microbatches // p.pipeline_parallel_degree)
@@ -64,7 +64,7 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
         )
 
 
-def _stages(config: JobConfig, schedule: type, layers: int) -> int:
+def stage_count(config: JobConfig, schedule: type, layers: int) -> int:
     """How many the model is cut into; TorchTitan counts the embedding and the output as so many layers, too."""
     p = config.parallelism
     ranks, name, key = p.pipeline_parallel_degree, p.pipeline_parallel_schedule, "pipeline_parallel_layers_per_stage"

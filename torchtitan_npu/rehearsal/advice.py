@@ -24,7 +24,7 @@ class Tried:
 
     change: str
     peak: int | None
-    """Bytes, or None if the job does not start so."""
+    """Bytes that are needed, or None if the job does not start so."""
     error: str = ""
 
 
@@ -98,7 +98,7 @@ def advise(config: JobConfig, world_size: int, worst: Rehearsal, load: Load) -> 
         changed = copy.deepcopy(config)
         if (name := change(changed)) is not None:
             tried.append(_try(name, changed, world_size, worst.rank, load))
-            if tried[-1].peak is not None and tried[-1].peak < worst.peak:
+            if tried[-1].peak is not None and tried[-1].peak < worst.needed:
                 helping.append(change)
     if len(helping) > 1:
         together = copy.deepcopy(config)
@@ -113,12 +113,14 @@ def _try(change: str, config: JobConfig, world_size: int, rank: int, load: Load)
         result = attempt(rehearse_rank, config, world_size, rank, load)
     except UsageError as error:
         return Tried(change, None, str(error))
-    return Tried(change, None, str(result)) if isinstance(result, Failure) else Tried(change, result.peak)
+    return Tried(change, None, str(result)) if isinstance(result, Failure) else Tried(change, result.needed)
 
 
 def print_advice(console: Console, tried: list[Tried], worst: Rehearsal, device_memory: int) -> None:
-    table = Table(f"tried, rank {worst.rank}", "peak (GiB)", f"of {device_memory / GIB:.4g} GiB")
-    table.add_row("as it is", f"{worst.peak / GIB:.2f}", "fits" if worst.peak <= device_memory else "[red]does not fit")
+    table = Table(f"tried, rank {worst.rank}", "needed (GiB)", f"of {device_memory / GIB:.4g} GiB")
+    table.add_row(
+        "as it is", f"{worst.needed / GIB:.2f}", "fits" if worst.needed <= device_memory else "[red]does not fit"
+    )
     for one in tried:
         if one.peak is None:
             table.add_row(one.change, "", f"[red]does not start: {one.error}")

@@ -19,7 +19,7 @@ from torchtitan_npu.rehearsal.job import DEGREES, degrees, stated_load
 from torchtitan_npu.rehearsal.parameters import Size, sizes
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
 from torchtitan_npu.rehearsal.rates import Rates, bubble
-from torchtitan_npu.rehearsal.shortened import stages
+from torchtitan_npu.rehearsal.traffic import hccl_buffers
 
 ACTIVATIONS = ("activations", "backward pass", "other")
 CUTS = (2, 4)
@@ -71,9 +71,9 @@ class Estimator:
         moe = getattr(self.args, "moe_args", None)
         return moe.num_experts if moe and any(size.experts for size in self.parameters.values()) else 0
 
-    def of_layout(self, config: JobConfig, rates: Rates, expert_load: str) -> Estimate:
+    def of_layout(self, config: JobConfig, parts: list[list[str]], rates: Rates, expert_load: str) -> Estimate:
+        """``parts``: the modules of each rank of the pipeline."""
         layout = degrees(config)
-        parts = stages(config, self.args.n_layers)
         busier = self._busier(config, expert_load)
         memory = [self._memory(config, modules, stage, busier) for stage, modules in enumerate(parts)]
         trained = config.training.local_batch_size * config.training.seq_len
@@ -96,6 +96,7 @@ class Estimator:
         layers = sum(name.startswith("layers.") for name in modules)
         scale = _tokens(config) / self.tokens
         total += scale * (needed + saved * layers * _under_way(config, stage))
+        total += hccl_buffers(_communicators(config))
         total += (busier - 1) * ROWS_AT_WORK * self._routed(config) * self.args.dim * 2
         return int(total)
 
@@ -163,7 +164,19 @@ def with_layout(config: JobConfig, layout: dict[str, int]) -> JobConfig:
         p.expert_tensor_parallel_degree = p.tensor_parallel_degree
     if p.pipeline_parallel_degree != config.parallelism.pipeline_parallel_degree:
         p.module_fqns_per_model_part = p.pipeline_parallel_layers_per_stage = None
+        # TorchTitan's defaults: the embedding and the output count as a layer each
+        p.pipeline_parallel_first_stage_less_layers = p.pipeline_parallel_last_stage_less_layers = 1
     return changed
+
+
+def _communicators(config: JobConfig) -> int:
+    """Groups of more than one rank that a step uses: one a mesh dimension."""
+    layout = degrees(config)
+    fsdp = layout["dp_shard"] * layout["cp"]
+    sizes = [fsdp, *(layout[name] for name in ("dp_replicate", "cp", "tp", "pp", "ep"))]
+    if layout["ep"] > 1:
+        sizes.append(fsdp * layout["tp"] // layout["ep"])  # efsdp
+    return sum(size > 1 for size in sizes)
 
 
 def _gathered(size: Size, layout: dict[str, int]) -> float:

@@ -6,6 +6,7 @@ import copy
 import math
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan.protocols.train_spec import get_train_spec
@@ -68,8 +69,8 @@ def with_all_degrees(config: JobConfig, world_size: int) -> JobConfig:
     return config
 
 
-def stated_load(assumption: str, config: JobConfig) -> Load:
-    """``balanced``, ``worst``, or by which factor the busiest rank's experts get more than their share."""
+def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
+    """``balanced``, ``worst``, or by which factor the experts of ``rank`` get more than their share."""
     if assumption == "balanced":
         return balanced
     try:
@@ -80,7 +81,11 @@ def stated_load(assumption: str, config: JobConfig) -> Load:
         raise UsageError(f"--expert-load {assumption}: balanced, worst, or a factor of at least 1")
     args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     moe = getattr(args, "moe_args", None)
-    return uneven(factor, config.parallelism.expert_parallel_degree, moe.top_k) if moe else balanced
+    if not moe:
+        return balanced
+    p = config.parallelism
+    coordinate = rank // p.expert_tensor_parallel_degree % p.expert_parallel_degree  # ETP is the innermost dimension
+    return uneven(factor, p.expert_parallel_degree, moe.top_k, coordinate)
 
 
 def kinds(config: JobConfig, world_size: int) -> dict[int, str]:
@@ -108,20 +113,27 @@ def asked_ranks(asked: str, config: JobConfig, world_size: int) -> dict[int, str
 
 
 def rehearse_job(
-    config: JobConfig, world_size: int, ranks: list[int], load: Load = balanced
+    config: JobConfig, world_size: int, ranks: list[int], expert_load: str = "balanced"
 ) -> list[Rehearsal | Failure]:
-    """One step of each of ``ranks``, after the checks of a real start."""
+    """One step of each of ``ranks``, after the checks of a real start; each has the busiest experts when it is its
+    turn."""
     check_job(config, world_size)
-    return [attempt(rehearse_rank, config, world_size, rank, load) for rank in ranks]
+    loads = [stated_load(expert_load, config, rank) for rank in ranks]
+    return [attempt(rehearse_rank, config, world_size, rank, load) for rank, load in zip(ranks, loads, strict=True)]
 
 
 def attempt(rehearse: Any, config: JobConfig, world_size: int, rank: int, load: Load) -> Rehearsal | Failure:
-    """``rehearse`` a rank. What it raises, the start of this rank would raise: that is what was asked for."""
+    """``rehearse`` a rank. What it raises, the start of this rank would raise: that is what was asked for.
+
+    But not what the rehearsal itself raises: that is an error of this tool.
+    """
     try:
         return rehearse(config, world_size, rank, load)
     except UsageError:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(frame.filename).parent == Path(__file__).parent:
+            raise
         text = " ".join(str(error).split())
         return Failure(rank, f"{type(error).__name__}: {text}", f"{frame.filename}:{frame.lineno}")

@@ -32,8 +32,9 @@ def balanced(choices: int, experts: int) -> list[int]:
     return [share + (expert < left) for expert in range(experts)]
 
 
-def uneven(factor: float, ep: int, top_k: int) -> Load:
-    """The experts of the first of ``ep`` expert-parallel ranks get ``factor`` times as much as with a balanced load.
+def uneven(factor: float, ep: int, top_k: int, busiest: int = 0) -> Load:
+    """The experts of rank ``busiest`` of ``ep`` expert-parallel ones get ``factor`` times as much as with a balanced
+    load.
 
     Without expert parallel, the first expert does. ``math.inf`` is the worst case: they get all that they can, which is
     every token once each. The other experts share what is left.
@@ -43,7 +44,9 @@ def uneven(factor: float, ep: int, top_k: int) -> Load:
         busy = experts // ep if ep > 1 else 1
         most = min(choices, busy * (choices // top_k))  # a token takes an expert once
         share = round(min(most, factor * choices * busy / experts))
-        return balanced(share, busy) + balanced(choices - share, experts - busy)
+        others = balanced(choices - share, experts - busy)
+        first = busiest * busy
+        return others[:first] + balanced(share, busy) + others[first:]
 
     return load
 

@@ -16,15 +16,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.rehearsal.fake import BelowSubclasses, fake_ranks
 from torchtitan_npu.rehearsal.flops import flops
 from torchtitan_npu.rehearsal.load import Load, balanced
 from torchtitan_npu.rehearsal.memory import HOST, Memory
-from torchtitan_npu.rehearsal.traffic import Traffic
+from torchtitan_npu.rehearsal.traffic import Traffic, hccl_buffers
 from torchtitan_npu.rehearsal.trainer import RehearsedTrainer
 
 MICROBATCHES = 2
 """How many of the batches that a step accumulates are rehearsed: the first without gradients, the next with them."""
+
+ATTEMPTS = 3
+"""Steps in which DTensor may ask for shapes, which is recorded with the rest; it asks in the first, if at all."""
 
 
 @dataclass
@@ -62,6 +66,15 @@ class Rehearsal:
     """Bytes by category, through the step."""
     phases: list[tuple[int, str]]
     """Where in the timeline a phase begins."""
+    communicators: int
+    """Process groups of more than one rank that the step used."""
+    hccl_buffers: int
+    """Bytes of the device that these take on an NPU, all the time and besides the peak."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of device memory that there have to be."""
+        return self.peak + self.hccl_buffers
 
 
 aten = torch.ops.aten
@@ -112,6 +125,8 @@ def rehearse_rank(
 
     ``model_args`` replace those of the job's flavor.
     """
+    if config.dsa.document_mask:
+        raise UsageError("dsa.document_mask = true is not rehearsed: a rehearsal has no text to find documents in")
     start = time.perf_counter()
     with ExitStack() as contexts:
         contexts.enter_context(fake_ranks(world_size, rank))
@@ -121,12 +136,13 @@ def rehearse_rank(
         trainer.gradient_accumulation_steps = 1
         trainer.train_step(batches)
         trainer.gradient_accumulation_steps = min(MICROBATCHES, accumulated)
-        while True:
+        for _ in range(ATTEMPTS):
             asked = _shapes_asked()
             found = _measured(trainer, batches, accumulated, rank)
             if _shapes_asked() == asked:
                 found.seconds = time.perf_counter() - start
                 return found
+    raise RuntimeError(f"in each of {ATTEMPTS} steps DTensor asked for shapes that it should remember: none is clean")
 
 
 def _shapes_asked() -> int:
@@ -193,6 +209,8 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
         seconds=0.0,
         timeline=timeline,
         phases=phases,
+        communicators=len(traffic.groups),
+        hccl_buffers=hccl_buffers(len(traffic.groups)),
     )
 
 

@@ -21,6 +21,9 @@ def print_memory(console: Console, rehearsals: dict[str, Rehearsal], device_memo
         table.add_row(category, *(f"{one.at_peak.get(category, 0) / GIB:.2f}" for one in rehearsals.values()))
     table.add_section()
     table.add_row("peak", *(f"{one.peak / GIB:.2f}" for one in rehearsals.values()))
+    if any(one.hccl_buffers for one in rehearsals.values()):
+        cells = (f"{one.hccl_buffers / GIB:.2f} ({one.communicators} groups)" for one in rehearsals.values())
+        table.add_row("HCCL's communication buffers, besides", *cells)
     table.add_row("where", *(f"{one.where} ({one.phase})" for one in rehearsals.values()))
     table.add_row("between steps", *(f"{sum(one.standing.values()) / GIB:.2f}" for one in rehearsals.values()))
     table.add_section()
@@ -49,7 +52,7 @@ def _states(one: Rehearsal, swapped: bool) -> str:
 
 
 def _fits(one: Rehearsal, device_memory: int) -> str:
-    left = device_memory - one.peak
+    left = device_memory - one.needed
     return f"yes, {left / GIB:.2f} left" if left >= 0 else f"[red]no, {-left / GIB:.2f} too much"
 
 
@@ -91,5 +94,6 @@ def as_json(name: str, one: Rehearsal, rates: Rates, device_memory: int) -> dict
         **{key: value for key, value in vars(one).items() if key not in left_out},
         "collectives": collectives,
         "seconds_at_stated_rates": seconds(one, rates),
-        "fits": one.peak <= device_memory,
+        "needed": one.needed,
+        "fits": one.needed <= device_memory,
     }

@@ -19,9 +19,10 @@ from torchtitan_npu.rehearsal.job import Failure, attempt, degrees, layout_name,
 from torchtitan_npu.rehearsal.rank import Rehearsal
 from torchtitan_npu.rehearsal.rates import Rates, step_seconds
 from torchtitan_npu.rehearsal.report import GIB
-from torchtitan_npu.rehearsal.shortened import rehearse_shortened
+from torchtitan_npu.rehearsal.shortened import rehearse_shortened, stages
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
+"""Degrees beyond which no layout is looked at, but for the file's own."""
 DOUBTFUL = 1.1
 """An estimate may be so much too high: what it has above the device's memory, but not beyond this, is rehearsed."""
 PATIENCE = 2
@@ -44,8 +45,8 @@ class Layout:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
-        return max([one.peak for one in self.rehearsals] or self.estimate.memory)
+        """Bytes, with HCCL's buffers."""
+        return max([one.needed for one in self.rehearsals] or self.estimate.memory)
 
     def microseconds(self, rates: Rates) -> float:
         """Of a token of the job's, at stated rates."""
@@ -120,14 +121,21 @@ def search(
         try:
             if layout["pp"] > 1:
                 check_pipeline(changed, args.n_layers)
-            found.append(Layout(changed, estimator.of_layout(changed, rates, expert_load)))
+            parts = stages(changed, args.n_layers)
         except UsageError:
             refused += 1
+            continue
+        found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
+    if not any(degrees(one.config) == degrees(own) for one in found):  # beyond LARGEST
+        estimate = estimator.of_layout(own, stages(own, args.n_layers), rates, expert_load)
+        found.append(Layout(own, estimate))
     found.sort(key=lambda one: one.microseconds(rates))
     hopeful = [one for one in found if one.peak <= DOUBTFUL * device_memory]
+    most = ", ".join(f"{name.upper()}{degree}" for name, degree in LARGEST.items())
     console.print(
-        f"{len(found) + refused} layouts divide {world_size} ranks; {refused} have no pipeline schedule; "
-        f"{len(hopeful)} may fit by the estimate: the file's own and the best are rehearsed, until {top} fit"
+        f"{len(found) + refused} layouts divide {world_size} ranks, with no more than {most}; "
+        f"{refused} have no pipeline schedule; {len(hopeful)} may fit by the estimate: "
+        f"the file's own and the best are rehearsed, until {top} fit"
     )
     first = [one for one in found if degrees(one.config) == degrees(own)]
     queue = first + [one for one in hopeful if one not in first][: PATIENCE * top]
@@ -145,12 +153,12 @@ def search(
 
 def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
     memory, seconds = one.estimate.memory, one.estimate.seconds
-    load = stated_load(expert_load, one.config)
     try:
         check_job(one.config, world_size)
         # the last one has the logits, which the estimate does not tell from what other stages need
         for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
             rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
+            load = stated_load(expert_load, one.config, rank)
             result = attempt(rehearse_shortened, one.config, world_size, rank, load)
             if isinstance(result, Failure):
                 one.error = f"this start would fail with: {result}"

@@ -17,6 +17,7 @@ from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.distributed.pipeline_check import stage_count
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import build_on_meta
 from torchtitan_npu.rehearsal.load import Load, balanced
@@ -34,7 +35,8 @@ def stages(config: JobConfig, layers: int) -> list[list[str]]:
     if p.module_fqns_per_model_part is not None:
         parts = p.module_fqns_per_model_part
     else:
-        count = pp if pp == 1 or _one_stage_a_rank(config) else 2 * pp
+        schedule = get_schedule_class(p.pipeline_parallel_schedule)
+        count = stage_count(config, schedule, layers) if pp > 1 else 1
         weights = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
         try:
             parts = generate_llm_fqn_per_model_part(count, layers, *weights)

@@ -11,7 +11,7 @@ import copy
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +44,8 @@ class RehearsedTrainer(Trainer):
         self, job_config: JobConfig, contexts: ExitStack, load: Load = balanced, model_args: Any = None
     ) -> None:
         self._contexts, self._load, self._model_args = contexts, load, model_args
-        os.environ.setdefault("LOCAL_RANK", "0")
-        super().__init__(without_outputs(job_config))
+        with _local_rank():
+            super().__init__(without_outputs(job_config))
         if self.parallel_dims.pp_enabled:
             know_neighbours(self.pp_schedule, self.parallel_dims, self.job_config, self.model_args)
 
@@ -108,6 +108,18 @@ class RehearsedTrainer(Trainer):
         for loss in self.auxiliary_losses:
             loss.start_step()
         _train_step(self, data_iterator)
+
+
+@contextmanager
+def _local_rank() -> Iterator[None]:
+    """torchrun says which device a rank has; where it does not, the first."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = before or "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
 
 
 def without_outputs(config: JobConfig) -> JobConfig:
