@@ -44,7 +44,7 @@ def compile_model(model: Any, job_config: JobConfig) -> None:
         return
     npu = npu_options(job_config)
     passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens)
-    options = {**OPTIONS, "backend": bypassing([passes], [passes], Progress().region_compiled)}
+    options = {**OPTIONS, "backend": bypassing([passes], Progress().region_compiled)}
     regions = sum(compile_block(block, options) for block in model.layers.values())
     logger.info(
         f"{regions} regions of {len(model.layers)} blocks are compiled when they are first called, code generation "
