@@ -261,6 +261,51 @@ def test_outputs_that_alias_inputs_still_do() -> None:
     assert same.data_ptr() == x.data_ptr() and torch.equal(doubled, x * 2)
 
 
+def test_the_same_computation_with_and_without_gradient() -> None:
+    """Two results, of which one has a gradient: one tensor for both would have none."""
+    torch._dynamo.reset()
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            constant = x.sin()
+        return x.sin(), constant
+
+    x = torch.randn(4, requires_grad=True)
+    varying, constant = torch.compile(two, backend=backend.bypassed, fullgraph=True)(x)
+    assert varying.requires_grad and not constant.requires_grad and varying.data_ptr() != constant.data_ptr()
+    varying.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+
+def test_random_numbers_are_drawn_as_often_as_written() -> None:
+    torch._dynamo.reset()
+    drawn: list[int] = []
+
+    @torch.library.custom_op("torchtitan_npu_test::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+    def draw(x: Tensor) -> Tensor:
+        drawn.append(1)
+        return torch.rand_like(x)
+
+    draw.register_fake(torch.empty_like)
+    with torch.no_grad():
+        difference = torch.compile(lambda x: draw(x) - draw(x), backend=backend.bypassed, fullgraph=True)(torch.ones(8))
+    assert len(drawn) == 2 and difference.count_nonzero()
+
+
+def test_an_input_that_was_changed_before_the_backward_pass_is_an_error() -> None:
+    """As in eager mode: what was saved of it is not what it was."""
+    torch._dynamo.reset()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return x.view(6, 2) @ w
+
+    x, w = torch.randn(3, 4), torch.randn(2, 2, requires_grad=True)
+    result = torch.compile(function, backend=backend.bypassed, fullgraph=True)(x, w)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
 def test_a_changed_size_gives_its_own_numbers_and_then_none_more_are_compiled(written: list[Any]) -> None:
     network = Network()
     compiled = torch.compile(network, backend=backend.bypassed, fullgraph=True)

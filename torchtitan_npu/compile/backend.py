@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from functorch.compile import default_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext
+from torch._ops import OpOverload
 
 from torchtitan_npu.compile.interpreter import Launch, interpreted
 from torchtitan_npu.compile.random_state import without_random_state
@@ -47,7 +49,8 @@ def bypassing(
 
     def compile_graph(graph_module: fx.GraphModule) -> Compiled:
         without_random_state(graph_module)
-        graph_module.graph = fx_graph_cse(graph_module.graph)
+        if not _draws_again(graph_module.graph):
+            graph_module.graph = fx_graph_cse(graph_module.graph)
         tidy(graph_module)
         return Compiled(graph_module.graph, interpreted(graph_module))
 
@@ -78,6 +81,16 @@ def bypassing(
         return region
 
     return compile_region
+
+
+def _draws_again(graph: fx.Graph) -> bool:
+    """Whether an operator draws random numbers more than once: each time others, but CSE knows only some of aten's."""
+    drawing = [
+        node.target
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
+    return len(set(drawing)) < len(drawing)
 
 
 bypassed = bypassing()
