@@ -8,6 +8,7 @@ import pytest
 
 from torchtitan_npu.config_manager import PACKAGE, JobConfigManager, shipped
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.platform import rehearsing
 
 TOKENIZER = ["--model.hf_assets_path", "torchtitan_npu/assets/tokenizer"]
 
@@ -34,6 +35,12 @@ def test_the_cpu_defaults_to_float32_and_determinism(tmp_path: Path) -> None:
     assert config.training.mixed_precision_param == "float32" and config.debug.deterministic is True
     config = parse(tmp_path, '[training]\nmixed_precision_param = "bfloat16"\n[debug]\ndeterministic = false')
     assert config.training.mixed_precision_param == "bfloat16" and config.debug.deterministic is False
+
+
+def test_a_rehearsed_npu_job_has_the_npus_way_to_compile(tmp_path: Path) -> None:
+    assert not parse(tmp_path, "").npu.bypass_codegen
+    with rehearsing("npu"):
+        assert parse(tmp_path, "").npu.bypass_codegen
 
 
 def test_a_users_own_config_module_is_merged_with_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

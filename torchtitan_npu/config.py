@@ -23,7 +23,7 @@ class Npu:
     line in the log elsewhere.
     """
 
-    bypass_codegen: bool = field(default_factory=lambda: platform.home() == "npu")
+    bypass_codegen: bool = field(default_factory=lambda: platform.job_home() == "npu")
     """
     With compile.enable, compiled regions call the same kernels as without, one after the other and without Python in
     between; no kernel is generated. Otherwise compile.backend compiles, TorchTitan's way. On by default on the NPU.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd import schemas
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -259,6 +261,72 @@ def test_outputs_that_alias_inputs_still_do() -> None:
     x = torch.randn(3, 4)
     same, doubled = torch.compile(turn, backend=backend.bypassed, fullgraph=True)(x)
     assert same.data_ptr() == x.data_ptr() and torch.equal(doubled, x * 2)
+
+
+def test_the_same_computation_with_and_without_gradient() -> None:
+    """Two results, of which one has a gradient: one tensor for both would have none."""
+    torch._dynamo.reset()
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            constant = x.sin()
+        return x.sin(), constant
+
+    x = torch.randn(4, requires_grad=True)
+    varying, constant = torch.compile(two, backend=backend.bypassed, fullgraph=True)(x)
+    assert varying.requires_grad and not constant.requires_grad and varying.data_ptr() != constant.data_ptr()
+    varying.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+
+def test_random_numbers_are_drawn_as_often_as_written() -> None:
+    torch._dynamo.reset()
+    drawn: list[int] = []
+
+    @torch.library.custom_op("torchtitan_npu_test::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+    def draw(x: Tensor) -> Tensor:
+        drawn.append(1)
+        return torch.rand_like(x)
+
+    draw.register_fake(torch.empty_like)
+    with torch.no_grad():
+        difference = torch.compile(lambda x: draw(x) - draw(x), backend=backend.bypassed, fullgraph=True)(torch.ones(8))
+    assert len(drawn) == 2 and difference.count_nonzero()
+
+
+def test_an_input_that_was_changed_before_the_backward_pass_is_an_error() -> None:
+    """As in eager mode: what was saved of it is not what it was."""
+    torch._dynamo.reset()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return x.view(6, 2) @ w
+
+    x, w = torch.randn(3, 4), torch.randn(2, 2, requires_grad=True)
+    result = torch.compile(function, backend=backend.bypassed, fullgraph=True)(x, w)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+METADATA = """
+    input_info output_info num_intermediate_bases keep_input_mutations traced_tangents traced_tangents_descs
+    subclass_inp_meta subclass_fw_graph_out_meta subclass_tangent_meta traced_tangent_metas num_symints_saved_for_bw
+    num_tensors_saved_with_no_vc_check num_opaque_objects_saved_for_bw grad_enabled_mutation deterministic
+    static_input_indices act_input_indices tokens indices_of_inputs_that_requires_grad_with_mutations_in_bw
+    bw_donated_idxs num_backward_tokens num_graphsafe_rng_states graphsafe_rng_state_index graphsafe_rng_device
+    mutated_inp_stream_indices compile_id_str tangent_source_stack_traces
+"""
+OUTPUTS = """
+    non_alias alias_of_input is_input alias_of_intermediate_save_as_output alias_of_intermediate
+    alias_of_intermediate_base_is_user_output unsafe_view_alias custom_function_view
+"""
+
+
+def test_all_that_aot_autograd_knows_of_a_region_is_known_here() -> None:
+    """What is new may be something that a plain region has to leave to AOTAutograd: see runtime._is_plain."""
+    fields = {field.name for field in dataclasses.fields(schemas.ViewAndMutationMeta)}
+    assert fields | {"act_input_indices"} == set(METADATA.split())  # torch 2.11 has not that one
+    assert set(schemas.OutputType.__members__) == set(OUTPUTS.split())
 
 
 def test_a_changed_size_gives_its_own_numbers_and_then_none_more_are_compiled(written: list[Any]) -> None:

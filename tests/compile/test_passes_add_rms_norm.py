@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import torchtitan_npu.ops  # noqa: F401
 from tests.compile.pass_graphs import compiled
+from torchtitan_npu.compile.backend import bypassing
+from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm
 from torchtitan_npu.compile.passes.graphs import call
 
@@ -89,6 +92,28 @@ def test_not_in_training() -> None:
     _, names, fused = run(residual(npu_norm), *leaves, training=True)
     assert fused == 0
     assert "npu.npu_rms_norm.default" in names
+
+
+def test_not_where_training_computes_it_again() -> None:
+    """The norm of the forward pass has no backward pass of its own then: a graph by itself would not show it."""
+    torch._dynamo.reset()
+    passes = GraphPasses(["add_rms_norm"])
+    changed: list[int] = []
+
+    def again(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return checkpoint(residual(npu_norm), *inputs, use_reentrant=False)
+
+    backend = bypassing([lambda graph_module: changed.append(passes(graph_module))])
+    gradients = []
+    for function in (again, torch.compile(again, backend=backend, fullgraph=True)):
+        leaves = [tensor.requires_grad_() for tensor in operands()]
+        sum(result.sum() for result in function(*leaves)).backward()  # type: ignore[union-attr]
+        gradients.append([leaf.grad for leaf in leaves])
+    assert changed == [0]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    with torch.no_grad():
+        torch.compile(again, backend=backend, fullgraph=True)(*operands())
+    assert changed == [0, 1]
 
 
 def test_not_where_rstd_is_used() -> None:

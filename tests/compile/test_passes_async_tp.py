@@ -106,6 +106,11 @@ def used_twice(x: Tensor, w: dict[str, Tensor]) -> Tensor:
     return scatter(whole) + whole.sum()
 
 
+def used_twice_first_dimension(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    whole = F.linear(x.transpose(0, 1).contiguous(), w["square"])
+    return scatter(whole, 0) + whole.sum()
+
+
 FUSED: dict[Callable[..., Tensor], tuple[dict[str, int], dict[str, int]]] = {
     layer: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 2}),
     gated: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 1, "RS": 1}),
@@ -114,7 +119,11 @@ FUSED: dict[Callable[..., Tensor], tuple[dict[str, int], dict[str, int]]] = {
     average: ({"AG": 1, "RS": 1}, {"AG+mm": 1, "mm+RS": 1}),
 }
 """Collectives before and after. A gradient that is scaled before its product is not gathered in it."""
-LEFT: dict[Callable[..., Tensor], dict[str, int]] = {maximum: {"RS": 1}, used_twice: {"RS": 1}}
+LEFT: dict[Callable[..., Tensor], dict[str, int]] = {
+    maximum: {"RS": 1},
+    used_twice: {"RS": 1},
+    used_twice_first_dimension: {"RS": 1},
+}
 BOTH = [*FUSED, *LEFT]
 
 

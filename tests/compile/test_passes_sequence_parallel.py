@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import torchtitan_npu.ops  # noqa: F401
-from tests.compile.pass_graphs import Copy, Gather, Own, Reduce, calls, compiled
+from tests.compile.pass_graphs import Copy, Gather, Own, Reduce, calls, compiled, gather
 from tests.multirank import run_on_ranks
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
 
@@ -74,7 +74,14 @@ def own_addend(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
     return head(layer(x, 0, w, norm) + F.silu(x @ w["up0"]) @ w["down0"], w, norm)
 
 
-MODELS = {f.__name__: f for f in (dense, one_block, deepstack, experts, experts_only, user_of_the_sum, own_addend)}
+def returned_chunk(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """Gathered, and this rank's tokens of it: the input's numbers, but not its memory."""
+    own = dist.get_rank() * TOKENS
+    return torch.ops.aten.slice(gather(x.view(TOKENS, DIM)), 0, own, own + TOKENS)
+
+
+LAYERS = (dense, one_block, deepstack, experts, experts_only, user_of_the_sum, own_addend, returned_chunk)
+MODELS = {model.__name__: model for model in LAYERS}
 
 
 def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,6 +124,7 @@ def run_model(name: str, norm: str, min_tokens: int, training: bool) -> tuple[li
         x, w = inputs(dist.get_rank(), torch.float64)
         with torch.set_grad_enabled(training):
             result = function(x, w)
+        assert result.data_ptr() != x.data_ptr()
         if not training:
             return [result]
         result.square().sum().backward()
@@ -135,6 +143,7 @@ CASES: list[Case] = [
     ("one_block", "npu", TOKENS, True),
     ("experts_only", "aten", TOKENS, False),
     ("own_addend", "npu", TOKENS, False),
+    ("returned_chunk", "npu", TOKENS, False),
     ("dense", "npu", TOKENS + 1, True),
 ]
 
@@ -208,6 +217,11 @@ def test_an_all_gather_moves_behind_the_norm(check: Callable[..., Outcome]) -> N
     _, (before, after), (whole, local), changed = check("experts_only", "aten", training=False)
     assert (before, after, changed) == ({"AG": 1}, {"AG": 1}, 1)
     assert (whole, local) == ([TOKENS], [TOKENS // 2])
+
+
+def test_a_chunk_that_is_returned_has_its_own_memory(check: Callable[..., Outcome]) -> None:
+    _, (before, after), _, changed = check("returned_chunk", "npu", training=False)
+    assert (before, after, changed) == ({"AG": 1}, {}, 1)
 
 
 def test_not_where_the_sum_has_another_user(check: Callable[..., Outcome]) -> None:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from functorch.compile import default_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext
+from torch._ops import OpOverload
 
 from torchtitan_npu.compile.interpreter import Launch, interpreted
 from torchtitan_npu.compile.random_state import without_random_state
@@ -27,18 +29,18 @@ Pass = Callable[[fx.GraphModule], Any]
 
 
 def bypassing(
-    joint_passes: Sequence[Pass] = (),
-    graph_passes: Sequence[Pass] = (),
+    passes: Sequence[Pass] = (),
     when_compiled: Callable[[float], None] = lambda seconds: None,
 ) -> Callable[..., Any]:
     """A backend for :func:`torch.compile` that generates no kernels.
 
-    ``joint_passes`` change the graph of forward and backward together, ``graph_passes`` each of the two by itself.
-    ``when_compiled`` is told of every region how long it took.
+    ``passes`` change the graph of forward and backward together, or the one graph of a region without gradients. They
+    do not see the halves of the former: there it is no longer to be seen what a value comes from, or what it is saved
+    for. ``when_compiled`` is told of every region how long it took.
     """
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        for change in (*joint_passes, tidy):
+        for change in (*passes, tidy):
             change(joint)
         joint.recompile()
         # saves what eager saves. The cut that needs the least memory computes more than once what a generated kernel
@@ -47,9 +49,9 @@ def bypassing(
 
     def compile_graph(graph_module: fx.GraphModule) -> Compiled:
         without_random_state(graph_module)
-        graph_module.graph = fx_graph_cse(graph_module.graph)
-        for change in (*graph_passes, tidy):
-            change(graph_module)
+        if not _draws_again(graph_module.graph):
+            graph_module.graph = fx_graph_cse(graph_module.graph)
+        tidy(graph_module)
         return Compiled(graph_module.graph, interpreted(graph_module))
 
     def compile_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -64,14 +66,31 @@ def bypassing(
             launch._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's word for taking a list
             return launch
 
+        def compile_without_gradients(graph_module: fx.GraphModule, inputs: Any) -> Launch:
+            for change in passes:
+                change(graph_module)
+            return compile_one(graph_module, inputs)
+
         # the backward now, not when it is needed: we call it ourselves
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            called_by_torch = aot_autograd(fw_compiler=compile_one, partition_fn=partition)(graph_module, inputs)
+            called_by_torch = aot_autograd(
+                fw_compiler=compile_one, inference_compiler=compile_without_gradients, partition_fn=partition
+            )(graph_module, inputs)
         region = plain_region(list(inputs), metadata[0], compiled) or called_by_torch
         when_compiled(time.perf_counter() - started)
         return region
 
     return compile_region
+
+
+def _draws_again(graph: fx.Graph) -> bool:
+    """Whether an operator draws random numbers more than once: each time others, but CSE knows only some of aten's."""
+    drawing = [
+        node.target
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
+    return len(set(drawing)) < len(drawing)
 
 
 bypassed = bypassing()

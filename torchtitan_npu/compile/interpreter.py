@@ -24,7 +24,6 @@ SYNONYMS = {torch.ops.aten.view.dtype: torch.ops.prims.view_of_dtype.default}
 """Operators that the interpreter does not find, as others that do the same: it takes a dtype for a size."""
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
 """As they are numbered."""
-VIEWS_AND_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 Launch = Callable[[list[Any]], Sequence[Any]]
 
@@ -71,8 +70,9 @@ def interpreted(graph_module: fx.GraphModule) -> Launch:
         optimizes = torch._C._get_graph_executor_optimize()
         torch._C._set_graph_executor_optimize(False)
         try:
-            # a graph has its gradients in it: autograd's kernels would only pass on, and views need not be followed
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VIEWS_AND_VERSIONS):
+            # a graph has its gradients in it: autograd's kernels would only pass on. Views are followed still: one that
+            # is saved for the backward pass must know when its input was changed since
+            with torch._C._AutoDispatchBelowAutograd():
                 results = function(held, *sizes)
         finally:
             torch._C._set_graph_executor_optimize(optimizes)

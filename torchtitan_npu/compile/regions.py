@@ -44,7 +44,7 @@ def compile_model(model: Any, job_config: JobConfig) -> None:
         return
     npu = npu_options(job_config)
     passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens)
-    options = {**OPTIONS, "backend": bypassing([passes], [passes], Progress().region_compiled)}
+    options = {**OPTIONS, "backend": bypassing([passes], Progress().region_compiled)}
     regions = sum(compile_block(block, options) for block in model.layers.values())
     logger.info(
         f"{regions} regions of {len(model.layers)} blocks are compiled when they are first called, code generation "
@@ -59,7 +59,7 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS) -> int:
     FSDP has hooks inside, which no graph can hold. So does an attention that says what comes before it proper and after
     (``prolog``, ``epilog``): what is between is a few fused operators, whose backward pass counts a loss.
     """
-    outer.register_forward_pre_hook(wait_for_inputs)
+    outer.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
     block = outer._checkpoint_wrapped_module if isinstance(outer, CheckpointWrapper) else outer
     moes = [child for child in block.children() if isinstance(child, MoE)]
     attention = getattr(block, "attention", None)
@@ -78,7 +78,8 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS) -> int:
             regions += 1
         parts.remove(block.attention)
     for moe in moes:
-        moe.register_forward_pre_hook(wait_for_inputs)  # after tensor parallel's, which gathers the router's tokens
+        # after tensor parallel's, which gathers the router's tokens
+        moe.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
     parts += [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
     worth_it = [part for part in parts if part is attention or is_worth_it(part)]
     for part in worth_it:
@@ -114,10 +115,16 @@ class _Waited(torch.autograd.Function):
         return gradient
 
 
-def wait_for_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def wait_for_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Wait for the collectives that the inputs of a compiled region come from.
 
     AOTAutograd waits for them too, but then goes on with the tensor inside, whose gradient does not pass where DTensor
     became local: "'Tensor' object has no attribute '_local_tensor'" in the backward pass (torch 2.13).
     """
-    return tuple(_Waited.apply(arg) if isinstance(arg, AsyncCollectiveTensor) else arg for arg in args)
+    return tuple(map(_waited, args)), {name: _waited(value) for name, value in kwargs.items()}
+
+
+def _waited(value: Any) -> Any:
+    return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value

@@ -62,10 +62,11 @@ def _is_plain(inputs: list[Any], metadata: Any, forward: Compiled) -> bool:
         "num_backward_tokens",
         "num_graphsafe_rng_states",
         "tokens",
-        "act_input_indices",
         "is_rng_op_functionalized",
     )
-    if any(getattr(metadata, name, None) for name in unusual) or metadata.grad_enabled_mutation is not None:
+    if any(getattr(metadata, name) for name in unusual) or metadata.grad_enabled_mutation is not None:
+        return False
+    if getattr(metadata, "act_input_indices", None):  # torch 2.11 has none
         return False
     if len(forward.inputs) != len(inputs):
         return False
@@ -121,12 +122,6 @@ def _differentiable(metadata: Any, forward: Compiled, backward: Compiled) -> Cal
 
     # past the Python of torch.autograd.Function.apply, which asks after functorch's transforms
     return super(torch.autograd.Function, Region).apply  # type: ignore[misc]
-
-
-def _has_gradient(info: Any) -> bool:
-    """Whether the backward graph takes a gradient of this output."""
-    # torch 2.13 tells a view that has none of its own from what requires one; 2.11 does not
-    return getattr(info, "requires_grad_for_backward", info.requires_grad)
 
 
 def _without_autocast(launch: Launch, given: list[Any]) -> Any:

@@ -1,7 +1,7 @@
 """Passes over compiled graphs: plain functions that take an ``fx.Graph`` and return how many places they changed.
 
-Graphs are those that AOTAutograd makes, joint, forward, backward or inference, with functional collectives in them;
-which backend compiles them afterwards does not matter.
+Graphs are those that AOTAutograd makes, joint or inference, with functional collectives in them; which backend compiles
+them afterwards does not matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PASSES: dict[str, Callable[..., int]] = {
 class GraphPasses:
     """The passes that a job asks for. Calling it runs them on a graph, and says what they did.
 
-    It is to see the joint graph of a training step, and the graphs that are compiled: forward, backward, inference.
+    It is to see the joint graph of a training step, or the graph of a region without gradients; not the two halves that
+    the former is cut into, whose inputs may be any one rank's.
     """
 
     def __init__(self, names: Sequence[str], sp_min_tokens: int = 1000) -> None:

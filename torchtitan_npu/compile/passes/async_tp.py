@@ -96,7 +96,14 @@ def _products_of(whole: fx.Node) -> list[fx.Node]:
 
 def _follows(node: Any, other: fx.Node) -> bool:
     """Whether ``node`` is computed from ``other``."""
-    return node is other or (node > other and any(_follows(argument, other) for argument in node.all_input_nodes))
+    seen = {node: None}
+    for one in (ahead := [node]):
+        if one is other:
+            return True
+        if one > other:  # what comes before it cannot follow from it
+            ahead += [argument for argument in one.all_input_nodes if argument not in seen]
+            seen |= dict.fromkeys(one.all_input_nodes)
+    return False
 
 
 def _is_matrix(node: fx.Node, width: int) -> bool:
@@ -133,7 +140,8 @@ def _fuse_scatter(result: fx.Node) -> bool:
     whole, dim = _scattered(given, ranks)
     scalings: list[tuple[Any, Any]] = []
     product: Any = whole
-    while len(product.users) == 1 or product is whole:
+    # the users of what is scattered along another dimension are its pieces, of which _scattered knows
+    while len(product.users) == 1 or (product is whole and whole is not given):
         if product.target in SCALINGS and isinstance(product.args[1], (int, float)):
             scalings.append((product.target, product.args[1]))
         elif product.target not in RESHAPES or value(product).shape[-1] != value(product.args[0]).shape[-1]:

@@ -164,6 +164,10 @@ def _rewrite(graph: fx.Graph, group: Any, tokens: Tokens, chosen: dict[fx.Node, 
             if is_own_chunk(node, tokens):
                 part: Any = piece(node)
                 whole = call(aten.view.default, local[part.whole], list(value(node).shape), like=node)
+                if any(
+                    user.op == "output" for user in others
+                ):  # it may be an input's memory now, which the chunk was not
+                    whole = call(aten.clone.default, whole, like=node)
             else:
                 local[node] = _local(node, tokens, local)
                 if not others or not isinstance(value(node), torch.Tensor):
