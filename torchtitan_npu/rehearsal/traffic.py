@@ -91,7 +91,7 @@ def hccl_buffers(communicators: int) -> int:
 def _group(arguments: dict[str, Any]) -> Any:
     if "group_name" in arguments:
         group = arguments["group_name"]  # which since torch 2.13 may be the group itself
-        return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
     return dist.ProcessGroup.unbox(arguments["process_group"])
 
 
