@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from machine.conflicts import cautions, conflicts
+from machine.operators import OF_SEVERAL_RANKS
 from machine.versions import numbers
 
 from torchtitan_npu.ops import OPS
@@ -50,6 +51,8 @@ def test_this_machine_trains() -> None:
     assert (code, statuses(lines, "red")) == (0, set())
     for name in OPS:
         assert lines[name]["status"] == "green"
+        if name in OF_SEVERAL_RANKS:
+            continue
         error = float(re.fullmatch(r"error (\S+) of the largest value", lines[name]["what"])[1])  # type: ignore[index]
         assert error <= 2**-8
     # an operator that rounds its output has an error, and the doctor shows it

@@ -23,6 +23,8 @@ ROUNDINGS = 2
 and one before it, such as that of an attention's weights."""
 WRONG = 16
 """Times the expected error: no rounding explains that."""
+OF_SEVERAL_RANKS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
+"""They communicate: one process cannot call them."""
 OPERATOR_FAILS = 'see docs/doctor.md, "When an operator fails"'
 
 
@@ -32,10 +34,12 @@ def check_operators(home: Home) -> Iterator[Line]:
     for sample in samples():
         op = OPS[sample.op]
         yield _registration(op, home) or _numbers(sample, home)
+    for name in OF_SEVERAL_RANKS:
+        yield _registration(OPS[name], home) or green(name, "is there; it takes several devices, and was not called")
 
 
 def samples() -> Iterator[Sample]:
-    """A call of every operator of the vocabulary."""
+    """A call of every operator of the vocabulary that one process can call."""
     for family in (*FAMILIES, sparse_attention):
         yield from family()
 
