@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +59,13 @@ def objection_of_the_meta_kernel(case: Case) -> str | None:
 def objection_of_the_checks(case: Case) -> str | None:
     """The message with which the C++ code in front of torch_npu's kernel rejects the call, on real npu tensors.
 
-    Their memory is the stub's, never written nor read: only what the call's shapes, dtypes and plain arguments say.
+    Their memory is the stub's, and all zero: torch_npu reads the groups' sizes, and no kernel ever writes.
     """
 
     def real_tensor(fake: Tensor) -> Tensor:
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="npu")
+        tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="npu")
+        ctypes.memset(tensor.data_ptr(), 0, tensor.untyped_storage().nbytes())  # which may have been another's before
+        return tensor
 
     with FakeTensorMode():
         arguments = case.arguments("npu")
