@@ -57,7 +57,7 @@ def assert_agrees(
     # the padding of short documents is not a number; what touched it would not be either
     assert (docs.padding(out, False) == 0).all()
     d_out = torch.randn(out.shape, generator=docs.generator).to(docs.dtype)
-    out.backward(d_out.to(device))
+    out.backward(docs.arrange(d_out.to(device)))
 
     results = (out.detach().cpu(), *(t.transpose(-2, -3).cpu() for t in (maximum, total)), d_out)
     by_row = [docs.split(t, False) for t in results]

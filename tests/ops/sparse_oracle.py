@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor, einsum
 
 Arrange = Callable[[Tensor], Tensor]
+
+
+def _copied(t: Tensor) -> Tensor:
+    """With the strides that its shape says, those of dimensions of size 1 too, which ``contiguous()`` leaves."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 ARRANGEMENTS: dict[str, Arrange] = {
     "contiguous": lambda t: t,
-    "transposed": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
+    "transposed": lambda t: _copied(t.transpose(0, -2)).transpose(0, -2),
+    "head by head": lambda t: _copied(t.movedim(-2, 0)).movedim(0, -2),
+    "tokens first": lambda t: _copied(t.transpose(0, 1)).transpose(0, 1),
     "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
 }
 

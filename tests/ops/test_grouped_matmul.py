@@ -171,6 +171,15 @@ def test_the_function_s_gradients_in_float64(counts: list[int]) -> None:
     assert torch.autograd.gradcheck(lambda x, weight: grouped_matmul(x, weight, torch.tensor(counts)), inputs)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_weights_gradient_lies_as_they_do(transposed: bool) -> None:
+    """Otherwise autograd would copy it into the parameter's layout."""
+    x, weight, dy, counts = problem([2, 0, 3], 3, 2, torch.float32)
+    weight = (weight.mT.contiguous().mT if transposed else weight).requires_grad_()
+    (gradient,) = torch.autograd.grad(grouped_matmul(x, weight, torch.tensor(counts)), weight, dy)
+    assert gradient.stride() == weight.stride()
+
+
 def test_the_function_agrees_with_a_loop_of_matmuls() -> None:
     """Both round within the same budget; hence twice the budget between the two."""
     x, weight, dy, counts = problem([2, 0, 5, 1], 6, 4, torch.float32)

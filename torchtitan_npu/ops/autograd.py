@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from torchtitan_npu.ops.arguments import by_name, spelt_out
+from torchtitan_npu.ops.arguments import by_name
+
+Call = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]
+"""How an op was called, ``(args, kwargs)``, and its arguments by name."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,15 @@ def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
     """The kernel of ``op`` for the Autograd dispatch key (``with_keyset=True``)."""
     npu = getattr(torch.ops, op.namespace)
 
-    def below_autograd(keyset: torch._C.DispatchKeySet, arguments: dict[str, Any]) -> Any:
-        args, kwargs = spelt_out(op, arguments)
+    def below_autograd(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, arguments: dict[str, Any], *tensors: Tensor) -> Any:
-        # autograd sees ``tensors``; ``arguments`` holds the same ones, by name, among everything else
+    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, call: Call, *tensors: Tensor) -> Any:
+        # autograd sees ``tensors``; ``call`` holds the same ones, among everything else
+        args, kwargs, arguments = call
+        output = below_autograd(keyset, args, kwargs)
         ctx.names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-        arguments = arguments | dict(zip(ctx.names, tensors, strict=True))
-        output = below_autograd(keyset, arguments)
         ctx.set_materialize_grads(False)
         autograd.save(ctx, output, **arguments)
         return output
@@ -84,10 +86,11 @@ def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
     function: Any = type(op._schema.name.partition("::")[2], (torch.autograd.Function,), methods)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        arguments = by_name(op, args, kwargs)
-        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return function.apply(keyset, arguments, *tensors)
-        return below_autograd(keyset, arguments)
+        if torch.is_grad_enabled():
+            arguments = by_name(op, args, kwargs)
+            tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+            if any(tensor.requires_grad for tensor in tensors):
+                return function.apply(keyset, (args, kwargs, arguments), *tensors)
+        return below_autograd(keyset, args, kwargs)
 
     return kernel

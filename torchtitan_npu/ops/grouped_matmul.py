@@ -167,6 +167,9 @@ def is_tiled(*matrices: Tensor) -> bool:
     )
 
 
+fused = kernel("grouped_matmul", "npu_grouped_matmul", reference.npu_grouped_matmul)
+
+
 def cuda(
     x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group_type: int, **others: Any
 ) -> list[Tensor]:
@@ -181,7 +184,7 @@ def cuda(
         return reference.npu_grouped_matmul(**arguments)
     if group_type == -1 or bias or not is_tiled(rows, matrices):
         return reference.npu_grouped_matmul(**arguments)
-    return kernel("grouped_matmul", "npu_grouped_matmul", reference.npu_grouped_matmul)(**arguments)
+    return fused(**arguments)
 
 
 LIMITS = (

@@ -52,11 +52,13 @@ def sharding(**_: Any) -> Iterator[Way]:
     yield [Shard(2)], {"input": Shard(2), "weight": Shard(1)}
 
 
+fused = kernel("grouped_matmul", "npu_grouped_matmul_add_", reference.npu_grouped_matmul_add_)
+
+
 def cuda(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:
     """The kernel for tensor cores; the reference, which waits for the groups' sizes, where that takes no tiles."""
-    plain = reference.npu_grouped_matmul_add_
     fits = is_tiled(x, weight) and input.is_contiguous()
-    chosen = kernel("grouped_matmul", "npu_grouped_matmul_add_", plain) if fits else plain
+    chosen = fused if fits else reference.npu_grouped_matmul_add_
     return chosen(input=input, x=x, weight=weight, **others)
 
 

@@ -34,8 +34,14 @@ class _GroupedMatmul(torch.autograd.Function):
         dy = dy.contiguous()
         x_wanted, weight_wanted, _ = ctx.needs_input_grad
         dx = _product(dy, weight.mT, counts, group_type=0) if x_wanted else None
-        dweight = _product(x.t(), dy, counts, group_type=2) if weight_wanted else None
-        return dx, dweight, None
+        return dx, _weight_gradient(x, dy, weight, counts) if weight_wanted else None, None
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """In the memory layout of ``weight``: what lies otherwise, autograd copies into the parameter's layout."""
+    if weight.is_contiguous():
+        return _product(x.t(), dy, counts, group_type=2)
+    return _product(dy.t(), x, counts, group_type=2).mT
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:

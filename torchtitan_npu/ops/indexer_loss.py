@@ -75,7 +75,7 @@ class _IndexerLoss(torch.autograd.Function):
             query_rope: Tensor | None,
             key_rope: Tensor | None,
         ) -> list[Tensor]:
-            scale = ctx.account.scale()
+            scale = ctx.account.scale().expand(1)
             *gradients, loss = torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
                 *(query, key, query_index, key_index, weights, indices, softmax_max, softmax_sum, ctx.scale_value),
                 query_rope=query_rope,
@@ -84,6 +84,6 @@ class _IndexerLoss(torch.autograd.Function):
             )
             ctx.account.count(loss.squeeze(0))
             # in the wider dtype: to round the scale to bfloat16 first would bias all gradients alike
-            return [(gradient * scale.expand(1)).to(gradient.dtype) for gradient in gradients]
+            return [(gradient * scale).to(gradient.dtype) for gradient in gradients]
 
         return output_grad, *computed_once(ctx, [1, 2, 3], compute), *(None for _ in range(10))

@@ -129,11 +129,13 @@ def takes(keys: int, count: int) -> bool:
     return keys <= SEGMENT or 2 * count <= SEGMENT
 
 
+fused = kernel("lightning_indexer", "npu_lightning_indexer", reference.npu_lightning_indexer)
+
+
 def cuda(key: Tensor, layout_query: str, sparse_count: int, **others: Any) -> tuple[Tensor, Tensor]:
-    arguments = {"key": key, "layout_query": layout_query, "sparse_count": sparse_count, **others}
-    if not takes(key.shape[0 if layout_query == "TND" else 1], sparse_count):
-        return reference.npu_lightning_indexer(**arguments)
-    return kernel("lightning_indexer", "npu_lightning_indexer", reference.npu_lightning_indexer)(**arguments)
+    fits = takes(key.shape[0 if layout_query == "TND" else 1], sparse_count)
+    chosen = fused if fits else reference.npu_lightning_indexer
+    return chosen(key=key, layout_query=layout_query, sparse_count=sparse_count, **others)
 
 
 declare(

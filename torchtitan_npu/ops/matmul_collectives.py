@@ -58,6 +58,7 @@ def no_sharding(**_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement
 
 LIMITS = (
     Limit("input.dtype", lambda input, **_: input.dtype, (torch.float16, torch.bfloat16)),
+    Limit("the number of rows of x2", lambda x2, **_: x2.shape[0], range(256, 65535)),
     Limit("world_size", lambda world_size, **_: world_size, WORLD_SIZES),
 )
 

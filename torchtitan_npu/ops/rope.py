@@ -108,10 +108,12 @@ def apply_sharding(layout: str, **_: Any) -> Iterator[tuple[list[Placement], dic
         yield [Shard(dim), Shard(dim)], sharded
 
 
+apply_fused = kernel("rotary", "npu_apply_rotary_pos_emb", reference.npu_apply_rotary_pos_emb)
+
+
 def apply_cuda(rotary_mode: str, **arguments: Any) -> tuple[Tensor, Tensor]:
     """The Triton kernel, which knows ``half`` and ``interleave``; for ``quarter`` the reference."""
-    plain = reference.npu_apply_rotary_pos_emb
-    chosen = plain if rotary_mode == "quarter" else kernel("rotary", "npu_apply_rotary_pos_emb", plain)
+    chosen = reference.npu_apply_rotary_pos_emb if rotary_mode == "quarter" else apply_fused
     return chosen(rotary_mode=rotary_mode, **arguments)
 
 

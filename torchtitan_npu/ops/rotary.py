@@ -68,12 +68,12 @@ def backward(npu: Any, ctx: Any, grad: Tensor) -> dict[str, Tensor]:
     return {"input": dx, "r1": dr1, "r2": dr2}
 
 
+fused = kernel("rotary", "npu_rotary_mul", reference.npu_rotary_mul)
+
+
 def cuda(rotate: Tensor | None, **arguments: Any) -> Tensor:
     """The Triton kernel, which knows the two modes; with a matrix of its own, ``rotate``, the reference."""
-    chosen = (
-        reference.npu_rotary_mul if rotate is not None else kernel("rotary", "npu_rotary_mul", reference.npu_rotary_mul)
-    )
-    return chosen(rotate=rotate, **arguments)
+    return (fused if rotate is None else reference.npu_rotary_mul)(rotate=rotate, **arguments)
 
 
 LAYOUTS = {

@@ -57,6 +57,7 @@ def layout_problems(**layouts: str | None) -> Iterator[str]:
 
 def token_problems(layout: str, query_name: str, query: Tensor, key_name: str, key: Tensor) -> Iterator[str]:
     """The query's and the key's shape and dtype."""
+    of_query, of_key = query.shape, key.shape
     for name, tensor in ((query_name, query), (key_name, key)):
         if tensor.dtype not in FLOATS:
             yield f"{name} must be float16 or bfloat16, not {tensor.dtype}"
@@ -66,12 +67,12 @@ def token_problems(layout: str, query_name: str, query: Tensor, key_name: str, k
             yield f"{name} must not be empty, its shape is {tuple(tensor.shape)}"
     if key.dtype != query.dtype:
         yield f"{key_name} must have the dtype of {query_name}, {query.dtype}, not {key.dtype}"
-    if layout == "BSND" and key.shape[0] != query.shape[0]:
-        yield f"{key_name} must have the batch size of {query_name}, {query.shape[0]}, not {key.shape[0]}"
-    if key.shape[-1] != query.shape[-1]:
-        yield f"{key_name} must have the head size of {query_name}, {query.shape[-1]}, not {key.shape[-1]}"
-    if query.shape[-2] % key.shape[-2]:
-        yield f"{query_name} must have a multiple of the {key.shape[-2]} heads of {key_name}, not {query.shape[-2]}"
+    if layout == "BSND" and of_key[0] != of_query[0]:
+        yield f"{key_name} must have the batch size of {query_name}, {of_query[0]}, not {of_key[0]}"
+    if of_key[-1] != of_query[-1]:
+        yield f"{key_name} must have the head size of {query_name}, {of_query[-1]}, not {of_key[-1]}"
+    if of_query[-2] % of_key[-2]:
+        yield f"{query_name} must have a multiple of the {of_key[-2]} heads of {key_name}, not {of_query[-2]}"
 
 
 def weight_problems(weights: Tensor, query_name: str, query: Tensor) -> Iterator[str]:
@@ -135,6 +136,8 @@ def length_tensor_problems(layout: str, query: Tensor, **lengths: Tensor | None)
                 yield f"{name} must be given with the layout TND: it says where each document ends"
         elif value.dtype != torch.int32 or value.dim() != 1:
             yield f"{name} must be torch.int32 of one dimension, not {value.dtype} of {value.dim()}"
+        elif layout == "TND" and value.numel() == 0:
+            yield f"{name} must end with the number of tokens, not be empty"
         elif layout == "BSND" and value.numel() != query.shape[0]:
             yield f"{name} must have one length for each row of the batch, {query.shape[0]}, not {value.numel()}"
     yield from _same_count({name: value.numel() for name, value in lengths.items() if value is not None})

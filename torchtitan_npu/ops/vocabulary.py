@@ -131,7 +131,7 @@ def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
             op.check(**arguments)
             # autograd would see into the kernel of an op for which torch_npu has no gradient; and the products inside
             # are the kernel's own, whose dtype is not autocast's to choose
-            with torch.no_grad(), torch._C._DisableAutocast():
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
                 return kernel(**arguments)
 
         return run

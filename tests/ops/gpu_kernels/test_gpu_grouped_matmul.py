@@ -36,7 +36,19 @@ def test_agrees_with_the_oracle(device: str, counts: list[int], layout: str, gro
     agrees("dx", dx, *by_rows(case[2], case[1].mT, counts))
     (dweight,) = OPS["npu_grouped_matmul"].cuda(x=[x.t()], weight=[dy], bias=None, group_type=2, **groups)
     agrees("dweight", dweight, *by_summed_dimension(case[0], case[2], counts))
+    (transposed,) = OPS["npu_grouped_matmul"].cuda(x=[dy.t()], weight=[x], bias=None, group_type=2, **groups)
+    agrees("dweight, transposed", transposed.mT, *by_summed_dimension(case[0], case[2], counts))
     assert [one.dtype for one in (y, dx, dweight)] == [dtype] * 3
+
+
+def test_groups_that_do_not_add_up(device: str) -> None:
+    """Sizes and ends. The op stops the device then, and with it every test that follows: so the kernel alone."""
+    for numbers, cumulative in (([5, 0, 3], False), ([5, 5, 8], True)):
+        groups = torch.tensor([[number, -1] for number in numbers], device=device)[:, 0]
+        for length in (7, 8, 9):
+            ends, adds_up = kernels.ends_of(groups, cumulative, length)
+            assert ends.tolist() == [5, 5, 8] and ends.dtype == torch.int32
+            assert adds_up.item() is (length == 8)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -64,11 +76,11 @@ def test_both_kernels(device: str, counts: list[int]) -> None:
     """Ours and torch's, whichever of them the op chooses here."""
     case: Problem = problem(counts, 64, 24, dtype_on(device, torch.bfloat16))
     x, weight, dy = (tensor.to(device) for tensor in case[:3])
-    sizes = group_list(counts, 1).to(device)
+    ends = group_list(counts, 0).int().to(device)
     for product in (kernels.rows_product, kernels.torch_product):
-        agrees(product.__name__, product(x, weight, sizes, False), *by_rows(case[0], case[1], counts))
+        agrees(product.__name__, product(x, weight, ends), *by_rows(case[0], case[1], counts))
     for product in (kernels.sums_product, kernels.torch_product):
-        dweight = product(x.t(), dy, sizes, False)
+        dweight = product(x.t(), dy, ends)
         agrees(product.__name__, dweight, *by_summed_dimension(case[0], case[2], counts))
 
 

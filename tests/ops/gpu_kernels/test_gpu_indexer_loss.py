@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from error_budget import assert_within, rounding_budget, unit_roundoff
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
+from sparse_oracle import ARRANGEMENTS, Attention, Documents, Loss, Scores, dense_mask, documents
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
@@ -40,8 +40,14 @@ def of_key(name: str) -> bool:
     return name.startswith("key")
 
 
-def example(dtype: torch.dtype, layout: str = "TND") -> Documents:
+def three(dtype: torch.dtype, layout: str = "TND") -> Documents:
     return Documents(layout, [(3, 7), (0, 2), (4, 3)], True, dtype, torch.Generator().manual_seed(0))
+
+
+def arranged(how: str, queries: int = 3) -> Documents:
+    """A batch whose tensors do not lie as their shapes say."""
+    generator = torch.Generator().manual_seed(0)
+    return Documents("BSND", [(queries, 5)] * 2, True, torch.float32, generator, ARRANGEMENTS[how])
 
 
 def on_device(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def check_gradients(docs: Documents, scores: list[Scores], d_scores: list[tuple[
 def test_gradients_agree_with_the_oracle(
     layout: str, heads: tuple[int, int], dtype: torch.dtype, in_order: bool
 ) -> None:
-    docs = example(dtype, layout)
+    docs = three(dtype, layout)
     query, key = docs.random(False, heads[0], 20), docs.random(True, heads[1], 20)
     weights, indices = docs.random(False, heads[0]), docs.select(5, heads[1], docs.visible())
     dy = [torch.randn(chosen.shape, generator=docs.generator).to(dtype) for chosen in indices]
@@ -137,6 +143,9 @@ def make(
     st.sampled_from([0, 2]),
     st.booleans(),
 )
+@example(arranged("strided"), 3, 3, 2, False)
+@example(arranged("head by head"), 3, 3, 2, False)
+@example(arranged("tokens first", queries=1), 3, 3, 2, False)
 def test_loss_agrees_with_the_oracle(docs: Documents, top_k: int, heads: int, rope: int, wide: bool) -> None:
     """``wide``: the weights in float32 beside half precision, as the converter passes them."""
     weights = torch.float32 if wide and docs.dtype != torch.float64 else docs.dtype

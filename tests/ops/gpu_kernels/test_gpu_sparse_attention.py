@@ -10,6 +10,7 @@ import torch
 from sparse_attention_check import assert_agrees
 from sparse_oracle import ARRANGEMENTS, Documents
 
+from torchtitan_npu.ops.triton import segments
 from torchtitan_npu.ops.triton import sparse_flash_attention as forward
 from torchtitan_npu.ops.triton import sparse_flash_attention_grad as gradient
 
@@ -23,6 +24,13 @@ CASES = {
     "several blocks of keys": ("TND", [(2, 70), (1, 3)], False, (3, 1), 69, True, False),
     "more heads than a block has": ("BSND", [(1, 5)], False, (130, 1), 5, True, False),
 }
+
+
+@pytest.mark.parametrize("sizes", [[(1, 3)] * 2, [(3, 3)] * 2], ids=["one token each", "several"])
+def test_batches_that_lie_elsewhere(gpu: Any, device: str, half: torch.dtype, sizes: list[tuple[int, int]]) -> None:
+    """The sequences of a batch are not one after the other."""
+    docs = documents("BSND", sizes, True, half, "tokens first")
+    assert_agrees(gpu, docs, (4, 1), 3, True, False, device, rounds=True)
 
 
 def documents(layout: str, sizes: list[tuple[int, int]], causal: bool, dtype: torch.dtype, arranged: str) -> Documents:
@@ -50,20 +58,25 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_oracle(gpu: Any, device: str, half: torch.dtype, case: str, deterministic: bool) -> None:
     layout, sizes, causal, heads, top_k, rope, value = CASES[case]
-    dtype, arranged = (torch.float32, "transposed") if deterministic else (half, "contiguous")
+    dtype, arranged = (torch.float32, "transposed") if deterministic else (half, "head by head")
     docs = documents(layout, sizes, causal, dtype, arranged)
     assert_agrees(gpu, docs, heads, top_k, rope, bool(value), device, rounds=True)
 
 
-def test_pieces_do_not_matter(gpu: Any, device: str, half: torch.dtype, deterministic: bool) -> None:
-    """As large as they are for a job; and a rope with more features than the rest."""
+def test_pieces_do_not_matter(
+    gpu: Any, device: str, half: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as they are for a job, but that more rows give to a key than are added at once; and a rope with more
+    features than the rest."""
+    monkeypatch.setattr(segments, "AT_ONCE", 2)
     docs = documents("BSND", [(3, 9)] * 2, True, half, "contiguous")
     assert_agrees(gpu, docs, (4, 1), 5, True, False, device, rounds=True, size=3, rope=20)
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_places_without_a_key_are_passed_over(gpu: Any, device: str) -> None:
-    """A -1 may stand anywhere: 40 of them before the first key, and between keys."""
+def test_places_without_a_key_are_passed_over(gpu: Any, device: str, deterministic: bool) -> None:
+    """A -1 may stand anywhere: 40 of them before the first key, and between keys. In order, torch fills memory that
+    nothing was written to with NaN."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, n, h, 4, generator=generator).to(device) for n, h in ((2, 3), (9, 1)))
     compact = torch.tensor([[3, 7, 0, -1], [8, 1, 2, 5]], dtype=torch.int32).view(1, 2, 1, 4)

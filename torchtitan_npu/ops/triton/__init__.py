@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,14 @@ def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..
     """
 
     def run(**arguments: Any) -> Any:
-        if any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in arguments.values()):
-            return reference(**arguments)
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(**arguments)
+        for value in arguments.values():
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
+                return reference(**arguments)
+        return _imported(module, name)(**arguments)
 
     return run
+
+
+@cache
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

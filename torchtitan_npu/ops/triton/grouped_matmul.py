@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torchtitan_npu.ops.triton.launch import multiprocessors
+from torchtitan_npu.ops.triton.launch import multiprocessors, power_of_2
 
 CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
-"""The best of those tried on an H200 (tools/bench/basic_kernels.py --sweep)."""
+"""The best of those tried on an H200 (tools/bench/kernel_sweep.py)."""
 SMALL_CONFIG = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "FLATTEN": True, "num_warps": 4, "num_stages": 2}
 """For the interpreter: several tiles in every direction of a small matrix."""
 
@@ -33,19 +33,29 @@ def npu_grouped_matmul(
     if not tokens.numel():  # neither kernel takes it
         groups = [] if group_type == 0 else [len(group_list)]
         return [tokens.new_zeros(*groups, tokens.shape[0], matrices.shape[-1])]
-    summed = 0 if group_type == 0 else 1
-    total = group_list[-1] if group_list_type == 0 else group_list.sum()
-    torch._assert_async(total == tokens.shape[summed], "npu_grouped_matmul: group_list must add up to the rows of x")
+    ends, adds_up = ends_of(group_list, group_list_type == 0, tokens.shape[0 if group_type == 0 else 1])
+    torch._assert_async(adds_up, "npu_grouped_matmul: group_list must add up to the rows of x")
     product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
     if prefers_torch(tokens, group_type):
         product = torch_product
-    return [product(tokens, matrices, group_list, group_list_type == 0)]
+    return [product(tokens, matrices, ends)]
 
 
 def npu_grouped_matmul_add_(
     input: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, group_list_type: int, **_: Any
 ) -> Tensor:
-    return sums_product(x.t(), weight, group_list, group_list_type == 0, out=input) if x.numel() else input
+    groups = group_list.contiguous()
+    return sums_product(x.t(), weight, groups, out=input, cumulative=group_list_type == 0) if x.numel() else input
+
+
+def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, Tensor]:
+    """Where each group ends, (E) int32, and whether the last one does at ``length``: in one small kernel."""
+    groups = len(group_list)
+    ends = torch.empty(groups, dtype=torch.int32, device=group_list.device)
+    adds_up = torch.empty((), dtype=torch.bool, device=group_list.device)
+    size = power_of_2(groups)
+    _ends[(1,)](group_list.contiguous(), ends, adds_up, groups, length, GROUPS=size, CUMULATIVE=cumulative, num_warps=1)
+    return ends, adds_up
 
 
 def prefers_torch(x: Tensor, group_type: int) -> bool:
@@ -64,14 +74,11 @@ def _is_hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] == 9
 
 
-def torch_product(x: Tensor, weight: Tensor, group_list: Tensor, cumulative: bool) -> Tensor:
-    ends = group_list.int() if cumulative else group_list.cumsum(0, dtype=torch.int32)
+def torch_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=ends)
 
 
-def rows_product(
-    x: Tensor, weight: Tensor, group_list: Tensor, cumulative: bool, config: dict[str, Any] | None = None
-) -> Tensor:
+def rows_product(x: Tensor, weight: Tensor, ends: Tensor, config: dict[str, Any] | None = None) -> Tensor:
     """``x`` (T, K), the groups among its rows; ``weight`` (E, K, N), or a transposed view. Returns (T, N)."""
     config = config or (CONFIG if x.is_cuda else SMALL_CONFIG)
     groups, summed, columns = weight.shape
@@ -81,9 +88,8 @@ def rows_product(
     blocks = [config["BLOCK_N"], config["BLOCK_K"]] if transposed else [config["BLOCK_K"], config["BLOCK_N"]]
     _rows[(multiprocessors(x.device),)](
         *(_descriptor(x, config["BLOCK_M"], config["BLOCK_K"]), _descriptor(flat, *blocks)),
-        *(out, group_list, groups, x.shape[0], summed, columns),
-        GROUPS=triton.next_power_of_2(groups),
-        CUMULATIVE=cumulative,
+        *(out, ends, groups, x.shape[0], summed, columns),
+        GROUPS=power_of_2(groups),
         TRANSPOSED=transposed,
         **config,
     )
@@ -94,11 +100,13 @@ def sums_product(
     x: Tensor,
     weight: Tensor,
     group_list: Tensor,
-    cumulative: bool,
-    out: Tensor | None = None,
     config: dict[str, Any] | None = None,
+    *,
+    out: Tensor | None = None,
+    cumulative: bool = True,
 ) -> Tensor:
-    """``x`` (M, T), the transposed view of a contiguous matrix, and ``weight`` (T, N): the groups are among T.
+    """``x`` (M, T), the transposed view of a contiguous matrix, and ``weight`` (T, N): the groups are among T, given by
+    their ends or, not ``cumulative``, by their sizes.
 
     Returns (E, M, N), zero for a group of nothing; where a float32 ``out`` is given, adds to that.
     """
@@ -112,7 +120,7 @@ def sums_product(
             _descriptor(weight, config["BLOCK_K"], config["BLOCK_N"]),
         ),
         *(x, weight, result, group_list, groups, x.shape[0], rows, columns),
-        GROUPS=triton.next_power_of_2(groups),
+        GROUPS=power_of_2(groups),
         CUMULATIVE=cumulative,
         ADD=out is not None,
         **config,
@@ -122,6 +130,16 @@ def sums_product(
 
 def _descriptor(matrix: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, list(block))
+
+
+@triton.jit
+def _ends(group_list, ends, adds_up, groups, length, GROUPS: tl.constexpr, CUMULATIVE: tl.constexpr):
+    group = tl.arange(0, GROUPS)
+    end = tl.load(group_list + group, mask=group < groups, other=0)
+    if not CUMULATIVE:
+        end = tl.cumsum(end, 0)
+    tl.store(ends + group, end.to(tl.int32), mask=group < groups)
+    tl.store(adds_up, _of(group, groups - 1, end) == length)
 
 
 @triton.jit
@@ -149,13 +167,12 @@ def _rows(
     x,
     weight,
     out,
-    group_list,
+    ends,
     groups,
     length,
     summed,
     columns,
     GROUPS: tl.constexpr,
-    CUMULATIVE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,7 +180,7 @@ def _rows(
     FLATTEN: tl.constexpr,
 ):
     group = tl.arange(0, GROUPS)
-    start, end = _groups(group_list, groups, length, GROUPS, CUMULATIVE)
+    start, end = _groups(ends, groups, length, GROUPS, True)
     tiles = (tl.maximum(end - start, 0) + BLOCK_M - 1) // BLOCK_M
     tile_end = tl.cumsum(tiles, 0)
     across = tl.cdiv(columns, BLOCK_N)

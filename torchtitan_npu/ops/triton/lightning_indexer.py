@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_npu.ops.triton.launch import blocks_in, part_of, power_of_2
 from torchtitan_npu.ops.triton.rows import Rows, rows_of
 from torchtitan_npu.ops.triton.top_k import select_top_k
 
@@ -46,22 +47,22 @@ def npu_lightning_indexer(
     values = torch.empty(shape if return_value else (0,), dtype=query.dtype, device=query.device)
     known = 0 if return_value else sparse_count  # who sees no more gets all, and no score is asked for
 
-    q, k, w = query.contiguous().view(-1, heads, size), key.contiguous(), weights.contiguous().view(-1, heads)
-    chosen, best = indices.view(-1, sparse_count), values.view(-1, sparse_count) if return_value else None
-    width = triton.cdiv(keys, 16) * 16
+    q, k, w = query.contiguous(), key.contiguous(), weights.contiguous()
+    tokens = rows.first.numel()
+    width = blocks_in(keys, 16) * 16
     # the second side of a grid ends at 65535
     step = min(2**15, max(16, WORKSPACE // (width * key_heads) // 16 * 16))
-    scores = torch.empty(min(step, len(q)), key_heads, width, dtype=torch.float32, device=query.device)
+    scores = torch.empty(min(step, tokens) * key_heads, width, dtype=torch.float32, device=query.device)
     tiles = tile_sizes(query.dtype, heads // key_heads)
     # a program's rows are of one sequence, or of any: then its keys may be all there are
     together = layout_query == "BSND" and query.shape[1] % tiles["QUERIES"] == 0
     most = keys if together else k.numel() // (key_heads * size)
-    for start in range(0, len(q), step):
-        part = Rows(rows.first[start : start + step], rows.visible[start : start + step])
-        room = scores[: len(part.first)]
-        score(q[start : start + step], k, w[start : start + step], part, room, known, most, tiles)
-        place = slice(start * key_heads, (start + step) * key_heads)
-        select_top_k(room.flatten(0, 1), part.visible, key_heads, chosen[place], None if best is None else best[place])
+    for start in range(0, tokens, step):
+        part = (tokens, start, min(step, tokens - start))
+        its = Rows(part_of(rows.first, *part), part_of(rows.visible, *part))
+        score(part_of(q, *part), k, part_of(w, *part), its, scores, known, most, tiles)
+        best = part_of(values, *part) if return_value else None
+        select_top_k(scores, its.visible, key_heads, part_of(indices, *part), best)
     return indices, values
 
 
@@ -75,15 +76,14 @@ def score(
     most: int,
     tiles: dict[str, int],
 ) -> None:
-    """Write to ``scores`` (rows, N2, width) those of the keys that each row sees, if it sees more than ``known``.
+    """Write to ``scores`` (rows · N2, width) those of the keys that each row sees, if it sees more than ``known``.
 
     ``query`` (rows, N1, D), ``weights`` (rows, N1), ``key`` (..., N2, D), all contiguous; the rows of one program see
     at most ``most`` keys together.
     """
-    count, heads, size = query.shape
-    key_heads = key.shape[-2]
-    group = heads // key_heads
-    _score[(triton.cdiv(most, SPAN), triton.cdiv(count, tiles["QUERIES"]), key_heads)](
+    count, (key_heads, size) = rows.first.numel(), key.shape[-2:]
+    group = query.numel() // (count * key_heads * size)
+    _score[(blocks_in(most, SPAN), blocks_in(count, tiles["QUERIES"]), key_heads)](
         query,
         key,
         weights,
@@ -97,15 +97,15 @@ def score(
         KEY_HEADS=key_heads,
         SIZE=size,
         SPAN=SPAN,
-        HEAD_BLOCK=max(16, triton.next_power_of_2(group)),
-        SIZE_BLOCK=max(16, triton.next_power_of_2(size)),
+        HEAD_BLOCK=max(16, power_of_2(group)),
+        SIZE_BLOCK=max(16, power_of_2(size)),
         **tiles,
     )
 
 
 def tile_sizes(dtype: torch.dtype, heads: int) -> dict[str, int]:
     """How many query rows (of ``heads`` heads each) and keys a program multiplies at a time, and how it is launched."""
-    head_block = max(16, triton.next_power_of_2(heads))
+    head_block = max(16, power_of_2(heads))
     if dtype == torch.float32:  # exact products, which are slow whatever the tiles: for tests
         return {"QUERIES": max(1, 64 // head_block), "KEYS": 32, "num_warps": 4, "num_stages": 1}
     return {"QUERIES": max(1, 256 // head_block), "KEYS": 64, "num_warps": 4, "num_stages": 3}

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.triton.rows import Rows, rows_of
-from torchtitan_npu.ops.triton.segments import add_segments
+from torchtitan_npu.ops.triton.launch import part_of, power_of_2
+from torchtitan_npu.ops.triton.rows import Rows, count_of, keys_at, rows_of
+from torchtitan_npu.ops.triton.segments import add_segments, segments_of
 
 WORKSPACE = 2**26
 """How many numbers the rows of one chunk give to their keys, where these are summed in order: 256 MiB in float32."""
@@ -38,45 +39,44 @@ def gradients(
 
     The gradient of a logit is rounded to the dtype of ``query`` before it is multiplied with queries and keys, as in
     the backward pass of any attention; all sums are float32. The keys' gradients are added up by atomic operations, in
-    whatever order; in the order of the rows if torch is to be deterministic.
+    whatever order; in a fixed one if torch is to be deterministic.
     """
     heads, size = query.shape[-2:]
     key_heads, top_k = sparse_indices.shape[-2:]
-    tokens = len(rows.first)
+    tokens = rows.first.numel()
     q, k, w, indices, dy = (t.contiguous() for t in (query, key, weights, sparse_indices, d_scores))
     d_query, d_weights = torch.empty_like(q), torch.empty_like(w)
-    d_key = torch.zeros(k.numel() // (key_heads * size), key_heads, size, dtype=torch.float32, device=key.device)
+    d_key = torch.zeros_like(k, dtype=torch.float32)
     in_order = torch.are_deterministic_algorithms_enabled()
     per_row = key_heads * top_k * size
     step = max(1, WORKSPACE // per_row) if in_order else tokens
     given = d_key.new_empty(min(step, tokens), key_heads, top_k, size) if in_order else d_key
     for start in range(0, tokens, step):
-        count = min(step, tokens - start)
-        part = slice(start, start + count)
-        _gradients[(count, key_heads)](
-            q.view(tokens, heads, size)[part],
+        part = (tokens, start, min(step, tokens - start))
+        _gradients[(part[2], key_heads)](
+            part_of(q, *part),
             k,
-            w.view(tokens, heads)[part],
-            indices.view(tokens, key_heads, top_k)[part],
-            dy.view(tokens, key_heads, top_k)[part],
-            rows.first[part],
-            rows.visible[part],
-            d_query.view(tokens, heads, size)[part],
+            part_of(w, *part),
+            part_of(indices, *part),
+            part_of(dy, *part),
+            part_of(rows.first, *part),
+            part_of(rows.visible, *part),
+            part_of(d_query, *part),
             given,
-            d_weights.view(tokens, heads)[part],
+            part_of(d_weights, *part),
             TOP_K=top_k,
             HEADS=heads // key_heads,
             KEY_HEADS=key_heads,
             SIZE=size,
-            SLOTS=triton.next_power_of_2(top_k),
-            HEAD_BLOCK=max(16, triton.next_power_of_2(heads // key_heads)),
-            SIZE_BLOCK=max(16, triton.next_power_of_2(size)),
+            SLOTS=power_of_2(top_k),
+            HEAD_BLOCK=max(16, power_of_2(heads // key_heads)),
+            SIZE_BLOCK=max(16, power_of_2(size)),
             IN_ORDER=in_order,
             **tile_sizes(query.dtype),
         )
         if in_order:
-            add_segments(given, indices, rows, start, count, d_key)
-    return d_query, d_key.view(key.shape).to(key.dtype), d_weights
+            add_segments(given, segments_of(indices, rows, *part[1:], d_key.numel() // size), d_key)
+    return d_query, d_key.to(key.dtype), d_weights
 
 
 def tile_sizes(dtype: torch.dtype) -> dict[str, int]:
@@ -116,9 +116,7 @@ def _gradients(
     base = row * KEY_HEADS + key_head
     indices += base * TOP_K
     d_scores += base * TOP_K
-    slot = tl.arange(0, SLOTS)
-    chosen = tl.load(indices + slot, mask=slot < TOP_K, other=-1)
-    end = tl.max(tl.where((chosen >= 0) & (chosen < seen), slot + 1, 0), 0)
+    end = count_of(indices, seen, TOP_K, SLOTS)
 
     head = tl.arange(0, HEAD_BLOCK)
     d = tl.arange(0, SIZE_BLOCK)
@@ -130,10 +128,9 @@ def _gradients(
     dw = tl.zeros((KEYS, HEAD_BLOCK), tl.float32)
     for start in range(0, end, KEYS):
         place = start + tl.arange(0, KEYS)
-        index = tl.load(indices + place, mask=place < TOP_K, other=-1)
-        there = (index >= 0) & (index < seen)
+        keys, there = keys_at(indices, place, TOP_K, begin, seen, key_head, KEY_HEADS)
         dy = tl.load(d_scores + place, mask=there, other=0.0).to(tl.float32)
-        at_key = ((begin + index).to(tl.int64) * KEY_HEADS + key_head)[:, None] * SIZE + d[None, :]
+        at_key = keys.to(tl.int64)[:, None] * SIZE + d[None, :]
         held = there[:, None] & (d < SIZE)[None, :]
         k = tl.load(key + at_key, mask=held, other=0.0)
         logits = tl.dot(k, tl.trans(q), input_precision="ieee")

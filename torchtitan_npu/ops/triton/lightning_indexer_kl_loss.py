@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchtitan_npu.ops.triton.launch import blocks_in, power_of_2
 from torchtitan_npu.ops.triton.lightning_indexer_grad import gradients
-from torchtitan_npu.ops.triton.rows import rows_of
-from torchtitan_npu.ops.triton.sparse_flash_attention import tile
+from torchtitan_npu.ops.triton.rows import keys_at, rows_of
+from torchtitan_npu.ops.triton.sparse_flash_attention import by_token, tile
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(
@@ -34,16 +35,17 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     key of its row is passed over, wherever it is: to refuse it, as the reference does, would be to wait for the
     device."""
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_klen)
-    tokens, top_k = len(rows.first), sparse_indices.shape[-1]
+    tokens, top_k = rows.first.numel(), sparse_indices.shape[-1]
     indices = sparse_indices.contiguous()
+    queries = by_token(query)
     heads, size = query.shape[-2:]
     index_heads, index_size = query_index.shape[-2:]
     rope_size = 0 if query_rope is None else query_rope.shape[-1]
-    target, scores = (torch.empty(indices.shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    target, scores = (torch.empty_like(indices, dtype=torch.float32) for _ in range(2))
     tiles = tile_sizes(query.dtype)
-    blocks = triton.cdiv(top_k, tiles["KEYS"])
+    blocks = blocks_in(top_k, tiles["KEYS"])
     _distributions[(tokens * blocks,)](
-        query.contiguous(),
+        queries,
         key.contiguous(),
         None if query_rope is None else query_rope.contiguous(),
         None if key_rope is None else key_rope.contiguous(),
@@ -59,6 +61,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         scores,
         scale_value,
         blocks,
+        *queries.stride()[:2],
         TOP_K=top_k,
         HEADS=heads,
         SIZE=size,
@@ -73,7 +76,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         **tiles,
     )
     losses = torch.empty(tokens, dtype=torch.float32, device=query.device)
-    slots = triton.next_power_of_2(top_k)
+    slots = power_of_2(top_k)
     # the gradients of the scores take their place
     _divergence[(tokens,)](
         target, scores, indices, rows.visible, losses, TOP_K=top_k, SLOTS=slots, num_warps=8 if slots > 2048 else 4
@@ -84,7 +87,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
 
 def block_size(size: int) -> int:
     """The tile that holds ``size``: tensor cores want 16 at least."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_2(size))
 
 
 def tile_sizes(dtype: torch.dtype) -> dict[str, int]:
@@ -112,6 +115,8 @@ def _distributions(
     scores,
     scale,
     blocks,
+    query_row,
+    query_head,
     TOP_K: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -131,22 +136,21 @@ def _distributions(
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     place = tl.program_id(0) % blocks * KEYS + tl.arange(0, KEYS)
-    index = tl.load(indices + row * TOP_K + place, mask=place < TOP_K, other=-1)
-    there = (index >= 0) & (index < tl.load(visible + row))
+    keys, there = keys_at(indices + row * TOP_K, place, TOP_K, tl.load(first + row), tl.load(visible + row), 0, 1)
     if tl.max(there.to(tl.int32), 0) > 0:
-        token = (tl.load(first + row) + index).to(tl.int64)
+        token = keys.to(tl.int64)
         mass = tl.zeros((KEYS,), tl.float32)
         for first_head in range(0, HEADS, HEAD_BLOCK):
             head = first_head + tl.arange(0, HEAD_BLOCK)
             at = row * HEADS + head
             logits = tl.zeros((KEYS, HEAD_BLOCK), tl.float32)
             for start in range(0, SIZE, SIZE_BLOCK):
-                k = tile(key, token, there, start, SIZE, SIZE_BLOCK)
-                q = tile(query, at, head < HEADS, start, SIZE, SIZE_BLOCK)
+                k = tile(key, token * SIZE, there, start, SIZE, SIZE_BLOCK)
+                q = tile(query, row * query_row + head.to(tl.int64) * query_head, head < HEADS, start, SIZE, SIZE_BLOCK)
                 logits = tl.dot(k, tl.trans(q), logits, input_precision="ieee")
             if ROPE_SIZE > 0:
-                k = tile(key_rope, token, there, 0, ROPE_SIZE, ROPE_BLOCK)
-                q = tile(query_rope, at, head < HEADS, 0, ROPE_SIZE, ROPE_BLOCK)
+                k = tile(key_rope, token * ROPE_SIZE, there, 0, ROPE_SIZE, ROPE_BLOCK)
+                q = tile(query_rope, at * ROPE_SIZE, head < HEADS, 0, ROPE_SIZE, ROPE_BLOCK)
                 logits = tl.dot(k, tl.trans(q), logits, input_precision="ieee")
             maximum = tl.load(softmax_max + at, mask=head < HEADS, other=0.0)
             total = tl.load(softmax_sum + at, mask=head < HEADS, other=1.0)
@@ -156,8 +160,8 @@ def _distributions(
 
         head = tl.arange(0, INDEX_HEAD_BLOCK)
         at = row * INDEX_HEADS + head
-        k = tile(key_index, token, there, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
-        q = tile(query_index, at, head < INDEX_HEADS, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
+        k = tile(key_index, token * INDEX_SIZE, there, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
+        q = tile(query_index, at * INDEX_SIZE, head < INDEX_HEADS, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
         w = tl.load(weights + at, mask=head < INDEX_HEADS, other=0.0).to(tl.float32)
         relu = tl.maximum(tl.dot(k, tl.trans(q), input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(scores + row * TOP_K + place, tl.sum(relu * w[None, :], 1), mask=there)
@@ -168,8 +172,7 @@ def _divergence(target, scores, indices, visible, losses, TOP_K: tl.constexpr, S
     """One row: its loss, and the gradients of its scores in their place."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
-    index = tl.load(indices + row * TOP_K + slot, mask=slot < TOP_K, other=-1)
-    there = (index >= 0) & (index < tl.load(visible + row))
+    _, there = keys_at(indices + row * TOP_K, slot, TOP_K, 0, tl.load(visible + row), 0, 1)
     p = tl.load(target + row * TOP_K + slot, mask=there, other=0.0)
     p = tl.where(there, p / tl.sum(p, 0), 0.0)
     score = tl.load(scores + row * TOP_K + slot, mask=there, other=float("-inf"))

@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.triton.launch import in_strides_of
+from torchtitan_npu.ops.triton.launch import blocks_in, in_strides_of, power_of_2
 
 
 def gather_config(width: int) -> dict[str, int]:
     """A program adds up ``BLOCK`` columns of a token, 16 bytes a thread; blocks that fill rows of 7168 exactly."""
-    return {"BLOCK": min(1024, triton.next_power_of_2(width)), "num_warps": 4}
+    return {"BLOCK": min(1024, power_of_2(width)), "num_warps": 4}
 
 
 def scatter_config(width: int) -> dict[str, int]:
     """A program holds ``BLOCK`` columns of a token, the whole row where it can: then a weight's gradient is one sum."""
-    block = min(8192, triton.next_power_of_2(width))
+    block = min(8192, power_of_2(width))
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
@@ -38,7 +38,7 @@ def npu_moe_token_permute(
     permuted = tokens.new_empty(len(range(slots)[: num_out_tokens or None]), tokens.shape[1])
     if not slots:
         return permuted, sorted_indices
-    _invert[(triton.cdiv(slots, 1024),)](order, sorted_indices, slots, BLOCK=1024)
+    _invert[(blocks_in(slots, 1024),)](order, sorted_indices, slots, BLOCK=1024)
     _scatter_rows(tokens, sorted_indices, permuted, slots // tokens.shape[0])
     return permuted, sorted_indices
 
@@ -108,8 +108,8 @@ def _gather_rows(rows: Tensor, places: Tensor, probs: Tensor | None, out: Tensor
     if not out.numel():
         return out
     config = gather_config(width)
-    blocks = triton.cdiv(width, config["BLOCK"])
-    unroll = min(8, triton.next_power_of_2(top_k))  # that many rows are on their way from memory at once
+    blocks = blocks_in(width, config["BLOCK"])
+    unroll = min(8, power_of_2(top_k))  # that many rows are on their way from memory at once
     _gather[(tokens * blocks,)](
         *(rows, places.contiguous(), weights, out, rows.shape[0], width, blocks),
         TOP_K=top_k,

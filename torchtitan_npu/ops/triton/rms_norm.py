@@ -13,23 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.triton.launch import in_strides_of, multiprocessors
+from torchtitan_npu.ops.triton.launch import blocks_in, in_strides_of, multiprocessors, power_of_2
 
 
 def forward_config(rows: int, width: int) -> dict[str, int]:
     """The tile of a program, and its warps: 32 elements a thread."""
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     tile_rows = max(1, 2048 // block)
     return {"ROWS": tile_rows, "BLOCK": block, "num_warps": min(16, max(2, tile_rows * block // 1024))}
 
 
-def backward_config(rows: int, width: int) -> dict[str, int]:
-    """The same, how many rows are on their way from memory at once (``STAGES``), and the programs a multiprocessor."""
-    block = triton.next_power_of_2(width)
+def backward_config(rows: int, width: int, element_size: int = 2) -> dict[str, int]:
+    """The same, how many rows are on their way from memory at once (``STAGES``, less where they take more of a
+    multiprocessor's memory than ON_THE_WAY), and the programs a multiprocessor."""
+    block = power_of_2(width)
     tile_rows = max(1, 4096 // block)
     warps = min(16, max(4, tile_rows * block // 512))
     programs = max(1, 16 // warps)
-    return {"ROWS": tile_rows, "BLOCK": block, "STAGES": 4, "num_warps": warps, "per_multiprocessor": programs}
+    stages = min(4, 1 + ON_THE_WAY // (2 * programs * tile_rows * block * element_size))
+    return {"ROWS": tile_rows, "BLOCK": block, "STAGES": stages, "num_warps": warps, "per_multiprocessor": programs}
+
+
+ON_THE_WAY = 3 << 16
+"""Bytes, of x and dy together."""
+SUM = {"ROWS": 64, "BLOCK": 16, "num_warps": 4}
+"""The tile of a program that adds up the programs."""
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float, **config: int) -> tuple[Tensor, Tensor]:
@@ -51,7 +59,7 @@ def _norm(
     total = y if added is None else torch.empty_like(x)
     rstd = x.new_empty(*input.shape[: input.dim() - gamma.dim()], *[1] * gamma.dim(), dtype=torch.float32)
     config = config or forward_config(rows, width)
-    _forward[(triton.cdiv(rows, config["ROWS"]),)](
+    _forward[(blocks_in(rows, config["ROWS"]),)](
         x, other, gamma.contiguous(), y, total, rstd, rows, width, epsilon, ADD=added is not None, **config
     )
     y = in_strides_of(input, y)
@@ -64,14 +72,14 @@ def npu_rms_norm_backward(
     x = input.contiguous()
     width = gamma.numel()
     rows = x.numel() // width
-    options: dict[str, Any] = dict(config or backward_config(rows, width))
+    options: dict[str, Any] = dict(config or backward_config(rows, width, x.element_size()))
     per_multiprocessor = options.pop("per_multiprocessor")
-    programs = min(triton.cdiv(rows, options["ROWS"]), per_multiprocessor * multiprocessors(x.device))
+    programs = min(blocks_in(rows, options["ROWS"]), per_multiprocessor * multiprocessors(x.device))
     dx = torch.empty_like(x)
     parts = x.new_empty(programs, width, dtype=torch.float32)
     _backward[(programs,)](dy.contiguous(), x, gamma.contiguous(), rstd.contiguous(), dx, parts, rows, width, **options)
     dgamma = torch.empty_like(gamma, dtype=torch.float32, memory_format=torch.contiguous_format)
-    _add_up[(triton.cdiv(width, 32),)](parts, dgamma, programs, width, ROWS=64, BLOCK=32, num_warps=4)
+    _add_up[(blocks_in(width, SUM["BLOCK"]),)](parts, dgamma, programs, width, **SUM)
     return in_strides_of(input, dx), in_strides_of(gamma, dgamma)
 
 

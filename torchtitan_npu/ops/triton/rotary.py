@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.triton.launch import in_strides_of
+from torchtitan_npu.ops.triton.launch import blocks_in, in_strides_of, power_of_2
 
 
 def _tile(served: int, size: int) -> dict[str, int]:
     """How many rows a program takes at once: at most 4096 elements, 32 a thread."""
-    half = triton.next_power_of_2(size // 2)
-    rows = min(triton.next_power_of_2(served), max(1, 2048 // half))
+    half = power_of_2(size // 2)
+    rows = min(power_of_2(served), max(1, 2048 // half))
     return {"ROWS": rows, "HALF": half, "num_warps": min(4, max(1, rows * half // 512))}
 
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, **_: Any) -> Tensor:
-    out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    out = torch.empty_like(input, memory_format=torch.contiguous_format)
     _rotate(input, r1, r2, rotary_mode, out)
     return out
 
@@ -44,7 +44,7 @@ def npu_rotary_mul_backward(
     grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(input)
-    dr1, dr2 = (torch.empty(r.shape, dtype=input.dtype, device=input.device) for r in (r1, r2))
+    dr1, dr2 = (torch.empty_like(r, dtype=input.dtype, memory_format=torch.contiguous_format) for r in (r1, r2))
     if not input.numel():  # the sum of nothing
         return dx, torch.zeros_like(r1, dtype=input.dtype), torch.zeros_like(r2, dtype=input.dtype)
     tensors = [_inner_stride_1(tensor) for tensor in (grad, input)]
@@ -66,7 +66,7 @@ def _rotate(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, out: Tensor) ->
     x = _inner_stride_1(x)
     kept, served = _sizes(x, r1)
     config = _tile(served[0] * served[1] * served[2], x.shape[3])
-    chunks = triton.cdiv(served[0] * served[1] * served[2], config["ROWS"])
+    chunks = blocks_in(served[0] * served[1] * served[2], config["ROWS"])
     _forward[(r1.numel() // r1.shape[3] * chunks,)](
         *(x, r1.contiguous(), r2.contiguous(), out, *x.stride()[:3], *out.stride()),
         *(*kept[1:], chunks, served[0] * served[1] * served[2], *served[1:], x.shape[3] // 2),

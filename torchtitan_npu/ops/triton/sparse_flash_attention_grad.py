@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.triton.rows import rows_of
-from torchtitan_npu.ops.triton.segments import add_segments
+from torchtitan_npu.ops.triton.launch import LOG2_E, power_of_2
+from torchtitan_npu.ops.triton.rows import count_of, keys_at, rows_of
+from torchtitan_npu.ops.triton.segments import add_segments, segments_of
 from torchtitan_npu.ops.triton.sparse_flash_attention import (
-    LOG2_E,
     WORKSPACE,
     blocks_of,
+    by_token,
     check_size,
-    count_of,
     place_of_products,
     place_of_scores,
-    product_blocks,
+    product_shape,
     score_blocks,
     score_grid,
     shape_of,
@@ -51,39 +51,47 @@ def npu_sparse_flash_attention_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the reference. The keys' gradients are added in float32, by atomic additions in any order; in the order of the
-    rows where deterministic algorithms are asked for."""
+    """As the reference. The keys' gradients are added in float32, by atomic additions in any order; in a fixed one
+    where deterministic algorithms are asked for."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    check_size(key)
+    check_size(key, key_rope)
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
     tokens, heads, size = rows.first.numel(), *query.shape[-2:]
     key_heads, top_k = sparse_indices.shape[-2:]
-    query, key, d_out, sparse_indices = (t.contiguous() for t in (query, key, d_out, sparse_indices))
+    queries, d_outs = by_token(query), by_token(d_out)
+    key, sparse_indices = key.contiguous(), sparse_indices.contiguous()
     value, query_rope, key_rope = (None if t is None else t.contiguous() for t in (value, query_rope, key_rope))
+    query_ropes = None if query_rope is None else by_token(query_rope)
     softmax_max, softmax_sum = softmax_max.contiguous(), softmax_sum.contiguous()
-    d_query, d_query_rope = (query.new_empty(0 if t is None else t.shape) for t in (query, query_rope))
+    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    d_query_rope = query.new_empty(0) if query_rope is None else torch.empty_like(query_rope)
     d_key, d_value, d_key_rope = (
-        query.new_zeros(0 if t is None else t.shape, dtype=torch.float32) for t in (key, value, key_rope)
+        query.new_empty(0, dtype=torch.float32) if t is None else torch.zeros_like(t, dtype=torch.float32)
+        for t in (key, value, key_rope)
     )
-    d_out_out = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    block = triton.next_power_of_2(size)
-    _multiply_and_sum[(d_out_out.numel(),)](d_out, out.contiguous(), d_out_out, SIZE=size, BLOCK=block)
+    d_out_out = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
+    of_d_outs, block = d_outs.stride()[:2], power_of_2(size)
+    _multiply_and_sum[(d_out_out.numel(),)](
+        d_outs, out.contiguous(), d_out_out, *of_d_outs, HEADS=heads, SIZE=size, BLOCK=block
+    )
 
     slots = heads * top_k * 2 * query.element_size()
     shape = shape_of(query, query_rope, key_heads, top_k)
     # what a row gives to its keys, before it is added
     added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
     chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
-    weights, d_scores = (query.new_empty(chunk, heads, top_k) for _ in range(2))
+    weights = query.new_empty(chunk, heads, top_k)
+    d_scores = torch.empty_like(weights)
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
-    products = {name: shape[name] for name in ("GROUP", "KEY_HEADS", "TOP_K")} | product_blocks(shape)
+    products = product_shape(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
-    places = (sparse_indices, rows.first, rows.visible)
+    places = (sparse_indices, *rows)
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
         _differentiate[score_grid(count, shape, SCORES)](
-            *(query, query_rope, key, key_rope, value, *places, d_out, d_out_out, softmax_max, softmax_sum),
-            *(weights, d_scores, scale_value, scale_value * LOG2_E, start, sequence),
+            *(queries, query_rope, key, key_rope, value, *places, d_outs, d_out_out, softmax_max, softmax_sum),
+            *(weights, d_scores, scale_value, scale_value * LOG2_E.value, start, sequence),
+            *(*queries.stride()[:2], *of_d_outs),
             **shape,
             **score_blocks(shape),
             **SCORES,
@@ -94,32 +102,37 @@ def npu_sparse_flash_attention_grad(
                 _add_to_queries[grid](
                     *(d_scores, of_key, *places, gradient, start, count), **products, **columns, **QUERIES
                 )
-        both = (weights, d_out) if value is None else (None, None)
+        if deterministic:
+            segments = segments_of(sparse_indices, rows, start, count, key.numel() // size)
+        both = (weights, d_outs) if value is None else (None, None)
         for factors, gradient in (
-            ((d_scores, query, *both), d_key),
-            ((d_scores, query_rope, None, None), d_key_rope),
-            ((weights, d_out, None, None), d_value),
+            ((d_scores, queries, *both), d_key),
+            ((d_scores, query_ropes, None, None), d_key_rope),
+            ((weights, d_outs, None, None), d_value),
         ):
             if gradient.numel():
                 columns, grid = blocks_of(gradient, count * key_heads, 128)
                 target = contributions if deterministic else gradient
                 _add_to_keys[grid](
-                    *(*factors, *places, target, start, count),
+                    *(*factors, *places, target, start, count, *factors[1].stride()[:2], *of_d_outs),
                     **products,
                     **columns,
                     ATOMIC=not deterministic,
                     **KEYS,
                 )
                 if deterministic:
-                    add_segments(contributions, sparse_indices, rows, start, count, gradient)
+                    add_segments(contributions, segments, gradient)
     return d_query, d_key.to(key.dtype), d_value.to(key.dtype), d_query_rope, d_key_rope.to(key.dtype)
 
 
 @triton.jit
-def _multiply_and_sum(left, right, total, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _multiply_and_sum(
+    left, right, total, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    a = tl.load(left + row * SIZE + columns, mask=columns < SIZE, other=0.0)
+    of_left = row // HEADS * left_row + row % HEADS * left_head
+    a = tl.load(left + of_left + columns, mask=columns < SIZE, other=0.0)
     b = tl.load(right + row * SIZE + columns, mask=columns < SIZE, other=0.0)
     tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32)))
 
@@ -144,6 +157,10 @@ def _differentiate(
     scale_2,  # for powers of 2
     first_row,
     sequence,
+    query_row,
+    query_head,
+    d_out_row,
+    d_out_head,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -151,45 +168,48 @@ def _differentiate(
     ROPE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places."""
-    in_chunk, key_head, first_head, first_place = place_of_scores(GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS)
+    in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
+        indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
+    )
     places = first_place + tl.arange(0, BLOCK_KEYS)
-    in_group = first_head + tl.arange(0, BLOCK_HEADS)
-    row = first_row + in_chunk
-    visible = tl.load(visible_keys + row)
-    index = tl.load(indices + (row * KEY_HEADS + key_head) * TOP_K + places, mask=places < TOP_K, other=-1)
-    there = (index >= 0) & (index < visible)
-    keys = (tl.load(first_key + row) + index) * KEY_HEADS + key_head
     real = in_group < GROUP
-    heads = (row * KEY_HEADS + key_head) * GROUP + in_group
+    head = (key_head * GROUP + in_group).to(tl.int64)
+    of_query = row * query_row + head * query_head
+    of_d_out = row * d_out_row + head * d_out_head
+    heads = row * KEY_HEADS * GROUP + head
     slots = ((in_chunk * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + places[None, :]
     kept = real[:, None]
     if TOP_K % BLOCK_KEYS:
         kept = kept & (places < TOP_K)[None, :]
     if tl.max(there.to(tl.int32)) == 0:
-        zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
-        tl.store(d_scores + slots, zeros, mask=kept)
+        indices += (row * KEY_HEADS + key_head) * TOP_K
+        count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
+        if first_place < count:  # there are keys after them
+            zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
+            tl.store(d_scores + slots, zeros, mask=kept)
         return
 
     scores = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
     dp = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
     for start in range(0, SIZE, BLOCK_COLUMNS):
-        q = tile(query, heads, real, start, SIZE, BLOCK_COLUMNS)
-        do = tile(d_out, heads, real, start, SIZE, BLOCK_COLUMNS)
-        k = tile(key, keys, there, start, SIZE, BLOCK_COLUMNS)
-        v = k if value is None else tile(value, keys, there, start, SIZE, BLOCK_COLUMNS)
+        q = tile(query, of_query, real, start, SIZE, BLOCK_COLUMNS)
+        do = tile(d_out, of_d_out, real, start, SIZE, BLOCK_COLUMNS)
+        k = tile(key, keys * SIZE, there, start, SIZE, BLOCK_COLUMNS)
+        v = k if value is None else tile(value, keys * SIZE, there, start, SIZE, BLOCK_COLUMNS)
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), dp, input_precision="ieee")
     if ROPE:
-        q = tile(query_rope, heads, real, 0, ROPE, BLOCK_ROPE)
-        k = tile(key_rope, keys, there, 0, ROPE, BLOCK_ROPE)
+        q = tile(query_rope, heads * ROPE, real, 0, ROPE, BLOCK_ROPE)
+        k = tile(key_rope, keys * ROPE, there, 0, ROPE, BLOCK_ROPE)
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
 
     statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + in_group
-    highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * 1.4426950408889634
+    highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * LOG2_E
     total = tl.load(softmax_sum + statistics, mask=real, other=1.0)
     delta = tl.load(d_out_out + heads, mask=real, other=0.0)
     p = tl.where(there[None, :], tl.exp2(scores * scale_2 - highest[:, None]) / total[:, None], 0.0)
@@ -218,12 +238,9 @@ def _add_to_queries(
     BLOCK_KEYS: tl.constexpr,
 ):
     """d_query of a row = d_scores · its keys, (heads, top-k) (top-k, width); one program for a row and some columns."""
-    in_chunk, key_head, first_column = place_of_products(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
-    row = first_row + in_chunk
-    first = tl.load(first_key + row)
-    visible = tl.load(visible_keys + row)
-    indices += (row * KEY_HEADS + key_head) * TOP_K
-    count = count_of(indices, visible, TOP_K, BLOCK_TOP_K)
+    in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
+        indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
+    )
 
     group = tl.arange(0, BLOCK_GROUP)
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -231,14 +248,12 @@ def _add_to_queries(
     total = tl.zeros((BLOCK_GROUP, BLOCK_COLUMNS), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
-        index = tl.load(indices + places, mask=places < count, other=-1)
-        there = (index >= 0) & (index < visible)
-        keys = (first + index) * KEY_HEADS + key_head
+        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
         mask = (group < GROUP)[:, None]
         if TOP_K % BLOCK_KEYS:
             mask = mask & (places < TOP_K)[None, :]
         ds = tl.load(d_scores + of_left + places[None, :], mask=mask, other=0.0)
-        k = tile(key, keys, there, first_column, WIDTH, BLOCK_COLUMNS)
+        k = tile(key, keys * WIDTH, there, first_column, WIDTH, BLOCK_COLUMNS)
         total = tl.dot(ds, k, total, input_precision="ieee")
     places = (row * KEY_HEADS + key_head) * GROUP * WIDTH + group[:, None] * WIDTH + columns[None, :]
     mask = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
@@ -257,6 +272,10 @@ def _add_to_keys(
     target,
     first_row,
     rows,
+    right_row,
+    right_head,
+    right_2_row,
+    right_2_head,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -269,26 +288,22 @@ def _add_to_keys(
 ):
     """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
     and some columns. ``left`` holds the rows of this chunk, ``right`` all. Not ``ATOMIC``: (rows, top-k, width)."""
-    in_chunk, key_head, first_column = place_of_products(rows, WIDTH, KEY_HEADS, BLOCK_COLUMNS)
-    row = first_row + in_chunk
-    first = tl.load(first_key + row)
-    visible = tl.load(visible_keys + row)
-    indices += (row * KEY_HEADS + key_head) * TOP_K
-    count = count_of(indices, visible, TOP_K, BLOCK_TOP_K)
+    in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
+        indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
+    )
 
     group = tl.arange(0, BLOCK_GROUP)
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-    of_right = (row * KEY_HEADS + key_head) * GROUP * WIDTH + group[:, None] * WIDTH + columns[None, :]
+    head = (key_head * GROUP + group).to(tl.int64)[:, None]
     of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
     real = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
-    r = tl.load(right + of_right, mask=real, other=0.0)
+    r = tl.load(right + row * right_row + head * right_head + columns[None, :], mask=real, other=0.0)
     r_2 = r
     if left_2 is not None:
-        r_2 = tl.load(right_2 + of_right, mask=real, other=0.0)
+        r_2 = tl.load(right_2 + row * right_2_row + head * right_2_head + columns[None, :], mask=real, other=0.0)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
-        index = tl.load(indices + places, mask=places < count, other=-1)
-        there = (index >= 0) & (index < visible)
+        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
         # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
         mask = (group < GROUP)[:, None]
         if TOP_K % BLOCK_KEYS:
@@ -300,7 +315,6 @@ def _add_to_keys(
             part = tl.dot(tl.trans(w), r_2, part, input_precision="ieee")
         mask = there[:, None] & (columns < WIDTH)[None, :]
         if ATOMIC:
-            keys = (first + index) * KEY_HEADS + key_head
             tl.atomic_add(target + keys[:, None] * WIDTH + columns[None, :], part, mask=mask, sem="relaxed")
         else:
             slots = (in_chunk * KEY_HEADS + key_head) * TOP_K + places

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.triton.launch import in_strides_of
+from torchtitan_npu.ops.triton.launch import LOG2_E, blocks_in, in_strides_of, power_of_2
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2_HIGH = tl.constexpr(0.693145751953125)  # 16 bits: exact times any exponent
 LN_2_LOW = tl.constexpr(1.42860682030941723212e-6)
 
@@ -38,8 +37,8 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
 
 
 def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    block = min(1024, triton.next_power_of_2(width))  # 16 bytes a thread
-    return (rows * triton.cdiv(width, block),), {"BLOCK": block, "num_warps": 4}
+    block = min(1024, power_of_2(width))  # 16 bytes a thread
+    return (rows * blocks_in(width, block),), {"BLOCK": block, "num_warps": 4}
 
 
 @triton.jit

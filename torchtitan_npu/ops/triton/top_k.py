@@ -6,28 +6,30 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.lightning_indexer import SEGMENT
+from torchtitan_npu.ops.triton.launch import blocks_in, power_of_2
 
 WARP_VALUES = 1024
 """How many of them a warp holds, 32 a thread."""
 
 
 def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None) -> None:
-    """``values`` (rows · heads, width) float32; of row r, the first ``held[r // heads]`` count, (rows,) int32.
+    """``values`` (rows · heads or more, width) float32; of row r, the first ``held[r // heads]`` count, (rows,) int32.
 
     Writes the places of the highest to ``places`` (rows · heads, count) int32, in ascending order, then -1; and their
     values to ``best``, then -inf. Among equals the lower place goes first; a NaN is above all, as torch sorts it. A row
     that holds no more than ``count`` values is taken whole, and read only for ``best``.
     """
-    count = places.shape[1]
+    rows = held.numel() * heads
+    count = places.numel() // rows
     source: Tensor | None = None
     while True:
-        rows, width = values.shape
-        segments = triton.cdiv(width, SEGMENT)
+        width = values.shape[1]
+        segments = blocks_in(width, SEGMENT)
         last = segments == 1
         shape = (rows, segments * count)
         to_places = places if last else torch.empty(shape, dtype=torch.int32, device=values.device)
         to_best = best if last else torch.empty(shape, dtype=torch.float32, device=values.device)
-        block = triton.next_power_of_2(min(width, SEGMENT))
+        block = power_of_2(min(width, SEGMENT))
         _select[(rows, segments)](
             values,
             source,
@@ -37,7 +39,7 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best:
             width,
             heads,
             COUNT=count,
-            SLOTS=triton.next_power_of_2(count),
+            SLOTS=power_of_2(count),
             BLOCK=block,
             num_warps=min(32, max(4, block // WARP_VALUES)),
         )
