@@ -36,7 +36,7 @@ class Validator(TitanValidator):
         dims = self.parallel_dims
         if self._process is None:
             self._process = self._process_for(model_parts[0])
-        inputs, labels, *rest = self._process(self, input_dict, labels, model_parts)
+        inputs, labels, *rest = self._process(self, input_dict, labels, [_asked_for_masks(model_parts[0])])
         if dims.cp_enabled:
             tokens = (labels != IGNORE_INDEX).sum()
             # TorchTitan will divide by the first of these, and should by the second
@@ -54,3 +54,17 @@ class Validator(TitanValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         super().validate(model_parts, step)
         self.loss_fn.tokens = 1.0
+
+
+class _WithoutMasks:
+    def get_attention_masks(self, **kwargs: Any) -> None:
+        raise TypeError("scaled dot-product attention takes no masks")  # which TorchTitan takes for "none"
+
+
+def _asked_for_masks(model: nn.Module) -> Any:
+    """What TorchTitan's validation, unlike its training, asks for masks whatever the attention is.
+
+    deepseek_v3 and llama4 then make some, which their scaled dot-product attention refuses.
+    """
+    kind = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
+    return model if kind in ("flex", "varlen") else _WithoutMasks()

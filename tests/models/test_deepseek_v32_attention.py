@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
 
 from tests.models.deepseek_v32_models import (
@@ -59,6 +60,31 @@ def test_absorbed_is_not_absorbed(top_k: int) -> None:
         # each is a few hundred terms and a dozen sums deep; but for the rotation, which TorchTitan has in float32 and
         # which is of the same numbers on both sides, nothing is coarser than float64
         assert (absorbed[name] - expected).norm() <= 1e-12 * expected.norm(), name
+
+
+def test_a_block_lets_go_of_what_attention_took() -> None:
+    """Before the experts are at work: the queries alone are a GiB of a rank of the largest model."""
+    args = model_args()
+    block: Any = build(args).layers[str(args.n_layers - 1)]
+    held: dict[str, weakref.ref[Tensor]] = {}
+    alive: list[str] = []
+
+    def before_attention(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        held["query"], held["key"] = (weakref.ref(given[place]) for place in (0, 2))
+
+    def after_attention(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        held["attended"] = weakref.ref(output)
+
+    def before_experts(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        alive.extend(name for name, tensor in held.items() if tensor() is not None)
+
+    block.attention.inner_attention.register_forward_pre_hook(before_attention)
+    block.attention.inner_attention.register_forward_hook(after_attention)
+    block.moe.register_forward_pre_hook(before_experts)
+    with torch.no_grad():  # nothing is kept for a backward pass
+        block(torch.randn(BATCH, SEQUENCE, args.dim), precompute_freqs_cis(args), None)
+    assert len(held) == 3
+    assert not alive
 
 
 def model_step(**changes: Any) -> tuple[float, dict[str, Tensor | None]]:
@@ -141,12 +167,6 @@ def test_documents_are_as_if_alone() -> None:
             alone = model(rows.flatten()[start:end].unsqueeze(0))[0]
             # rotated by other angles with the same differences, in float32
             assert (packed[start:end] - alone).abs().max() <= 1e-4 * alone.abs().max()
-
-
-def test_there_are_no_documents_without_a_mask() -> None:
-    """TorchTitan's validation asks every model, whatever its job says, and takes a TypeError for an answer."""
-    with pytest.raises(TypeError, match=r"without dsa\.document_mask"):
-        build(model_args()).get_attention_masks(tokens(), None)  # type: ignore[arg-type]
 
 
 def test_the_indexer_gives_gradients_to_itself_only() -> None:

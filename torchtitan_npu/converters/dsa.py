@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.documents import Documents
@@ -27,6 +28,9 @@ LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
 
 class NpuSparseAttention(SparseAttention):
     """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
+
+    any_strides = False
+    """Whether the kernels read queries as the product before leaves them, head by head: a GPU's do."""
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -49,11 +53,16 @@ class NpuSparseAttention(SparseAttention):
         query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
 
-        def prepared(tensor: Tensor) -> Tensor:
-            """As the operators take it. Autocast does not know them, and a norm has left some tensors in float32."""
-            return (tensor if documents is None else tensor.flatten(0, 1)).to(q.dtype).contiguous()
+        def typed(tensor: Tensor) -> Tensor:
+            """Autocast does not know the operators, and a norm has left some tensors in float32."""
+            return (tensor if documents is None else tensor.flatten(0, 1)).to(q.dtype)
 
-        query, query_rope, key, key_rope = map(prepared, (q, q_rope, k, k_rope))
+        def prepared(tensor: Tensor) -> Tensor:
+            """As an NPU takes it."""
+            return typed(tensor).contiguous()
+
+        query = typed(q) if self.any_strides else prepared(q)
+        query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
         value = key if v is k else prepared(v)
         query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(2))
         weights = index_weights if documents is None else index_weights.flatten(0, 1)
@@ -125,7 +134,9 @@ class DsaConverter(Converter):
         return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        return retyped(module, NpuSparseAttention)
+        attention = retyped(module, NpuSparseAttention)
+        attention.any_strides = platform.job_home() == "cuda"
+        return attention
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         attention = cast(SparseAttention, module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -51,7 +52,9 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"validation.local_batch_size {config.validation.local_batch_size} is no multiple of {made_of} "
             "microbatches, which a batch of validation is split into too"
         )
-    if p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
+    if csv := p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
+        if not os.path.isfile(csv):
+            raise UsageError(f"parallelism.pipeline_parallel_schedule_csv {csv}: no such file")
         return
     stages = stage_count(config, schedule, layers)
     if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:

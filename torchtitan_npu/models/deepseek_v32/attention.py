@@ -14,6 +14,13 @@ from torchtitan_npu.models.deepseek_v32.indexer import Indexer
 from torchtitan_npu.models.deepseek_v32.inner_attention import SparseAttention
 
 
+class Inputs(nn.Module):
+    """What attention is given, as it is given. Tensor parallel gathers it here: a sequence is split between blocks."""
+
+    def forward(self, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        return given
+
+
 class OwnKeys(nn.Module):
     """Where a rank gets the keys for its queries: here, from itself. Context parallel puts another in its place."""
 
@@ -44,6 +51,7 @@ class Attention(DeepSeekV3Attention):
         # a parameter that could have a gradient but gets none has no optimizer state in a checkpoint, which then cannot
         # be resumed from
         self.indexer = Indexer(args).requires_grad_(args.indexer_loss)
+        self.inputs = Inputs()
         self.exchange = OwnKeys()
         self.inner_attention: nn.Module = SparseAttention(args)
 
@@ -58,14 +66,13 @@ class Attention(DeepSeekV3Attention):
 
         They are what is rotated by. Which keys a query may see its place in the sequence decides, and its document.
         """
-        if self.warmup:  # nothing but the indexer learns, and that from inputs of its own
-            x = x.detach()
-        projected = self.prolog(x, freqs_cis, positions)
-        output = self.inner_attention(*projected, documents=attention_masks, scale=self.softmax_scale)
-        return self.epilog(output)
+        return self.epilog(self.attend(self.prolog(x, freqs_cis, positions), attention_masks))
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """q, q_rope, k, k_rope, v, index_q, index_k and index_weights, as ``inner_attention`` takes them."""
+        x, freqs_cis, positions = self.inputs(x, freqs_cis, positions)
+        if self.warmup:  # nothing but the indexer learns, and that from inputs of its own
+            x = x.detach()
         bsz, seqlen, _ = x.shape
 
         # keys first: ranks that share a sequence exchange them while they make their queries
@@ -91,6 +98,10 @@ class Attention(DeepSeekV3Attention):
             kv = self.wkv_b(kv).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             k, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)  # (bsz, keys, n_heads, ...)
         return q, q_rope, k, k_rope, v, index_q, index_k, index_weights
+
+    def attend(self, projected: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        """Attention proper, of what :meth:`prolog` returned: (bsz, seqlen, n_heads, width of v)."""
+        return self.inner_attention(*projected, documents=documents, scale=self.softmax_scale)
 
     def epilog(self, output: Tensor) -> Tensor:
         """From ``inner_attention``'s output (bsz, seqlen, n_heads, width of v) to (bsz, seqlen, dim)."""

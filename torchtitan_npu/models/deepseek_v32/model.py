@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +15,34 @@ from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
-from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, predict_further
 
 
 class DeepSeekV32Model(DeepSeekV3Model):
-    """TorchTitan's model, its blocks, forward and initialisation, with another attention in each block.
+    """TorchTitan's model, its forward and initialisation, with blocks that have another attention.
 
     Layers of multi-token prediction come after the others among the ``layers``, as in the release: what is done to each
     layer (sharding, activation checkpointing, balancing of experts) is done to them.
     """
 
     def __init__(self, model_args: DeepSeekV32ModelArgs) -> None:
-        super().__init__(model_args.as_titan_takes_it())
+        args = model_args.as_titan_takes_it()
+        without_layers = copy.copy(args)
+        without_layers.n_layers = 0  # which are made below
+        super().__init__(without_layers)
         self.model_args = model_args
-        for layer_id in range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers):
-            self.layers[str(layer_id)] = MTPBlock(layer_id, model_args.as_titan_takes_it())
+        for layer_id in range(model_args.n_layers + model_args.n_mtp_layers):
+            kind = Block if layer_id < model_args.n_layers else MTPBlock
+            self.layers[str(layer_id)] = kind(layer_id, args)
         if model_args.n_mtp_layers:
             self.mtp_loss = AuxiliaryLoss("mtp_loss", model_args.mtp_loss_weight, of_labels=True)
-        blocks: Any = self.layers.values()
-        for block in blocks:
-            block.attention = Attention(model_args)
         # TorchTitan leaves this epsilon to torch, which takes 8e-3 in bfloat16
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         if model_args.warmup:
             self.freeze_all_but_indexers()
-            for block in blocks:
+            for block in cast(Iterable[Block], self.layers.values()):
                 block.ffn_norm.register_forward_pre_hook(_cut_off)
 
     def forward(
@@ -78,8 +81,6 @@ class DeepSeekV32Model(DeepSeekV3Model):
 
         In a pipeline, those of each microbatch.
         """
-        if self.model_args.attn_type == "sdpa":  # TorchTitan's validation asks all the same, and takes this for "none"
-            raise TypeError("without dsa.document_mask there are no masks")
         if tokenizer.eos_id is None:
             raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
         documents = Documents.of(input_batch, tokenizer.eos_id)

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
-from torchtitan.models.deepseek_v3.model.model import TransformerBlock
 from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
+from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 
 
-class MTPBlock(TransformerBlock):
+class MTPBlock(Block):
     """A block of the model that also sees the token it did not have to predict: the one after the depth before's."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
@@ -26,7 +26,7 @@ class MTPBlock(TransformerBlock):
         self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
         self.final_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(
+    def forward(  # type: ignore[override]  # it is called by another model
         self,
         h: Tensor,
         embeddings: Tensor,

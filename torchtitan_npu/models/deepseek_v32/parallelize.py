@@ -16,6 +16,7 @@ from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as 
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
 from torchtitan.models.llama4.infra.parallelize import apply_compile
 
+from torchtitan_npu.compile.regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
 from torchtitan_npu.rebind import rebound
 
@@ -24,7 +25,7 @@ def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config:
     changes = {
         titan_tp: apply_non_moe_tp,
         apply_ac: apply_ac_that_saves_attention,
-        apply_compile: compile_around_attention,
+        apply_compile: compile_blocks,
     }
     args = model.model_args
     model.model_args = args.as_titan_takes_it()  # which has context parallel for no attention with documents
@@ -47,20 +48,15 @@ def apply_ac_that_saves_attention(*args: Any, op_sac_save_list: set[Any], **kwar
     apply_ac(*args, op_sac_save_list=op_sac_save_list | attention, **kwargs)
 
 
-def compile_around_attention(model: Any, config: Compile, ep_enabled: bool) -> None:
-    """Compile what comes before attention proper and what comes after, the router and the dense networks.
+def compile_blocks(model: Any, config: Compile, ep_enabled: bool) -> None:
+    """What TorchTitan's ``compile.backend`` compiles: the same regions, and those that only generated kernels gain by.
 
     Attention itself stays as it is: its operators are fused already, and its backward pass counts the indexer's loss,
     which a compiled one could not.
     """
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True}
     for block in model.layers.values():
-        block.attention.prolog = torch.compile(block.attention.prolog, **options)
-        block.attention.epilog = torch.compile(block.attention.epilog, **options)
-        modules = [block.moe.router, block.moe.shared_experts] if block.moe_enabled else [block.feed_forward]
-        for module in modules:
-            if module is not None:
-                module.compile(**options)
+        compile_block(block, options, generating=True)
 
 
 def prefetch_in_order(model: Any) -> None:

@@ -44,9 +44,9 @@ def apply_non_moe_tp(
     for block in model.layers.values():
         plan: dict[str, ParallelStyle] = {
             "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(
-                input_layouts=(Shard(1), Replicate(), None, positions),
-                desired_input_layouts=(Replicate(), Replicate(), None, positions),
+            "attention.inputs": PrepareModuleInput(
+                input_layouts=(Shard(1), Replicate(), positions),
+                desired_input_layouts=(Replicate(), Replicate(), positions),
             ),
             "attention.wq_a": NoParallel(use_local_output=False),
             "attention.q_norm": NoParallel(use_local_output=False),
@@ -103,6 +103,11 @@ class SplitHeads(ParallelStyle):
 
     @staticmethod
     def _local(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> Any:
+        for x in inputs:
+            if x.requires_grad and not isinstance(x, DTensor):
+                # That of the keys is a part of a sum. If it lies in memory in another way than they do, it is cloned on
+                # its way back, and DTensor adds up over the ranks what it clones: a collective more, and other rounding
+                x.register_hook(Tensor.contiguous)
         return tuple(x.to_local() if isinstance(x, DTensor) else x for x in inputs)
 
     @staticmethod
