@@ -1,10 +1,13 @@
 """Every test runs in the home that the entry would prepare: here the CPU, one thread a process, no network."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -18,3 +21,13 @@ platform.prepare()
 # the same examples in every run: what passed once passes in a fresh clone
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _logs_go_where_they_went() -> Iterator[None]:
+    """The entry has everything logged to the stdout of its test, which pytest closes after it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

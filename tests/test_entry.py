@@ -1,32 +1,25 @@
-"""The entry as a user starts it: from a TOML file, with torchrun, with mistakes."""
+"""The entry as a user starts it: from a TOML file, on two ranks, with mistakes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
+from torchtitan.tools.logging import init_logger
 
 import torchtitan_npu.train as entry
+from tests.multirank import run_on_ranks
 
-ROOT = Path(__file__).parent.parent
-CONFIG = "torchtitan_npu/train_configs/llama3_debugmodel.toml"
-SMALL = ["--training.seq_len", "32", "--training.local_batch_size", "1", "--training.global_batch_size", "2"]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
+from compare_loss import main as compare_loss
+from loss_compare.launch import TRAINER, RunPair, train_command
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+CONFIG = Path("torchtitan_npu/train_configs/llama3_debugmodel.toml")
+SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--training.global_batch_size", "2")
 
 
 @pytest.mark.parametrize(
@@ -71,43 +64,57 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
     assert [file.name for file in tmp_path.iterdir()] == (["job.toml"] if toml is not None else [])
 
 
-def test_torchrun_with_too_many_ranks_says_so_once(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        *["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "torchtitan_npu.train"],
-        *["--job.config_file", CONFIG, "--parallelism.data_parallel_shard_degree", "1"],
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("torchtitan_npu: error: 2 ranks") == 1
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("mistake", ["--model.nmae=x", "--parallelism.tensor_parallel_degree=3"])
+def test_the_other_ranks_of_a_node_say_nothing_of_the_job_s_mistake_until_the_first_has(
+    mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends them while they wait; tests/tools/test_launch.py has that with real ranks."""
+    said_by_then = []
+    monkeypatch.setattr(entry, "FIRST_ON_NODE", False)
+    monkeypatch.setattr(entry.time, "sleep", lambda seconds: said_by_then.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(CONFIG), mistake])
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert said_by_then == [(entry.PATIENCE, "")]
+
+
+def train(arguments: list[str], log: Path) -> None:
+    """What ``torchtitan_npu.train`` with these ``arguments`` does on this rank; what the ranks say is in ``log``."""
+    sys.argv = ["train", *arguments]
+    with log.open("a") as file, redirect_stdout(file):
+        entry.main()
+    # what follows on this rank is another test's
+    init_logger()
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty steps on two ranks, eager and converted, launched and compared by the tool."""
-    folder = tmp_path_factory.mktemp("compared")
-    done = run(
-        folder,
-        *[str(ROOT / "tools/compare_loss.py"), "run", "--config", CONFIG, "--candidate-converters", "npu_rms_norm"],
-        *["--nproc", "2", "--steps", "20", "--rtol", "1e-5", "--out", "out", "--", *SMALL],
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "within tolerance" in done.stdout or "identical" in done.stdout
-    return folder / "out"
+def runs(tmp_path_factory: pytest.TempPathFactory) -> RunPair:
+    """Twenty steps on two ranks, eager and converted, by the arguments that the comparing tool gives them."""
+    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=20, extra=SMALL)
+    for side in ("baseline", "candidate"):
+        train_on_two_ranks(pair, side)
+    return pair
 
 
-def test_converted_training_follows_the_eager_baseline(compared: Path) -> None:
-    assert "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm" in (compared / "candidate.log").read_text()
-    assert "npu_rms_norm" not in (compared / "baseline.log").read_text()
-    assert (compared / "comparison.png").read_bytes().startswith(b"\x89PNG")
+def train_on_two_ranks(pair: RunPair, side: str) -> None:
+    command = train_command(pair, side)
+    arguments = command[command.index(TRAINER) + 1 :]
+    run_on_ranks(2, train, arguments, pair.out / f"{side}.log", process_group=False)
 
 
-def test_two_identical_runs_are_bit_identical(compared: Path, tmp_path: Path) -> None:
-    again = run(
-        tmp_path,
-        *["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "torchtitan_npu.train"],
-        *["--job.config_file", CONFIG, "--job.dump_folder", "again", "--training.steps", "20", *SMALL],
-    )
-    assert again.returncode == 0, again.stderr
-    done = run(tmp_path, str(ROOT / "tools/compare_loss.py"), str(compared / "baseline"), "again", "--assert-equal")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_converted_training_follows_the_eager_baseline(runs: RunPair) -> None:
+    sides = [str(runs.out / side) for side in ("baseline", "candidate")]
+    assert compare_loss([*sides, "--rtol", "1e-5", "--out", str(runs.out)]) == 0
+    logged = "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm"
+    assert logged in (runs.out / "candidate.log").read_text()
+    baseline = (runs.out / "baseline.log").read_text()
+    assert "step: 20" in baseline and "npu_rms_norm" not in baseline
+    assert (runs.out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_identical_runs_are_bit_identical(runs: RunPair, tmp_path: Path) -> None:
+    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=20, extra=SMALL)
+    train_on_two_ranks(again, "baseline")
+    sides = [str(pair.out / "baseline") for pair in (runs, again)]
+    assert compare_loss([*sides, "--assert-equal", "--out", str(tmp_path)]) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,16 @@ def test_its_header_says_what_it_is(file: Path) -> None:
         else:  # nothing is kept from one microbatch to the next, nor from forward to backward
             assert p.fsdp_reshard_after_forward == "always"
     assert gib < 64 - 16  # room for activations
+
+
+def test_where_one_looks_for_how_to_compile() -> None:
+    """The debug model's file has the keys, and they can be turned on."""
+    file = PACKAGE / "train_configs/deepseek_v32_debugmodel.toml"
+    sections = tomllib.loads(file.read_text())
+    assert sections["compile"] == {"enable": False} and sections["npu"] == {"graph_passes": []}
+    example = re.search(r"^graph_passes = \[\]  # .* for example (\[.*\])", file.read_text(), re.MULTILINE)
+    assert example
+    config = load(file)
+    config.compile.enable = config.npu.bypass_codegen = True
+    config.npu.graph_passes = json.loads(example[1])
+    check_job(config, world_size=1)

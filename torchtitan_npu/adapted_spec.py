@@ -11,14 +11,14 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.compile.regions import bypasses_codegen, compile_model, not_compiling
+from torchtitan_npu.compile.regions import compile_models, compiled_here, not_compiling
 
 
 @dataclass
 class AdaptedTrainSpec(TrainSpec):
     """A TrainSpec that :func:`torchtitan_npu.train_specs.adapt` made.
 
-    Its models are compiled by us where the job bypasses code generation, and by TorchTitan otherwise.
+    Its models are compiled by us where the job bypasses code generation or has graph passes, else by TorchTitan.
     """
 
     def __post_init__(self) -> None:
@@ -40,15 +40,14 @@ def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[nn.Module]
     @functools.wraps(build)
     def build_and_compile(*args: Any, **kwargs: Any) -> Any:
         config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, JobConfig)), None)
-        if config is None or not bypasses_codegen(config):
+        if config is None or not compiled_here(config):
             return build(*args, **kwargs)
         eager = not_compiling(config)
         built = build(
             *(eager if arg is config else arg for arg in args),
             **{key: eager if arg is config else arg for key, arg in kwargs.items()},
         )
-        for part in parts(built):
-            compile_model(part, config)
+        compile_models(parts(built), config)
         return built
 
     build_and_compile.compiles = True  # type: ignore[attr-defined]

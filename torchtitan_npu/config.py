@@ -20,7 +20,7 @@ class Npu:
     strict_limits: bool = False
     """
     A size or dtype that an NPU's kernels would refuse is an error in every home. Otherwise it is one on an NPU, and a
-    line in the log elsewhere.
+    line in the log elsewhere; but a graph pass leaves such a place of the graph on an NPU as it was, and logs why.
     """
 
     bypass_codegen: bool = field(default_factory=lambda: platform.job_home() == "npu")
@@ -31,12 +31,18 @@ class Npu:
 
     graph_passes: list[str] = field(default_factory=list)
     """
-    Passes over the graphs of compiled regions, where code generation is bypassed: no_ops, all_gather_chunk,
+    Passes over the graphs of compiled regions, whether code generation is bypassed or not: no_ops, all_gather_chunk,
     sequence_parallel, async_tp, add_rms_norm (docs/graph-passes.md).
     """
 
     sp_min_tokens: int = 1000
     """The pass sequence_parallel changes values of at least so many tokens."""
+
+    sp_whole_inputs: bool = False
+    """
+    Activations and vectors that come into a compiled block, and gradients too, are the same on every tensor-parallel
+    rank: so it is where the plan keeps activations whole. Without it sequence_parallel does not touch them.
+    """
 
     context_parallel: str = ""
     """

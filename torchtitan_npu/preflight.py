@@ -20,8 +20,8 @@ from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_t
 from torchtitan_npu import platform
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import GraphPasses
-from torchtitan_npu.compile.regions import bypasses_codegen
-from torchtitan_npu.config import JobConfig
+from torchtitan_npu.compile.regions import compiled_here
+from torchtitan_npu.config import JobConfig, Npu
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
@@ -42,10 +42,11 @@ def check_job(config: JobConfig, world_size: int) -> None:
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
     if config.optimizer.swap:
         _check_swap(config, spec)
-    if bypasses_codegen(config):
+    if compiled_here(config):
         _check_compile(config, spec)
     elif config.npu.graph_passes:
-        raise UsageError("npu.graph_passes needs compile.enable = true and npu.bypass_codegen = true")
+        raise UsageError("npu.graph_passes needs compile.enable = true")
+    _check_used(config)
     _check_converters(config)
     _check_seed_checkpoint(config, world_size)
     dims = _check_layout(config, world_size)
@@ -115,32 +116,43 @@ def _check_swap(config: JobConfig, spec: TrainSpec) -> None:
 
 
 def _check_compile(config: JobConfig, spec: TrainSpec) -> None:
-    """What a job that bypasses code generation cannot have; without compile.enable none of it matters."""
+    """What a job cannot have that bypasses code generation or has graph passes; without compile.enable all goes."""
+    bypassing = config.npu.bypass_codegen
+    key, mend = "npu.bypass_codegen", "set it to false or compile.enable to false"
+    if not bypassing:
+        key, mend = "npu.graph_passes", "set it to []"
     if config.compile.backend != "inductor":
-        raise UsageError(
-            f"compile.backend {config.compile.backend!r} compiles only with npu.bypass_codegen = false: otherwise a "
-            "backend of our own does"
-        )
+        why = "otherwise a backend of our own does" if bypassing else "with them Inductor does"
+        only = "npu.bypass_codegen = false" if bypassing else "npu.graph_passes = []"
+        raise UsageError(f"compile.backend {config.compile.backend!r} compiles only with {only}: {why}")
     attention = getattr(spec.model_args[config.model.flavor], "attn_type", "sdpa")
     refused = {
-        # its cut between forward and backward is the code generator's
+        # its cut between forward and backward is the code generator's, which TorchTitan has to set up
         'activation_checkpoint.mode = "memory_budget"': config.activation_checkpoint.mode == "memory_budget",
         # Inductor's pass; ours is asked for by name
         'parallelism.enable_async_tensor_parallel = true (take npu.graph_passes = ["async_tp"])': (
             config.parallelism.enable_async_tensor_parallel
         ),
-        # whose kernel is generated
+        # whose kernel is generated, and which no region of ours was tried with
         f"flex attention (model.flavor {config.model.flavor!r})": attention == "flex",
     }
     for what, asked in refused.items():
         if asked:
-            raise UsageError(f"npu.bypass_codegen does not go with {what}; set it to false or compile.enable to false")
+            raise UsageError(f"{key} does not go with {what}; {mend}")
     GraphPasses(config.npu.graph_passes, config.npu.sp_min_tokens)  # which knows the names
     if not isinstance(spec, AdaptedTrainSpec):
         raise UsageError(
-            f"npu.bypass_codegen needs the TrainSpec of model.name {config.model.name!r} to be registered as "
-            "torchtitan_npu.train_specs.adapt(spec); set it to false to compile with compile.backend"
+            f"{key} needs the TrainSpec of model.name {config.model.name!r} to be registered as "
+            f"torchtitan_npu.train_specs.adapt(spec); {mend}"
         )
+
+
+def _check_used(config: JobConfig) -> None:
+    """A key of a pass that the job does not have would change nothing, and nothing would say so."""
+    defaults = Npu()
+    for key in ("sp_min_tokens", "sp_whole_inputs"):
+        if getattr(config.npu, key) != getattr(defaults, key) and "sequence_parallel" not in config.npu.graph_passes:
+            raise UsageError(f'npu.{key} is for the pass "sequence_parallel", which npu.graph_passes does not list')
 
 
 def _check_seed_checkpoint(config: JobConfig, world_size: int) -> None:

@@ -28,10 +28,12 @@ PATIENCE = 20
 platform.prepare()
 torchtitan_npu.register()
 
+from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
 
 from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
+from torchtitan_npu.compile import passes as graph_passes  # noqa: E402
 from torchtitan_npu.config import JobConfig  # noqa: E402
 from torchtitan_npu.config_manager import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context  # noqa: E402
@@ -62,6 +64,7 @@ class Trainer(TitanTrainer):
         super().train_step(data_iterator)
         if not self.has_stepped and self.job_config.compile.enable:
             logger.info(f"The first step took {time.perf_counter() - started:.1f} s, with compiling")
+            graph_passes.report(self.model_parts)
         self.has_stepped = True
 
     def forward_backward_step(
@@ -98,6 +101,10 @@ def train(config: JobConfig) -> None:
             logger.info("Created seed checkpoint")
         else:
             trainer.train()
+    except BackendCompilerFailed as failure:  # torch.compile's wrapping of what our backend or a graph pass refuses
+        if isinstance(failure.inner_exception, UsageError):
+            raise failure.inner_exception from None
+        raise
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()

@@ -40,8 +40,9 @@ def test_a_good_job_passes() -> None:
             r"npu.graph_passes: no pass 'asynctp'; did you mean 'async_tp'\?; there are",
         ),
         ({"npu.sp_min_tokens": 0}, "npu.sp_min_tokens is 0; it must be at least 1"),
-        ({"compile.enable": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true and"),
-        ({"npu.bypass_codegen": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true"),
+        ({"compile.enable": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true"),
+        ({"npu.sp_min_tokens": 1}, 'npu.sp_min_tokens is for the pass "sequence_parallel", which npu.graph_passes'),
+        ({"npu.sp_whole_inputs": True, "npu.graph_passes": ["no_ops"]}, "npu.sp_whole_inputs is for the pass"),
         ({"compile.backend": "eager"}, "compile.backend 'eager' compiles only with npu.bypass_codegen = false"),
         ({"parallelism.enable_async_tensor_parallel": True}, r'take npu.graph_passes = \["async_tp"\]'),
         ({"activation_checkpoint.mode": "memory_budget"}, "does not go with activation_checkpoint.mode"),
@@ -51,6 +52,22 @@ def test_a_good_job_passes() -> None:
 def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check({**BYPASSED, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile.backend": "eager"}, r"'eager' compiles only with npu.graph_passes = \[\]: with them Inductor does"),
+        ({"activation_checkpoint.mode": "memory_budget"}, "npu.graph_passes does not go with activation_checkpoint"),
+        ({"parallelism.enable_async_tensor_parallel": True}, "npu.graph_passes does not go with parallelism.enable_a"),
+        ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "npu.graph_passes does not go with flex"),
+    ],
+)
+def test_what_passes_in_inductor_do_not_go_with(options: dict[str, Any], message: str) -> None:
+    passes = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["no_ops"]}
+    check(passes)
+    with pytest.raises(UsageError, match=message):
+        check({**passes, **options})
 
 
 def test_a_sign_of_life(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

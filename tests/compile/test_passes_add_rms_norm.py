@@ -66,17 +66,35 @@ def test_fused_in_evaluation(dtype: torch.dtype) -> None:
     assert all(torch.equal(one, other) for one, other in zip(results, function(*operands(dtype)), strict=True))
 
 
-@pytest.mark.parametrize("target", [torch.ops.aten._fused_rms_norm.default, torch.ops.aten.rms_norm.default])
-def test_aten_norms(target: Any) -> None:
-    """Written by hand: on the CPU, these are taken apart while a graph is captured."""
+NAMED: dict[Any, tuple[list[Any], tuple[str, ...]]] = {
+    torch.ops.aten._fused_rms_norm.default: ([[DIM]], ("weight", "eps")),
+    torch.ops.aten.rms_norm.default: ([[DIM]], ("weight", "eps")),
+    torch.ops.npu.npu_rms_norm.default: ([], ("gamma", "epsilon")),
+}
+"""By norm: what comes between its input and gamma, and what gamma and epsilon are called."""
+
+
+@pytest.mark.parametrize("by", ["place", "name", "name in another order"])
+@pytest.mark.parametrize("target", NAMED)
+def test_norms_however_they_are_called(target: Any, by: str) -> None:
+    """Written by hand: on the CPU aten's are taken apart while a graph is captured, and names become places."""
     graph = fx.Graph()
     with FakeTensorMode() as mode:
         inputs = [graph.placeholder(name) for name in ("x", "y", "gamma")]
         for node, tensor in zip(inputs, operands(), strict=True):
             node.meta["val"] = mode.from_tensor(tensor)
         x, y, gamma = inputs
-        normalised = call(target, call(torch.ops.aten.add.Tensor, x, y, like=x), [DIM], gamma, EPSILON, like=x)
-        if target is torch.ops.aten._fused_rms_norm.default:
+        between, names = NAMED[target]
+        given: list[Any] = [call(torch.ops.aten.add.Tensor, x, y, like=x), *between]
+        named: dict[str, Any] = {}
+        if by == "place":
+            given += [gamma, EPSILON]
+        else:
+            named = dict(zip(names, (gamma, EPSILON), strict=True))
+            if by == "name in another order":
+                named = dict(reversed(named.items()))
+        normalised = call(target, *given, like=x, **named)
+        if target is not torch.ops.aten.rms_norm.default:
             normalised = call(operator.getitem, normalised, 0, like=x)
         graph.output(normalised)
         expected = fx.GraphModule({}, copy.deepcopy(graph))

@@ -70,6 +70,51 @@ def layer(x: Tensor, w: dict[str, Tensor]) -> Tensor:
     return scatter(F.linear(F.silu(F.linear(gather(x), w["up"])), w["down"]))
 
 
+@torch.library.custom_op("test_async_tp::matmul", mutates_args=())
+def matmul(x: Tensor, w: Tensor) -> Tensor:
+    """On the CPU, aten's is taken apart before it comes into a graph; on an NPU it is an operator of its own."""
+    return x @ w
+
+
+@torch.library.custom_op("test_async_tp::matmul_backward", mutates_args=())
+def matmul_backward(grad: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
+    """Both gradients, or those of ``mask``: as on an NPU, where the CPU has no such operator."""
+    nothing = grad.new_empty(0)
+    of_x = grad @ w.t() if mask[0] else nothing
+    return of_x, x.flatten(0, -2).t() @ grad.flatten(0, -2) if mask[1] else nothing
+
+
+matmul.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[1]))
+matmul_backward.register_fake(lambda grad, x, w, mask: (torch.empty_like(x), grad.new_empty(w.shape)))
+matmul.register_autograd(
+    lambda ctx, grad: matmul_backward(grad, *ctx.saved_tensors, [True, True]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+AS_ON_NPU = {
+    torch.ops.test_async_tp.matmul.default: torch.ops.aten.matmul.default,
+    torch.ops.test_async_tp.matmul_backward.default: torch.ops.aten.matmul_backward.default,
+}
+
+
+def renamed(graph: fx.Graph, names: dict[Any, Any]) -> None:
+    for node in graph.nodes:
+        node.target = names.get(node.target, node.target)
+
+
+def async_tp_as_on_npu(graph: fx.Graph) -> int:
+    """The pass on a graph of an NPU's operators, which then computes with ours."""
+    renamed(graph, AS_ON_NPU)
+    changed = async_tp(graph)
+    masks = [node.args[3] for node in graph.nodes if node.target is torch.ops.aten.matmul_backward.default]
+    assert masks == [[False, True]] * len(masks) and masks  # what is fused is not computed again
+    renamed(graph, {ours: name for name, ours in AS_ON_NPU.items()})
+    return changed
+
+
+def layer_on_npu(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    return scatter(matmul(F.silu(matmul(gather(x), w["up"].t())), w["down"].t()))
+
+
 def gated(x: Tensor, w: dict[str, Tensor]) -> Tensor:
     """Two products of what is gathered once: their gradients are added, and the sum is scattered by itself."""
     whole = gather(x)
@@ -111,10 +156,16 @@ def used_twice_first_dimension(x: Tensor, w: dict[str, Tensor]) -> Tensor:
     return scatter(whole, 0) + whole.sum()
 
 
+def with_bias(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """A product and a sum in one operator, which the fused ones are not."""
+    return F.linear(gather(x), w["up"], w["bias"])
+
+
 FUSED: dict[Callable[..., Tensor], tuple[dict[str, int], dict[str, int]]] = {
     layer: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 2}),
     gated: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 1, "RS": 1}),
     first_dimension: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 2}),
+    layer_on_npu: ({"AG": 2, "RS": 2}, {"AG+mm": 2, "mm+RS": 2}),
     scaled: ({"AG": 2, "RS": 2}, {"AG+mm": 1, "mm+RS": 2, "AG": 1}),
     average: ({"AG": 1, "RS": 1}, {"AG+mm": 1, "mm+RS": 1}),
 }
@@ -123,6 +174,7 @@ LEFT: dict[Callable[..., Tensor], dict[str, int]] = {
     maximum: {"RS": 1},
     used_twice: {"RS": 1},
     used_twice_first_dimension: {"RS": 1},
+    with_bias: {"AG": 1},
 }
 BOTH = [*FUSED, *LEFT]
 
@@ -133,7 +185,13 @@ def inputs(batch: int) -> tuple[Tensor, dict[str, Tensor]]:
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    shapes = {"up": (HIDDEN, DIM), "gate": (HIDDEN, DIM), "down": (DIM, HIDDEN), "square": (DIM, DIM)}
+    shapes = {
+        "up": (HIDDEN, DIM),
+        "gate": (HIDDEN, DIM),
+        "down": (DIM, HIDDEN),
+        "square": (DIM, DIM),
+        "bias": (HIDDEN,),
+    }
     return leaf(batch, LENGTH, DIM), {name: leaf(*shape) for name, shape in shapes.items()}
 
 
@@ -144,7 +202,8 @@ def run_models(batch: int) -> dict[str, tuple[list[Tensor], list[Tensor], list[C
         training = model in FUSED and model is not average  # of which torch has no gradient
         graphs: list[fx.Graph] = []
         results: list[Any] = []
-        for function in (model, compiled(model, async_tp, graphs)):
+        change = async_tp_as_on_npu if model is layer_on_npu else async_tp
+        for function in (model, compiled(model, change, graphs)):
             x, w = inputs(batch)
             with torch.set_grad_enabled(training):
                 result = function(x, w)

@@ -1,53 +1,56 @@
-"""Passes in the backend that bypasses code generation, by way of torch.compile, on two ranks."""
+"""Passes by way of torch.compile, on two ranks: in the backend that bypasses code generation, and in Inductor."""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.compile.compiled_training import written
 from tests.compile.pass_graphs import calls
-from tests.compile.test_passes_sequence_parallel import HIDDEN, MODELS, NORMS, TOKENS, inputs
+from tests.compile.test_passes_sequence_parallel import DIM, HIDDEN, MODELS, NORMS, TOKENS, head, inputs, layer
 from tests.multirank import run_on_ranks
-from torchtitan_npu.compile import interpreter
-from torchtitan_npu.compile.backend import bypassing
+from tests.training import whole
+from torchtitan_npu.compile.backend import bypassed, bypassing
 from torchtitan_npu.compile.passes import PASSES, GraphPasses
+from torchtitan_npu.compile.regions import compile_models
+from torchtitan_npu.config import JobConfig
 
 
 def train(names: list[str], name: str) -> tuple[list[Tensor], list[Tensor], list[Counter[str]]]:
     """Gradients of a model in eager mode and compiled, and the collectives of the compiled forward and backward."""
     model = partial(MODELS[name], norm=NORMS["npu"])
-    passes = GraphPasses(names, sp_min_tokens=TOKENS)
-    seen: list[Counter[str]] = []
-
-    def look(graph_module: fx.GraphModule) -> Any:
-        seen.append(calls(graph_module.graph))
-        return write(graph_module)
-
+    passes = GraphPasses(names, sp_min_tokens=TOKENS, sp_whole_inputs=True)
     gradients = []
-    write = interpreter.write
-    with patch.object(interpreter, "write", look):
+    with written() as graphs:
         for function in (model, torch.compile(model, backend=bypassing([passes]), fullgraph=True)):
             x, w = inputs(dist.get_rank(), torch.float64)
             function(x, w).square().sum().backward()
             gradients.append([leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None])
-    return gradients[0], gradients[1], seen
+    return gradients[0], gradients[1], [calls(graph_module.graph) for graph_module, _ in graphs]
 
 
 def run(names: list[str], model: str = "dense") -> list[list[Counter[str]]]:
     """By rank, the collectives of the forward and of the backward graph, whose gradients are eager's."""
     collectives = []
     for eager, compiled, seen in run_on_ranks(2, train, names, model):
-        bound = 1.1e-16 * TOKENS * HIDDEN * 20  # as in test_passes_sequence_parallel
-        for one, other in zip(compiled, eager, strict=True):
-            torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))
+        assert_same(compiled, eager)
         collectives.append(seen)
     return collectives
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    bound = 1.1e-16 * TOKENS * HIDDEN * 20  # as in test_passes_sequence_parallel
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))
 
 
 def test_two_layers_in_training() -> None:
@@ -67,3 +70,137 @@ def test_what_a_rank_saves_of_its_own_is_not_cut() -> None:
     for forward, backward in run(["sequence_parallel"], "own_addend"):
         # the other norm's gradient is cut, and its gamma's summed
         assert forward == {"AR": 1} and backward == {"AR": 1 + 1, "RS": 1, "AG": 1}
+
+
+def with_a_shard() -> tuple[Tensor, Tensor, int]:
+    """A result in eager mode and compiled, and how many places were changed: a DTensor's own columns are added."""
+    passes = GraphPasses(["sequence_parallel"], sp_min_tokens=TOKENS, sp_whole_inputs=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def model(x: Tensor, w: dict[str, Tensor], shard: DTensor) -> Tensor:
+        return head(layer(x, 0, w, NORMS["npu"]) + shard.to_local(), w, NORMS["npu"])
+
+    x, w = inputs(dist.get_rank(), torch.float64)
+    shard = DTensor.from_local(w.pop("own").detach(), mesh, [Shard(2)])
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=bypassing([passes]), fullgraph=True)(x, w, shard)
+        return model(x, w, shard), compiled, passes.changed["sequence_parallel"]
+
+
+def test_a_shard_is_not_taken_for_what_all_ranks_have() -> None:
+    for eager, compiled, changed in run_on_ranks(2, with_a_shard):
+        assert changed == 0 and torch.equal(eager, compiled)
+
+
+class Layer(nn.Module):
+    """A norm and a network, added to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(DIM, dtype=torch.float64))
+        self.up = nn.Linear(DIM, 2 * HIDDEN, bias=False, dtype=torch.float64)
+        self.down = nn.Linear(2 * HIDDEN, DIM, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(NORMS["npu"](x, self.gamma))))
+
+
+def with_a_plan() -> tuple[list[Tensor], list[Tensor], list[Tensor], int, list[Counter[str]]]:
+    """Two layers with a tensor-parallel plan: results and gradients in eager mode, compiled without the pass and with
+    it; how many places it changed; the collectives of the compiled graphs."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    passes = GraphPasses(["sequence_parallel"], sp_min_tokens=TOKENS, sp_whole_inputs=True)
+    torch.manual_seed(0)
+    layers = nn.Sequential(Layer(), Layer())
+    plan: dict[str, Any] = {f"{i}.up": ColwiseParallel() for i in range(2)}
+    parallelize_module(layers, mesh, plan | {f"{i}.down": RowwiseParallel() for i in range(2)})
+    outcomes = []
+    with written() as graphs:
+        for backend in (None, bypassed, bypassing([passes])):
+            function = torch.compile(layers, backend=backend, fullgraph=True) if backend else layers
+            layers.zero_grad()
+            x, _ = inputs(0, torch.float64)
+            result = function(x)
+            result.square().sum().backward()
+            gradients = [parameter.grad for parameter in layers.parameters()]
+            outcomes.append([whole(tensor) for tensor in (result, x.grad, *gradients)])  # type: ignore[arg-type]
+    return *outcomes, passes.changed["sequence_parallel"], [calls(module.graph) for module, _ in graphs]  # type: ignore[return-value]
+
+
+def test_a_plan_that_keeps_activations_whole() -> None:
+    """DTensor's own collectives, of ColwiseParallel and RowwiseParallel as they are without further arguments."""
+    for eager, plain, compiled, changed, collectives in run_on_ranks(2, with_a_plan):
+        assert len(eager) == 8
+        assert_same(plain, eager)
+        assert_same(compiled, eager)
+        # as in the same layers written without DTensor: of each gamma, one vector more is summed
+        assert changed == 4
+        assert collectives == [{"AR": 2}, {"AR": 2}, {"RS": 2, "AG": 2}, {"RS": 2, "AG": 2, "AR": 2}]
+
+
+def train_with_inductor() -> tuple[list[Tensor], list[Tensor], list[Counter[str]], int]:
+    """Result and gradients in eager mode and compiled, the collectives in the graphs, and the number of kernels."""
+    from torch._inductor import metrics
+    from torch._inductor.utils import fresh_cache
+
+    model = partial(MODELS["sums_only"], norm=None)
+    early, late = GraphPasses(["sequence_parallel"], sp_min_tokens=TOKENS), GraphPasses(["async_tp"])
+    seen: list[Counter[str]] = []
+
+    def change(passes: GraphPasses, graph: fx.Graph) -> None:
+        seen.append(calls(graph))
+        passes(graph)
+        seen.append(calls(graph))
+
+    options: dict[str, Any] = {
+        "joint_custom_pre_pass": partial(change, early),
+        "post_grad_custom_post_pass": partial(change, late),
+        "cpp.simdlen": 1,  # or it would compile programs to see what the processor has
+    }
+    with fresh_cache():
+        outcomes = []
+        for function in (model, torch.compile(model, fullgraph=True, options=options)):
+            x, w = inputs(dist.get_rank(), torch.float64)
+            result = function(x, w)
+            result.square().sum().backward()
+            outcomes.append([result.detach(), *(leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None)])
+        return *outcomes, seen, metrics.generated_kernel_count  # type: ignore[return-value]
+
+
+def test_in_inductor() -> None:
+    """By its own options, for one torch.compile: the joint graph, and the post-grad graphs of forward and backward."""
+    for eager, compiled, seen, kernels in run_on_ranks(2, train_with_inductor):
+        assert_same(compiled, eager)
+        assert seen[:2] == [{"AR": 3}, {"RS": 3, "AG": 2}]
+        assert seen[2:4] == [{"RS": 2, "AG": 1}, {"mm+RS": 2, "AG+mm": 1}]
+        assert seen[4:] == [{"RS": 1, "AG": 1}, {"mm+RS": 1, "AG+mm": 1}]
+        assert kernels > 0
+
+
+def test_a_job_whose_kernels_are_generated() -> None:
+    """``npu.bypass_codegen = false``: Inductor compiles the blocks, with the job's passes."""
+    from torch._inductor import metrics
+    from torch._inductor.utils import fresh_cache
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.rand(DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return NORMS["npu"](x + x.sin(), self.gamma)
+
+    config = JobConfig()
+    config.compile.enable, config.npu.bypass_codegen = True, False
+    config.npu.graph_passes = ["add_rms_norm"]
+    model: Any = nn.Module()
+    model.layers = nn.ModuleDict({"0": Block()})
+    x = torch.randn(2, DIM)
+    torch._dynamo.reset()
+    metrics.reset()
+    with torch.no_grad(), fresh_cache(), inductor_config.patch({"cpp.simdlen": 1}):
+        expected = model.layers["0"](x)
+        compile_models([model], config)
+        torch.testing.assert_close(model.layers["0"](x), expected, rtol=DIM * 2**-23, atol=DIM * 2**-23)
+    assert model.graph_passes.changed["add_rms_norm"] == 1 and metrics.generated_kernel_count > 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.compile.pass_graphs import compiled
 from torchtitan_npu.compile.passes.no_ops import no_ops
@@ -58,3 +59,24 @@ def test_what_changes_something_stays(name: str) -> None:
 def test_what_is_returned_stays() -> None:
     removed, before, after = run(lambda x: NO_OPS["cast"](x.sin()))
     assert (removed, before, after) == (0, 2, 2)
+
+
+def test_a_copy_of_which_a_view_is_returned_stays() -> None:
+    """It would become a view of what was copied."""
+    removed, before, after = run(lambda x: NO_OPS["cast"](x.sin()).t())
+    assert (removed, before, after) == (0, 3, 3)
+
+
+def test_sizes_that_are_not_known() -> None:
+    """As written they are the same, or not; nothing is guarded to find out."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y.view(y.shape).cos() + y.view(-1).cos().view(y.shape)
+
+    captured = make_fx(function, tracing_mode="symbolic")(torch.ones(4, 6))
+    assert no_ops(captured.graph) == 1
+    captured.recompile()
+    x = torch.randn(3, 5)
+    assert torch.equal(captured(x), function(x))
+    assert captured.shape_env.guards == []

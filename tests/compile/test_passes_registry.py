@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
 import torchtitan_npu.ops  # noqa: F401
 from tests.compile.pass_graphs import compiled
-from torchtitan_npu.compile.passes import PASSES, GraphPasses
+from torchtitan_npu.compile.passes import PASSES, GraphPasses, report
 from torchtitan_npu.errors import UsageError
 
 
@@ -33,38 +34,71 @@ def test_passes_run_in_their_own_order() -> None:
     assert list(GraphPasses([*PASSES][::-1]).passes) == list(PASSES)
 
 
-def test_what_was_changed_is_said_each_time_and_nothing_once(said: pytest.LogCaptureFixture) -> None:
-    def function(x: Tensor) -> Tensor:
-        return torch.ops.aten.view(x.sin(), [4, 6]).cos()
-
-    passes = GraphPasses(["no_ops", "add_rms_norm"])
-    graphs: list[fx.Graph] = []
+def compiled_part(names: list[str], *functions: Callable[[Tensor], Tensor], **options: bool) -> nn.Module:
+    """A part of a model whose passes have run on the graphs of ``functions``."""
+    part = nn.Module()
+    part.graph_passes = GraphPasses(names, **options)  # type: ignore[assignment, arg-type]
     with torch.no_grad():
-        for _ in range(2):
-            compiled(function, passes, graphs)(torch.ones(4, 6))
-    messages = [record.getMessage() for record in said.records if "Graph pass" in record.getMessage()]
-    changed = "Graph pass no_ops: 1 places changed"
-    assert messages == [changed, "Graph pass add_rms_norm found nothing to change in a graph; it says so once", changed]
+        for function in functions:
+            compiled(function, part.graph_passes, [])(torch.ones(4, 6))  # type: ignore[arg-type]
+    return part
+
+
+def with_no_op(x: Tensor) -> Tensor:
+    return torch.ops.aten.view(x.sin(), [4, 6]).cos()
+
+
+def add_and_norm(x: Tensor) -> Tensor:
+    return torch.ops.npu.npu_rms_norm(x + x.sin(), torch.ones(6, dtype=x.dtype), 1e-5)[0]
+
+
+def messages(said: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in said.records if "Graph pass" in record.getMessage()]
+
+
+def test_one_report_on_all_graphs(said: pytest.LogCaptureFixture) -> None:
+    """What matches in one graph, of one part of the model, has matched: no other says that it did not."""
+    names = ["no_ops", "async_tp", "sequence_parallel"]
+    parts = [compiled_part(names, torch.sin, with_no_op, with_no_op), compiled_part(names, torch.cos)]
+    assert messages(said) == []
+    report([*parts, nn.Module()])
+    assert messages(said) == [
+        "Graph pass no_ops: 2 places changed, in 4 graphs",
+        "Graph pass sequence_parallel: found nothing to change, in 4 graphs; of inputs it knows only by "
+        "npu.sp_whole_inputs that they are the same on all ranks",
+        "Graph pass async_tp: found nothing to change, in 4 graphs",
+    ]
+
+
+def test_what_is_changed_after_the_report_is_said(said: pytest.LogCaptureFixture) -> None:
+    """Validation is compiled when the job comes to it."""
+    part = compiled_part(["add_rms_norm", "no_ops"], torch.sin)
+    report([part])
+    assert messages(said)[1].startswith(
+        "Graph pass add_rms_norm: found nothing to change, in 1 graph; it changes those"
+    )
+    said.clear()
+    with torch.no_grad():
+        compiled(add_and_norm, part.graph_passes, [])(torch.ones(4, 6))  # type: ignore[arg-type]
+    assert messages(said) == ["Graph pass add_rms_norm: 1 place changed, in a graph compiled later"]
+
+
+def double(x: Tensor) -> Tensor:
+    return add_and_norm(x.double())
+
+
+def test_what_an_npu_would_refuse(said: pytest.LogCaptureFixture) -> None:
+    """Elsewhere it is done, and said; with strict_limits it is an error."""
+    report([compiled_part(["add_rms_norm"], double)])
+    refusal = "npu_add_rms_norm: x1.dtype is float64, and an NPU takes float16, bfloat16, float32"
+    assert messages(said) == [
+        "Graph pass add_rms_norm: 1 place changed, in 1 graph",
+        f"Graph pass add_rms_norm: in 1 place an NPU would refuse {refusal}",
+    ]
+    with pytest.raises(UsageError, match=f"npu.graph_passes: an NPU would refuse {refusal}"):
+        compiled_part(["add_rms_norm"], double, strict_limits=True)
 
 
 def test_the_threshold_reaches_its_pass() -> None:
     passes = GraphPasses(["sequence_parallel"], sp_min_tokens=7)
-    assert passes.passes["sequence_parallel"].keywords == {"min_tokens": 7}  # type: ignore[attr-defined]
-
-
-def test_inductor_takes_them_too() -> None:
-    """On its post-grad graph. Kernels are not generated, to save the time."""
-    changed: list[int] = []
-    passes = GraphPasses(["add_rms_norm"])
-
-    def run(graph: fx.Graph) -> None:
-        changed.append(passes(graph))
-
-    def function(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-        return torch.ops.npu.npu_rms_norm(x + y, gamma, 1e-5)[0]
-
-    options = {**torch._inductor.list_mode_options("lite"), "use_post_grad_passes": True}
-    inputs = torch.randn(2, 8), torch.randn(2, 8), torch.rand(8)
-    with torch.no_grad():
-        result = torch.compile(function, options={**options, "post_grad_custom_post_pass": run})(*inputs)
-    assert changed == [1] and torch.equal(result, function(*inputs))
+    assert passes.passes["sequence_parallel"].keywords == {"min_tokens": 7, "whole_inputs": False}  # type: ignore[attr-defined]

@@ -74,6 +74,17 @@ def own_addend(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
     return head(layer(x, 0, w, norm) + F.silu(x @ w["up0"]) @ w["down0"], w, norm)
 
 
+def own_input(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """As many tokens as the others, but each rank has its own: of an input no graph says it."""
+    return head(layer(x, 0, w, norm) + w["own"], w, norm)
+
+
+def sums_only(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
+    """A residual and a norm, without gamma, of nothing but sums over the ranks."""
+    first = Reduce.apply(x @ w["up0"] @ w["down0"])
+    return Copy.apply(F.rms_norm(first + Reduce.apply(x @ w["up1"] @ w["down1"]), (DIM,))) @ w["head"]
+
+
 def returned_chunk(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
     """Gathered, and this rank's tokens of it: the input's numbers, but not its memory."""
     own = dist.get_rank() * TOKENS
@@ -81,7 +92,9 @@ def returned_chunk(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
 
 
 LAYERS = (dense, one_block, deepstack, experts, experts_only, user_of_the_sum, own_addend, returned_chunk)
-MODELS = {model.__name__: model for model in LAYERS}
+UNTOLD = (own_input, sums_only)
+"""Run without the word that inputs are the same on every rank."""
+MODELS = {model.__name__: model for model in (*LAYERS, *UNTOLD)}
 
 
 def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,7 +109,7 @@ def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     w["deepstack"], w["expert"] = leaf(shared, BATCH, LENGTH, DIM), leaf(shared, DIM, DIM)
     for i in range(2):
         w[f"up{i}"], w[f"down{i}"] = leaf(own, DIM, HIDDEN), leaf(own, HIDDEN, DIM)
-    w["head"] = leaf(own, DIM, HIDDEN)
+    w["head"], w["own"] = leaf(own, DIM, HIDDEN), leaf(own, BATCH, LENGTH, DIM)
     return x, w
 
 
@@ -117,7 +130,7 @@ def run_model(name: str, norm: str, min_tokens: int, training: bool) -> tuple[li
     graphs: list[fx.Graph] = []
 
     def change(graph: fx.Graph) -> int:
-        changed.append(sequence_parallel(graph, min_tokens))
+        changed.append(sequence_parallel(graph, min_tokens, whole_inputs=MODELS[name] not in UNTOLD))
         return changed[-1]
 
     def results(function: Callable[..., Any]) -> list[Tensor]:
@@ -144,6 +157,7 @@ CASES: list[Case] = [
     ("experts_only", "aten", TOKENS, False),
     ("own_addend", "npu", TOKENS, False),
     ("returned_chunk", "npu", TOKENS, False),
+    *((name, "npu", TOKENS, training) for name in ("own_input", "sums_only") for training in (False, True)),
     ("dense", "npu", TOKENS + 1, True),
 ]
 
@@ -234,6 +248,23 @@ def test_not_where_ranks_add_their_own(check: Callable[..., Outcome]) -> None:
     _, (before, after), (whole, local), changed = check("own_addend", "npu", training=False)
     assert (before, whole) == (after, local)
     assert changed == 0
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_not_where_an_input_may_be_a_ranks_own(check: Callable[..., Outcome], training: bool) -> None:
+    """It has as many tokens as the sums, and was taken for one of them."""
+    _, (before, after), (whole, local), changed = check("own_input", "npu", training=training)
+    assert (before, whole) == (after, local)
+    assert changed == 0
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_the_graph_shows_to_be_alike_needs_no_word(check: Callable[..., Outcome], training: bool) -> None:
+    _, (before, after), (_, local), changed = check("sums_only", "npu", training=training)
+    assert before == {"AR": 3 if training else 2}
+    assert after == ({"RS": 3, "AG": 2} if training else {"RS": 2, "AG": 1})
+    assert changed == before["AR"]
+    assert local == [TOKENS // 2]
 
 
 def test_the_gradient_of_a_norm_that_stays_whole(check: Callable[..., Outcome]) -> None:

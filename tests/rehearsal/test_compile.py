@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from tests.rehearsal.step import fake_ranks, job, matching, model_args, train_step
+from tests.rehearsal.step import RANKS, fake_ranks, job, matching, model_args, train_step
 from torchtitan_npu.compile import interpreter
 from torchtitan_npu.rehearsal import Calls, StatedLoad
 
@@ -60,6 +60,22 @@ def test_a_block_is_captured_whole(graphs: list[fx.GraphModule]) -> None:
         config.compile.enable = True
         compiled = train_step(config, model_args(MODEL, config))
     assert compiled.gradients == eager.gradients
-    assert len(graphs) == 4  # forward and backward of each layer's prolog
+    assert len(graphs) == 6  # forward and backward of each layer's prolog, and of the dense layer's epilog
     assert operators(graphs) == documented()
+    assert all(graph.graph.find_nodes(op="call_module") == [] for graph in graphs)
+
+
+def test_tensor_parallel_blocks_are_captured_whole(graphs: list[fx.GraphModule]) -> None:
+    """With DTensor weights also the epilog before the experts, the router and the shared experts."""
+    config = job(MODEL, matching(MODEL), {"tp": 4})
+    config.compile.enable = True
+    with fake_ranks(RANKS):
+        step = train_step(config, model_args(MODEL, config))
+    assert step.gradients == {name for name, _ in step.model.named_parameters()}
+    # forward and backward of both prologs and epilogs, the router and the shared experts, and the hook before these
+    assert len(graphs) == 2 * (2 + 2 + 2 + 1)
+    found = operators(graphs)
+    assert found["npu_rms_norm"] == documented()["npu_rms_norm"] + 1  # that before the experts
+    assert found["npu_rotary_mul"] == documented()["npu_rotary_mul"]
+    assert found["reduce_scatter_tensor"] and found["all_gather_into_tensor"]
     assert all(graph.graph.find_nodes(op="call_module") == [] for graph in graphs)

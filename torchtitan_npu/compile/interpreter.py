@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from torchtitan_npu.errors import UsageError
 
-TENSOR, INT = torch._C.TensorType.get(), torch._C.IntType.get()
+TENSOR, INT, NUMBER = torch._C.TensorType.get(), torch._C.IntType.get(), torch._C.NumberType.get()
 ARITHMETIC = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
 """Of sizes that are not known while compiling."""
 SYNONYMS = {torch.ops.aten.view.dtype: torch.ops.prims.view_of_dtype.default}
@@ -216,6 +216,10 @@ class _Writer:
                 return self._value(float(value))
             case "bool":
                 return self._value(bool(value))
+            case "number" if isinstance(value, bool):  # it is taken for one if it is said to be one: a mask's element
+                constant = self._value(value)
+                constant.setType(NUMBER)
+                return constant
             case _:
                 return self._value(value)
 

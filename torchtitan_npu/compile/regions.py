@@ -6,6 +6,7 @@ every model in the process. Here nothing but the given model changes, and its pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,76 +27,93 @@ from torchtitan_npu.config import npu_options
 OPTIONS: dict[str, Any] = {"backend": bypassed, "fullgraph": True}
 
 
-def bypasses_codegen(job_config: JobConfig) -> bool:
-    return job_config.compile.enable and npu_options(job_config).bypass_codegen
+def compiled_here(job_config: JobConfig) -> bool:
+    """Whether we choose what is compiled, and with what: TorchTitan has no place for a backend of ours, nor a pass."""
+    npu = npu_options(job_config)
+    return job_config.compile.enable and (npu.bypass_codegen or bool(npu.graph_passes))
 
 
 def not_compiling(job_config: JobConfig) -> JobConfig:
-    """``job_config`` for TorchTitan's functions, which are to leave compiling to :func:`compile_model`."""
+    """``job_config`` for TorchTitan's functions, which are to leave compiling to :func:`compile_models`."""
     return replace(job_config, compile=replace(job_config.compile, enable=False))
 
 
-def compile_model(model: Any, job_config: JobConfig) -> None:
-    """Compile the blocks in ``model.layers``, after all that the layout does to the model.
+def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:
+    """Compile the blocks in the ``layers`` of a job's models, after all that the layout does to them.
 
-    The loss is left out: it is two operators, too few to gain.
+    There are several where a rank has several stages of a pipeline: with one backend for all, their blocks share
+    graphs. The loss is left out: it is two operators, too few to gain.
     """
-    if "model" not in job_config.compile.components:
+    if not models or "model" not in job_config.compile.components:
         return
     npu = npu_options(job_config)
-    passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens)
-    options = {**OPTIONS, "backend": bypassing([passes], Progress().region_compiled)}
-    regions = sum(compile_block(block, options) for block in model.layers.values())
-    logger.info(
-        f"{regions} regions of {len(model.layers)} blocks are compiled when they are first called, code generation "
-        "bypassed"
-    )
+    passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens, npu.sp_whole_inputs, npu.strict_limits)
+    for model in models:
+        model.graph_passes = passes  # for the report after the first step
+    if npu.bypass_codegen:
+        options = {**OPTIONS, "backend": bypassing([passes], Progress().region_compiled)}
+    else:
+        # Inductor has it run on what our backend does: a joint graph before it is cut, or one without gradients
+        options = {**OPTIONS, "backend": "inductor", "options": {"joint_custom_pre_pass": passes}}
+    blocks = [block for model in models for block in model.layers.values()]
+    regions = sum(compile_block(block, options, generating=not npu.bypass_codegen) for block in blocks)
+    how = "code generation bypassed" if npu.bypass_codegen else "by Inductor, which can take minutes"
+    logger.info(f"{regions} regions of {len(blocks)} blocks are compiled when they are first called, {how}")
 
 
-def compile_block(outer: Any, options: dict[str, Any] = OPTIONS) -> int:
+def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: bool = False) -> int:
     """Compile a block, and return how many regions it then has.
 
     Experts and the exchange of tokens around them stay as they are: the number of tokens differs from step to step, and
-    FSDP has hooks inside, which no graph can hold. So does an attention that says what comes before it proper and after
-    (``prolog``, ``epilog``): what is between is a few fused operators, whose backward pass counts a loss.
+    FSDP has hooks inside, which no graph can hold. So does attention in a block that says what comes before it and
+    after (``prolog``, ``epilog``): it is a few fused operators, whose backward pass counts a loss.
+
+    With ``generating``, the backend generates kernels, by which every part gains.
     """
     outer.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
     block = outer._checkpoint_wrapped_module if isinstance(outer, CheckpointWrapper) else outer
     moes = [child for child in block.children() if isinstance(child, MoE)]
-    attention = getattr(block, "attention", None)
-    in_parts = hasattr(attention, "prolog")
+    in_parts = hasattr(block, "prolog")
     if not moes and not in_parts:
         # its forward, not its call: FSDP's hooks, which gather the weights, stay outside
         outer.forward = torch.compile(outer.forward, **options)
         return 1
-    parts = [child for child in block.children() if child not in moes]
-    regions = 0
-    if in_parts:
-        block.attention.prolog = torch.compile(block.attention.prolog, **options)
-        regions += 1
-        if is_worth_it(block.attention):
-            block.attention.epilog = torch.compile(block.attention.epilog, **options)
-            regions += 1
-        parts.remove(block.attention)
     for moe in moes:
         # after tensor parallel's, which gathers the router's tokens
         moe.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
-    parts += [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
-    worth_it = [part for part in parts if part is attention or is_worth_it(part)]
-    for part in worth_it:
-        part.compile(**options)  # its call, with the hooks by which tensor parallel lays out its inputs
-    return regions + len(worth_it)
+    small = [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
+    regions, large = 0, []
+    if in_parts:
+        block.prolog = torch.compile(block.prolog, **options)
+        regions = 1
+        # up to the experts it is a product, a sum and a norm: too little on local tensors
+        if not moes or generating or is_worth_it(block.attention):
+            block.epilog = torch.compile(block.epilog, **options)
+            regions = 2
+    else:
+        large = [child for child in block.children() if child is getattr(block, "attention", None)]
+        small += [child for child in block.children() if child not in (*moes, *large)]
+    parts = [*large, *(part for part in small if (generating and _has_children(part)) or is_worth_it(part))]
+    for part in parts:
+        # its call: the hooks by which tensor parallel lays out its inputs are compiled too, as graphs of their own
+        part.compile(**options)
+    return regions + len(parts)
 
 
 def is_worth_it(part: nn.Module) -> bool:
     """Whether a part of a block is compiled: where calling a compiled region adds less than it takes off the host.
 
-    DTensors cost the host several hundred µs for each operator. On local tensors it is through with a norm, a router,
-    a dense network or an epilog sooner than with a region's guards: docs/compile.md has the numbers.
+    DTensors cost the host several hundred µs for each operator. On local tensors it is through with a norm, a router
+    or shared experts sooner than with a region's guards: docs/compile.md has the numbers.
     """
-    if next(part.children(), None) is None:  # a norm: torch.compile takes none of torch.nn's own modules by their call
+    if not _has_children(part):
         return False
     return any(isinstance(weight, DTensor) and "tp" in _mesh_names(weight) for weight in part.parameters())
+
+
+def _has_children(part: nn.Module) -> bool:
+    """Whether it is no norm: torch.compile takes none of torch.nn's own modules by their call."""
+    return next(part.children(), None) is not None
 
 
 def _mesh_names(weight: DTensor) -> tuple[str, ...]:

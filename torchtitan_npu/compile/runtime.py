@@ -1,8 +1,7 @@
 """What runs when a compiled region is called: one node of autograd's graph, and nothing that is not needed.
 
 AOTAutograd's own runtime can do more: inputs that are changed, outputs that alias inputs, tensor subclasses, sizes that
-change. It takes the host about 120 µs a call and 240 with the backward pass, which is as long as eager takes for
-twenty operators. Regions that have none of that, those on local tensors, do without.
+change. Regions that have none of that, those on local tensors, do without: docs/compile.md has what it takes the host.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def _differentiable(metadata: Any, forward: Compiled, backward: Compiled) -> Cal
                 gradient = gradients[place]
                 if isinstance(gradient, AsyncCollectiveTensor):
                     gradient = gradient.trigger_wait()
-                if gradient.stride() != stride:  # as the graph was captured: what depends on it is in there
+                if not _lies_as(gradient, stride):  # as the graph was captured: what depends on it is in there
                     gradient = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
                 given.append(gradient)
             ctx.maybe_clear_saved_tensors()  # so that each is freed when the graph has used it, not at the end
@@ -122,6 +121,14 @@ def _differentiable(metadata: Any, forward: Compiled, backward: Compiled) -> Cal
 
     # past the Python of torch.autograd.Function.apply, which asks after functorch's transforms
     return super(torch.autograd.Function, Region).apply  # type: ignore[misc]
+
+
+def _lies_as(tensor: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether its elements lie as they would with ``stride``; that of a dimension of size 1 says nothing."""
+    own = tensor.stride()
+    return own == stride or all(
+        size == 1 or here == there for size, here, there in zip(tensor.shape, own, stride, strict=True)
+    )
 
 
 def _without_autocast(launch: Launch, given: list[Any]) -> Any:

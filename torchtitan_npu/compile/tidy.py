@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-aten = torch.ops.aten
-RESHAPES = (aten.view.default, aten._unsafe_view.default)
+from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, collectives
+
 NOTHING = (aten.detach.default, aten.alias.default)
 """Below autograd, where compiled graphs run, these return their argument."""
 
@@ -33,9 +33,16 @@ def tidy(graph_module: fx.GraphModule) -> None:
             first = source.args[0]
             if _layout(node) == _layout(first):
                 _redirect(node, first)
-            elif node.target in RESHAPES and source.target in RESHAPES and _is_contiguous(first):
+            elif node.target in SAME_MEMORY and source.target in SAME_MEMORY and _is_contiguous(first):
                 node.args = (first, *node.args[1:])
-    graph_module.graph.eliminate_dead_code()
+    graph = graph_module.graph
+    graph.eliminate_dead_code()
+    # torch leaves the collective that ends a forward pass in the backward graph, with the product before it, though no
+    # one uses either: that a wait has no users does not make it dead code
+    for node in graph.find_nodes(op="call_function", target=collectives.wait_tensor.default):
+        if not node.users and node.args[0].op == "call_function":
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def is_view(node: fx.Node) -> bool:
@@ -43,7 +50,9 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    return target in RESHAPES or (target.is_view and isinstance(node.args[0], fx.Node))
+    # those that are made of others (reshape, contiguous) may copy, whatever their schemas say
+    views = target.is_view and not target._can_decompose()
+    return target in SAME_MEMORY or (views and isinstance(node.args[0], fx.Node))
 
 
 def _redirect(node: fx.Node, replacement: Any) -> None:

@@ -10,11 +10,14 @@ from torch import fx
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
 from torchtitan_npu.compile.passes.graphs import aten, call, has_backward, static_shape, value
+from torchtitan_npu.compile.passes.limits import Limits
+from torchtitan_npu.compile.passes.no_ops import no_ops
+from torchtitan_npu.ops.arguments import by_name
 
 npu = torch.ops.npu
 
 
-def add_rms_norm(graph: fx.Graph) -> int:
+def add_rms_norm(graph: fx.Graph, limits: Limits | None = None) -> int:
     """Fuse what can be fused, and return how many norms were.
 
     Not in training: torch_npu has no gradient of the fused operator. A norm whose ``rstd`` is used is one that has a
@@ -22,10 +25,12 @@ def add_rms_norm(graph: fx.Graph) -> int:
     """
     if has_backward(graph):
         return 0
-    return sum(_fuse(node) for node in list(graph.nodes))
+    limits = limits or Limits()
+    no_ops(graph)  # between the sum and its norm DTensor has views of what is local, under tensor parallel
+    return sum(_fuse(node, limits) for node in list(graph.nodes))
 
 
-def _fuse(norm: fx.Node) -> bool:
+def _fuse(norm: fx.Node, limits: Limits) -> bool:
     """Fuse ``norm`` with the addition before it, if it is a norm, there is one, and the operator takes both."""
     arguments = _norm_arguments(norm)
     if arguments is None:
@@ -45,6 +50,8 @@ def _fuse(norm: fx.Node) -> bool:
     after = max(total, gamma)
     if any(user < after for user in total.users):
         return False
+    if not limits.allow("npu_add_rms_norm", value(x1).device, x1=value(x1)):
+        return False
     with norm.graph.inserting_after(after):
         fused = call(npu.npu_add_rms_norm.default, x1, x2, gamma, epsilon, like=norm)
     with norm.graph.inserting_after(fused):
@@ -60,13 +67,14 @@ def _fuse(norm: fx.Node) -> bool:
 
 def _norm_arguments(node: fx.Node) -> tuple[Any, Any, float] | None:
     """Input, gamma and epsilon of an RMS norm over the last dimension."""
-    if node.target is npu.npu_rms_norm.default:
-        source, gamma, epsilon = (*node.args, *node.kwargs.values(), 1e-6)[:3]
-    elif node.target in (aten.rms_norm.default, aten._fused_rms_norm.default):
-        source, _, gamma, epsilon = (*node.args, None, None)[:4]
-    else:
+    target: Any = node.target
+    if target not in (npu.npu_rms_norm.default, aten.rms_norm.default, aten._fused_rms_norm.default):
         return None
+    given = by_name(target, node.args, node.kwargs)
+    of_npu = target is npu.npu_rms_norm.default
+    names = ("input", "gamma", "epsilon") if of_npu else ("input", "weight", "eps")
+    source, gamma, epsilon = (given[name] for name in names)
     shape = static_shape(value(gamma))
     if epsilon is None or shape is None or len(shape) != 1:
         return None
-    return source, gamma, epsilon  # type: ignore[return-value]
+    return source, gamma, epsilon

@@ -13,10 +13,13 @@ import operator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
 from torchtitan_npu.compile.passes.graphs import (
+    RESHAPES,
+    as_matrix,
     aten,
     call,
     collectives,
@@ -28,27 +31,35 @@ from torchtitan_npu.compile.passes.graphs import (
     value,
     waited,
 )
+from torchtitan_npu.compile.passes.limits import Limits
+from torchtitan_npu.compile.passes.no_ops import no_ops
+from torchtitan_npu.compile.passes.products import Product, product_at
 
 npu = torch.ops.npu
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 SCALINGS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
-def async_tp(graph: fx.Graph) -> int:
+def async_tp(graph: fx.Graph, limits: Limits | None = None) -> int:
     """Fuse what can be fused, in either direction, and return how many products were."""
-    gathers = sum(_fuse_gather(node) for node in list(graph.nodes) if node.users)
-    return gathers + sum(_fuse_scatter(node) for node in list(graph.nodes) if node.users)
+    limits = limits or Limits()
+    no_ops(graph)  # DTensor cuts off padding even where there is none, between a collective and its product
+    gathers = sum(_fuse_gather(node, limits) for node in list(graph.nodes) if node.users)
+    return gathers + sum(_fuse_scatter(node, limits) for node in list(graph.nodes) if node.users)
 
 
 def communicator(group: Any, device: torch.device) -> str:
-    """What the fused operators call a group: HCCL's name for it, or the group's own for the stand-ins."""
+    """What the fused operators call a group: HCCL's name for it, or the group's own for the stand-ins.
+
+    Ranks that are only rehearsed have no communicator; there no kernel asks for it either.
+    """
     ranks = process_group(group)
-    if device.type == "npu":
-        return ranks._get_backend(device).get_hccl_comm_name(torch.distributed.get_rank())  # type: ignore[attr-defined]
-    return ranks.group_name
+    if device.type != "npu" or dist.get_backend(ranks) == "fake":
+        return ranks.group_name
+    # HCCL finds the device by the global rank
+    return ranks._get_backend(device).get_hccl_comm_name(dist.get_rank())  # type: ignore[attr-defined]
 
 
-def _fuse_gather(whole: fx.Node) -> bool:
+def _fuse_gather(whole: fx.Node, limits: Limits) -> bool:
     """Fuse the all-gather that ends in ``whole`` with the largest of the products of it; the others use its result."""
     found = gathered(whole)
     if found is None:
@@ -61,20 +72,23 @@ def _fuse_gather(whole: fx.Node) -> bool:
     products = _products_of(whole)
     if shape is None or not products or dim >= len(shape) - 1 or not _only_for(started, whole):
         return False
-    product = max(products, key=lambda node: value(node.args[1]).shape[1])
+    product = max(products, key=lambda product: value(product.node).shape[-1])
+    device = value(source).device
+    if not limits.allow("npu_all_gather_base_mm", device, input=value(source), x2=product.weight, world_size=ranks):
+        return False
     first = min(whole.users)
-    _move_before(first, product.args[1])
+    _move_before(first, product.right)
     before, rows = math.prod(shape[:dim]), math.prod(shape[dim:-1])
     with whole.graph.inserting_before(first):
-        flat = _matrix(source, before * rows, like=product)
-        name = communicator(group, value(source).device)
-        fused = call(npu.npu_all_gather_base_mm.default, flat, product.args[1], name, ranks, like=product)
-        outputs = [call(operator.getitem, fused, place, like=product) for place in (0, 1)]
+        flat = as_matrix(source, before * rows, like=product.node)
+        name = communicator(group, device)
+        fused = call(npu.npu_all_gather_base_mm.default, flat, _weight(product), name, ranks, like=product.node)
+        outputs = [call(operator.getitem, fused, place, like=product.node) for place in (0, 1)]
         # of every rank all batches, to of every batch all ranks
         multiplied, rows_of_all = (_swapped(output, ranks, before, rows) for output in outputs)
+        multiplied = call(aten.view.default, multiplied, list(value(product.node).shape), like=product.node)
         again = call(aten.view.default, rows_of_all, list(value(whole).shape), like=whole)
-    product.replace_all_uses_with(multiplied, propagate_meta=False)
-    erase_unused(product)
+    product.replace_with(multiplied)
     whole.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again, propagate_meta=False)
     erase_unused(whole)
     if not again.users:
@@ -82,15 +96,17 @@ def _fuse_gather(whole: fx.Node) -> bool:
     return True
 
 
-def _products_of(whole: fx.Node) -> list[fx.Node]:
-    """The products that have ``whole``, flattened to a matrix, on the left."""
+def _products_of(whole: fx.Node) -> list[Product]:
+    """The products that have ``whole``, or a reshaping of it, on the left."""
     products, views = [], [whole]
     for view in views:
         for user in view.users:
             if user.target in RESHAPES and value(user).shape[-1] == value(whole).shape[-1]:
                 views.append(user)
-            elif user.target is aten.mm.default and user.args[0] is view and not _follows(user.args[1], whole):
-                products.append(user)
+            for node in (user, *user.users):
+                product = product_at(node)
+                if product and product.left is view and not _follows(product.right, whole):
+                    products.append(product)
     return products
 
 
@@ -106,12 +122,10 @@ def _follows(node: Any, other: fx.Node) -> bool:
     return False
 
 
-def _is_matrix(node: fx.Node, width: int) -> bool:
-    return value(node).dim() == 2 and value(node).shape[1] == width
-
-
 def _only_for(started: fx.Node, whole: fx.Node) -> bool:
     """Whether nothing on the way from a gather to its result has another user."""
+    if len(started.users) != 1:
+        return False
     (waiting,) = started.users
     if waiting is whole:
         return True
@@ -127,7 +141,7 @@ def _move_before(first: fx.Node, node: Any) -> None:
         first.prepend(node)
 
 
-def _fuse_scatter(result: fx.Node) -> bool:
+def _fuse_scatter(result: fx.Node, limits: Limits) -> bool:
     """Fuse the reduce-scatter that ends in ``result`` with the product that it is of, if it is of one."""
     started = waited(result, collectives.reduce_scatter_tensor.default)
     if started is None:
@@ -139,31 +153,37 @@ def _fuse_scatter(result: fx.Node) -> bool:
         return False
     whole, dim = _scattered(given, ranks)
     scalings: list[tuple[Any, Any]] = []
-    product: Any = whole
+    node: Any = whole
+    product: Product | None = None
     # the users of what is scattered along another dimension are its pieces, of which _scattered knows
-    while len(product.users) == 1 or (product is whole and whole is not given):
-        if product.target in SCALINGS and isinstance(product.args[1], (int, float)):
-            scalings.append((product.target, product.args[1]))
-        elif product.target not in RESHAPES or value(product).shape[-1] != value(product.args[0]).shape[-1]:
+    while len(node.users) == 1 or (node is whole and whole is not given):
+        if (product := product_at(node)) is not None:
             break
-        product = product.args[0]
+        if node.target in SCALINGS and isinstance(node.args[1], (int, float)):
+            scalings.append((node.target, node.args[1]))
+        elif node.target not in RESHAPES or value(node).shape[-1] != value(node.args[0]).shape[-1]:
+            return False
+        node = node.args[0]
     shape = static_shape(value(whole))
-    if product.target is not aten.mm.default or len(product.users) != 1 or shape is None or dim >= len(shape) - 1:
+    if product is None or shape is None or dim >= len(shape) - 1:
+        return False
+    left, device = product.left, value(product.left).device
+    if not limits.allow("npu_mm_reduce_scatter_base", device, input=value(left), x2=product.weight, world_size=ranks):
         return False
     before, rows = math.prod(shape[:dim]), int(math.prod(shape[dim:-1])) // ranks
-    left, right = product.args[:2]
     with result.graph.inserting_before(started):
-        ordered = _swapped(left, before, ranks, rows)
-        name = communicator(group, value(left).device)
-        fused = call(npu.npu_mm_reduce_scatter_base.default, ordered, right, name, ranks, like=product)
+        ordered = _swapped(as_matrix(left, before * ranks * rows, like=node), before, ranks, rows)
+        name = communicator(group, device)
+        fused = call(npu.npu_mm_reduce_scatter_base.default, ordered, _weight(product), name, ranks, like=node)
         # a sum that is scaled, for summands that are: products are not rounded in between
         if reduce_op == "avg":
             scalings.insert(0, (aten.div.Tensor, ranks))
         for scaling, number in reversed(scalings):
-            fused = call(scaling, fused, number, like=product)
+            fused = call(scaling, fused, number, like=node)
         summed = call(aten.view.default, fused, list(value(result).shape), like=result)
     result.replace_all_uses_with(summed, propagate_meta=False)
     erase_unused(result)
+    product.compute_no_more()
     return True
 
 
@@ -185,16 +205,18 @@ def _scattered(given: fx.Node, ranks: int) -> tuple[Any, int]:
     return first.whole, first.dim
 
 
-def _matrix(node: fx.Node, rows: int, like: fx.Node) -> fx.Node:
-    if not value(node).is_contiguous():
-        node = call(aten.clone.default, node, like=like, memory_format=torch.contiguous_format)
-    return call(aten.view.default, node, [rows, value(node).shape[-1]], like=like)
+def _weight(product: Product) -> fx.Node:
+    """The right side of a product as the kernels take it: contiguous, or the transpose of what is."""
+    weight = call(aten.t.default, product.right, like=product.node) if product.gradients else product.right
+    if value(weight).is_contiguous() or value(weight).t().is_contiguous():
+        return weight
+    return call(aten.clone.default, weight, like=product.node, memory_format=torch.contiguous_format)
 
 
 def _swapped(matrix: fx.Node, outer: int, inner: int, rows: int) -> fx.Node:
-    """``matrix`` of outer × inner blocks of rows, as inner × outer blocks."""
+    """``matrix`` of outer × inner blocks of rows, as inner × outer blocks; contiguous, as the kernels take the left."""
     if 1 in (outer, inner):
-        return matrix
+        return as_matrix(matrix, outer * inner * rows, like=matrix)
     blocks = call(aten.view.default, matrix, [outer, inner, rows, value(matrix).shape[1]], like=matrix)
     turned = call(aten.transpose.int, blocks, 0, 1, like=matrix)
-    return _matrix(turned, outer * inner * rows, like=matrix)
+    return as_matrix(turned, outer * inner * rows, like=matrix)

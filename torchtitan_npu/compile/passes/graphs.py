@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
+SAME_MEMORY = (aten.view.default, aten._unsafe_view.default)
+RESHAPES = (*SAME_MEMORY, aten.reshape.default)  # which may copy
 
 
 def value(node: Any) -> Any:
@@ -95,6 +97,14 @@ def call(target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     return node
 
 
+def as_matrix(node: fx.Node, rows: int, like: fx.Node) -> fx.Node:
+    """``node`` as (rows, D), contiguous: what collectives and the operators around them take."""
+    if not value(node).is_contiguous():
+        node = call(aten.clone.default, node, like=like, memory_format=torch.contiguous_format)
+    shape = (rows, value(node).shape[-1])
+    return node if value(node).shape == shape else call(aten.view.default, node, list(shape), like=like)
+
+
 def has_backward(graph: fx.Graph) -> bool:
     """Whether gradients come into this graph: it is a joint or a backward graph."""
     return any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes)
@@ -107,9 +117,19 @@ def static_shape(tensor: Any) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns ``node`` or a view of it. AOTAutograd knows which output is an input's memory, so it
+    must not become that when it was not."""
+    return any(user.op == "output" or (_is_view(user.target) and is_returned(user)) for user in node.users)
+
+
+def _is_view(target: Any) -> bool:
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+
+
 def erase_unused(node: fx.Node) -> None:
     """Erase ``node`` and what only it used; collectives too, which dead-code elimination may keep."""
-    if node.users or node.op != "call_function":
+    if node.users or node.op != "call_function" or node._erased:
         return
     inputs = node.all_input_nodes
     node.graph.erase_node(node)

@@ -15,16 +15,20 @@ from typing import Any
 import networkx
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import DifferentiableAOTInput
 
 from torchtitan_npu.compile.passes.graphs import (
+    as_matrix,
     aten,
     call,
     collectives,
+    is_returned,
     piece,
     process_group,
     value,
     waited,
 )
+from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.compile.passes.token_wise import (
     Tokens,
     is_norm,
@@ -41,11 +45,12 @@ WHOLE = "whole"  # the side of the cut where every rank has all tokens
 LOCAL = "local"
 
 
-def sequence_parallel(graph: fx.Graph, min_tokens: int = 1000) -> int:
+def sequence_parallel(graph: fx.Graph, min_tokens: int = 1000, whole_inputs: bool = False) -> int:
     """Rewrite ``graph``, and return how many all-reduces were split and all-gathers were moved.
 
     Only values of at least ``min_tokens`` tokens that divide by the ranks; with fewer, what a collective costs to start
     is more than what is saved. Training needs the joint graph: in a forward graph, what it saves is an output, whole.
+    ``whole_inputs`` is the caller's word that inputs are the same on every rank (:func:`_alike`).
     """
     layouts: dict[tuple[Any, int], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -56,10 +61,12 @@ def sequence_parallel(graph: fx.Graph, min_tokens: int = 1000) -> int:
         group = started.args[2]
         if process_group(group).size() > 1 and count % process_group(group).size() == 0:
             layouts.setdefault((group, count), []).append(node)
+    if layouts:
+        no_ops(graph)  # which may stand between a collective and a norm
     changed = 0
     for (group, count), sources in layouts.items():
         ranks = process_group(group)
-        changed += _split(graph, group, Tokens(count, ranks.size(), ranks.rank()), sources)
+        changed += _split(graph, group, Tokens(count, ranks.size(), ranks.rank()), sources, whole_inputs)
     return changed
 
 
@@ -68,9 +75,9 @@ def _collective(node: fx.Node) -> fx.Node | None:
     return waited(node, collectives.all_reduce.default) or waited(node, collectives.all_gather_into_tensor.default)
 
 
-def _split(graph: fx.Graph, group: Any, tokens: Tokens, sources: list[fx.Node]) -> int:
+def _split(graph: fx.Graph, group: Any, tokens: Tokens, sources: list[fx.Node], whole_inputs: bool) -> int:
     """Rewrite what follows from ``sources``, all of them collectives of one group and one number of tokens."""
-    alike = _alike(graph, group, tokens)
+    alike = _alike(graph, group, tokens, whole_inputs)
     of_alike = [node for node in graph.nodes if node not in sources and alike.issuperset(node.all_input_nodes)]
     chunks = {node for node in graph.nodes if is_own_chunk(node, tokens) and piece(node).whole in alike}  # type: ignore[union-attr]
     ends = chunks | {node for node in of_alike if is_sum_over_tokens(node, tokens)}
@@ -82,17 +89,19 @@ def _split(graph: fx.Graph, group: Any, tokens: Tokens, sources: list[fx.Node]) 
     return sum(source in chosen for source in sources)
 
 
-def _alike(graph: fx.Graph, group: Any, tokens: Tokens) -> set[fx.Node]:
+def _alike(graph: fx.Graph, group: Any, tokens: Tokens, whole_inputs: bool) -> set[fx.Node]:
     """The values that are the same on every rank of ``group``: only those can be cut here and gathered there.
 
-    What an all-reduce or an all-gather gives is, and what is computed from such values alone, token by token. Of the
-    graph's inputs, activations (``tokens``) and vectors (gamma) are taken to be: a matrix may be one rank's.
+    What an all-reduce or an all-gather gives is, and what is computed from such values alone, token by token. Of an
+    input nothing in the graph says so. With ``whole_inputs`` activations (``tokens``) and vectors (gamma) are taken to
+    be: a matrix may be one rank's.
     """
     alike: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            tensor = value(node)
-            same = isinstance(tensor, torch.Tensor) and (tensor.dim() < 2 or token_count(tensor) == tokens.count)
+            same = (
+                whole_inputs and _is_given(node) and (value(node).dim() < 2 or token_count(value(node)) == tokens.count)
+            )
         elif (started := _collective(node)) is not None:
             same = started.args[2] == group
         else:
@@ -100,6 +109,16 @@ def _alike(graph: fx.Graph, group: Any, tokens: Tokens) -> set[fx.Node]:
         if same:
             alike.add(node)
     return alike
+
+
+def _is_given(placeholder: fx.Node) -> bool:
+    """Whether the caller gives this tensor as it is, or its gradient.
+
+    Not so a DTensor's local part, which may be a shard. Nor what a forward graph saved, when the joint graph has been
+    cut in two: it is no input of the program, and any rank's own.
+    """
+    given = isinstance(placeholder.meta.get("desc"), DifferentiableAOTInput)
+    return given and isinstance(value(placeholder), torch.Tensor)
 
 
 def _cut(sources: list[fx.Node], able: set[fx.Node], ends: set[fx.Node]) -> list[fx.Node]:
@@ -164,9 +183,7 @@ def _rewrite(graph: fx.Graph, group: Any, tokens: Tokens, chosen: dict[fx.Node, 
             if is_own_chunk(node, tokens):
                 part: Any = piece(node)
                 whole = call(aten.view.default, local[part.whole], list(value(node).shape), like=node)
-                if any(
-                    user.op == "output" for user in others
-                ):  # it may be an input's memory now, which the chunk was not
+                if is_returned(node):  # it may be an input's memory now, which the chunk was not
                     whole = call(aten.clone.default, whole, like=node)
             else:
                 local[node] = _local(node, tokens, local)
@@ -202,7 +219,7 @@ def _scatter(source: fx.Node, tokens: Tokens) -> fx.Node:
     given = started.args[0]
     rows = tokens.count if started.target is collectives.all_reduce.default else tokens.here
     with source.graph.inserting_before(started):
-        flat = _flat(given, rows, like=started)
+        flat = as_matrix(given, rows, like=started)
         if rows == tokens.here:
             return flat
         _, reduce_op, group = started.args
@@ -213,12 +230,4 @@ def _scatter(source: fx.Node, tokens: Tokens) -> fx.Node:
 def _chunk(node: fx.Node, tokens: Tokens, like: fx.Node) -> fx.Node:
     """This rank's tokens of a value that every rank has whole."""
     start = tokens.rank * tokens.here
-    return call(aten.slice.Tensor, _flat(node, tokens.count, like), 0, start, start + tokens.here, like=like)
-
-
-def _flat(node: fx.Node, rows: int, like: fx.Node) -> fx.Node:
-    """``node`` as (rows, D), contiguous as collectives want it."""
-    if not value(node).is_contiguous():
-        node = call(aten.clone.default, node, like=like, memory_format=torch.contiguous_format)
-    shape = (rows, value(node).shape[-1])
-    return node if value(node).shape == shape else call(aten.view.default, node, list(shape), like=like)
+    return call(aten.slice.Tensor, as_matrix(node, tokens.count, like), 0, start, start + tokens.here, like=like)

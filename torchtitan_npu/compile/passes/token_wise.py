@@ -16,11 +16,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
-from torchtitan_npu.compile.passes.graphs import aten, call, piece, static_shape, value
+from torchtitan_npu.compile.passes.graphs import RESHAPES, aten, call, piece, static_shape, value
 
 npu = torch.ops.npu
 
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 COPIES = (aten._to_copy.default, aten.alias.default, aten.detach.default)
 NORMS = (aten.rms_norm.default, aten._fused_rms_norm.default, npu.npu_rms_norm.default, npu.npu_add_rms_norm.default)
 NORM_GRADIENTS = (aten._fused_rms_norm_backward.default, npu.npu_rms_norm_backward.default)
