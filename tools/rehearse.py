@@ -8,7 +8,8 @@
 
 The second training step of one rank of each kind, on fake tensors over a fake process group, through the project's own
 Trainer: docs/rehearse-a-job.md. Options of the job (``--training.seq_len 4096``) go on the command line as in training.
-Exit code 0: it starts and fits. 1: it does not fit, or a parameter gets no gradient. 2: the error of a real start.
+Exit code 0: it starts and fits. 1: it does not fit, or a parameter gets no gradient. 2: the error of a real start, or
+why it cannot be rehearsed.
 """
 
 from __future__ import annotations
@@ -46,10 +47,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--home", choices=("npu", "cuda", "cpu"), default="npu", help="where the job is to train")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    args, options = parser.parse_known_args(argv)
-    if args.world_size is not None and args.world_size < 1:
-        parser.error(f"--world-size {args.world_size}: at least 1")
-    return args, options
+    return parser.parse_known_args(argv)
 
 
 def memory(text: str) -> int:
@@ -70,15 +68,44 @@ def main(argv: list[str]) -> int:
             return run(args, options, console)
     except UsageError as error:
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)  # as the entry says it
+        if args.json and args.json.parent.is_dir():
+            args.json.write_text(json.dumps({"error": str(error)}) + "\n")
         return 2
     finally:
         logging.disable(logging.NOTSET)
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Raise :class:`UsageError` for the first option that cannot be; a rehearsal takes its time, and would be lost."""
+    if args.world_size is not None and args.world_size < 1:
+        raise UsageError(f"--world-size {args.world_size}: at least 1")
+    if args.device_memory < 1:
+        raise UsageError("--device-memory: more than 0")
+    if args.top < 1:
+        raise UsageError(f"--top {args.top}: at least 1")
+    for name, path in (("--json", args.json), ("--picture", args.picture)):
+        if path and not path.parent.is_dir():
+            raise UsageError(f"{name} {path}: there is no folder {path.parent}")
+    if args.search:
+        asked = {"--picture": args.picture, "--rank": args.rank != "all-kinds", "--no-advice": args.no_advice}
+        for name, there in asked.items():
+            if there:
+                raise UsageError(f"{name} does not go with --search")
+    if args.picture:
+        from matplotlib.figure import Figure
+
+        kinds = Figure().canvas.get_supported_filetypes()
+        if args.picture.suffix[1:].lower() not in kinds:
+            raise UsageError(f"--picture {args.picture}: its name ends in one of .{', .'.join(sorted(kinds))}")
+
+
 def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     from torchtitan_npu.config_manager import JobConfigManager, import_module
-    from torchtitan_npu.rehearsal.job import with_all_degrees, world_size_of
+    from torchtitan_npu.rehearsal.layout import with_all_degrees, world_size_of
+    from torchtitan_npu.rehearsal.rates import Rates
 
+    check_options(args)
+    rates = Rates.parse(args.tflops, args.bandwidth)
     config = JobConfigManager().parse_args(["--job.config_file", args.config, *options])
     if config.experimental.custom_import:
         import_module("experimental.custom_import", config.experimental.custom_import)
@@ -90,67 +117,104 @@ def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     report: dict[str, Any] = {"config": args.config, "options": options, "world_size": world_size}
     report |= {"operators": platform.home(), "home": args.home}
     report |= {"expert_load": args.expert_load, "device_memory": args.device_memory}
-    code = (look_for_layouts if args.search else rehearse)(args, config, world_size, report, console)
+    code = (look_for_layouts if args.search else rehearse)(args, config, rates, world_size, report, console)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return code
 
 
-def rehearse(args: argparse.Namespace, config: Any, world_size: int, report: dict[str, Any], console: Console) -> int:
+def rehearse(
+    args: argparse.Namespace, config: Any, rates: Any, world_size: int, report: dict[str, Any], console: Console
+) -> int:
     """The job as it is, and if it does not fit, what would make it."""
-    from torchtitan_npu.rehearsal.advice import advise, print_advice
-    from torchtitan_npu.rehearsal.job import Failure, asked_ranks, layout_name, rehearse_job, stated_load
-    from torchtitan_npu.rehearsal.picture import draw
-    from torchtitan_npu.rehearsal.rates import Rates, step_seconds
-    from torchtitan_npu.rehearsal.report import as_json, print_memory, print_work
+    from torchtitan_npu.preflight import check_job
+    from torchtitan_npu.rehearsal.job import Failure, rehearse_job
+    from torchtitan_npu.rehearsal.kinds import asked_ranks
+    from torchtitan_npu.rehearsal.layout import layout_name
 
-    rates = Rates.parse(args.tflops, args.bandwidth)
+    check_job(config, world_size)
     names = asked_ranks(args.rank, config, world_size)
     results = dict(zip(names.values(), rehearse_job(config, world_size, list(names), args.expert_load), strict=True))
+    failures = {name: one for name, one in results.items() if isinstance(one, Failure)}
+    rehearsals = {name: one for name, one in results.items() if not isinstance(one, Failure)}
+    report["layout"] = layout_name(config)
     title = f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, {layout_name(config)}"
     title += f", {world_size} ranks, expert load {args.expert_load}"
     console.print(f"\n{title}")
-    failures = {name: one for name, one in results.items() if isinstance(one, Failure)}
-    for name, failure in failures.items():
-        console.print(f"rank {failure.rank} ({name}): this start would fail with: {failure}", style="red", markup=False)
-    report["layout"] = layout_name(config)
-    report["failures"] = [{"kind": name, **vars(one)} for name, one in failures.items()]
-    rehearsals = {name: one for name, one in results.items() if not isinstance(one, Failure)}
-    if not rehearsals:
+    show_failures(failures, report, console)
+    if rehearsals:
+        show_ranks(args, config, rates, rehearsals, title, report, console)
+    if failures:
         return 2
-    worst = max(rehearsals.values(), key=lambda one: one.needed)
+    fits = all(one.needed <= args.device_memory for one in rehearsals.values())
+    if not fits and not args.no_advice:
+        advise_and_show(args, config, world_size, list(rehearsals.values()), report, console)
+    return int(not fits or any(one.without_gradient for one in rehearsals.values()))
+
+
+def show_failures(failures: dict[str, Any], report: dict[str, Any], console: Console) -> None:
+    """What would end the start, by kind of rank."""
+    for name, failure in failures.items():
+        console.print(f"rank {failure.rank} ({name}): {failure}", style="red", markup=False)
+    report["failures"] = [{"kind": name, **vars(one)} for name, one in failures.items()]
+
+
+def show_ranks(
+    args: argparse.Namespace,
+    config: Any,
+    rates: Any,
+    rehearsals: dict[str, Any],
+    title: str,
+    report: dict[str, Any],
+    console: Console,
+) -> None:
+    """The tables, the picture, and the same for the report."""
+    from torchtitan_npu.rehearsal.picture import draw
+    from torchtitan_npu.rehearsal.rates import step_seconds
+    from torchtitan_npu.rehearsal.report import as_json, print_memory, print_work
+
     print_memory(console, rehearsals, args.device_memory)
     print_work(console, rehearsals, rates)
     report["step_seconds"] = step_seconds(list(rehearsals.values()), config, rates)
+    console.print(f"a step takes {report['step_seconds']:.4g} s at these rates, with what a pipeline's ranks wait")
     report["ranks"] = [as_json(name, one, rates, args.device_memory) for name, one in rehearsals.items()]
     if args.picture:
         draw(args.picture, rehearsals, args.device_memory, title)
-    if failures:
-        return 2
-    if worst.needed > args.device_memory and not args.no_advice:
-        tried = advise(config, world_size, worst, stated_load(args.expert_load, config, worst.rank))
-        print_advice(console, tried, worst, args.device_memory)
-        report["advice"] = [vars(one) for one in tried]
-    without_gradient = any(one.without_gradient for one in rehearsals.values())
-    return int(worst.needed > args.device_memory or without_gradient)
+
+
+def advise_and_show(
+    args: argparse.Namespace,
+    config: Any,
+    world_size: int,
+    rehearsals: list[Any],
+    report: dict[str, Any],
+    console: Console,
+) -> None:
+    """What would make the job fit, each thing tried."""
+    from torchtitan_npu.rehearsal.advice import advise, print_advice
+
+    tried = advise(config, world_size, rehearsals, args.expert_load, args.device_memory)
+    print_advice(console, tried, max(rehearsals, key=lambda one: one.needed), args.device_memory)
+    report["advice"] = [vars(one) for one in tried]
 
 
 def look_for_layouts(
-    args: argparse.Namespace, config: Any, world_size: int, report: dict[str, Any], console: Console
+    args: argparse.Namespace, config: Any, rates: Any, world_size: int, report: dict[str, Any], console: Console
 ) -> int:
     """Every layout that divides the ranks: estimated, and the best rehearsed."""
     from torchtitan_npu.preflight import build_on_meta, check_job
-    from torchtitan_npu.rehearsal.job import degrees, stated_load
+    from torchtitan_npu.rehearsal.job import stated_load
+    from torchtitan_npu.rehearsal.layout import degrees
     from torchtitan_npu.rehearsal.parameters import Size, arithmetic, print_arithmetic, sizes
-    from torchtitan_npu.rehearsal.rates import Rates
     from torchtitan_npu.rehearsal.search import own_layout, print_layouts, search
 
-    rates = Rates.parse(args.tflops, args.bandwidth)
     own = own_layout(config, world_size)
     check_job(own, world_size)  # a mistake in the file is no reason to leave out layouts
     stated_load(args.expert_load, own)
     size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
-    numbers = report["arithmetic"] = arithmetic(size, degrees(config), world_size, args.device_memory)
+    numbers = report["arithmetic"] = arithmetic(
+        size, config.training.dtype, degrees(config), world_size, args.device_memory
+    )
     print_arithmetic(console, numbers, degrees(config), world_size, args.device_memory)
     if world_size < numbers["devices_at_least"]:
         report["layouts"] = []

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import os
 import sys
 import tempfile
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.layouts import add_flavor, job_config
 from tests.multirank import run_on_ranks
@@ -34,6 +35,10 @@ SMALL = ["--model.flavor", "two_layers", *ANY_BATCH]
 """A rehearsal takes its time for each layer and batch, however wide they are."""
 for model in ("llama3", "deepseek_v32"):
     add_flavor(model, "two_layers", {"n_layers": 2})
+add_flavor("llama3", "one_layer", {"n_layers": 1})
+add_flavor("deepseek_v32", "one_moe_layer", {"n_layers": 1, "n_dense_layers": 0})
+ONE_LAYER = ["--model.flavor", "one_layer", *ANY_BATCH]
+ONE_MOE_LAYER = ["--model.flavor", "one_moe_layer", *ANY_BATCH]
 
 BROKEN = {
     "heads": (LLAMA, [TP, "32", *ANY_BATCH], "does not divide n_heads"),
@@ -64,7 +69,6 @@ def test_a_job_that_cannot_run_fails_with_the_error_of_a_real_start(
     file, options, words = BROKEN[what]
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(file), *options])
-    monkeypatch.setattr(entry, "init_logger", lambda: None)  # it would log to this test's stderr ever after
     with pytest.raises(SystemExit) as exit:
         entry.main()
     real = capsys.readouterr().err.splitlines()[-1]
@@ -85,7 +89,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first["modules"] == "tok_embeddings, layer 0" and last["modules"].endswith("norm, output")
     for rank in report["ranks"]:
         assert sum(rank["at_peak"].values()) == rank["peak"] and rank["fits"]
-        assert rank["where"].startswith(("layers.", "norm", "output", "tok_embeddings"))
+        assert rank["where"].startswith(("layers.", "norm", "output", "tok_embeddings", "the loss"))
         assert {one["group"] for one in rank["collectives"]} >= {"pp"}
         assert not rank["without_gradient"]
     # 1F1B: while the last stage has one batch under way, the first has as many as there are stages
@@ -96,7 +100,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_does_not_fit_gets_advice_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rehearsal.json"
     small = ["--config", LLAMA, "--world-size", "2", "--device-memory", "0.001GiB"]
-    assert rehearse(*small, "--json", out, *SMALL) == 1
+    assert rehearse(*small, "--json", out, *ONE_LAYER) == 1
     advice = {one["change"]: one["peak"] for one in json.loads(out.read_text())["advice"]}
     peak = json.loads(out.read_text())["ranks"][0]["peak"]
     assert "does not fit" in capsys.readouterr().out
@@ -106,6 +110,23 @@ def test_what_does_not_fit_gets_advice_that_was_tried(tmp_path: Path, capsys: py
         "training.local_batch_size",
     }
     assert all(lower < peak for change, lower in advice.items() if "local_batch_size" in change)
+
+
+def test_advice_is_judged_by_every_kind_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that makes the worst rank fit may leave another too large, which is then the worst."""
+    from torchtitan_npu.rehearsal import advice
+    from torchtitan_npu.rehearsal.job import rehearse_job
+
+    config = load(LLAMA, PP, "2", *SMALL)
+    config.parallelism.data_parallel_shard_degree = 1
+    swapped = copy.deepcopy(config)
+    swapped.optimizer.swap = True
+    ranks: Any = rehearse_job(swapped, 2, [0, 1])
+    least, most = sorted(ranks, key=lambda one: one.needed)
+    before = [least, replace(most, peak=least.peak - 1)]
+    monkeypatch.setattr(advice, "CHANGES", (advice._swap,))
+    (tried,) = advice.advise(config, 2, before, "balanced", 1 << 40)
+    assert least.needed < most.needed and (tried.peak, tried.rank) == (most.needed, most.rank)
 
 
 def measured(layout: dict[str, int]) -> tuple[int, int]:
@@ -183,17 +204,12 @@ def test_memory_and_work_are_those_of_a_real_step(layout: dict[str, int]) -> Non
 
 
 def test_standing_memory_is_the_arithmetic_of_parameters() -> None:
-    from torchtitan_npu.rehearsal.fake import fake_ranks
     from torchtitan_npu.rehearsal.rank import rehearse_rank
-    from torchtitan_npu.rehearsal.trainer import RehearsedTrainer
 
-    config = load(DEEPSEEK, *SMALL)
-    with ExitStack() as contexts:
-        contexts.enter_context(fake_ranks(4))
-        trainer = RehearsedTrainer(config, contexts)
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model_parts[0].parameters()]
-        elements = sum(shard.numel() for shard in shards)
-        rounding = 512 * len(shards)
+    config = load(DEEPSEEK, *ONE_MOE_LAYER)
+    shapes = [tuple(parameter.shape) for parameter in build_on_meta(config).parameters()]
+    elements = sum(math.ceil(rows / 4) * math.prod(others) for rows, *others in shapes)  # FSDP shares out rows
+    rounding = 512 * len(shapes)
     plain = rehearse_rank(config, 4)
     config.optimizer.swap = True
     swapped = rehearse_rank(config, 4)
@@ -226,12 +242,18 @@ def test_load() -> None:
     assert uneven(math.inf, 4, 2, busiest=2)(160, 8) == [0, 0, 0, 0, 80, 80, 0, 0]
 
 
-def test_busier_experts_need_more_memory() -> None:
+@functools.cache
+def with_load(assumption: str, rank: int = 0, busiest: int = 0) -> Any:
+    """Of ``rank`` of 4, when ``busiest`` has the experts that get the most."""
     from torchtitan_npu.rehearsal.job import stated_load
     from torchtitan_npu.rehearsal.rank import rehearse_rank
 
-    config = load(DEEPSEEK, EP, "4", *SMALL)
-    even, half_more, worst = (rehearse_rank(config, 4, 0, stated_load(x, config)) for x in ("balanced", "1.5", "worst"))
+    config = load(DEEPSEEK, EP, "4", *ONE_MOE_LAYER)
+    return rehearse_rank(config, 4, rank, stated_load(assumption, config, busiest))
+
+
+def test_busier_experts_need_more_memory() -> None:
+    even, half_more, worst = (with_load(x) for x in ("balanced", "1.5", "worst"))
     assert even.peak < half_more.peak < worst.peak
     # experts over all ranks: FSDP has one rank to gather from, and copies; that is given back, too
     assert even.standing.get("gathered parameters", 0) == 0
@@ -240,14 +262,11 @@ def test_busier_experts_need_more_memory() -> None:
 
 def test_the_busiest_experts_are_those_of_the_rehearsed_rank() -> None:
     """Every rank is the busiest in turn; where another is, a rank may get no token."""
-    from torchtitan_npu.rehearsal.job import rehearse_job, stated_load
-    from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
+    from torchtitan_npu.rehearsal.job import rehearse_job
 
-    config = load(DEEPSEEK, EP, "4", *SMALL)
-    first, last = rehearse_job(config, 4, [0, 3], "worst")
-    assert isinstance(first, Rehearsal) and isinstance(last, Rehearsal)
+    first, idle = with_load("worst"), with_load("worst", rank=3, busiest=0)
+    last: Any = rehearse_job(load(DEEPSEEK, EP, "4", *ONE_MOE_LAYER), 4, [3], "worst")[0]
     assert first.flops == last.flops and first.sent == last.sent
-    idle = rehearse_rank(config, 4, 3, stated_load("worst", config, rank=0))
     assert idle.flops < last.flops
 
 
@@ -298,7 +317,7 @@ def test_an_error_of_the_model_is_what_the_start_would_fail_with(
 
     monkeypatch.setattr(FeedForward, "forward", broken)
     out = tmp_path / "rehearsal.json"
-    assert rehearse("--config", LLAMA, "--world-size", "1", "--json", out, *SMALL) == 2
+    assert rehearse("--config", LLAMA, "--world-size", "1", "--json", out, *ONE_LAYER) == 2
     assert "rank 0 (every rank): this start would fail with: RuntimeError" in capsys.readouterr().out
     assert json.loads(out.read_text())["failures"][0]["rank"] == 0
 
@@ -309,8 +328,19 @@ def test_an_error_of_the_rehearsal_is_not_the_job_s(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Recorder, "call", BelowSubclasses.call)  # which is for subclasses to write
     with pytest.raises(NotImplementedError):
-        rehearse("--config", LLAMA, "--world-size", "1", *SMALL)
+        rehearse("--config", LLAMA, "--world-size", "1", *ONE_LAYER)
     assert "LOCAL_RANK" not in os.environ
+
+
+def test_nor_is_one_of_what_the_rehearsal_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    def broken(*args: Any, **kwargs: Any) -> int:
+        raise ValueError("not what a start would raise")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, broken)
+    with pytest.raises(ValueError, match="not what a start would raise"):
+        rehearse("--config", LLAMA, "--world-size", "1", *ONE_LAYER)
 
 
 def test_documents_are_not_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +357,7 @@ def test_a_parameter_without_gradient_is_named(
         return self.w2(torch.nn.functional.silu(self.w1(x)))
 
     monkeypatch.setattr(FeedForward, "forward", without_w3)
-    assert rehearse("--config", LLAMA, "--world-size", "1", *SMALL) == 1
+    assert rehearse("--config", LLAMA, "--world-size", "1", *ONE_LAYER) == 1
     assert "without gradient: layers.0.feed_forward.w3.weight" in capsys.readouterr().out.replace("\n", "")
 
 

@@ -1,21 +1,23 @@
-"""What would make a job fit: each thing tried, by rehearsing the rank that needs the most."""
+"""What would make a job fit: each thing tried, by rehearsing a rank of each kind."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
-from torchtitan_npu.rehearsal.job import Failure, attempt
-from torchtitan_npu.rehearsal.load import Load
-from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
+from torchtitan_npu.rehearsal.job import Failure, attempt, stated_load
+from torchtitan_npu.rehearsal.rank import Rehearsal
 from torchtitan_npu.rehearsal.report import GIB
+from torchtitan_npu.rehearsal.shortened import rehearse_shortened
 
 
 @dataclass
@@ -24,7 +26,9 @@ class Tried:
 
     change: str
     peak: int | None
-    """Bytes that are needed, or None if the job does not start so."""
+    """Bytes that are needed, or None if the job does not start or train so."""
+    rank: int
+    """That needs them: of the kinds the one that needs the most, or the first that does not fit."""
     error: str = ""
 
 
@@ -91,40 +95,66 @@ CHANGES: tuple[Callable[[JobConfig], str | None], ...] = (
 """Each makes a change and says which, or makes none where there is nothing to change."""
 
 
-def advise(config: JobConfig, world_size: int, worst: Rehearsal, load: Load) -> list[Tried]:
-    """Every change by itself, then all that lowered the peak together; of ``worst``'s rank."""
+def advise(
+    config: JobConfig, world_size: int, rehearsals: list[Rehearsal], expert_load: str, device_memory: int
+) -> list[Tried]:
+    """Every change by itself, then all that lowered the peak together; judged by the ranks of ``rehearsals``."""
+    needy = sorted(rehearsals, key=lambda one: -one.needed)
+    job = _Job(world_size, [one.rank for one in needy], expert_load, device_memory)
     tried, helping = [], []
     for change in CHANGES:
         changed = copy.deepcopy(config)
         if (name := change(changed)) is not None:
-            tried.append(_try(name, changed, world_size, worst.rank, load))
-            if tried[-1].peak is not None and tried[-1].peak < worst.needed:
+            tried.append(job.attempt(name, changed))
+            if tried[-1].peak is not None and tried[-1].peak < needy[0].needed:
                 helping.append(change)
+    if _full in helping and _selective in helping:  # it would overrule it
+        helping.remove(_selective)
     if len(helping) > 1:
         together = copy.deepcopy(config)
         names = [name for change in helping if (name := change(together)) is not None]
-        tried.append(_try("; ".join(names), together, world_size, worst.rank, load))
+        tried.append(job.attempt("; ".join(names), together))
     return tried
 
 
-def _try(change: str, config: JobConfig, world_size: int, rank: int, load: Load) -> Tried:
-    try:
-        check_job(config, world_size)
-        result = attempt(rehearse_rank, config, world_size, rank, load)
-    except UsageError as error:
-        return Tried(change, None, str(error))
-    return Tried(change, None, str(result)) if isinstance(result, Failure) else Tried(change, result.needed)
+@dataclass
+class _Job:
+    """What stays as it is when something is tried."""
+
+    world_size: int
+    ranks: list[int]
+    """One of each kind, the one that needs the most first."""
+    expert_load: str
+    device_memory: int
+
+    def attempt(self, change: str, config: JobConfig) -> Tried:
+        """What ``config`` needs on the rank that needs the most; after one that it does not fit no other is looked
+        at."""
+        most, most_rank = 0, self.ranks[0]
+        try:
+            check_job(config, self.world_size)
+            for rank in self.ranks:
+                load = stated_load(self.expert_load, config, rank)
+                result = attempt(partial(rehearse_shortened, config, self.world_size, rank, load), rank)
+                if isinstance(result, Failure):
+                    return Tried(change, None, rank, str(result))
+                if result.without_gradient:
+                    return Tried(change, None, rank, f"without gradient: {', '.join(result.without_gradient)}")
+                if result.needed > most:
+                    most, most_rank = result.needed, rank
+                if most > self.device_memory:
+                    break
+        except UsageError as error:
+            return Tried(change, None, most_rank, f"refused: {error}")
+        return Tried(change, most, most_rank)
 
 
 def print_advice(console: Console, tried: list[Tried], worst: Rehearsal, device_memory: int) -> None:
-    table = Table(f"tried, rank {worst.rank}", "needed (GiB)", f"of {device_memory / GIB:.4g} GiB")
-    table.add_row(
-        "as it is", f"{worst.needed / GIB:.2f}", "fits" if worst.needed <= device_memory else "[red]does not fit"
-    )
-    for one in tried:
+    table = Table("tried", "needed (GiB)", "by rank", f"of {device_memory / GIB:.4g} GiB")
+    for one in [Tried("as it is", worst.needed, worst.rank), *tried]:
         if one.peak is None:
-            table.add_row(one.change, "", f"[red]does not start: {one.error}")
+            table.add_row(escape(one.change), "", str(one.rank), f"[red]{escape(one.error)}")
         else:
             verdict = "fits" if one.peak <= device_memory else "[red]does not fit"
-            table.add_row(one.change, f"{one.peak / GIB:.2f}", verdict)
+            table.add_row(escape(one.change), f"{one.peak / GIB:.2f}", str(one.rank), verdict)
     console.print(table)

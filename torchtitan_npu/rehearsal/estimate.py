@@ -1,8 +1,8 @@
 """A quick estimate of a layout's memory and time, to choose which layouts are worth rehearsing.
 
 Weights, gradients, states and gathered parameters are arithmetic over the model's parameters. What a layer keeps and
-needs for a token comes from rehearsals of the model cut to a few layers. A rehearsal corrects the estimate: it leaves
-out what tensor parallel does not split, and that layers differ.
+needs for a token comes from rehearsals of the model cut to a few layers, in the layout of the job. A rehearsal corrects
+the estimate: with other degrees of tensor parallel the share of what it does not split is another, and layers differ.
 """
 
 from __future__ import annotations
@@ -11,15 +11,27 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.protocols.train_spec import get_train_spec
-
 from torchtitan_npu.config import JobConfig
-from torchtitan_npu.preflight import build_on_meta
-from torchtitan_npu.rehearsal.job import DEGREES, degrees, stated_load
-from torchtitan_npu.rehearsal.parameters import Size, sizes
+from torchtitan_npu.rehearsal.job import stated_load
+from torchtitan_npu.rehearsal.layout import degrees, with_layout, world_size
+from torchtitan_npu.rehearsal.parameters import Size, model_args
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
-from torchtitan_npu.rehearsal.rates import Rates, bubble
+from torchtitan_npu.rehearsal.rates import Rates
+from torchtitan_npu.rehearsal.schedule import bubble, under_way
+from torchtitan_npu.rehearsal.sent import sent
+from torchtitan_npu.rehearsal.share import (
+    communicators,
+    computed_again,
+    element_sizes,
+    local_tokens,
+    microbatch,
+    microbatches,
+    on_a_rank,
+    standing_bytes,
+    uses_fsdp,
+)
 from torchtitan_npu.rehearsal.traffic import hccl_buffers
+from torchtitan_npu.rehearsal.whole import sizes_under_tp
 
 ACTIVATIONS = ("activations", "backward pass", "other")
 CUTS = (2, 4)
@@ -45,31 +57,38 @@ class Estimator:
 
     parameters: dict[str, Size]
     base: list[Rehearsal]
-    """Of the cut models, in the job's own layout without its pipeline, with a balanced load."""
+    """Of the cut models, in the job's own layout without its pipeline and its replicas, with a balanced load."""
     tokens: int
     """That a rank of them has, at a time."""
+    whole_gradient: int
+    """Bytes of the largest layer's, which is among what the backward pass of ``base`` makes on its way."""
     args: Any
 
     @classmethod
     def of(cls, config: JobConfig) -> Estimator:
         """``config`` has all its degrees."""
-        model = build_on_meta(config)
-        small = with_layout(config, {"pp": 1})
+        args = copy.deepcopy(model_args(config))
+        args.update_from_config(config)
+        parameters = sizes_under_tp(config)
+        own = degrees(config)
+        # replicas hold and compute what shards do, and those of a model with nothing else are not rehearsed
+        small = with_layout(config, {"pp": 1, "dp_replicate": 1, "dp_shard": own["dp_shard"] * own["dp_replicate"]})
         small.parallelism.fsdp_reshard_after_forward = "always"
-        small.training.local_batch_size = _microbatch(config)
+        small.training.local_batch_size = microbatch(config)
         small.training.global_batch_size = -1
-        p = small.parallelism
-        ranks = p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
-        base = [
-            rehearse_rank(small, ranks * p.data_parallel_replicate_degree, 0, model_args=cut(config, n)) for n in CUTS
-        ]
-        return cls(sizes(model), base, _tokens(small), model.model_args)
+        base = [rehearse_rank(small, world_size(small), 0, model_args=cut(config, n)) for n in CUTS]
+        largest = max(on_a_rank(size, small).total for size in parameters.values()) if uses_fsdp(small) else 0
+        return cls(parameters, base, local_tokens(small), element_sizes(small)[0] * largest, args)
 
     @property
     def experts(self) -> int:
         """How many a layer has."""
         moe = getattr(self.args, "moe_args", None)
         return moe.num_experts if moe and any(size.experts for size in self.parameters.values()) else 0
+
+    @property
+    def balances_experts(self) -> bool:
+        return self.experts > 0 and bool(self.args.moe_args.load_balance_coeff)
 
     def of_layout(self, config: JobConfig, parts: list[list[str]], rates: Rates, expert_load: str) -> Estimate:
         """``parts``: the modules of each rank of the pipeline."""
@@ -78,56 +97,62 @@ class Estimator:
         memory = [self._memory(config, modules, stage, busier) for stage, modules in enumerate(parts)]
         trained = config.training.local_batch_size * config.training.seq_len
         trained *= layout["dp_shard"] * layout["dp_replicate"]
-        seconds = [bubble(config) * self._seconds(config, modules, rates, busier) / trained for modules in parts]
+        batches = [self._seconds(config, modules, stage, rates, busier) for stage, modules in enumerate(parts)]
+        seconds = [bubble(config) * one / trained for one in batches]
         return Estimate(memory, seconds)
 
     def _memory(self, config: JobConfig, modules: list[str], stage: int, busier: float) -> int:
-        layout, p = degrees(config), config.parallelism
+        layout = degrees(config)
         saved, needed = self._activations()
         size = sum((self.parameters[name] for name in modules), Size(0, 0))
-        states = 0 if config.optimizer.swap else 8
-        total = size.total / (layout["dp_shard"] * layout["cp"] * layout["tp"]) * (4 + 4 + states)
-        # of the largest layer: gathered in bfloat16 and its buffer, the next one's too, its gradient in both dtypes
-        gathered = [_gathered(self.parameters[name], layout) for name in modules]
-        total += 14 * max(gathered)
-        pp = layout["pp"]
-        if pp > 1 and config.training.local_batch_size > p.pipeline_parallel_microbatch_size:  # kept in between
-            total += (2 + 4) * sum(gathered)
+        shards = layout["dp_shard"] * layout["cp"]
+        split = size.total - size.whole
+        total = (split / layout["tp"] + size.whole) / shards * standing_bytes(config)
+        total += self._gathered(config, modules)
         layers = sum(name.startswith("layers.") for name in modules)
-        scale = _tokens(config) / self.tokens
-        total += scale * (needed + saved * layers * _under_way(config, stage))
-        total += hccl_buffers(_communicators(config))
+        scale = local_tokens(config) / self.tokens
+        total += scale * (needed + saved * layers * under_way(config, stage))
+        total += hccl_buffers(communicators(config, self.balances_experts))
         total += (busier - 1) * ROWS_AT_WORK * self._routed(config) * self.args.dim * 2
         return int(total)
 
-    def _seconds(self, config: JobConfig, modules: list[str], rates: Rates, busier: float) -> float:
-        layout, tokens = degrees(config), _tokens(config)
-        tp, ep, cp = layout["tp"], layout["ep"], layout["cp"]
-        row = tokens * self.args.dim * 2
+    def _gathered(self, config: JobConfig, modules: list[str]) -> float:
+        """Bytes of gathered parameters and of whole gradients at the peak: of a layer, and of the next one its
+        parameters; of all layers where they are kept, as a pipeline does."""
+        if not uses_fsdp(config):
+            return 0
+        parameter, gradient = element_sizes(config)
+        sizes = [on_a_rank(self.parameters[name], config).total for name in modules]
+        several = microbatches(config) > 1
+        policy = config.parallelism.fsdp_reshard_after_forward
+        pipelined = config.parallelism.pipeline_parallel_degree > 1
+        kept = several or policy != "always" if pipelined else policy == "never"
+        if not kept:
+            return 3 * parameter * max(sizes)
+        return parameter * sum(sizes) + (gradient * sum(sizes) if several else parameter * max(sizes))
+
+    def _seconds(self, config: JobConfig, modules: list[str], stage: int, rates: Rates, busier: float) -> float:
+        """Of a batch."""
+        tokens = local_tokens(config)
         two, four = (one.flops for one in self.base)
         of_layer = (four - two) / (CUTS[1] - CUTS[0])
         layers = sum(name.startswith("layers.") for name in modules)
-        moes = sum(self.parameters[name].experts > 0 for name in modules)
         flops = of_layer * layers + (two - CUTS[0] * of_layer) * ("output" in modules)
         flops *= tokens / self.tokens
+        # the products of experts, forward, twice backward, and perhaps forward again
+        in_order = [name for name in modules if name.startswith("layers.")]
+        passes = sum(
+            3 + computed_again(config, n)[0] for n, name in enumerate(in_order) if self.parameters[name].experts
+        )
         expert = max(size.experts for size in self.parameters.values()) / max(1, self.experts)
-        passes = 4 if config.activation_checkpoint.mode == "full" else 3
-        flops += (busier - 1) * moes * passes * 2 * expert * self._routed(config)
-        gathered = sum(_gathered(self.parameters[name], layout) for name in modules)
-        routed = self._routed(config) * self.args.dim * 2
-        sent = {
-            "fsdp": gathered * (2 + 2 + 4),
-            "tp": layers * 12 * row * (tp - 1),
-            "ep": moes * 6 * busier * routed * (ep - 1) / ep,
-            "cp": layers * 3 * row * (cp - 1) * tp / 16,
-            "pp": 2 * row * (layout["pp"] > 1),
-        }
-        times = sum(bytes / rates.of(group) / 1e9 for group, bytes in sent.items())
-        return _microbatches(config) * (times + flops / rates.tflops / 1e12)
+        flops += (busier - 1) * passes * 2 * expert * self._routed(config)
+        times = microbatches(config) * flops / rates.tflops / 1e12
+        bytes = sent(config, self.parameters, self.args, modules, stage, busier)
+        return times + sum(count / rates.of(group) / 1e9 for group, count in bytes.items())
 
     def _routed(self, config: JobConfig) -> int:
         """Rows that a rank's experts have with a balanced load, of a layer and a microbatch."""
-        return _tokens(config) * self.args.moe_args.top_k if self.experts else 0
+        return local_tokens(config) * self.args.moe_args.top_k if self.experts else 0
 
     def _busier(self, config: JobConfig, expert_load: str) -> float:
         """By which factor the busiest rank's experts have more than with a balanced load."""
@@ -139,72 +164,16 @@ class Estimator:
         return busiest / (choices / ep)
 
     def _activations(self) -> tuple[float, float]:
-        """Bytes that a layer keeps for the backward pass, and what there is besides at the peak."""
-        two, four = (sum(one.at_peak.get(name, 0) for name in ACTIVATIONS) for one in self.base)
+        """Bytes that a layer keeps for the backward pass, and what there is besides at the peak but for gradients."""
+        two, four = (sum(one.at_peak.get(name, 0) for name in ACTIVATIONS) - self.whole_gradient for one in self.base)
         saved = max(0.0, (four - two) / (CUTS[1] - CUTS[0]))
         return saved, two - CUTS[0] * saved
 
 
 def cut(config: JobConfig, layers: int) -> Any:
     """The flavor's arguments with so few layers, one of them dense where there are two kinds."""
-    args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
+    args = copy.deepcopy(model_args(config))
     args.n_layers = layers
     if hasattr(args, "n_dense_layers"):
         args.n_dense_layers = min(1, args.n_dense_layers)
     return args
-
-
-def with_layout(config: JobConfig, layout: dict[str, int]) -> JobConfig:
-    """``config`` with these degrees; where it says which layers are where, that is for its own degrees only."""
-    changed = copy.deepcopy(config)
-    p = changed.parallelism
-    for name, degree in layout.items():
-        setattr(p, DEGREES[name], degree)
-    if p.expert_tensor_parallel_degree > 1:  # 1, or as much as the tensor's
-        p.expert_tensor_parallel_degree = p.tensor_parallel_degree
-    if p.pipeline_parallel_degree != config.parallelism.pipeline_parallel_degree:
-        p.module_fqns_per_model_part = p.pipeline_parallel_layers_per_stage = None
-        # TorchTitan's defaults: the embedding and the output count as a layer each
-        p.pipeline_parallel_first_stage_less_layers = p.pipeline_parallel_last_stage_less_layers = 1
-    return changed
-
-
-def _communicators(config: JobConfig) -> int:
-    """Groups of more than one rank that a step uses: one a mesh dimension."""
-    layout = degrees(config)
-    fsdp = layout["dp_shard"] * layout["cp"]
-    sizes = [fsdp, *(layout[name] for name in ("dp_replicate", "cp", "tp", "pp", "ep"))]
-    if layout["ep"] > 1:
-        sizes.append(fsdp * layout["tp"] // layout["ep"])  # efsdp
-    return sum(size > 1 for size in sizes)
-
-
-def _gathered(size: Size, layout: dict[str, int]) -> float:
-    return size.dense / layout["tp"] + size.experts / layout["ep"]
-
-
-def _microbatch(config: JobConfig) -> int:
-    """Sequences that a rank computes at a time."""
-    p = config.parallelism
-    pipelined = p.pipeline_parallel_degree > 1
-    return p.pipeline_parallel_microbatch_size if pipelined else config.training.local_batch_size
-
-
-def _microbatches(config: JobConfig) -> int:
-    return config.training.local_batch_size // _microbatch(config)
-
-
-def _tokens(config: JobConfig) -> int:
-    """Rows of hidden states that a rank has between its layers."""
-    p = config.parallelism
-    return _microbatch(config) * config.training.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)
-
-
-def _under_way(config: JobConfig, stage: int) -> int:
-    """Microbatches whose activations a stage holds at a time."""
-    pp = config.parallelism.pipeline_parallel_degree
-    if pp == 1:
-        return 1
-    if config.parallelism.pipeline_parallel_schedule == "GPipe":
-        return _microbatches(config)
-    return min(_microbatches(config), pp - stage)

@@ -1,31 +1,27 @@
-"""A whole job: checked as a real start checks it, then one rank of each kind rehearsed."""
+"""A job's ranks, one after the other, and what would end the start of one."""
 
 from __future__ import annotations
 
-import copy
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from torchtitan.protocols.train_spec import get_train_spec
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight import check_job
 from torchtitan_npu.rehearsal.load import Load, balanced, uneven
+from torchtitan_npu.rehearsal.parameters import model_args
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
 
-DEGREES = {
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
-"""The degrees of a layout, by their keys in the job's section ``parallelism``; all but EP multiply to the ranks."""
+T = TypeVar("T")
+
+READS_A_VALUE = DataDependentOutputException, DynamicOutputShapeException
+"""What fake tensors raise where a program depends on values that they do not have."""
 
 
 @dataclass
@@ -36,37 +32,12 @@ class Failure:
     error: str
     where: str
     """The innermost line of it."""
+    rehearsed: bool = True
+    """False: the start may well succeed, but fake tensors have no values, and this rank reads one."""
 
     def __str__(self) -> str:
-        return f"{self.error} ({self.where})"
-
-
-def degrees(config: JobConfig) -> dict[str, int]:
-    return {name: getattr(config.parallelism, key) for name, key in DEGREES.items()}
-
-
-def layout_name(config: JobConfig) -> str:
-    """``PP2 TP4 EP64 FSDP16``."""
-    names = {"pp": "PP", "dp_replicate": "DP", "dp_shard": "FSDP", "cp": "CP", "tp": "TP", "ep": "EP"}
-    found = degrees(config)
-    return " ".join(f"{label}{found[name]}" for name, label in names.items() if found[name] > 1) or "one rank"
-
-
-def world_size_of(config: JobConfig) -> int:
-    """How many ranks the file is for, if it leaves no degree open."""
-    if config.parallelism.data_parallel_shard_degree < 1:
-        raise UsageError("parallelism.data_parallel_shard_degree is -1: say --world-size")
-    return math.prod(degree for name, degree in degrees(config).items() if name != "ep")
-
-
-def with_all_degrees(config: JobConfig, world_size: int) -> JobConfig:
-    """``config`` with the shards that ``data_parallel_shard_degree = -1`` comes to; what does not divide stays."""
-    config = copy.deepcopy(config)
-    if config.parallelism.data_parallel_shard_degree == -1:
-        others = math.prod(degree for name, degree in degrees(config).items() if name not in ("ep", "dp_shard"))
-        if world_size % others == 0:
-            config.parallelism.data_parallel_shard_degree = world_size // others
-    return config
+        what = "this start would fail with" if self.rehearsed else "not rehearsed: reads a value of a tensor"
+        return f"{what}: {self.error} ({self.where})"
 
 
 def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
@@ -79,8 +50,7 @@ def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
         factor = 0
     if not factor >= 1:
         raise UsageError(f"--expert-load {assumption}: balanced, worst, or a factor of at least 1")
-    args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
-    moe = getattr(args, "moe_args", None)
+    moe = getattr(model_args(config), "moe_args", None)
     if not moe:
         return balanced
     p = config.parallelism
@@ -88,52 +58,43 @@ def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
     return uneven(factor, p.expert_parallel_degree, moe.top_k, coordinate)
 
 
-def kinds(config: JobConfig, world_size: int) -> dict[int, str]:
-    """The first rank of each kind of pipeline stage: the first, the second, which of the like ones has the most
-    batches under way, a middle one and the last.
-
-    Within a stage the first rank has the largest shard where shards are uneven, and the busiest experts.
-    """
-    pp = config.parallelism.pipeline_parallel_degree
-    if pp == 1:
-        return {0: "every rank"}
-    stages = {pp - 1: "last stage", pp // 2: "a middle stage", 1: "second stage", 0: "first stage"}
-    if pp == 2:
-        stages = {0: "first stage", 1: "last stage"}
-    return {stage * (world_size // pp): stages[stage] for stage in sorted(stages)}
-
-
-def asked_ranks(asked: str, config: JobConfig, world_size: int) -> dict[int, str]:
-    """What ``--rank`` asks for: ``all-kinds``, or a number."""
-    if asked == "all-kinds":
-        return kinds(config, world_size)
-    if not asked.isdecimal() or int(asked) >= world_size:
-        raise UsageError(f"--rank {asked}: all-kinds, or a number from 0 to {world_size - 1}")
-    return {int(asked): "this rank"}
-
-
 def rehearse_job(
     config: JobConfig, world_size: int, ranks: list[int], expert_load: str = "balanced"
 ) -> list[Rehearsal | Failure]:
-    """One step of each of ``ranks``, after the checks of a real start; each has the busiest experts when it is its
-    turn."""
-    check_job(config, world_size)
-    loads = [stated_load(expert_load, config, rank) for rank in ranks]
-    return [attempt(rehearse_rank, config, world_size, rank, load) for rank, load in zip(ranks, loads, strict=True)]
+    """One step of each of ``ranks``, after :func:`check_job`; each has the busiest experts when it is its turn."""
+    loads = {rank: stated_load(expert_load, config, rank) for rank in ranks}
+    return [attempt(partial(rehearse_rank, config, world_size, rank, load), rank) for rank, load in loads.items()]
 
 
-def attempt(rehearse: Any, config: JobConfig, world_size: int, rank: int, load: Load) -> Rehearsal | Failure:
-    """``rehearse`` a rank. What it raises, the start of this rank would raise: that is what was asked for.
+OF_A_START = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+OBSERVERS = ("flops.py", "memory.py", "traffic.py")
+"""What only looks on: nothing of the job runs below its frames."""
 
-    But not what the rehearsal itself raises: that is an error of this tool.
+
+def attempt(rehearse: Callable[[], T], rank: int) -> T | Failure:
+    """``rehearse`` something of ``rank``. What a model, TorchTitan or torch raises there, the start of this rank would
+    raise: that is what was asked for.
+
+    But not what the rehearsal itself raises: that is an error of this tool. Nor what this machine lacks: files, memory.
     """
     try:
-        return rehearse(config, world_size, rank, load)
+        return rehearse()
     except UsageError:
         raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        if Path(frame.filename).parent == Path(__file__).parent:
+    except OF_A_START as error:
+        *_, frame = frames = traceback.extract_tb(error.__traceback__)
+        here = Path(__file__).parent
+        observers = {here / name for name in OBSERVERS}
+        if Path(frame.filename).parent == here or any(Path(each.filename) in observers for each in frames):
             raise
         text = " ".join(str(error).split())
-        return Failure(rank, f"{type(error).__name__}: {text}", f"{frame.filename}:{frame.lineno}")
+        where = f"{frame.filename}:{frame.lineno}"
+        return Failure(rank, f"{type(error).__name__}: {text}", where, not isinstance(error, READS_A_VALUE))

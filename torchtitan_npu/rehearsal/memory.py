@@ -7,6 +7,7 @@ parameter's gradient), so every block is kept with its lifetime, and the sums ar
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtitan_npu.ops.arguments import by_name
 
@@ -41,6 +42,9 @@ computed again, whole gradients before they are shared out. ``other``: buffers, 
 
 HOST = "host memory"
 
+IN_A_BLOCK = re.compile(r"(.*?\blayers\.(\d+))\..*")
+"""The name of a module within a block of the model: the block's, and its number."""
+
 
 @dataclass(eq=False)
 class Block:
@@ -48,6 +52,17 @@ class Block:
 
     purpose: str
     size: int = 0
+
+
+class _Modules(ModTracker):
+    """Knows which modules are at work.
+
+    Torch refuses its hook on a leaf where gradients of inputs and of weights are computed apart, and a pipeline stage's
+    input is one. Without it a module that gets the input ends with the backward pass, of which it is the last part.
+    """
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        super()._fw_pre_hook(mod, tree_map_only(Tensor, lambda x: None if x.is_leaf else x, input))
 
 
 @dataclass
@@ -58,7 +73,7 @@ class Peak:
     event: int = 0
     """How many events there had been."""
     where: str = ""
-    """The innermost module at work, or the phase of the step."""
+    """The innermost module at work; else ``the loss``, ``between modules``, or the phase of the step."""
     phase: str = ""
 
 
@@ -80,7 +95,9 @@ class Memory:
     def __post_init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self._gathered: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
-        self._modules = ModTracker()
+        self._modules = _Modules()
+        self._at_loss = False
+        """Whether the last module at work was the model's head, in the forward pass."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -209,9 +226,25 @@ class Memory:
                 self.peak = Peak(self.total, len(self.events), where, phase)
 
     def _where(self) -> str:
-        innermost = max(self._modules.parents - {"Global"}, key=lambda name: name.count("."), default="")
+        parents = self._modules.parents - {"Global"}
+        # one that returns what it was given is taken for at work until the backward pass ends, longer than its block is
+        at_work = [name for name in parents if IN_A_BLOCK.sub(r"\1", name) in parents]
+        innermost = max(at_work, key=_depth, default="")
         name = ".".join(part for part in innermost.split(".")[1:] if part != "_checkpoint_wrapped_module")
-        return name or self.phase
+        if name:
+            self._at_loss = name == "output" and self._purpose() == "activations"
+            return name
+        if self.phase != "forward":
+            return self.phase
+        # after the head comes the loss, and its gradient first in the backward pass; what comes between other modules
+        # is the model's own, FSDP's or a pipeline's
+        return "the loss" if self._at_loss and not innermost else "between modules"
+
+
+def _depth(name: str) -> tuple[int, int, str]:
+    """From one layer to the next both are at work for a moment: then the later one is meant, whatever a set's order."""
+    number = IN_A_BLOCK.match(f"{name}.")
+    return name.count("."), int(number[2]) if number else -1, name
 
 
 def _rounded(size: int) -> int:

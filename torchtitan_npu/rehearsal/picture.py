@@ -20,17 +20,18 @@ def draw(path: Path, rehearsals: dict[str, Rehearsal], device_memory: int, title
     for panel, (name, one) in zip(panels, rehearsals.items(), strict=True):
         layers = [[point.get(category, 0) / GIB for point in one.timeline] for category in CATEGORIES]
         panel.stackplot(range(len(one.timeline)), layers, labels=CATEGORIES, colors=COLOURS, linewidth=0)
-        panel.axhline(device_memory / GIB, color="red", linewidth=1)
+        limit = (device_memory - one.hccl_buffers) / GIB  # HCCL's buffers come on top of what is drawn
+        panel.axhline(limit, color="red", linewidth=1)
         for begin, phase in one.phases:
             panel.axvline(begin, color="black", linewidth=0.5, linestyle=":")
             if phase in ("forward", "optimizer"):
                 label = "batch" if phase == "forward" else phase
-                panel.text(begin, device_memory / GIB, f" {label}", fontsize=8, va="bottom")
-        panel.set_title(f"{name}, rank {one.rank}: {one.peak / GIB:.1f} GiB in {one.where}", fontsize=10)
+                panel.text(begin, limit, f" {label}", fontsize=8, va="bottom")
+        panel.set_title(f"{name}, rank {one.rank}: {one.peak / GIB:.1f} GiB, {one.where} ({one.phase})", fontsize=10)
         panel.set_ylabel("GiB")
         panel.set_xticks([])
         panel.margins(x=0)
-        panel.set_ylim(0, max(1.12 * device_memory, 1.05 * one.peak) / GIB)
+        panel.set_ylim(0, max(1.12 * limit, 1.05 * one.peak / GIB))
     panels[-1].set_xlabel("through the step, in the order in which memory is taken and given back")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)

@@ -21,6 +21,7 @@ from torchtitan_npu.rehearsal.fake import BelowSubclasses, fake_ranks
 from torchtitan_npu.rehearsal.flops import flops
 from torchtitan_npu.rehearsal.load import Load, balanced
 from torchtitan_npu.rehearsal.memory import HOST, Memory
+from torchtitan_npu.rehearsal.share import uses_fsdp
 from torchtitan_npu.rehearsal.traffic import Traffic, hccl_buffers
 from torchtitan_npu.rehearsal.trainer import RehearsedTrainer
 
@@ -41,7 +42,7 @@ class Rehearsal:
     peak: int
     """Bytes of device memory, at the most."""
     where: str
-    """The innermost module at work then."""
+    """The innermost module at work then, or what else was."""
     phase: str
     at_peak: dict[str, int]
     """Bytes by category at that moment."""
@@ -125,8 +126,7 @@ def rehearse_rank(
 
     ``model_args`` replace those of the job's flavor.
     """
-    if config.dsa.document_mask:
-        raise UsageError("dsa.document_mask = true is not rehearsed: a rehearsal has no text to find documents in")
+    _check_rehearsable(config)
     start = time.perf_counter()
     with ExitStack() as contexts:
         contexts.enter_context(fake_ranks(world_size, rank))
@@ -143,6 +143,18 @@ def rehearse_rank(
                 found.seconds = time.perf_counter() - start
                 return found
     raise RuntimeError(f"in each of {ATTEMPTS} steps DTensor asked for shapes that it should remember: none is clean")
+
+
+def _check_rehearsable(config: JobConfig) -> None:
+    """Raise :class:`UsageError` for a job that may well train, but has no values to train with here."""
+    if config.dsa.document_mask:
+        raise UsageError("dsa.document_mask = true is not rehearsed: a rehearsal has no text to find documents in")
+    replicas = config.parallelism.data_parallel_replicate_degree
+    if replicas > 1 and not uses_fsdp(config):
+        raise UsageError(
+            f"parallelism.data_parallel_replicate_degree {replicas} with nothing else is not rehearsed: torch's DDP "
+            f"compares values; with data_parallel_replicate_degree 1 and data_parallel_shard_degree {replicas} it is"
+        )
 
 
 def _shapes_asked() -> int:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.rehearsal.rank import Rehearsal
+from torchtitan_npu.rehearsal.schedule import bubble
+from torchtitan_npu.rehearsal.traffic import GROUPS
+
+NAMES = (*GROUPS, "loss", "world")
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,10 @@ class Rates:
     @classmethod
     def parse(cls, tflops: float, bandwidth: str) -> Rates:
         """``bandwidth``: ``100``, or ``100,tp=200,ep=50``."""
-        everywhere, groups = 100.0, {}
+        if not tflops > 0:
+            raise UsageError(f"--tflops {tflops:g}: more than 0")
+        everywhere: float | None = None
+        groups: dict[str, float] = {}
         for part in bandwidth.split(","):
             name, equals, number = part.rpartition("=")
             try:
@@ -30,11 +37,15 @@ class Rates:
                 value = 0
             if not value > 0 or (equals and not name):
                 raise UsageError(f"--bandwidth {bandwidth}: GB/s, or 100,tp=200,ep=50 for groups of their own")
+            if name and name not in NAMES:
+                raise UsageError(f"--bandwidth {bandwidth}: no group {name} ({', '.join(NAMES)})")
+            if name in groups or (not name and everywhere is not None):
+                raise UsageError(f"--bandwidth {bandwidth}: two numbers for {name or 'all groups'}")
             if name:
                 groups[name] = value
             else:
                 everywhere = value
-        return cls(tflops, everywhere, groups)
+        return cls(tflops, cls.bandwidth if everywhere is None else everywhere, groups)
 
     def of(self, group: str) -> float:
         """GB/s; a group that is several mesh dimensions at once goes by the first that has a rate."""
@@ -47,13 +58,6 @@ def seconds(rehearsal: Rehearsal, rates: Rates) -> dict[str, float]:
     for (group, _), sent in rehearsal.sent.items():
         times[group] = times.get(group, 0.0) + sent / rates.of(group) / 1e9
     return times
-
-
-def bubble(config: JobConfig) -> float:
-    """How many times longer a pipeline takes than one of its ranks works, with GPipe or 1F1B."""
-    p = config.parallelism
-    batches = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
-    return 1 + (p.pipeline_parallel_degree - 1) / max(1, batches)
 
 
 def step_seconds(rehearsals: list[Rehearsal], config: JobConfig, rates: Rates) -> float:

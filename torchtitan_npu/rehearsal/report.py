@@ -76,6 +76,8 @@ def print_work(console: Console, rehearsals: dict[str, Rehearsal], rates: Rates)
             part = sent / max(1, sum(n for (group, _), n in one.sent.items() if group == key[0]))
             cells.append(f"{calls} × {sent / max(1, calls) / 1e6:.1f} MB  {share(one, key[0], part)}" if calls else "")
         table.add_row(key[0], key[1], *cells)
+    table.add_section()
+    table.add_row("together", "s, as stated", *(f"{sum(times[one.rank].values()):.4g}" for one in rehearsals.values()))
     console.print(table)
     rate = f"{rates.tflops:g} TFLOP/s and {rates.bandwidth:g} GB/s"
     own = "".join(f", {group} {value:g} GB/s" for group, value in rates.groups.items())

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.distributed.pipeline_check import check_pipeline
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
-from torchtitan_npu.rehearsal.estimate import Estimate, Estimator, with_layout
-from torchtitan_npu.rehearsal.job import Failure, attempt, degrees, layout_name, stated_load
+from torchtitan_npu.rehearsal.estimate import Estimate, Estimator
+from torchtitan_npu.rehearsal.job import Failure, attempt, stated_load
+from torchtitan_npu.rehearsal.layout import degrees, has_degrees, layout_name, with_layout
 from torchtitan_npu.rehearsal.rank import Rehearsal
 from torchtitan_npu.rehearsal.rates import Rates, step_seconds
 from torchtitan_npu.rehearsal.report import GIB
 from torchtitan_npu.rehearsal.shortened import rehearse_shortened, stages
+from torchtitan_npu.rehearsal.whole import heads
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
 """Degrees beyond which no layout is looked at, but for the file's own."""
@@ -75,32 +79,45 @@ class Layout:
 def own_layout(config: JobConfig, world_size: int) -> JobConfig:
     """The job's own layout on so many ranks: its degrees, as many shards as there are ranks for, and as much EP as
     divides the ranks of a stage."""
+    if not has_degrees(config):
+        return config
     found = degrees(config)
     others = math.prod(found[name] for name in ("dp_replicate", "cp", "tp", "pp"))
     if world_size % others:
         raise UsageError(f"--world-size {world_size}: {layout_name(config)} takes a multiple of {others} ranks")
     found["dp_shard"] = world_size // others
-    found["ep"] = math.gcd(found["ep"], world_size // found["pp"] // found["dp_replicate"])
+    found["ep"] = math.gcd(
+        found["ep"], world_size // found["pp"] // found["dp_replicate"] // _expert_tp(config, found["tp"])
+    )
     return with_layout(config, found)
 
 
-def dividing(config: JobConfig, world_size: int, heads: int, experts: int, layers: int) -> Iterator[dict[str, int]]:
-    """The layouts whose degrees multiply to ``world_size`` and divide what they split; replicas stay as they are."""
+def dividing(config: JobConfig, world_size: int, args: Any, experts: int) -> Iterator[dict[str, int]]:
+    """The layouts whose degrees multiply to ``world_size`` and divide what they split; replicas stay as they are.
+
+    ``args`` are the model's.
+    """
     replicas = config.parallelism.data_parallel_replicate_degree
     training = config.training
-    for pp in _divisors(world_size // replicas, min(LARGEST["pp"], layers)):
+    for pp in _divisors(world_size // replicas, min(LARGEST["pp"], args.n_layers)):
         for tp in _divisors(world_size // replicas // pp, LARGEST["tp"]):
             for cp in _divisors(world_size // replicas // pp // tp, LARGEST["cp"]):
                 ranks = world_size // replicas // pp
                 shards = ranks // tp // cp
-                if heads % tp or training.seq_len % (2 * tp * cp):  # ParallelDims.seq_len_divisor
+                if heads(args) % tp or training.seq_len % (2 * tp * cp):  # ParallelDims.seq_len_divisor
                     continue
                 batch = training.local_batch_size * shards * replicas
                 if training.global_batch_size > 0 and training.global_batch_size % batch:
                     continue
-                for ep in _divisors(ranks, experts) if experts else [1]:
+                each = ranks // _expert_tp(config, tp)
+                for ep in _divisors(each, experts) if experts else [1]:
                     if not experts or experts % ep == 0:
                         yield {"dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
+
+
+def _expert_tp(config: JobConfig, tp: int) -> int:
+    """Over how many ranks TP splits an expert, with EP: 1, or as many as the tensor's; see :func:`with_layout`."""
+    return tp if config.parallelism.expert_tensor_parallel_degree > 1 else 1
 
 
 def _divisors(number: int, largest: int) -> list[int]:
@@ -113,10 +130,12 @@ def search(
     """All layouts by estimate; the job's own and the ``top`` best of those that should fit rehearsed. Best first."""
     own = own_layout(config, world_size)
     console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
-    estimator = Estimator.of(own)
+    estimator = attempt(partial(Estimator.of, own), 0)
+    if isinstance(estimator, Failure):
+        raise UsageError(f"{layout_name(own)}, cut to few layers: {estimator}")
     args = estimator.args
     found, refused = [], 0
-    for layout in dividing(config, world_size, args.n_heads, estimator.experts, args.n_layers):
+    for layout in dividing(config, world_size, args, estimator.experts):
         changed = with_layout(config, layout)
         try:
             if layout["pp"] > 1:
@@ -146,7 +165,8 @@ def search(
         console.print(f"rehearsing {one.name}, {max(one.estimate.memory) / GIB:.1f} GiB by the estimate ...", end=" ")
         _rehearse(one, world_size, expert_load)
         seconds = sum(rehearsal.seconds for rehearsal in one.rehearsals)
-        console.print(one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)")
+        said = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"
+        console.print(said, markup=False, soft_wrap=True)
         fitting += one.fits(device_memory) and one not in first
     return sorted(found, key=lambda one: (not one.fits(device_memory), not one.rehearsals, one.microseconds(rates)))
 
@@ -159,13 +179,16 @@ def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
         for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
             rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
             load = stated_load(expert_load, one.config, rank)
-            result = attempt(rehearse_shortened, one.config, world_size, rank, load)
+            result = attempt(partial(rehearse_shortened, one.config, world_size, rank, load), rank)
             if isinstance(result, Failure):
-                one.error = f"this start would fail with: {result}"
+                one.error = str(result)
                 return
             one.rehearsals.append(result)
+            if result.without_gradient:
+                one.error = f"rank {rank}: without gradient: {', '.join(result.without_gradient)}"
+                return
     except UsageError as error:
-        one.error = str(error)
+        one.error = f"refused: {error}"
 
 
 def print_layouts(
@@ -179,7 +202,7 @@ def print_layouts(
         verdict = "fits" if one.fits(device_memory) else "[red]does not fit"
         how = "rehearsed" if one.rehearsals else "estimated"
         if one.error:
-            verdict, how = f"[red]does not start: {one.error}", ""
+            verdict, how = f"[red]{escape(one.error)}", ""
         table.add_row(one.name, f"{one.peak / GIB:.2f}", how, verdict, f"{one.microseconds(rates):.3f}")
     console.print(table)
     fitting = sum(one.fits(device_memory) for one in rehearsed)

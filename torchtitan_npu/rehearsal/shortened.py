@@ -14,15 +14,15 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.distributed.pipeline_check import stage_count
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import build_on_meta
 from torchtitan_npu.rehearsal.load import Load, balanced
-from torchtitan_npu.rehearsal.parameters import sizes
+from torchtitan_npu.rehearsal.parameters import model_args, sizes
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
+from torchtitan_npu.rehearsal.share import computed_again
 
 KEPT = 3, 4
 """Layers of the two rehearsals: the first, the last, and one between that has such neighbours."""
@@ -42,15 +42,15 @@ def stages(config: JobConfig, layers: int) -> list[list[str]]:
             parts = generate_llm_fqn_per_model_part(count, layers, *weights)
         except ValueError as error:
             raise UsageError(f"parallelism.pipeline_parallel_degree {pp}: {error}") from error
-    looped = [[rank, 2 * pp - 1 - rank] if _is_v(config) else range(rank, len(parts), pp) for rank in range(pp)]
+    looped = [[rank, 2 * pp - 1 - rank] if is_v(config) else range(rank, len(parts), pp) for rank in range(pp)]
     return [[name for part in of_rank for name in parts[part]] for of_rank in looped]
 
 
 def rehearse_shortened(config: JobConfig, world_size: int, rank: int = 0, load: Load = balanced) -> Rehearsal:
     """As :func:`rehearse_rank`, from two rehearsals with few layers: each that was left out adds what the fourth did.
 
-    Layers are alike if their parameters are as many. Where they do not all come last, or a rank has several stages of a
-    pipeline, nothing is left out.
+    Layers are alike if their parameters are as many, and all of them or none are checkpointed. Where they do not all
+    come last, or a rank has several stages of a pipeline, nothing is left out.
     """
     pp = config.parallelism.pipeline_parallel_degree
     parameters = sizes(build_on_meta(config))
@@ -59,7 +59,9 @@ def rehearse_shortened(config: JobConfig, world_size: int, rank: int = 0, load: 
     own = stages(config, len(layers))[stage]
     alike = [name for name in own if name in layers and parameters[name] == parameters[layers[-1]]]
     in_order = [name for name in own if name in layers]
-    if len(alike) <= KEPT[-1] or in_order[-len(alike) :] != alike or (pp > 1 and not _one_stage_a_rank(config)):
+    again = {computed_again(config, number) for number in range(len(in_order))}
+    apart = in_order[-len(alike) :] != alike or len(again) > 1
+    if len(alike) <= KEPT[-1] or apart or (pp > 1 and not one_stage_a_rank(config)):
         return rehearse_rank(config, world_size, rank, load)
     short = []
     for kept in KEPT:
@@ -68,11 +70,11 @@ def rehearse_shortened(config: JobConfig, world_size: int, rank: int = 0, load: 
     return _longer(*short[0], *short[1], len(alike) - KEPT[-1])
 
 
-def _one_stage_a_rank(config: JobConfig) -> bool:
+def one_stage_a_rank(config: JobConfig) -> bool:
     return issubclass(get_schedule_class(config.parallelism.pipeline_parallel_schedule), PipelineScheduleSingle)
 
 
-def _is_v(config: JobConfig) -> bool:
+def is_v(config: JobConfig) -> bool:
     """Whether the last stage is on the first rank."""
     schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
     return config.parallelism.pipeline_parallel_degree > 1 and schedule in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
@@ -82,7 +84,7 @@ def _shorter(
     config: JobConfig, world_size: int, rank: int, load: Load, own: list[str], left_out: set[str]
 ) -> Rehearsal:
     """Of a stage with the modules ``own`` but for those ``left_out``."""
-    args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
+    args = copy.deepcopy(model_args(config))
     pp = config.parallelism.pipeline_parallel_degree
     if pp == 1:
         args.n_layers -= len(left_out)

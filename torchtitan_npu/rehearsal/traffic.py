@@ -31,7 +31,8 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], float]]] = {
 """By kind of collective: what the names of its operators hold, and how many times its input a rank sends over ``n``."""
 
 GROUPS = ("tp", "ep", "etp", "cp", "fsdp", "efsdp", "dp_replicate", "pp")
-"""TorchTitan's names of mesh dimensions; ``fsdp`` spans dp_shard × cp, ``efsdp`` what EP leaves of it."""
+"""TorchTitan's names of mesh dimensions; ``fsdp`` spans dp_shard × cp, ``efsdp`` what EP leaves of it. Counts of tokens
+go over ``loss``, all data-parallel ranks, which is named where its group is none of these."""
 
 
 @dataclass
@@ -54,6 +55,10 @@ class Traffic:
             if mesh is not None:  # the same ranks are one group
                 group = mesh.get_group().group_name
                 names[group] = f"{names[group]}/{name}" if group in names else name
+        if (experts := dims.get_optional_mesh(["dp_replicate", "efsdp"])) is not None:  # replicas of experts
+            names.setdefault(experts.get_group("dp_replicate").group_name, "dp_replicate")
+        if (loss := dims.get_optional_mesh("loss")) is not None:
+            names.setdefault(loss.get_group().group_name, "loss")
         return cls(names)
 
     def saw(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -78,7 +83,7 @@ class Traffic:
 def hccl_buffers(communicators: int) -> int:
     """Bytes of the device that HCCL takes for so many process groups; none where the job is not for NPUs.
 
-    Each takes two buffers of HCCL_BUFFSIZE MB, by default 200 (train_configs/env/npu.env).
+    Each takes two buffers of HCCL_BUFFSIZE MB, by default 200 (torchtitan_npu/train_configs/env/npu.env).
     """
     if platform.job_home() != "npu":
         return 0
