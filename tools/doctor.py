@@ -99,7 +99,7 @@ class Machine:
                 self.ranks = torch.get_device_module(found).device_count()
             if found == "npu":
                 self.cann = torch.get_device_module(found).utils.get_cann_version() or None
-        except (ImportError, RuntimeError, OSError) as error:
+        except (AttributeError, ImportError, RuntimeError, OSError) as error:
             self.error = in_one_line(error)
         self.home: Home = home or ("npu" if version_of("torch_npu") else found)
         self.usable = self.error is None and self.home == found

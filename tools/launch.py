@@ -1,54 +1,90 @@
 #!/usr/bin/env python
-"""The part of tools/launch.sh that is not shell: the environment profile, torchrun, and who failed first.
+"""What tools/launch.sh runs: torchrun with an environment profile, one log a rank, and who failed first.
 
-    python tools/launch.py [--profile NAME] [--logs FOLDER] [--nproc N]
-                           [--nodes N --node K --master HOST --port P] -- ...
-
-What follows ``--`` goes to torchtitan_npu.train. Exit code 0: trained, 1: a rank failed, 2: not started.
+What is asked for is in the environment (docs/launch.md); the arguments go to torchtitan_npu.train. Exit code 0:
+trained, 1: a rank failed, 2: not started, 128 and a signal's number: ended by it.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
+import signal
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-from launching import profile
-from launching.console import WithholdErrors
-from launching.failures import describe, failures_of, gather_reports, report_path, write_report
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from torchtitan_npu import platform
-from torchtitan_npu.errors import UsageError
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Those that torchrun handles."""
+
+
+def refuse(why: object) -> NoReturn:
+    """Nothing was started: say why, in one line."""
+    print(f"launch: error: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def refuse_without(missing: ModuleNotFoundError) -> NoReturn:
+    refuse(f"{sys.executable} has no {missing.name}: see docs/install.md")
+
+
+try:
+    from launching import profile
+    from launching.asked import Asked, asked
+    from launching.failures import describe, failures_of, gather_reports, report_path, write_report
+
+    from torchtitan_npu.errors import UsageError
+except ModuleNotFoundError as missing:
+    refuse_without(missing)
 
 
 def main() -> None:
-    args = parse_args()
+    for number in SIGNALS:  # until torchrun takes them
+        signal.signal(number, interrupt)
     try:
-        prepare_environment(args.profile or platform.home())
+        wanted = asked(os.environ)
+        folder = prepare_logs(wanted)
+        try:
+            from torchtitan_npu import platform  # with torch, which takes its time: mistakes are told before
+        except ModuleNotFoundError as missing:
+            refuse_without(missing)
+        prepare_environment(wanted.profile or platform.home())
+        sys.exit(launch(wanted, folder, sys.argv[1:]))
     except UsageError as error:
-        print(f"launch: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(launch(args))
+        refuse(error)
+    except KeyboardInterrupt as ended:
+        (number,) = ended.args
+        print(f"launch: ended by {number.name}", file=sys.stderr)
+        sys.exit(128 + number)  # as a shell says it
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("launch.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--profile", help="an environment of train_configs/env, or none (default: that of the home)")
-    parser.add_argument("--logs", type=Path, default=Path("outputs/logs"), help="shared by the nodes, if it can be")
-    parser.add_argument("--nproc", type=int, help="ranks of this node (default: its devices; on a CPU, 1)")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--node", type=int, default=0, help="the number of this node, from 0")
-    parser.add_argument("--master", help="host name or address of node 0")
-    parser.add_argument("--port", type=int, default=29500, help="a free port of node 0")
-    parser.add_argument("job", nargs=argparse.REMAINDER, help="-- and the arguments of torchtitan_npu.train")
-    return parser.parse_args()
+def interrupt(number: int, _: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+def note_signals() -> list[signal.Signals]:
+    """From now on signals interrupt nothing; those that come are in the list."""
+    noted: list[signal.Signals] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda came, _: noted.append(signal.Signals(came)))
+    return noted
+
+
+def prepare_logs(args: Asked) -> Path:
+    """Make the folder of this node's logs, and return it; an earlier launch's report is removed."""
+    folder = args.logs / f"node{args.node}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report_path(args.logs, args.node).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"LOGS={args.logs}: {error.strerror}: {error.filename}") from error
+    return folder
 
 
 def prepare_environment(name: str) -> None:
@@ -61,33 +97,78 @@ def prepare_environment(name: str) -> None:
     os.environ |= added
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Run the job on this node, and explain its end; return the exit code."""
+def launch(args: Asked, folder: Path, job: list[str]) -> int:
+    """Run the job on this node, and explain its end; return the exit code.
+
+    Raise ``KeyboardInterrupt``, as :func:`interrupt` does, where a signal ended it.
+    """
+    from launching.console import WithholdErrors
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
     started = time.time()
-    args.logs.mkdir(parents=True, exist_ok=True)
-    report_path(args.logs, args.node).unlink(missing_ok=True)
-    folder = args.logs / f"node{args.node}"
     print(f"launch: logs of this node's ranks: {folder}", flush=True)
     # what it logs when a rank fails is said below, in the right order
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     out, err = WithholdErrors(sys.stdout), WithholdErrors(sys.stderr)
-    failed = False
+    described = False
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            torchrun.run(torchrun.parse_args(torchrun_arguments(args, folder)))
-    except ChildFailedError as error:
-        failed = True
+            failed = run_ranks(torchrun_arguments(args, folder, job))
+        signals = note_signals()  # torchrun's handlers stay, and would raise in the middle of the report
+        if failed is None:
+            return 0
+        out.hold()  # other nodes may report later than an error waits
+        err.hold()
         run = max(folder.iterdir(), key=lambda path: path.stat().st_mtime)
         logs = {int(path.name): path for path in run.glob("attempt_*/[0-9]*")}
-        write_report(args.logs, args.node, failures_of(error, args.node, logs))
-        print(describe(gather_reports(args.logs, args.nodes, started), args.nodes), file=sys.stderr, flush=True)
+        write_report(args.logs, args.node, failures_of(failed, args.node, logs))
+        reports = gather_reports(args.logs, args.nodes, started, signals)
+        print(describe(reports, args.nodes), file=sys.stderr, flush=True)
+        described = True
+        if signals:
+            raise KeyboardInterrupt(signals[0])
+        return 1
+    except SignalException as ended:  # torchrun has ended the ranks; what they said of it is released before it is told
+        raise KeyboardInterrupt(ended.sigval) from None
+    except (RendezvousError, DistError) as error:
+        print(f"launch: error: {did_not_meet(args, error)}", file=sys.stderr)
+        return 2
     finally:
         for stream in (out, err):
-            stream.release(drop=failed)  # rank 0's error is in the report, or followed from another's; its log has it
-    return int(failed)
+            stream.release(drop=described)  # rank 0's error is in the report, or followed from another's
 
 
-def torchrun_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
+def run_ranks(arguments: list[str]) -> ChildFailedError | None:
+    """Run torchrun until this node's ranks have ended; return which of them failed."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as error:
+        return error
+    return None
+
+
+def did_not_meet(args: Asked, error: Exception) -> str:
+    """Why the launchers of the nodes did not find each other, and what to look at; torch's own text goes on."""
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    where = f"MASTER_ADDR={args.master} MASTER_PORT={args.port}"
+    if args.nodes == 1:
+        return f"torchrun did not start: {text}"
+    advice = "is another launch there, or is the address not this node's?"
+    if args.node > 0:
+        advice = "does node 0 run, and is it reached from here?"
+    return f"the {args.nodes} nodes did not meet at {where}: {text} ({advice})"
+
+
+def torchrun_arguments(args: Asked, folder: Path, job: list[str]) -> list[str]:
+    import torch
+
+    from torchtitan_npu import platform
+
     nproc = args.nproc or (1 if platform.home() == "cpu" else torch.get_device_module(platform.home()).device_count())
     nodes = ["--standalone"]
     if args.nodes > 1:
@@ -95,7 +176,6 @@ def torchrun_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
         nodes += [f"--master_addr={args.master}", f"--master_port={args.port}"]
     # rank 0 on the console; the others in their files
     show = ["--tee=3", "--local_ranks_filter=0"] if args.node == 0 else ["--redirects=3"]
-    job = args.job[1:] if args.job[:1] == ["--"] else args.job
     return [
         *nodes,
         f"--nproc_per_node={nproc}",

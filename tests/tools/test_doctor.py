@@ -9,13 +9,17 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from machine import versions
+from machine.check import Line
 from machine.conflicts import cautions, conflicts
+from machine.devices import memory_of
 from machine.operators import OF_SEVERAL_RANKS
 from machine.versions import numbers
 
@@ -106,12 +110,45 @@ def test_versions_and_variables_that_do_not_go_together(tmp_path: Path) -> None:
     assert {"torch", "torchtitan", "import torch"} <= statuses(lines, "green")
 
 
-def test_torch_is_what_to_change_where_torch_npu_is_the_table_s(tmp_path: Path) -> None:
-    install(tmp_path, "torch", "2.13.1")
-    install(tmp_path, "torch_npu", "2.13.0")
-    _, lines = doctor("--only", "versions", environment={"PYTHONPATH": str(tmp_path)})
-    assert lines["torch_npu"]["what"].startswith("2.13.0 with torch 2.13.1")
-    assert lines["torch_npu"]["advice"] == "pip install torch==2.13.0"
+@pytest.mark.parametrize(
+    ("torch", "torch_npu", "advised"),
+    [
+        ("2.10.0", "2.10.0", {"torch": "2.13.0", "torch_npu": "2.13.0"}),
+        ("2.10.0", "2.9.0", {"torch": "2.13.0", "torch_npu": "2.13.0"}),
+        ("2.10.0", "2.12.0", {"torch": "2.12.0"}),
+        ("2.14.0.dev20261101", "2.13.0", {"torch": "2.13.0"}),
+        ("2.12.0", "2.13.0", {"torch_npu": "2.12.0"}),
+        ("2.13.1", "2.13.0", {"torch": "2.13.0"}),
+        (None, "2.11.0", {"torch": "2.11.0"}),
+    ],
+)
+def test_advice_that_is_followed_mends(
+    torch: str | None, torch_npu: str, advised: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this torch is none of the table's."""
+    installed = {"torch": torch, "torch_npu": torch_npu}
+    monkeypatch.setattr(versions, "version_of", installed.get)
+
+    def reds() -> list[Line]:
+        lines = versions.check_versions(on_npu=True, loaded_cann="9.2.0")
+        return [line for line in lines if line.check in installed and line.status == "red"]
+
+    packages = [line.advice.removeprefix("pip install ").split("==") for line in reds()]
+    assert dict(packages) == advised
+    installed |= advised
+    assert reds() == []
+
+
+def test_a_device_that_fails_is_a_line() -> None:
+    def failed(index: int) -> tuple[int, int]:
+        if index == 1:
+            raise RuntimeError("device lost\nand pages more")
+        return 60 << 30, 64 << 30
+
+    module = SimpleNamespace(mem_get_info=failed)
+    assert memory_of(module, "npu:0").status == "green"
+    lost = memory_of(module, "npu:1")
+    assert (lost.status, lost.what) == ("red", "RuntimeError: device lost") and "npu-smi" in lost.advice
 
 
 def test_a_torch_npu_that_does_not_load(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from launching import profile
 from launching.console import WithholdErrors
-from launching.failures import Failure, describe, gather_reports, write_report
+from launching.failures import PATIENCE, Failure, describe, gather_reports, write_report
 from machine.conflicts import conflicts
 
 from torchtitan_npu.errors import UsageError
@@ -25,16 +29,16 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=1", "--comm.trace_buf_size=0"]
 
 
-def launch(folder: Path, *job: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def launch_command(folder: Path, environment: dict[str, str], *job: str) -> tuple[list[str], dict[str, Any]]:
     config = f"--job.config_file={ROOT / 'torchtitan_npu/train_configs/llama3_debugmodel.toml'}"
-    return subprocess.run(
-        ["bash", "tools/launch.sh", config, *JOB, f"--job.dump_folder={folder / 'job'}", *job],
-        cwd=ROOT,
-        env=os.environ | {"LOGS": str(folder / "logs"), "PYTHON": sys.executable} | environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = ["bash", "tools/launch.sh", config, *JOB, f"--job.dump_folder={folder / 'job'}", *job]
+    set_here = {"LOGS": str(folder / "logs"), "PYTHON": sys.executable}
+    return command, {"cwd": ROOT, "env": os.environ | set_here | environment, "text": True}
+
+
+def launch(folder: Path, *job: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, options = launch_command(folder, environment, *job)
+    return subprocess.run(command, **options, capture_output=True, timeout=200)
 
 
 def test_a_job_that_trains_is_shown_and_logged(tmp_path: Path) -> None:
@@ -49,10 +53,10 @@ def test_a_job_that_trains_is_shown_and_logged(tmp_path: Path) -> None:
 
 def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
     """Every rank exits, and only one of them says why."""
-    result = launch(tmp_path, "--training.seq_length=3", NPROC="2", OMP_NUM_THREADS="1")
+    result = launch(tmp_path, "--parallelism.data_parallel_shard_degree=1", NPROC="2", OMP_NUM_THREADS="1")
     assert result.returncode == 1
     report = result.stderr[result.stderr.index("first failure: rank 0 (node 0, ") :]
-    assert "seq_length" in report.partition("its log:")[0]
+    assert report.partition("its log:")[0].count("torchtitan_npu: error: 2 ranks") == 1
     assert "[rank1]:" not in result.stdout + result.stderr
     assert len(list(tmp_path.glob("logs/node0/*/attempt_0/*/stderr.log"))) == 2
 
@@ -79,6 +83,114 @@ def test_what_cannot_start_is_one_line(environment: dict[str, str], error: str, 
     result = launch(tmp_path, **environment)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: {error}")
+
+
+def test_nodes_that_do_not_meet_are_one_line(tmp_path: Path) -> None:
+    with socket.socket() as other:  # what is there is no launcher
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        result = launch(tmp_path, NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"launch: error: the 2 nodes did not meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: ")
+    assert "EADDRINUSE" in line and line.endswith("(is another launch there, or is the address not this node's?)")
+
+
+RANK = """
+import os, sys, time
+if "LOCAL_RANK" in os.environ:
+    if os.environ["RANK"] == os.environ.get("FAILS"):
+        sys.stderr.write("Traceback (most recent call last):\\nRuntimeError: planted\\n")
+        sys.stderr.flush()
+        os._exit(1)
+    print("the rank runs", flush=True)
+    time.sleep(600)
+"""
+"""Of a rank, before it is anything else; the launcher and torchrun are the real ones."""
+
+
+def first_on_path(folder: Path, file: str, text: str) -> dict[str, str]:
+    """An environment where Python finds ``text`` before anything else of that name."""
+    path = folder / "first" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "first"), str(ROOT)])}
+
+
+@contextmanager
+def launched_job(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    command, options = launch_command(folder, environment)
+    with subprocess.Popen(command, **options, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launched:
+        try:
+            yield launched
+        finally:
+            launched.terminate()  # a test that fails does not wait for the ranks
+
+
+def wait_for(glob: str, folder: Path, text: str) -> None:
+    deadline = time.monotonic() + 100
+    while not any(text in path.read_text() for path in folder.glob(glob)):
+        assert time.monotonic() < deadline, f"no {text!r} in {glob}"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_is_said_last(tmp_path: Path) -> None:
+    with launched_job(tmp_path, first_on_path(tmp_path, "sitecustomize.py", RANK)) as launched:
+        wait_for("logs/node0/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
+        launched.send_signal(signal.SIGINT)
+        _, errors = launched.communicate(timeout=100)
+    assert launched.returncode == 128 + signal.SIGINT
+    assert errors.splitlines()[-1] == "launch: ended by SIGINT"
+    assert all(line.startswith("[rank0]:") for line in errors.splitlines() if "Traceback" in line)  # not the launcher's
+
+
+def test_a_signal_while_reports_are_awaited_shows_what_is_known(tmp_path: Path) -> None:
+    """Node 0 has failed and waits for node 1, whose rank has not noticed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "NPROC": "1"}
+    meet |= first_on_path(tmp_path, "sitecustomize.py", RANK) | {"FAILS": "0"}
+    node_0, node_1 = (launched_job(tmp_path, meet | {"NODE_RANK": node}) for node in "01")
+    with node_0 as failed, node_1 as running:
+        wait_for("logs/node1/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
+        wait_for("logs/node0.failures.json", tmp_path, "planted")
+        failed.send_signal(signal.SIGTERM)
+        _, report = failed.communicate(timeout=PATIENCE / 2)  # the wait ends with the signal
+        running.send_signal(signal.SIGTERM)
+        _, errors = running.communicate(timeout=100)
+    assert failed.returncode == running.returncode == 128 + signal.SIGTERM
+    lines = report[report.index("first failure:") :].splitlines()
+    assert lines[0].startswith("first failure: rank 0 (node 0, ") and lines[2] == "  RuntimeError: planted"
+    assert lines[-2].startswith("node 1 has not reported") and lines[-1] == "launch: ended by SIGTERM"
+    assert report.count("Traceback") == 1
+    assert errors.splitlines()[-1] == "launch: ended by SIGTERM" and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
+    torch = f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"
+    result = launch(tmp_path, **first_on_path(tmp_path, "torch/__init__.py", torch))
+    assert (result.returncode, result.stderr) == (128 + number, f"launch: ended by {number.name}\n")
+
+
+@pytest.mark.parametrize("file", ["logs", "logs/node0", "logs/node0.failures.json/file"])
+def test_logs_that_cannot_be_made_are_one_line(file: str, tmp_path: Path) -> None:
+    in_the_way = tmp_path / file
+    in_the_way.parent.mkdir(parents=True, exist_ok=True)
+    in_the_way.touch()
+    result = launch(tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: LOGS={tmp_path / 'logs'}: ")
+
+
+@pytest.mark.parametrize(("path", "missing"), [("", "torchtitan_npu"), (str(ROOT), "torch")], ids=["", "torch"])
+def test_a_python_without_a_package_is_one_line(path: str, missing: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "tools/launch.py"]  # without what is installed
+    environment = os.environ | {"PYTHONPATH": path, "LOGS": str(tmp_path)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == f"launch: error: {sys.executable} has no {missing}: see docs/install.md\n"
 
 
 @pytest.mark.parametrize("name", profile.names())
@@ -124,6 +236,16 @@ def test_a_profile_of_one_s_own_needs_reasons_too(tmp_path: Path) -> None:
     path.write_text("# why\nexport ONE=1\n")
     with pytest.raises(UsageError, match=r"mine.env:2: 'export ONE=1' is not NAME=value"):
         profile.read(str(path))
+
+
+def test_a_profile_that_includes_itself_is_refused(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.env", tmp_path / "two.env"
+    one.write_text(f"include cpu\ninclude {two}\n")
+    two.write_text(f"include cpu\ninclude {one}\n")
+    with pytest.raises(UsageError, match=f"^{one} includes itself: {one} -> {two} -> {one}$"):
+        profile.read(str(one))
+    two.write_text("include cpu\n")  # twice the same is no circle
+    assert profile.read(str(one)) == 2 * profile.read("cpu")
 
 
 def failure(rank: int, when: float, error: str = "", exit_code: int = 1) -> Failure:
@@ -177,6 +299,18 @@ def test_a_job_that_survives_its_error_is_shown_again() -> None:
         time.sleep(0.01)
     print("step 3", file=shown)
     assert console.getvalue() == "Traceback (most recent call last):\nstep 2\nstep 3\n"
+
+
+def test_an_error_of_a_job_that_has_failed_waits_as_long_as_it_takes() -> None:
+    console = io.StringIO()
+    shown = WithholdErrors(console, seconds=0.05)
+    print("Traceback (most recent call last):", file=shown)
+    shown.hold()
+    time.sleep(0.3)
+    print("RuntimeError: timed out", file=shown)
+    assert console.getvalue() == ""
+    shown.release()
+    assert console.getvalue() == "Traceback (most recent call last):\nRuntimeError: timed out\n"
 
 
 def test_the_docs_show_the_profiles() -> None:

@@ -26,12 +26,13 @@ class WithholdErrors(io.TextIOBase):
         self.seconds = seconds
         self.withheld: list[str] = []
         self.timer: threading.Timer | None = None
+        self.held = False
         self.lock = threading.Lock()
 
     def write(self, text: str) -> int:
         with self.lock:
             if self.timer is None and ERROR.search(text):
-                self.timer = threading.Timer(self.seconds, self.release)
+                self.timer = threading.Timer(self.seconds, self._give_up)
                 self.timer.daemon = True
                 self.timer.start()
             if self.timer is None:
@@ -41,13 +42,26 @@ class WithholdErrors(io.TextIOBase):
                 self.withheld.append(text)
         return len(text)
 
+    def hold(self) -> None:
+        """The job has failed: an error is not shown before :meth:`release`, however long that takes."""
+        with self.lock:
+            self.held = True
+
+    def _give_up(self) -> None:
+        with self.lock:
+            if not self.held:
+                self._release()
+
     def release(self, drop: bool = False) -> None:
         """Show what waited, or ``drop`` it, and begin again."""
         with self.lock:
-            if self.timer is not None:
-                self.timer.cancel()
-                self.timer = None
-            if not drop:
-                self.console.write("".join(self.withheld))
-                self.console.flush()
-            self.withheld.clear()
+            self._release(drop)
+
+    def _release(self, drop: bool = False) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if not drop:
+            self.console.write("".join(self.withheld))
+            self.console.flush()
+        self.withheld.clear()

@@ -11,11 +11,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+if TYPE_CHECKING:  # the launcher refuses what it can before torch is imported
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 LAST_LINES = 30
 """Of a rank that left no traceback: how much of its log is shown."""
@@ -93,12 +95,17 @@ def write_report(logs: Path, node: int, failures: list[Failure]) -> None:
     os.replace(part, path)
 
 
-def gather_reports(logs: Path, nodes: int, started: float, patience: float = PATIENCE) -> dict[int, list[Failure]]:
-    """The failures of each node that reported before the ``patience`` ended; this launch has ``started`` then."""
+def gather_reports(
+    logs: Path, nodes: int, started: float, signals: Sequence[signal.Signals] = (), patience: float = PATIENCE
+) -> dict[int, list[Failure]]:
+    """The failures of each node that reported before the ``patience`` ended; this launch has ``started`` then.
+
+    When one of ``signals`` comes, which a handler adds to, there is no more waiting.
+    """
     deadline = time.monotonic() + patience
     while True:
         reports = dict(_reports(logs, nodes, started))
-        if len(reports) == nodes or time.monotonic() > deadline:
+        if len(reports) == nodes or signals or time.monotonic() > deadline:
             return reports
         time.sleep(0.2)
 

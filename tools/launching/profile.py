@@ -1,4 +1,4 @@
-"""Environment profiles: ``train_configs/env/NAME.env``, a reason above each variable."""
+"""Environment profiles: ``torchtitan_npu/train_configs/env/NAME.env``, a reason above each variable."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.env"))
 
 
-def read(profile: str) -> list[Variable]:
+def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
     """The variables of ``profile``: a name of :func:`names`, the path of such a file, or ``none``.
 
-    A line ``include NAME`` stands for the variables of another one.
+    A line ``include NAME`` stands for the variables of another one; ``within``: the files whose lines led here.
     """
     if profile == "none":
         return []
@@ -36,6 +36,8 @@ def read(profile: str) -> list[Variable]:
     if not path.is_file():
         known = [*names(), "none"]
         raise UsageError(f"PROFILE={profile}: no such profile{nearest(profile, known)} (there are {', '.join(known)})")
+    if path in within:
+        raise UsageError(f"{path} includes itself: {' -> '.join(map(str, (*within, path)))}")
     variables: list[Variable] = []
     reason: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -45,7 +47,7 @@ def read(profile: str) -> list[Variable]:
         elif not line.strip():
             reason = []
         elif line.startswith("include "):
-            variables += read(line.removeprefix("include ").strip())
+            variables += read(line.removeprefix("include ").strip(), (*within, path))
             reason = []
         elif not (equals and name.isidentifier()):
             raise UsageError(f"{path}:{number}: {line!r} is not NAME=value")

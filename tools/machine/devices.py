@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -28,20 +29,33 @@ def check_devices(wanted: Home) -> Iterator[Line]:
         return
     module = torch.get_device_module(wanted)
     count = module.device_count()
-    yield green("devices", f"{count} × {module.get_device_name(0)}")
+    try:
+        name = module.get_device_name(0)
+    except RuntimeError as error:
+        yield red("devices", f"{count}: {in_one_line(error)}", _advice(wanted))
+    else:
+        yield green("devices", f"{count} × {name}")
     for index in range(count):
-        free, total = module.mem_get_info(index)
-        what = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        if free < FREE * total:
-            yield yellow(f"memory of {wanted}:{index}", what, f"another process uses it: {SHOW[wanted]}")
-        else:
-            yield green(f"memory of {wanted}:{index}", what)
+        yield memory_of(module, f"{wanted}:{index}")
     try:
         torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         yield red("pinning memory", in_one_line(error), "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
     else:
         yield green("pinning memory", f"{PINNED >> 20} MiB pinned")
+
+
+def memory_of(module: Any, device: str) -> Line:
+    """``device``: ``"npu:0"``; a device that another process has to itself, or that has failed, says so here first."""
+    name, index = device.split(":")
+    try:
+        free, total = module.mem_get_info(int(index))
+    except RuntimeError as error:
+        return red(f"memory of {device}", in_one_line(error), f"see what {SHOW[name]} says of it")
+    what = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free < FREE * total:
+        return yellow(f"memory of {device}", what, f"another process uses it: {SHOW[name]}")
+    return green(f"memory of {device}", what)
 
 
 SHOW = {"npu": "npu-smi info", "cuda": "nvidia-smi"}

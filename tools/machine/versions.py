@@ -23,42 +23,43 @@ CANN_ROOTS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 def check_versions(on_npu: bool, loaded_cann: str | None = None) -> Iterator[Line]:
     """``on_npu``: what only NPUs need must be there; ``loaded_cann``: the version that torch_npu says, if it loaded."""
     yield from _others(on_npu)
-    installed = version_of("torch")
-    stack = stack_of(installed)
-    if installed is None:
-        yield red("torch", "not installed", f"pip install torch=={newest()['torch']}")
-    elif stack is None:
-        known = ", ".join(row["torch"] for row in TABLE["stack"])
-        yield red("torch", f"{installed}, and this package is for {known}", f"pip install torch=={newest()['torch']}")
+    torch, torch_npu = version_of("torch"), version_of("torch_npu")
+    # what the advice goes by: the torch that there is, else the torch_npu
+    stack = stack_of(torch) or stack_of(torch_npu) or TABLE["stack"][0]
+    if torch is None:
+        yield red("torch", "not installed", f"pip install torch=={stack['torch']}")
+    elif stack_of(torch) is None:
+        yield red("torch", f"{torch}, and {_is_for('torch')}", f"pip install torch=={stack['torch']}")
     else:
-        yield green("torch", installed)
-    yield from _torch_npu(on_npu, installed, stack)
+        yield green("torch", torch)
+    yield from _torch_npu(on_npu, torch, torch_npu, stack)
     yield from _cann(on_npu, loaded_cann or cann_version(), stack)
 
 
-def _torch_npu(on_npu: bool, torch: str | None, stack: dict[str, str] | None) -> Iterator[Line]:
-    installed = version_of("torch_npu")
-    wanted = (stack or newest())["torch_npu"]
+def _is_for(package: str) -> str:
+    return f"this package is for {', '.join(row[package] for row in TABLE['stack'])}"
+
+
+def _torch_npu(on_npu: bool, torch: str | None, installed: str | None, stack: dict[str, str]) -> Iterator[Line]:
+    wanted = stack["torch_npu"]
     if installed is None:
         if on_npu:
             yield red("torch_npu", "not installed", f"pip install torch_npu=={wanted}")
         else:
             yield green("torch_npu", "not installed, and not needed here")
     elif torch is not None and numbers(installed)[:3] != numbers(torch)[:3]:
-        own = ".".join(str(number) for number in numbers(installed)[:3])
         # the other of the two is what to change where this one is as the table has it
-        change = f"torch_npu=={wanted}" if stack and installed != wanted else f"torch=={own}"
-        yield red(
-            "torch_npu",
-            f"{installed} with torch {torch}: it works with the torch of its own version only",
-            f"pip install {change}",
-        )
+        change = f"torch_npu=={wanted}" if installed != wanted else f"torch=={stack['torch']}"
+        what = f"{installed} with torch {torch}: it works with the torch of its own version only"
+        yield red("torch_npu", what, f"pip install {change}")
+    elif stack_of(installed) is None:
+        yield red("torch_npu", f"{installed}, and {_is_for('torch_npu')}", f"pip install torch_npu=={wanted}")
     else:
         yield green("torch_npu", installed)
 
 
-def _cann(on_npu: bool, installed: str | None, stack: dict[str, str] | None) -> Iterator[Line]:
-    wanted = (stack or newest())["cann"]
+def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterator[Line]:
+    wanted = stack["cann"]
     if installed is None:
         if on_npu:
             yield red("CANN", "not found", "install it, and source its set_env.sh in this shell")
@@ -93,10 +94,6 @@ def _others(on_npu: bool) -> Iterator[Line]:
             yield red(name, f"{installed}, older than {wanted}: {row['why']}", f"install {wanted} or newer")
         else:
             yield yellow(name, f"{installed}, older than {wanted}: {row['why']}", f"pip install {name}=={wanted}")
-
-
-def newest() -> dict[str, str]:
-    return TABLE["stack"][0]
 
 
 def stack_of(torch: str | None) -> dict[str, str] | None:
