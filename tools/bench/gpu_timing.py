@@ -1,19 +1,17 @@
-"""Times on a GPU without the host in them, the limits they are held against, and where a table comes from."""
+"""Times on a GPU without the host in them, and the limits they are held against."""
 
 from __future__ import annotations
 
-import json
+import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import triton
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from triton.testing import do_bench
 
@@ -30,48 +28,73 @@ class Machine:
     def limit_ms(self, bytes: float = 0, flops: float = 0) -> float:
         return 1e3 * max(bytes / self.copy_rate, flops / self.matmul_rate)
 
+    def rates(self) -> dict[str, float]:
+        return {"copy_GB_s": self.copy_rate / 1e9, "matmul_TFLOP_s": self.matmul_rate / 1e12}
 
-def device_ms(build: Callable[[], Run], budget_ms: float = 30.0) -> float:
-    """The median time on the device of what ``build`` returns, its launches replayed from a graph, with a cold cache.
 
-    A graph takes the host out of short kernels, and takes nothing that waits for the device: so it shows that besides.
-    ``build`` runs on the stream that is timed: a backward pass runs on the stream of its forward pass.
+def device_ms(builds: Mapping[str, Callable[[], Run]], budget_ms: float = 30.0) -> dict[str, float]:
+    """The median times on the device of what ``builds`` return, their launches replayed from graphs, with a cold cache.
+
+    In turns, one replay each, the order drawn anew every time: the clock falls with what was multiplied before, so what
+    is compared shares it. A graph takes the host out of short kernels, and takes nothing that waits for the device: so
+    it shows that besides. A ``build`` runs on the stream that is timed: a backward pass runs on the stream of its
+    forward pass.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    draw = random.Random(0)
     with torch.cuda.stream(stream):
-        run = build()
-        run()
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
+        runs = {name: build() for name, build in builds.items()}  # they hold what their graphs read
+        graphs = {name: _graph(run, stream) for name, run in runs.items()}
         cold = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-        times: list[float] = []
-        while len(times) < 5 or (len(times) < 50 and sum(times) < budget_ms):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cold.zero_()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        rounds = 0
+        while rounds < 5 or (rounds < 50 and min(map(sum, times.values())) < budget_ms):
+            for name in draw.sample(list(graphs), len(graphs)):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                cold.zero_()
+                start.record()
+                graphs[name].replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end))
+            rounds += 1
     torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times)
+    return {name: statistics.median(of_name) for name, of_name in times.items()}
 
 
-def forward_ms(run: Run) -> float:
-    return device_ms(lambda: run)
+def _graph(run: Run, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    run()
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph
 
 
-def backward_ms(forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> float:
-    """The time of the backward pass of ``forward``, alone."""
+def forward_ms(runs: Mapping[str, Run], budget_ms: float = 30.0) -> dict[str, float]:
+    return device_ms({name: partial(_itself, run) for name, run in runs.items()}, budget_ms)
 
-    def build() -> Run:
+
+def _itself(run: Run) -> Run:
+    return run
+
+
+def backward_ms(forwards: Mapping[str, Run], inputs: Sequence[Tensor], grad: Tensor) -> dict[str, float]:
+    """The times of the backward passes of ``forwards``, alone."""
+
+    def build(forward: Run) -> Run:
         output = forward()
         return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
-    return device_ms(build)
+    return device_ms({name: partial(build, forward) for name, forward in forwards.items()})
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` by torch.compile: what PyTorch itself makes of small ops."""
+    # a graph of a backward pass is replayed, so nothing that was saved for it may be written over
+    functorch_config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
 
 
 def host_us(run: Run, repeats: int = 20) -> float:
@@ -93,8 +116,13 @@ def measure_machine() -> Machine:
     # not from a graph: there a copy is left to another engine, which is slower
     copy = do_bench(lambda: target.copy_(source), return_mode="median")
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    matmul = forward_ms(lambda: a @ b)
+    matmul = forward_ms({"": lambda: a @ b})[""]
     return Machine(2 * source.numel() / copy * 1e3, 2 * 8192**3 / matmul * 1e3)
+
+
+def size(*values: Any) -> int:
+    """The bytes of the tensors among ``values``."""
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def timed(run: Run, flops: float = 0, **row: Any) -> dict[str, Any]:
@@ -108,15 +136,3 @@ def timed(run: Run, flops: float = 0, **row: Any) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() - before
     ms = do_bench(run, warmup=20, rep=150, return_mode="median")
     return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
-
-
-def write(file: Path, rows: list[dict[str, Any]], **more: Any) -> None:
-    """``rows`` as JSON, with the date, the machine, the versions and the command that made them."""
-    about = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": f"python tools/bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".partition(" --json")[0],
-    }
-    file.write_text(json.dumps({**about, **more, "rows": rows}, indent=1) + "\n")

@@ -5,8 +5,10 @@
 
 ``check``: bfloat16 against float64 on small shapes. ``indexer``: 64 heads of 128, the best 2048 keys, one causal
 sequence of 2k to 128k tokens; ``attn_gym`` beside it where it can be imported, and small ops. ``loss``: the indexer's
-loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone. ``score`` and ``select``: the two
-kernels of the indexer with other tiles. A row is the median time; the rate counts the products that are needed.
+loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone; beside it small ops, and what
+torch.compile makes of them. ``score`` and ``select``: the two kernels of the indexer with other tiles. A row is the
+median time; the rate counts the products that are needed. The limit is those over the rate of a large matrix product,
+or the bytes of arguments and results over that of a copy, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import triton
-from gpu_timing import timed, write
+from gpu_timing import Machine, Run, compiled, measure_machine, size, timed
+from record import write
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
@@ -157,14 +160,22 @@ def pairs(length: int, known: int = TOP_K) -> int:
     return sum(range(min(known, length) + 1, length + 1))
 
 
-def indexer_rows() -> Iterator[Row]:
+def indexer_rows(machine: Machine) -> Iterator[Row]:
     attn_gym = importlib.util.find_spec("attn_gym") is not None
     for length in LENGTHS:
         tensors = inputs(length)
         flops = 2 * HEADS * SIZE * pairs(length)
-        yield timed(lambda: indexer(tensors), flops, what="indexer", length=length)  # noqa: B023
+        out = 4 * length * TOP_K
+        # a row that sees no more keys than are wanted selects all of them, whatever its query
+        scored = max(0, length - TOP_K) / length
+        moved = scored * size(tensors["query"], tensors["weights"]) + size(tensors["key"]) + out
+        limit = machine.limit_ms(moved, flops)
+        yield timed(lambda: indexer(tensors), flops, what="indexer", length=length, limit_ms=limit)  # noqa: B023
         if length == 4096:
-            yield timed(lambda: indexer(tensors, return_value=True), what="indexer with scores", length=length)  # noqa: B023
+            every = 2 * HEADS * SIZE * pairs(length, 0)
+            limit = machine.limit_ms(size(*tensors.values()) + out + out / 2, every)
+            run: Run = lambda: indexer(tensors, return_value=True)  # noqa: B023, E731
+            yield timed(run, every, what="indexer with scores", length=length, limit_ms=limit)
             yield timed(lambda: small_ops(**tensors), what="small ops", length=length)  # noqa: B023
         if attn_gym and length in PEER_LENGTHS:
             from attn_gym.sparse import lightning_indexer as peer
@@ -173,20 +184,49 @@ def indexer_rows() -> Iterator[Row]:
             yield timed(lambda: peer(q, k, w, TOP_K, causal=True), flops, what="attn_gym", length=length)  # noqa: B023
 
 
-def loss_rows() -> Iterator[Row]:
+def small_loss(call: dict[str, Any], mask: Tensor) -> Tensor:
+    """The loss with all scores of attention and of the indexer, as eager code has them; ``mask`` (S, S): selected."""
+    keys = torch.cat((call["key"], call["key_rope"]), -1)[0, :, 0]
+    queries = torch.cat((call["query"], call["query_rope"]), -1)[0]
+    logits = torch.einsum("qhd,kd->hqk", queries, keys) * call["scale_value"]
+    p = logits.masked_fill(~mask, -math.inf).softmax(-1, dtype=torch.float32).sum(0)
+    p = p / p.sum(-1, keepdim=True)
+    products = torch.einsum("qhd,kd->qhk", call["query_index"][0], call["key_index"][0, :, 0]).relu()
+    scores = torch.einsum("qh,qhk->qk", call["weights"][0], products).float()
+    log_softmax = scores.masked_fill(~mask, -math.inf).log_softmax(-1)
+    return torch.where(p > 0, p * (p.log() - log_softmax), 0).sum()
+
+
+def small_loss_run(call: dict[str, Any], function: Callable[..., Tensor]) -> Run:
+    """``function``, which is ``small_loss``, and the gradients that the op gives."""
+    length = call["query"].shape[1]
+    mask = torch.zeros(length, length + 1, dtype=torch.bool, device=call["query"].device)
+    mask = mask.scatter_(-1, call["sparse_indices"][0, :, 0].long() % (length + 1), True)[:, :length]
+    wanted = {name: call[name].detach().requires_grad_() for name in ("query_index", "key_index", "weights")}
+    return lambda: torch.autograd.grad(function(call | wanted, mask), list(wanted.values()))
+
+
+def loss_rows(machine: Machine) -> Iterator[Row]:
     for length in LOSS_LENGTHS:
         call = loss_inputs(length, TOP_K)
         selected = int((call["sparse_indices"] >= 0).sum())
         index_flops = 2 * HEADS * SIZE * selected
         attention_flops = 2 * ATTENTION["heads"] * (ATTENTION["size"] + ATTENTION["rope"]) * selected
         flops = attention_flops + 4 * index_flops
-        yield timed(lambda: loss(call), flops, what="loss and gradients", length=length)  # noqa: B023
+        results = size(*(call[name] for name in ("query_index", "key_index", "weights")))
+        limit = machine.limit_ms(size(*call.values()) + results, flops)
+        yield timed(lambda: loss(call), flops, what="loss and gradients", length=length, limit_ms=limit)  # noqa: B023
+        if length == LOSS_LENGTHS[0]:
+            for what, function in (("small ops", small_loss), ("small ops, compiled", compiled(small_loss))):
+                yield timed(small_loss_run(call, function), what=f"loss and gradients, {what}", length=length)
         gradient = gradient_call(call)
+        limit = machine.limit_ms(size(*gradient.values()) + results, 3 * index_flops)
         for in_order in (False, True) if length == LOSS_LENGTHS[0] else (False,):
             torch.use_deterministic_algorithms(in_order)
             run = OPS["npu_lightning_indexer_grad"].cuda
             what = "gradients, in order" if in_order else "gradients"
-            yield timed(lambda: run(**gradient), 3 * index_flops, what=what, length=length)  # type: ignore[misc] # noqa: B023
+            once: Run = lambda: run(**gradient)  # type: ignore[misc] # noqa: B023, E731
+            yield timed(once, 3 * index_flops, what=what, length=length, limit_ms=limit)
         torch.use_deterministic_algorithms(False)
 
 
@@ -230,12 +270,12 @@ def select_rows() -> Iterator[Row]:
     top_k.SEGMENT, top_k.WARP_VALUES = before
 
 
-PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "check": check,
+PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
+    "check": lambda _: check(),
     "indexer": indexer_rows,
     "loss": loss_rows,
-    "score": score_rows,
-    "select": select_rows,
+    "score": lambda _: score_rows(),
+    "select": lambda _: select_rows(),
 }
 
 
@@ -245,7 +285,8 @@ def show(row: Row) -> str:
     if "ms" not in row:
         return row["what"]
     rate = f"{row['tflops']:6.0f} TFLOP/s" if row["tflops"] else " " * 14
-    return f"{row['what']:60} {row['length']:7d} {row['ms']:9.3f} ms {rate} {row['peak_mib']:8.0f} MiB"
+    limit = f"{row['limit_ms'] / row['ms']:4.0%} of the limit" if "limit_ms" in row else ""
+    return f"{row['what']:60} {row['length']:7d} {row['ms']:9.3f} ms {rate} {row['peak_mib']:8.0f} MiB {limit}"
 
 
 def main() -> None:
@@ -254,14 +295,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
+    machine = measure_machine()
     rows: list[Row] = []
     for part in args.only:
-        for row in PARTS[part]():
+        for row in PARTS[part](machine):
             rows.append({"part": part} | row)
             print(show(row), flush=True)
         torch.cuda.empty_cache()
     if args.json:
-        write(args.json, rows)
+        write(args.json, rows, **machine.rates())
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
     python tools/bench/models.py [--layers 4 8] [--only eager dsa ...] [--seq-len 4096] [--steps 8] [--json FILE]
     python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
 
-The cuts are 671B_4layers and 671B_8layers: full width, one dense layer, 8 experts. Weights and states in bfloat16, full
-activation checkpointing, the shipped text. Each row is a process of its own; its time is the median of its steps after
-the second. ``--curves`` trains from the same weights on the same batches the eager model, the eager model that works on
-latent vectors, and the fused one: two eager models that round differently show how far rounding alone takes a curve.
+The cuts are 671B_4layers and 671B_8layers, or of as many layers: full width, one dense layer, 8 experts. Weights and
+states in bfloat16, full activation checkpointing, the shipped text. Each row is a process of its own; its time is the
+median of its steps after the second. ``--curves`` trains from the same weights on the same batches the eager model, the
+fused one, and three eager ones that differ from the first by rounding: one works on latent vectors, and of two a
+hundredth of the first weights are off by one in the last place. They show how far rounding alone takes a curve.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_timing import write
+from record import write
 
 from torchtitan_npu.config_manager import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
+PATIENCE = 300
 BASIC = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
 
 
@@ -53,12 +55,25 @@ SPEED = ["--training.dtype", "bfloat16", "--activation_checkpoint.mode", "full"]
 CURVES = {
     "eager": converters(),
     "absorbed": converters(),
+    "nudged 1": converters(),
+    "nudged 2": converters(),
     "fused": converters("npu_dsa", *BASIC),
 }
+NUDGED = {"nudged 1": 1, "nudged 2": 2}
 CURVE = [*SPEED, "--lr_scheduler.warmup_steps", "10"]
 
 
-def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, Any]:
+def nudge(model: Any, seed: int) -> None:
+    """One in a hundred of the bfloat16 weights, off by one in the last place."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for parameter in model.parameters():
+        chosen = torch.rand(parameter.shape, device="cuda", generator=generator) < 0.01
+        parameter.detach().view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
+
+
+def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str]) -> dict[str, Any]:
     """Train in this process; the losses, the seconds a step, and the bytes allocated at the most after the first."""
     import torch
 
@@ -66,9 +81,9 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
     from torchtitan_npu.config_manager import JobConfigManager
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
-    flavor = f"671B_{layers}layers"
-    if eager:
-        deepseekv32_args[flavor] = replace(deepseekv32_args[flavor], absorb=False)
+    flavor = "671B_8layers"
+    changes: dict[str, Any] = {"n_layers": layers, "absorb": not eager}
+    deepseekv32_args[flavor] = replace(deepseekv32_args[flavor], **changes)
     with tempfile.TemporaryDirectory() as folder:
         config_file = PACKAGE / "train_configs" / f"deepseek_v32_{flavor.lower()}_4k.toml"
         one_rank = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
@@ -78,6 +93,8 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
         config.metrics.enable_tensorboard = False
         config.metrics.log_freq = 1
         trainer = entry.Trainer(config)
+        if nudged:
+            nudge(trainer.model_parts[0], nudged)
         losses, peaks = [], []
         log = trainer.metrics_processor.log
 
@@ -106,13 +123,18 @@ def measure(layers: int, eager: bool, steps: int, options: list[str]) -> dict[st
     return result
 
 
-def in_a_process(layers: int, eager: bool, steps: int, options: list[str]) -> dict[str, Any]:
+def in_a_process(layers: int, name: str, steps: int, options: list[str]) -> dict[str, Any]:
     """As :func:`measure`; where it fails, the last line of what it said."""
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **launcher, "PYTHONPATH": paths, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
-    done = subprocess.run([*command, *(["--eager"] if eager else [])], capture_output=True, text=True, env=environment)
+    command += ["--eager"] if name == "eager" or name in NUDGED else []
+    command += ["--nudged", str(NUDGED[name])] if name in NUDGED else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it did not end in {PATIENCE} s"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Unsupported|Exit)\w*:", line)]
@@ -122,24 +144,27 @@ def in_a_process(layers: int, eager: bool, steps: int, options: list[str]) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], choices=[4, 8])
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS))
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *(name for name in CURVES if name not in VARIANTS)])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help="one row, in this process")
     parser.add_argument("--eager", action="store_true", help="with --measure")
+    parser.add_argument("--nudged", type=int, default=0, help="with --measure")
     args, options = parser.parse_known_args()
     if args.measure:
-        print(json.dumps(measure(args.layers[0], args.eager, args.steps, options)))
+        print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.nudged, options)))
         return 0
     runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, SPEED)
+    if unknown := set(args.only or runs) - set(runs):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
     every = [*always, "--training.seq_len", str(args.seq_len), *options]
 
     def run(layers: int, name: str) -> dict[str, Any]:
-        row = in_a_process(layers, name == "eager", args.steps, [*every, *runs[name]])
+        row = in_a_process(layers, name, args.steps, [*every, *runs[name]])
         shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
         print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
         return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
@@ -149,7 +174,7 @@ def main() -> int:
         rows.append(run(layers, name))
         if args.json:
             write(args.json, rows)
-    return 0
+    return int(all("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, rows of
 which selected keys at random among those they may see; rates count the selected pairs only. ``small ops`` attends to
-all keys under a mask, as the eager model does, where its scores fit.
+all keys under a mask, as the eager model does, where its scores fit. The limit is the operations over the rate of a
+large matrix product, or the bytes of arguments and results over that of a copy, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from gpu_timing import timed, write
+from gpu_timing import Machine, measure_machine, size, timed
+from record import write
 from torch import Tensor
 
 from torchtitan_npu.ops.triton import sparse_flash_attention as kernels
@@ -105,21 +107,26 @@ def check() -> Iterator[Row]:
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**29
 
 
-def times(length: int) -> Iterator[Row]:
+def times(length: int, machine: Machine) -> Iterator[Row]:
     given = tensors(length, TOP_K)
     pairs = 2 * HEADS * int((given["indices"] >= 0).sum())
     results = forward(**given)
     d_out = torch.randn_like(results[0])
-    yield timed(lambda: forward(**given), pairs * (2 * SIZE + ROPE), what="forward", length=length)
+    flops = pairs * (2 * SIZE + ROPE)
+    moved = size(*given.values(), *results)
+    limit = machine.limit_ms(moved, flops)
+    yield timed(lambda: forward(**given), flops, what="forward", length=length, limit_ms=limit)
     flops = pairs * (5 * SIZE + 2 * ROPE)
+    # the gradients are as long as what they are of
+    limit = machine.limit_ms(moved + size(d_out, *given.values()) - given["indices"].nbytes, flops)
 
     def gradients() -> tuple[Tensor, ...]:
         return backward(**given, d_out=d_out, results=results)
 
-    yield timed(gradients, flops, what="backward", length=length)
+    yield timed(gradients, flops, what="backward", length=length, limit_ms=limit)
     if length in SMALL_OPS:
         torch.use_deterministic_algorithms(True)
-        yield timed(gradients, flops, what="backward, in order", length=length)
+        yield timed(gradients, flops, what="backward, in order", length=length, limit_ms=limit)
         torch.use_deterministic_algorithms(False)
         indices = given.pop("indices")
         mask = torch.zeros(1, 1, length, length + 1, dtype=torch.bool, device="cuda")
@@ -139,18 +146,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
+    machine = measure_machine()
     rows: list[Row] = []
     for row in check():
         rows.append(row)
         print(f"{row['what']:24} {row['error']:.2e}", flush=True)
     for length in args.lengths:
-        for row in times(length):
+        for row in times(length, machine):
             rows.append(row)
             rate = f"{row['tflops']:5.0f} TFLOP/s" if row["tflops"] else " " * 13
-            print(f"{row['what']:24} {length:7} {row['ms']:9.2f} ms {rate} {row['peak_mib']:8.0f} MiB", flush=True)
+            limit = f"{row['limit_ms'] / row['ms']:4.0%} of the limit" if "limit_ms" in row else ""
+            memory = f"{row['peak_mib']:8.0f} MiB"
+            print(f"{row['what']:24} {length:7} {row['ms']:9.2f} ms {rate} {memory} {limit}", flush=True)
         torch.cuda.empty_cache()
     if args.json:
-        write(args.json, rows)
+        write(args.json, rows, **machine.rates())
 
 
 if __name__ == "__main__":
