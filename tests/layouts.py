@@ -27,14 +27,14 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3",
         "debugmodel_moe",
-        {"n_layers": 4, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "moe_inter_dim": 32},
+        {"n_layers": 2, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "moe_inter_dim": 32},
     ),
-    "llama4": ("llama4", "debugmodel", {"n_layers": 4, "dim": 64, "n_heads": 4}),
+    "llama4": ("llama4", "debugmodel", {"n_layers": 2, "dim": 64, "n_heads": 4}),
     "deepseek_v3": (
         "deepseek_v3",
         "debugmodel",
         {
-            "n_layers": 4,
+            "n_layers": 3,
             "dim": 64,
             "inter_dim": 128,
             "moe_inter_dim": 32,
@@ -46,7 +46,11 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-"""By name: TorchTitan's model, the flavor to start from, what is smaller."""
+"""By name: TorchTitan's model, the flavor to start from, what is smaller.
+
+Layers are as few as there are kinds of them, but that each stage of a pipeline has one of experts, and that llama3 goes
+through four stages.
+"""
 
 FUSED = {
     name: ["npu_rms_norm", "npu_rope", *(["npu_permute", "npu_gmm"] if name not in ("llama3", "qwen3") else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
@@ -11,4 +12,7 @@ from torchtitan_npu import platform
 
 platform.prepare()
 
-import torchtitan.train  # noqa: E402, F401
+import tests.layouts  # noqa: E402, F401
+import torchtitan_npu.train  # noqa: E402, F401
+
+gc.freeze()  # what is imported stays: a rank that collects garbage, as each does after a call, need not walk through it

@@ -65,8 +65,8 @@ FUSED_CASES = [case for case in CASES if case[0] > 1]
 
 
 @functools.cache
-def one_rank(model: str, fused: bool = False) -> Record:
-    options = {"model.converters": FUSED[model]} if fused else {}
+def one_rank(model: str, fused: bool = False, validates: bool = False) -> Record:
+    options = {"model.converters": FUSED[model] if fused else [], "validation.enable": validates}
     return run_on_ranks(1, train, model, {}, options, process_group=False)[0]
 
 
@@ -119,7 +119,7 @@ def test_options_give_one_ranks_loss_and_gradients(model: str, text: str, option
 @pytest.mark.parametrize("text", ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"])
 def test_any_layout_gives_one_ranks_validation_loss(text: str) -> None:
     options = {"validation.enable": True}
-    (alone,) = run_on_ranks(1, train, "llama3", {}, options, process_group=False)
+    alone = one_rank("llama3", validates=True)
     actual = together(run_on_ranks(2, train, "llama3", layout(text), options, process_group=False))
     assert actual.validation == pytest.approx(alone.validation, rel=TOLERANCE)
     assert len(alone.validation) == 1 and 7 < alone.validation[0] < 9

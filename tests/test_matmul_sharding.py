@@ -32,7 +32,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     def remember(name: str, function: Any) -> None:
         monkeypatch.setattr(matmul_sharding, name, function)
 
-    for name in ("_cost", "_sum_later", "matmul_ways"):
+    for name in ("DTensorSpec", "_cost", "_sum_later", "matmul_ways"):
         remember(name, functools.cache(getattr(matmul_sharding, name)))
     # these take lists, and a partial, which is not equal to another of the same arguments
     ways, of_each = matmul_sharding.matmul_backward_ways, matmul_sharding._of_each

@@ -6,10 +6,10 @@ set -euo pipefail
 ruff check .
 ruff format --check .
 mypy
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile "$@"
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "$@"
 if [ $# = 0 ]; then
     (
         . tools/rehearsal_env.sh
-        OMP_NUM_THREADS=1 python -m pytest tests/rehearsal
+        OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal tests/rehearsal
     )
 fi
