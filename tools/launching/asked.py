@@ -40,6 +40,8 @@ def asked(environment: Mapping[str, str]) -> Asked:
         raise UsageError("NNODES=0: at least one node trains")
     if wanted.nproc < 1 and environment.get("NPROC"):
         raise UsageError("NPROC=0: at least one rank trains")
+    if not 1 <= wanted.port <= 65535:
+        raise UsageError(f"MASTER_PORT={wanted.port} is not a port, 1 to 65535")
     if wanted.node > last:
         raise UsageError(f"NODE_RANK={wanted.node} is none of the {wanted.nodes} nodes, 0 to {last}")
     if wanted.nodes > 1 and not environment.get("NODE_RANK"):
