@@ -62,8 +62,19 @@ def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
 def apply(profile: str, environment: Mapping[str, str]) -> dict[str, str]:
     """What ``profile`` adds to ``environment``: nothing that is set there already, and nothing that conflicts."""
     added = {v.name: v.value for v in read(profile) if v.name not in environment}
+    _refuse_an_old_name(profile, added, environment)
     for conflict in conflicts({**environment, **added}):
         ours = [name for name in conflict.names if name in added]
         source = f" ({', '.join(ours)} comes from PROFILE={profile}; what you set yourself is kept)" if ours else ""
         raise UsageError(f"{conflict}{source}")
     return added
+
+
+def _refuse_an_old_name(profile: str, added: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """The conflict of a variable's two names, for who has set but the old one: the new one is the profile's."""
+    old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    if new in added and environment.get(old, added[new]) != added[new]:
+        raise UsageError(
+            f"{old}={environment[old]}: the old name of {new}, which PROFILE={profile} sets to {added[new]}; "
+            f"put it into {new}, or PROFILE=none"
+        )
