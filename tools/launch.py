@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -45,7 +46,7 @@ except ModuleNotFoundError as missing:
 
 
 def main() -> None:
-    for number in SIGNALS:  # until torchrun takes them
+    for number in SIGNALS:  # until torchrun runs
         signal.signal(number, interrupt)
     try:
         wanted = asked(os.environ)
@@ -77,14 +78,14 @@ def note_signals() -> list[signal.Signals]:
 
 
 def prepare_logs(args: Asked) -> Path:
-    """Make the folder of this node's logs, and return it; an earlier launch's report is removed."""
-    folder = args.logs / f"node{args.node}"
+    """Make a folder for this node's logs of this launch, and return it; an earlier launch's report is removed."""
+    node = args.logs / f"node{args.node}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        node.mkdir(parents=True, exist_ok=True)
         report_path(args.logs, args.node).unlink(missing_ok=True)
+        return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d_%H%M%S_"), dir=node))
     except OSError as error:
         raise UsageError(f"LOGS={args.logs}: {error.strerror}: {error.filename}") from error
-    return folder
 
 
 def prepare_environment(name: str) -> None:
@@ -121,10 +122,10 @@ def launch(args: Asked, folder: Path, job: list[str]) -> int:
             return 0
         out.hold()  # other nodes may report later than an error waits
         err.hold()
-        run = max(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-        logs = {int(path.name): path for path in run.glob("attempt_*/[0-9]*")}
-        write_report(args.logs, args.node, failures_of(failed, args.node, logs))
-        reports = gather_reports(args.logs, args.nodes, started, signals)
+        failures = failures_of(failed, args.node, folder)
+        write_report(args.logs, args.node, failures)
+        others = [node for node in range(args.nodes) if node != args.node]
+        reports = {args.node: failures} | gather_reports(args.logs, others, started, signals)
         print(describe(reports, args.nodes), file=sys.stderr, flush=True)
         described = True
         if signals:
@@ -145,8 +146,13 @@ def run_ranks(arguments: list[str]) -> ChildFailedError | None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    parsed = torchrun.parse_args(arguments)
+    # While the nodes meet, torchrun waits in C++ for up to 15 minutes, and no handler of Python's would run: a signal
+    # ends the process itself. When torchrun starts the ranks it sets its own handlers, which end them.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     try:
-        torchrun.run(torchrun.parse_args(arguments))
+        torchrun.run(parsed)
     except ChildFailedError as error:
         return error
     return None

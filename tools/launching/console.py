@@ -19,9 +19,10 @@ class WithholdErrors(io.TextIOBase):
     """Passes lines on to ``console`` until one begins an error; that and what follows waits for :meth:`release`.
 
     A job may survive an error that it logs: after ``seconds`` without an end, what waited is shown, and the rest too.
+    torchrun takes 30 to end ranks that do not end by themselves.
     """
 
-    def __init__(self, console: TextIO, seconds: float = 30) -> None:
+    def __init__(self, console: TextIO, seconds: float = 60) -> None:
         self.console = console
         self.seconds = seconds
         self.withheld: list[str] = []

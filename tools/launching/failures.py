@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +21,10 @@ if TYPE_CHECKING:  # the launcher refuses what it can before torch is imported
 
 LAST_LINES = 30
 """Of a rank that left no traceback: how much of its log is shown."""
-PATIENCE = 40.0
-"""Seconds to wait for the other nodes' reports: torchrun gives the other ranks of a node 30 to end."""
+KILLED_AFTER = 30
+"""Seconds that torchrun gives the other ranks of a node to end after its SIGTERM; then it sends SIGKILL."""
+PATIENCE = KILLED_AFTER + 10.0
+"""Seconds to wait for the other nodes' reports."""
 SKEW = 60.0
 """Seconds by which clocks may differ: a report that is older than this launch by more is of an earlier one."""
 
@@ -41,11 +43,8 @@ class Failure:
     """Its traceback, or the end of its log."""
     log: str
     """The folder with its ``stdout.log`` and ``stderr.log``."""
-
-    @property
-    def ended_by_torchrun(self) -> bool:
-        """torchrun ends the ranks that still run when another has failed."""
-        return self.exit_code == -signal.SIGTERM
+    ended_by_torchrun: bool
+    """It had not failed: torchrun ends the ranks of a node that still run when another has."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -59,12 +58,21 @@ class Failure:
         return f"rank {self.rank} (node {self.node}, {self.host}), {code}"
 
 
-def failures_of(error: ChildFailedError, node: int, logs: dict[int, Path]) -> list[Failure]:
-    """The failed ranks of this node; ``logs``: the folder of each local rank."""
-    return [_failure(rank, failure, node, logs[failure.local_rank]) for rank, failure in error.failures.items()]
+def failures_of(error: ChildFailedError, node: int, folder: Path) -> list[Failure]:
+    """The failed ranks of this node; ``folder``: what torchrun was given for the logs of this launch, and of no other.
+
+    A failure's own ``error_file`` does not tell where the logs are: a rank that raised nothing has none.
+    """
+    logs = {int(path.name): path for path in folder.glob("*/attempt_*/[0-9]*")}
+    first = min(failure.timestamp for failure in error.failures.values())
+    return [
+        _failure(rank, failure, node, logs[failure.local_rank], failure.timestamp - first)
+        for rank, failure in error.failures.items()
+    ]
 
 
-def _failure(rank: int, failure: ProcessFailure, node: int, log: Path) -> Failure:
+def _failure(rank: int, failure: ProcessFailure, node: int, log: Path, later: int) -> Failure:
+    """``later``: how many seconds after the first of its node torchrun saw that it had ended."""
     outputs = [path for path in (log / "stderr.log", log / "stdout.log") if path.is_file()]
     recorded = log / "error.json"
     # a rank that raised wrote the file then, and torchrun's own time is in whole seconds; one that was killed wrote its
@@ -73,7 +81,11 @@ def _failure(rank: int, failure: ProcessFailure, node: int, log: Path) -> Failur
     when = max((path.stat().st_mtime for path in written), default=float(failure.timestamp))
     ends = ["\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:]) for path in outputs]
     text = _traceback(failure) or next(filter(None, ends), "")
-    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log))
+    # one that raised had failed, even if it hung then and had to be ended
+    ended = not recorded.is_file() and (
+        failure.exitcode == -signal.SIGTERM or (failure.exitcode == -signal.SIGKILL and later >= KILLED_AFTER)
+    )
+    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), ended)
 
 
 def _traceback(failure: ProcessFailure) -> str:
@@ -96,22 +108,26 @@ def write_report(logs: Path, node: int, failures: list[Failure]) -> None:
 
 
 def gather_reports(
-    logs: Path, nodes: int, started: float, signals: Sequence[signal.Signals] = (), patience: float = PATIENCE
+    logs: Path,
+    nodes: Collection[int],
+    started: float,
+    signals: Sequence[signal.Signals] = (),
+    patience: float = PATIENCE,
 ) -> dict[int, list[Failure]]:
-    """The failures of each node that reported before the ``patience`` ended; this launch has ``started`` then.
+    """The failures of each of ``nodes`` that reported before the ``patience`` ended; this launch has ``started`` then.
 
     When one of ``signals`` comes, which a handler adds to, there is no more waiting.
     """
     deadline = time.monotonic() + patience
     while True:
         reports = dict(_reports(logs, nodes, started))
-        if len(reports) == nodes or signals or time.monotonic() > deadline:
+        if len(reports) == len(nodes) or signals or time.monotonic() > deadline:
             return reports
         time.sleep(0.2)
 
 
-def _reports(logs: Path, nodes: int, started: float) -> Iterator[tuple[int, list[Failure]]]:
-    for node in range(nodes):
+def _reports(logs: Path, nodes: Collection[int], started: float) -> Iterator[tuple[int, list[Failure]]]:
+    for node in nodes:
         path = report_path(logs, node)
         if path.is_file() and path.stat().st_mtime > started - SKEW:
             yield node, [Failure(**fields) for fields in json.loads(path.read_text())]
