@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import socket
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from launching import profile
 from launching.console import WithholdErrors
-from launching.failures import PATIENCE, Failure, describe, gather_reports, write_report
+from launching.failures import KILLED_AFTER, PATIENCE, Failure, describe, failures_of, gather_reports, write_report
 from machine.conflicts import conflicts
 
 from torchtitan_npu.errors import UsageError
@@ -47,7 +49,7 @@ def test_a_job_that_trains_is_shown_and_logged(tmp_path: Path) -> None:
     assert result.returncode == 0, console[-3000:]
     assert "launch: profile cpu: nothing to add\nlaunch: kept as you set it: OMP_NUM_THREADS=1\n" in console
     assert "[rank0]:" in console and "step:  1" in console
-    (log,) = tmp_path.glob("logs/node0/*/attempt_0/0/stdout.log")
+    (log,) = tmp_path.glob("logs/node0/*/*/attempt_0/0/stdout.log")
     assert "step:  1" in log.read_text()
 
 
@@ -58,7 +60,7 @@ def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
     report = result.stderr[result.stderr.index("first failure: rank 0 (node 0, ") :]
     assert report.partition("its log:")[0].count("torchtitan_npu: error: 2 ranks") == 1
     assert "[rank1]:" not in result.stdout + result.stderr
-    assert len(list(tmp_path.glob("logs/node0/*/attempt_0/*/stderr.log"))) == 2
+    assert len(list(tmp_path.glob("logs/node0/*/*/attempt_0/*/stderr.log"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,8 @@ def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
         ({"NNODES": "2"}, "NODE_RANK is not set: the number of this node, 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is none of the 2 nodes, 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is not set: the name or address of node 0"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port, 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port, 1 to 65535"),
         ({"PROFILE": "npuu"}, "PROFILE=npuu: no such profile; did you mean 'npu'?"),
         (
             {"PROFILE": "npu", "ASCEND_LAUNCH_BLOCKING": "1"},
@@ -97,10 +101,28 @@ def test_nodes_that_do_not_meet_are_one_line(tmp_path: Path) -> None:
     assert "EADDRINUSE" in line and line.endswith("(is another launch there, or is the address not this node's?)")
 
 
+def test_a_signal_while_the_nodes_meet_ends_the_launcher(tmp_path: Path) -> None:
+    """Then torchrun waits in C++, here for what node 0 answers, and no handler of Python's would run."""
+    with socket.socket() as node_0:
+        node_0.bind(("127.0.0.1", 0))
+        node_0.listen()
+        node_0.settimeout(100)
+        meet = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC": "1"}
+        with launched_job(tmp_path, meet | {"MASTER_PORT": str(node_0.getsockname()[1])}) as launched:
+            connection, _ = node_0.accept()
+            with connection:
+                launched.send_signal(signal.SIGTERM)
+                try:
+                    assert launched.wait(timeout=20) == -signal.SIGTERM  # a shell says 143
+                finally:
+                    launched.kill()  # nothing less would
+
+
 RANK = """
 import os, sys, time
 if "LOCAL_RANK" in os.environ:
     if os.environ["RANK"] == os.environ.get("FAILS"):
+        os.makedirs(os.environ["LOGS"] + "/node0/another_launch/attempt_0")  # newer than this one's
         sys.stderr.write("Traceback (most recent call last):\\nRuntimeError: planted\\n")
         sys.stderr.flush()
         os._exit(1)
@@ -137,7 +159,7 @@ def wait_for(glob: str, folder: Path, text: str) -> None:
 
 def test_ctrl_c_is_said_last(tmp_path: Path) -> None:
     with launched_job(tmp_path, first_on_path(tmp_path, "sitecustomize.py", RANK)) as launched:
-        wait_for("logs/node0/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
+        wait_for("logs/node0/*/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
         launched.send_signal(signal.SIGINT)
         _, errors = launched.communicate(timeout=100)
     assert launched.returncode == 128 + signal.SIGINT
@@ -153,7 +175,7 @@ def test_a_signal_while_reports_are_awaited_shows_what_is_known(tmp_path: Path) 
     meet |= first_on_path(tmp_path, "sitecustomize.py", RANK) | {"FAILS": "0"}
     node_0, node_1 = (launched_job(tmp_path, meet | {"NODE_RANK": node}) for node in "01")
     with node_0 as failed, node_1 as running:
-        wait_for("logs/node1/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
+        wait_for("logs/node1/*/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
         wait_for("logs/node0.failures.json", tmp_path, "planted")
         failed.send_signal(signal.SIGTERM)
         _, report = failed.communicate(timeout=PATIENCE / 2)  # the wait ends with the signal
@@ -179,6 +201,14 @@ def test_logs_that_cannot_be_made_are_one_line(file: str, tmp_path: Path) -> Non
     in_the_way = tmp_path / file
     in_the_way.parent.mkdir(parents=True, exist_ok=True)
     in_the_way.touch()
+    result = launch(tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: LOGS={tmp_path / 'logs'}: ")
+
+
+def test_logs_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/node0").symlink_to("/proc/self")  # a folder where nobody, not even root, makes another
     result = launch(tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: LOGS={tmp_path / 'logs'}: ")
@@ -226,6 +256,21 @@ def test_a_conflict_of_the_user_s_own_names_no_profile() -> None:
     assert "level0:NA" in str(error.value) and "PROFILE" not in str(error.value)
 
 
+def test_advice_is_for_who_set_but_the_old_name_of_a_variable() -> None:
+    old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    own = {old: "max_split_size_mb:128"}
+    with pytest.raises(UsageError) as error:
+        profile.apply("cuda", own)
+    assert str(error.value) == (
+        f"{old}=max_split_size_mb:128: the old name of {new}, which PROFILE=cuda sets to expandable_segments:True; "
+        f"put it into {new}, or PROFILE=none"
+    )
+    assert profile.apply("none", own) == {} and new not in profile.apply("cuda", {new: own[old]})  # as it says
+    assert new in profile.apply("cuda", {old: "expandable_segments:True"})  # the same by both names
+    with pytest.raises(UsageError, match=f"; keep {new}$"):  # both are the user's
+        profile.apply("cuda", own | {new: "expandable_segments:True"})
+
+
 def test_a_profile_of_one_s_own_needs_reasons_too(tmp_path: Path) -> None:
     path = tmp_path / "mine.env"
     path.write_text("# About the file.\n\n# a = b\n# and more\nONE=a=b;c:d\n")
@@ -249,7 +294,8 @@ def test_a_profile_that_includes_itself_is_refused(tmp_path: Path) -> None:
 
 
 def failure(rank: int, when: float, error: str = "", exit_code: int = 1) -> Failure:
-    return Failure(rank, rank // 2, f"host{rank // 2}", exit_code, when, error, f"log{rank}")
+    ended = exit_code == -signal.SIGTERM
+    return Failure(rank, rank // 2, f"host{rank // 2}", exit_code, when, error, f"log{rank}", ended)
 
 
 def test_the_cause_comes_first() -> None:
@@ -266,13 +312,59 @@ def test_the_cause_comes_first() -> None:
     assert lines[6].startswith("node 2 has not reported")
 
 
+def ended_rank(folder: Path, rank: int, exit_code: int, last: float, seen: float, raised: str = "") -> ProcessFailure:
+    """As torchrun records it: what a rank said ``last``, and when torchrun had ``seen`` its end."""
+    log = folder / "none_x" / "attempt_0" / str(rank)
+    log.mkdir(parents=True)
+    (log / "stdout.log").write_text("step 7\n")
+    if raised:
+        error = {"message": raised, "extraInfo": {"py_callstack": raised, "timestamp": str(int(last))}}
+        (log / "error.json").write_text(json.dumps({"message": error}))
+    for file in log.iterdir():
+        os.utime(file, (last, last))
+    failure = ProcessFailure(rank, 1, exit_code, str(log / "error.json"))
+    if not raised:
+        failure.timestamp = int(seen)
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("cause", "other", "shown", "followed"),
+    [
+        # rank 0 times out while rank 1, which has raised, does not end: a thread of it runs on
+        ((-signal.SIGTERM, 0, 9, "planted"), (1, 8, 8, "timed out"), "planted", "exit code 1: timed out"),
+        ((-signal.SIGKILL, 0, 39, "planted"), (1, 8, 8, "timed out"), "planted", "exit code 1: timed out"),
+        # rank 0, in the middle of a step, does not end when rank 1 has failed
+        ((1, 0, 0, "planted"), (-signal.SIGKILL, -9, KILLED_AFTER), "planted", "ended by SIGKILL: ended with it"),
+        ((3, 0, 0), (-signal.SIGKILL, -9, KILLED_AFTER), "step 7", "ended by SIGKILL: ended with it"),
+        # somebody else has killed rank 1, as the kernel does when memory ends
+        ((-signal.SIGKILL, 0, 1), (-signal.SIGTERM, -9, 2), "step 7", "ended by SIGTERM: ended with it"),
+        ((-signal.SIGKILL, 0, 1), (-signal.SIGKILL, -9, 31), "step 7", "ended by SIGKILL: ended with it"),
+    ],
+    ids=str,
+)
+def test_what_torchrun_ended_is_not_the_cause(
+    cause: tuple[int, float, float], other: tuple[int, float, float], shown: str, followed: str, tmp_path: Path
+) -> None:
+    """Each: exit code, its last words and its end in seconds, what it raised."""
+    now = time.time()
+    failures = {
+        rank: ended_rank(tmp_path, rank, code, now + last, now + seen, *raised)
+        for rank, (code, last, seen, *raised) in enumerate((other, cause))
+    }
+    lines = describe({0: failures_of(ChildFailedError("train", failures), 0, tmp_path)}, 1).splitlines()
+    assert lines[0].startswith("first failure: rank 1 (node 0, ") and lines[1] == f"  {shown}"
+    assert lines[2] == f"  its log: {tmp_path / 'none_x/attempt_0/1'}"
+    assert lines[3].startswith("after it: rank 0 (node 0, ") and f"), {followed} (its log: " in lines[3]
+
+
 def test_reports_of_an_earlier_launch_do_not_count(tmp_path: Path) -> None:
     now = time.time()
     for node in (0, 1):
         write_report(tmp_path, node, [failure(2 * node, now, "error")])
-    assert set(gather_reports(tmp_path, 2, started=now)) == {0, 1}
+    assert set(gather_reports(tmp_path, [0, 1], started=now)) == {0, 1}
     os.utime(tmp_path / "node0.failures.json", (now - 3600, now - 3600))
-    assert set(gather_reports(tmp_path, 2, started=now, patience=0)) == {1}
+    assert set(gather_reports(tmp_path, [0, 1], started=now, patience=0)) == {1}
 
 
 def test_errors_of_rank_0_wait() -> None:

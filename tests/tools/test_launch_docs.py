@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -82,7 +83,7 @@ def test_kubernetes(checkout: Path) -> None:
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}  # the label of an Indexed Job's pods
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    environment = {one["name"]: one["value"] for one in container["env"]}
+    environment = container_environment(container["env"], {"batch.kubernetes.io/controller-uid": "9a3c"})
     assert run(container["command"], checkout, **environment, JOB_COMPLETION_INDEX="7") == 0
     arguments, wanted = launched(checkout)
     assert arguments == JOB and (wanted.nodes, wanted.node) == (spec["completions"], 7)
@@ -90,7 +91,20 @@ def test_kubernetes(checkout: Path) -> None:
     # an Indexed Job's pods are called by its name and their number, in the domain of the service
     assert wanted.master == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert wanted.logs.parent == Path(container["volumeMounts"][0]["mountPath"])
+    assert wanted.logs == Path(container["volumeMounts"][0]["mountPath"]) / "logs" / "9a3c"  # each job its own
+
+
+def container_environment(variables: list[dict[str, Any]], labels: dict[str, str]) -> dict[str, str]:
+    """As Kubernetes makes it: a label of the pod, or a text in which ``$(NAME)`` stands for an earlier variable."""
+    environment: dict[str, str] = {}
+    for variable in variables:
+        if "valueFrom" in variable:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            value = labels[path.removeprefix("metadata.labels['").removesuffix("']")]
+        else:
+            value = re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], variable["value"])
+        environment[variable["name"]] = value
+    return environment
 
 
 def test_two_nodes_by_hand(checkout: Path) -> None:

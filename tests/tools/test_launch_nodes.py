@@ -64,7 +64,7 @@ def test_the_rank_that_failed_first_is_shown_first_on_every_node(tmp_path: Path)
         assert ("Training starts at step 1" in console[:first]) == (node == 0), console  # rank 0 is shown as it runs
     # one log a rank, and rank 1's is with its node
     for node, text in ((0, "Connection closed by peer"), (1, "the planted fault")):
-        (log,) = tmp_path.glob(f"logs/node{node}/*/attempt_0/0/stderr.log")
+        (log,) = tmp_path.glob(f"logs/node{node}/*/*/attempt_0/0/stderr.log")
         assert text in log.read_text()
 
 
