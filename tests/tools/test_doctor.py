@@ -220,6 +220,7 @@ def test_no_conflict() -> None:
         "HCCL_DETERMINISTIC": "false",
         "HCCL_ALGO": "allreduce=level0:NA;level1:ring/allgather=level0:NA;level1:NHR",
         "HCCL_BUFFSIZE": "120",
+        "OMP_NUM_THREADS": "4,2",
     }
     assert conflicts(harmless) == []
     assert [caution.names for caution in cautions(harmless)] == [

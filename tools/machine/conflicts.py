@@ -127,7 +127,9 @@ def allowed_values(environment: Environment) -> Iterator[Conflict]:
             yield Conflict((name,), f"{name}={value} is none of {', '.join(allowed)}", "correct or unset it")
     for name in ("HCCL_BUFFSIZE", "HCCL_CONNECT_TIMEOUT", "OMP_NUM_THREADS"):
         value = environment.get(name)
-        if value is not None and not (value.isdecimal() and int(value) > 0):
+        # OpenMP takes a number for each nested level
+        parts = [] if value is None else value.split(",") if name == "OMP_NUM_THREADS" else [value]
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
             yield Conflict((name,), f"{name}={value} is not a whole number above 0", "correct or unset it")
 
 
