@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
             return run(args, options, console)
     except UsageError as error:
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)  # as the entry says it
-        if args.json and args.json.parent.is_dir():
+        if args.json and not unwritable(args.json):
             args.json.write_text(json.dumps({"error": str(error)}) + "\n")
         return 2
     finally:
@@ -84,8 +85,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.top < 1:
         raise UsageError(f"--top {args.top}: at least 1")
     for name, path in (("--json", args.json), ("--picture", args.picture)):
-        if path and not path.parent.is_dir():
-            raise UsageError(f"{name} {path}: there is no folder {path.parent}")
+        if path and (why := unwritable(path)):
+            raise UsageError(f"{name} {path}: {why}")
     if args.search:
         asked = {"--picture": args.picture, "--rank": args.rank != "all-kinds", "--no-advice": args.no_advice}
         for name, there in asked.items():
@@ -97,6 +98,20 @@ def check_options(args: argparse.Namespace) -> None:
         kinds = Figure().canvas.get_supported_filetypes()
         if args.picture.suffix[1:].lower() not in kinds:
             raise UsageError(f"--picture {args.picture}: its name ends in one of .{', .'.join(sorted(kinds))}")
+
+
+def unwritable(path: Path) -> str:
+    """Why ``path`` cannot be written, or nothing; it is left as it is."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    there = os.path.lexists(path)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    if not there:
+        path.unlink()
+    return ""
 
 
 def run(args: argparse.Namespace, options: list[str], console: Console) -> int:

@@ -343,13 +343,53 @@ def test_nor_is_one_of_what_the_rehearsal_calls(monkeypatch: pytest.MonkeyPatch)
         rehearse("--config", LLAMA, "--world-size", "1", *ONE_LAYER)
 
 
-def test_documents_are_not_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rehearse("--config", DEEPSEEK, "--world-size", "1", "--dsa.document_mask", *SMALL) == 2
-    assert "dsa.document_mask = true is not rehearsed" in capsys.readouterr().err
+COMPILED = ("--compile.enable", "--npu.no-bypass_codegen", "--home", "cuda")
+BUDGET = ("--activation_checkpoint.mode", "memory_budget")
+ASYNC = (TP, "2", "--parallelism.enable_async_tensor_parallel")
 
 
+@pytest.mark.parametrize(
+    ("file", "options", "words"),
+    [
+        (DEEPSEEK, ["--dsa.document_mask"], "dsa.document_mask = true is not rehearsed"),
+        (LLAMA, ["--training.enable_cpu_offload", "--home", "npu"], "training.enable_cpu_offload = true is not "),
+        (LLAMA, [*BUDGET, *COMPILED], 'activation_checkpoint.mode = "memory_budget" is not rehearsed'),
+    ],
+    ids=["documents", "offload", "budget"],
+)
+def test_what_may_train_but_is_not_rehearsed(
+    file: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rehearse("--config", file, "--world-size", "1", *options, *SMALL) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        ("1", BUDGET, "AssertionError: Memory budget mode requires"),
+        ("2", ASYNC, "RuntimeError: Async TP requires"),
+    ],
+    ids=["budget", "async"],
+)
+def test_what_needs_a_compiled_model_fails_without(
+    ranks: str, options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rehearse("--config", LLAMA, "--world-size", ranks, *options, *ONE_LAYER) == 2
+    assert f"this start would fail with: {words}" in capsys.readouterr().out
+
+
+def test_async_tensor_parallel_of_a_compiled_model_is_rehearsed_without() -> None:
+    assert rehearse("--config", LLAMA, "--world-size", "2", *ASYNC, *COMPILED, *ONE_LAYER) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [("1", []), ("2", ["--optimizer.early_step_in_backward"])],  # which frees the others' gradients at once
+    ids=["as it is", "early step"],
+)
 def test_a_parameter_without_gradient_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torchtitan.models.llama3.model.model import FeedForward
 
@@ -357,8 +397,9 @@ def test_a_parameter_without_gradient_is_named(
         return self.w2(torch.nn.functional.silu(self.w1(x)))
 
     monkeypatch.setattr(FeedForward, "forward", without_w3)
-    assert rehearse("--config", LLAMA, "--world-size", "1", *ONE_LAYER) == 1
-    assert "without gradient: layers.0.feed_forward.w3.weight" in capsys.readouterr().out.replace("\n", "")
+    assert rehearse("--config", LLAMA, "--world-size", ranks, *options, *ONE_LAYER) == 1
+    named = [line for line in capsys.readouterr().out.splitlines() if "without gradient" in line]
+    assert named == ["rank 0: without gradient: layers.0.feed_forward.w3.weight"]
 
 
 @pytest.mark.parametrize("rank", ["x", "2", "-1"])

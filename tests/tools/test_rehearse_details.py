@@ -104,6 +104,10 @@ def test_a_degree_that_is_none_is_the_error_of_a_real_start(
         (["--search", "--top", "0"], "--top 0: at least 1"),
         (["--json", "no_such_folder/x.json"], "--json no_such_folder/x.json: there is no folder no_such_folder"),
         (["--picture", "no_such_folder/x.png"], "--picture no_such_folder/x.png: there is no folder no_such_folder"),
+        (["--json", "/"], "--json /: cannot be written: Is a directory"),
+        (["--json", "/proc/x.json"], "--json /proc/x.json: cannot be written: "),
+        (["--json", "/proc/x.json", "--world-size", "0"], "--world-size 0: at least 1"),
+        (["--picture", "/proc/x.png"], "--picture /proc/x.png: cannot be written: "),
         (["--picture", "x.docx"], "--picture x.docx: its name ends in one of ."),
         (["--search", "--picture", "x.png"], "--picture does not go with --search"),
         (["--search", "--rank", "0"], "--rank does not go with --search"),
@@ -115,6 +119,14 @@ def test_an_option_that_cannot_be_is_refused_at_once(
 ) -> None:
     assert rehearse("--config", "no_such_file.toml", *options) == 2
     assert capsys.readouterr().err.startswith(f"torchtitan_npu: error: {error}")
+
+
+def test_what_is_written_when_the_job_has_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "job.json"
+    options = ("--json", out, "--picture", tmp_path / "job.png")
+    assert rehearse("--config", LLAMA, *options, "--parallelism.tensor_parallel_degree=0") == 2
+    assert json.loads(out.read_text())["error"] in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_ddp_is_not_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,16 +263,28 @@ def test_a_parameter_without_gradient_is_an_error_of_advice_and_search(monkeypat
     assert console.export_text().count("RuntimeError: sizes [/2] and [red]") == 2
 
 
-def test_a_value_that_the_host_reads_is_no_error_of_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+LIBRARY = torch.library.Library("test_rehearse", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: 2 * x, "CPU")  # and no fake kernel
+
+
+@pytest.mark.parametrize(
+    ("forward", "limit"),
+    [
+        (lambda self, x: self.w2(self.w1(x)) * x.sum().item(), "reads a value of a tensor"),
+        (lambda self, x: self.w2(torch.ops.test_rehearse.twice(self.w1(x))), "calls an operator without a fake kernel"),
+    ],
+    ids=["value", "operator"],
+)
+def test_a_limit_of_fake_tensors_is_no_error_of_the_start(
+    forward: Any, limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torchtitan.models.llama3.model.model import FeedForward
 
-    forward = FeedForward.forward
-    monkeypatch.setattr(FeedForward, "forward", lambda self, x: forward(self, x) * x.sum().item())
+    monkeypatch.setattr(FeedForward, "forward", forward)
     assert rehearse("--config", LLAMA, "--world-size", "1", *ONE_LAYER) == 2
     out = " ".join(capsys.readouterr().out.split())
-    assert "rank 0 (every rank): not rehearsed: reads a value of a tensor: " in out and "would fail" not in out
+    assert f"rank 0 (every rank): not rehearsed: {limit}: " in out and "would fail" not in out
 
 
 def test_seconds_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,18 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
 from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.rehearsal.limits import LIMITS
 from torchtitan_npu.rehearsal.load import Load, balanced, uneven
 from torchtitan_npu.rehearsal.parameters import model_args
 from torchtitan_npu.rehearsal.rank import Rehearsal, rehearse_rank
 
 T = TypeVar("T")
-
-READS_A_VALUE = DataDependentOutputException, DynamicOutputShapeException
-"""What fake tensors raise where a program depends on values that they do not have."""
 
 
 @dataclass
@@ -32,11 +28,11 @@ class Failure:
     error: str
     where: str
     """The innermost line of it."""
-    rehearsed: bool = True
-    """False: the start may well succeed, but fake tensors have no values, and this rank reads one."""
+    limit: str = ""
+    """Of :data:`LIMITS`, where it is one of fake tensors: the start may well succeed."""
 
     def __str__(self) -> str:
-        what = "this start would fail with" if self.rehearsed else "not rehearsed: reads a value of a tensor"
+        what = f"not rehearsed: {self.limit}" if self.limit else "this start would fail with"
         return f"{what}: {self.error} ({self.where})"
 
 
@@ -97,4 +93,4 @@ def attempt(rehearse: Callable[[], T], rank: int) -> T | Failure:
             raise
         text = " ".join(str(error).split())
         where = f"{frame.filename}:{frame.lineno}"
-        return Failure(rank, f"{type(error).__name__}: {text}", where, not isinstance(error, READS_A_VALUE))
+        return Failure(rank, f"{type(error).__name__}: {text}", where, LIMITS.get(type(error), ""))

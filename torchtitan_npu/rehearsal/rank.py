@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 
 from torchtitan_npu.config import JobConfig
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.rehearsal.fake import BelowSubclasses, fake_ranks
 from torchtitan_npu.rehearsal.flops import flops
+from torchtitan_npu.rehearsal.limits import check_rehearsable
 from torchtitan_npu.rehearsal.load import Load, balanced
 from torchtitan_npu.rehearsal.memory import HOST, Memory
-from torchtitan_npu.rehearsal.share import uses_fsdp
 from torchtitan_npu.rehearsal.traffic import Traffic, hccl_buffers
 from torchtitan_npu.rehearsal.trainer import RehearsedTrainer
 
@@ -126,7 +125,7 @@ def rehearse_rank(
 
     ``model_args`` replace those of the job's flavor.
     """
-    _check_rehearsable(config)
+    check_rehearsable(config)
     start = time.perf_counter()
     with ExitStack() as contexts:
         contexts.enter_context(fake_ranks(world_size, rank))
@@ -143,18 +142,6 @@ def rehearse_rank(
                 found.seconds = time.perf_counter() - start
                 return found
     raise RuntimeError(f"in each of {ATTEMPTS} steps DTensor asked for shapes that it should remember: none is clean")
-
-
-def _check_rehearsable(config: JobConfig) -> None:
-    """Raise :class:`UsageError` for a job that may well train, but has no values to train with here."""
-    if config.dsa.document_mask:
-        raise UsageError("dsa.document_mask = true is not rehearsed: a rehearsal has no text to find documents in")
-    replicas = config.parallelism.data_parallel_replicate_degree
-    if replicas > 1 and not uses_fsdp(config):
-        raise UsageError(
-            f"parallelism.data_parallel_replicate_degree {replicas} with nothing else is not rehearsed: torch's DDP "
-            f"compares values; with data_parallel_replicate_degree 1 and data_parallel_shard_degree {replicas} it is"
-        )
 
 
 def _shapes_asked() -> int:
@@ -181,7 +168,8 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
 
     trainer.forward_backward_step = marked  # type: ignore[method-assign]
     handle = trainer.optimizers.register_step_pre_hook(lambda *_: memory.enter("optimizer"))
-    with recorder.recording():
+    stepped: set[nn.Parameter] = set()
+    with recorder.recording(), _noting_early_steps(trainer, stepped):
         memory.enter("zero_grad")
         memory.restart_peak()
         first = len(memory.events)
@@ -216,7 +204,7 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
             name
             for part in trainer.model_parts
             for name, parameter in part.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
+            if parameter.requires_grad and parameter.grad is None and parameter not in stepped
         ],
         seconds=0.0,
         timeline=timeline,
@@ -224,6 +212,19 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
         communicators=len(traffic.groups),
         hccl_buffers=hccl_buffers(len(traffic.groups)),
     )
+
+
+@contextmanager
+def _noting_early_steps(trainer: RehearsedTrainer, stepped: set[nn.Parameter]) -> Iterator[None]:
+    """Note the parameters whose own optimizer steps in the backward pass, and then frees their gradient."""
+    early = trainer.job_config.optimizer.early_step_in_backward
+    parameters = [x for part in trainer.model_parts for x in part.parameters() if early and x.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(stepped.add) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _add_standing(memory: Memory, trainer: RehearsedTrainer) -> None:

@@ -29,6 +29,7 @@ from torchtitan_npu.optimizer.container import SWAPPING, swapping_if_asked
 from torchtitan_npu.optimizer.swap import SwapStates, _with_own_storage
 from torchtitan_npu.rebind import rebound
 from torchtitan_npu.rehearsal.fake import fake_device
+from torchtitan_npu.rehearsal.limits import compiles_model
 from torchtitan_npu.rehearsal.load import Load, StatedLoad, balanced
 from torchtitan_npu.rehearsal.stages import know_neighbours
 from torchtitan_npu.train import TitanTrainer, Trainer
@@ -128,6 +129,8 @@ def without_outputs(config: JobConfig) -> JobConfig:
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.metrics.log_freq = 1 << 30
     config.checkpoint.enable = False
+    if compiles_model(config):
+        config.parallelism.enable_async_tensor_parallel = False  # the compiler's; without it a start refuses the option
     config.compile.enable = False
     config.validation.enable = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
