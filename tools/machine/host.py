@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from machine.check import Line, green, yellow
+from torchtitan_npu import available_memory
 
 GIB = 1 << 30
 SHARED_MEMORY = GIB
 """Data loaders, gloo and NCCL pass data through it; a container has 64 MiB unless told otherwise."""
 OPEN_FILES = 8192
 """A socket for each peer of each process group: 16 groups of 512 ranks."""
-MEMORY = Path("/proc/meminfo")
 NODES = Path("/sys/devices/system/node")
 
 
@@ -42,17 +42,13 @@ def cores(ranks: int) -> Line:
 
 def memory() -> Line:
     """For the swap optimizer and for checkpoints."""
-    total, available = (meminfo(name) for name in ("MemTotal", "MemAvailable"))
-    what = f"{available / GIB:.0f} of {total / GIB:.0f} GiB free"
-    if available < total / 2:
+    free, total, installed = available_memory.available(), available_memory.total(), available_memory.installed()
+    what = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
+    if total < installed:
+        what += f", the limit of a control group; the machine has {installed / GIB:.0f} GiB"
+    if free < total / 2:
         return yellow("host memory", what, "something else uses it: look at top")
     return green("host memory", what)
-
-
-def meminfo(name: str) -> int:
-    """Bytes, from a line like ``MemTotal:  1024 kB``."""
-    line = next(line for line in MEMORY.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
 
 
 def pinned_memory(with_device: bool) -> Line:

@@ -13,6 +13,7 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.protocols.train_spec import OptimizersBuilder
 from torchtitan.tools.logging import logger
 
+from torchtitan_npu.available_memory import available
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.optimizer import host_memory
 from torchtitan_npu.optimizer.link import link_bandwidth
@@ -55,7 +56,7 @@ class SwapContainer(OptimizersContainer):
         slice_mib: int,
         fraction: float,
     ) -> None:
-        free = host_memory.available()
+        free = available()
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # a rank that has its share already would count as used
         host_memory.check(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_npu.available_memory import available
 from torchtitan_npu.errors import UsageError
 
 GIB = 1 << 30
@@ -88,41 +89,6 @@ def check(needed: Callable[[float], int], fraction: float, ranks: int, free: int
         f"optimizer.swap needs {needed(fraction) * ranks / GIB:.2f} GiB of host memory for the {ranks} "
         f"rank{'s' if ranks > 1 else ''} of this node, and {free / GIB:.2f} GiB are available; {advice}"
     )
-
-
-def available() -> int:
-    """Bytes that processes can still take on this host, within the limits of the container that we run in."""
-    meminfo = Path("/proc/meminfo").read_text()
-    free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
-    return min([free, *_group_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())])
-
-
-def _group_limits(root: Path, membership: str) -> Iterator[int]:
-    """What each control group that we belong to (version 2 or 1) still lets us have, from ours up to the root."""
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else MEMORY_FILES_V2
-        top = root / "memory" if controllers else root
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            if not (folder / limit).exists():  # a container sees its own group as the root
-                continue
-            text = (folder / limit).read_text().strip()
-            if text != "max":
-                yield max(0, int(text) - int((folder / usage).read_text()) + _file_cache(folder))
-
-
-MEMORY_FILES_V2 = ("memory.max", "memory.current")
-
-
-def _file_cache(folder: Path) -> int:
-    """Bytes of cached files, which count as used and are given up when memory is asked for."""
-    lines = (folder / "memory.stat").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
 
 
 @contextlib.contextmanager
