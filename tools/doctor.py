@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this package may
 from machine.check import Line, green, in_one_line, red, yellow
 from machine.conflicts import cautions, conflicts
 from machine.host import check_host
+from machine.imports import check_imports
 from machine.versions import check_versions, version_of
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def versions(machine: Machine) -> Iterator[Line]:
         yield red("import torch", machine.error, advice)
     else:
         yield green("import torch", "loads")
+        yield from check_imports()
 
 
 def devices(machine: Machine) -> Iterator[Line]:

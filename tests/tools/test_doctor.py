@@ -16,13 +16,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from machine import versions
+from machine import host, versions
 from machine.check import Line
 from machine.conflicts import cautions, conflicts
 from machine.devices import memory_of
+from machine.imports import error_in
 from machine.operators import OF_SEVERAL_RANKS
 from machine.versions import numbers
 
+from torchtitan_npu import available_memory
 from torchtitan_npu.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +40,7 @@ def doctor(*options: str, environment: dict[str, str] | None = None, before: str
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert result.stdout, result.stderr[-2000:]
     return result.returncode, {line["check"]: line for line in json.loads(result.stdout)}
@@ -107,7 +109,28 @@ def test_versions_and_variables_that_do_not_go_together(tmp_path: Path) -> None:
     assert lines["torch_npu"]["what"].startswith("2.9.0.post2 with torch 2.13.0")
     assert lines["torch_npu"]["advice"] == "pip install torch_npu==2.13.0"
     assert (lines["CANN"]["what"], lines["CANN"]["advice"]) == ("8.3.RC1, older than 9.2.0", "install CANN 9.2.0")
-    assert {"torch", "torchtitan", "import torch"} <= statuses(lines, "green")
+    imports = {"import torch", "import torchtitan_npu.train", "import torchao"}
+    assert {"torch", "torchtitan", *imports} <= statuses(lines, "green")
+
+
+def test_packages_that_do_not_import(tmp_path: Path) -> None:
+    """Their metadata says nothing of it."""
+    for package, text in (("torchtitan", "import no_such_module"), ("torchao", "raise ValueError('old\\npages more')")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"{text}\n")
+    code, lines = doctor("--only", "versions", environment={"PYTHONPATH": str(tmp_path)})
+    assert (code, statuses(lines, "red")) == (1, {"import torchtitan_npu.train"})
+    line, other = lines["import torchtitan_npu.train"], lines["import torchao"]
+    broken = tmp_path / "torchtitan/__init__.py:1"
+    assert line["what"] == f"ModuleNotFoundError: No module named 'no_such_module' ({broken})"
+    assert line["advice"].startswith("pip install .")
+    assert (other["status"], other["what"]) == ("yellow", f"ValueError: old ({tmp_path / 'torchao/__init__.py:1'})")
+    assert {"torchtitan", "torchao"} <= statuses(lines, "green")
+
+
+def test_an_import_that_ends_its_process() -> None:
+    assert error_in("", -11) == "its process ended with signal 11"
+    assert error_in("not enough memory\n", 3) == "its process ended with exit code 3"
 
 
 @pytest.mark.parametrize(
@@ -158,10 +181,10 @@ def test_a_torch_npu_that_does_not_load(tmp_path: Path) -> None:
     }
     install(tmp_path, "torch_npu", "2.13.0", files)
     environment = install_cann(tmp_path, "9.2.0") | {"PYTHONPATH": str(tmp_path)}
-    code, lines = doctor("--only", "versions,devices", environment=environment)
+    code, lines = doctor("--only", "versions,devices,host", environment=environment)
     assert (code, statuses(lines, "red")) == (1, {"import torch", "devices"})
     assert "torch_npu" in lines["import torch"]["what"] and "set_env.sh" in lines["import torch"]["advice"]
-    assert {"torch", "torch_npu", "CANN"} <= statuses(lines, "green")
+    assert {"torch", "torch_npu", "CANN"} <= statuses(lines, "green") and "host memory" in lines
 
 
 def test_limits_of_the_host() -> None:
@@ -169,6 +192,23 @@ def test_limits_of_the_host() -> None:
     assert code == 0 and lines["open files"]["status"] == "yellow"
     assert "at most 512 a process" in lines["open files"]["what"] and "ulimit -n 8192" in lines["open files"]["advice"]
     assert {"cores", "host memory", "pinned memory", "shared memory"} < set(lines)
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The swap optimizer is refused by what it may still have, not by what the machine has."""
+    files = {"memory.max": 8 << 30, "memory.current": 6 << 30, "memory.stat": "active_file 0"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "membership").write_text("0::/\n")
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
+    monkeypatch.setattr(available_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(available_memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(available_memory, "MEMINFO", tmp_path / "meminfo")
+    line = host.memory()
+    assert line.status == "yellow"
+    assert line.what == "2 of 8 GiB free, the limit of a control group; the machine has 64 GiB"
+    (tmp_path / "membership").unlink()
+    assert host.memory() == Line("green", "host memory", "60 of 64 GiB free")
 
 
 def test_ranks_that_do_not_reach_each_other() -> None:
