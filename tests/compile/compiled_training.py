@@ -40,6 +40,8 @@ VALIDATED = {  # after the first step and the last, on other sizes than are trai
     "validation.local_batch_size": 1,
     "validation.steps": 1,
 }
+FULL = {"activation_checkpoint.mode": "full"}
+SELECTIVE_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 INTERLEAVED = {**MICROBATCHES, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 
 
@@ -66,10 +68,10 @@ LAYOUTS = {
     "pp2 interleaved": Layout(2, {"pp": 2}, INTERLEAVED, layers=4),
     "pp2 fsdp2": Layout(4, {"pp": 2, "shard": 2}, MICROBATCHES),
     "selective 2": Layout(1, {}, {"activation_checkpoint.mode": "selective"}),
-    "selective op": Layout(
-        1, {}, {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
-    ),
-    "full": Layout(1, {}, {"activation_checkpoint.mode": "full"}),
+    "selective op": Layout(1, {}, SELECTIVE_OP),
+    "full": Layout(1, {}, FULL),
+    "tp2, selective op": Layout(2, {"tp": 2}, SELECTIVE_OP),
+    "tp2, full": Layout(2, {"tp": 2}, FULL),
 }
 
 

@@ -23,7 +23,7 @@ MODELS = {
     "ep2": ["deepseek_v3"],
     "cp2": ["deepseek_v32"],
     "pp2 interleaved": ["deepseek_v32"],
-    "full": ["llama3"],
+    "tp2, full": ["llama3"],
     "selective 2": ["deepseek_v32"],
     "selective op": ["llama3", "deepseek_v32"],
 }

@@ -45,10 +45,9 @@ def bypassing(
         joint.recompile()
         # saves what eager saves. The cut that needs the least memory computes more than once what a generated kernel
         # would compute on the way; here each of these is a launch
-        return default_partition(joint, *args, **kwargs)
+        return without_random_state(default_partition, joint, *args, **kwargs)
 
     def compile_graph(graph_module: fx.GraphModule) -> Compiled:
-        without_random_state(graph_module)
         if not _draws_again(graph_module.graph):
             graph_module.graph = fx_graph_cse(graph_module.graph)
         tidy(graph_module)

@@ -1,49 +1,47 @@
 """Attention without dropout draws no random numbers, whatever its operator is marked with.
 
-Where it is computed again in the backward pass, the cut between forward and backward has put the generator's state
-around it, to be restored: a read and a write of the device's generator, for nothing.
+Where it is computed again in the backward pass, torch's cut between forward and backward would put the generator's
+state around it, to be restored: a read and a write of the device's generator, for nothing. And it would have the
+forward return the state behind a device mesh, which with DTensors is saved too and has to come last (torch 2.13).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-
-from torchtitan_npu.compile.passes.graphs import call
 
 DRAWS_NOTHING = {"dropout_p": 0.0, "keep_prob": 1.0}
 """By argument, the value with which an attention operator draws nothing."""
 
 
-def without_random_state(graph_module: fx.GraphModule) -> None:
-    """Let such operators be called as they are. The state that the forward graph returns becomes an empty tensor."""
-    graph = graph_module.graph
-    for node in list(graph.nodes):
-        if node.target is run_and_save_rng_state:
-            operator, *args = node.args
-        elif node.target is run_with_rng_state:
-            _, operator, *args = node.args
-        else:
-            continue
-        if not _draws_nothing(operator, args, node.kwargs):
-            continue
-        with graph.inserting_before(node):
-            called = call(operator, *args, like=node, **node.kwargs)
-            if node.target is run_with_rng_state:
-                node.replace_all_uses_with(called, propagate_meta=False)
-            else:
-                state = call(torch.ops.aten.empty.memory_format, [0], like=node, dtype=torch.uint8)
-                for output in list(node.users):
-                    output.replace_all_uses_with((state, called)[output.args[1]], propagate_meta=False)  # type: ignore[index]
-                    graph.erase_node(output)
-        graph.erase_node(node)
+def without_random_state(
+    cut: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], joint: fx.GraphModule, *args: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Have ``cut`` make two halves of ``joint``, without its seeing what such operators are marked with."""
+    unmarked: dict[OpOverload, Callable[..., Any]] = {}
+    for node in joint.graph.nodes:
+        if _draws_nothing(node.target, node.args, node.kwargs):
+            node.target = unmarked.setdefault(node.target, _unmarked(node.target))
+    marked = {function: operator for operator, function in unmarked.items()}
+    halves = cut(joint, *args, **kwargs)
+    for half in halves:
+        for node in half.graph.nodes:
+            node.target = marked.get(node.target, node.target)
+        half.recompile()
+    return halves
 
 
-def _draws_nothing(operator: Any, args: list[Any], kwargs: Any) -> bool:
+def _unmarked(operator: OpOverload) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
+
+    return call
+
+
+def _draws_nothing(operator: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
     if not isinstance(operator, OpOverload):
         return False
     arguments = operator._schema.arguments
