@@ -135,6 +135,9 @@ def _check_compile(config: JobConfig, spec: TrainSpec) -> None:
         ),
         # whose kernel is generated, and which no region of ours was tried with
         f"flex attention (model.flavor {config.model.flavor!r})": attention == "flex",
+        f'compile.components {config.compile.components} without "model", which alone is compiled': (
+            "model" not in config.compile.components
+        ),
     }
     for what, asked in refused.items():
         if asked:

@@ -11,6 +11,7 @@ import torchtitan_npu
 from torchtitan_npu.compile import progress
 from torchtitan_npu.compile.progress import Progress
 from torchtitan_npu.config import JobConfig
+from torchtitan_npu.distributed.pipeline_check import check_pipeline
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
 
@@ -18,17 +19,40 @@ torchtitan_npu.register()
 BYPASSED = {"compile.enable": True, "npu.bypass_codegen": True}
 
 
-def check(options: dict[str, Any]) -> None:
+def pipeline(schedule: str) -> dict[str, Any]:
+    return {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "training.local_batch_size": 4,
+        "activation_checkpoint.mode": "none",
+    }
+
+
+def job(options: dict[str, Any]) -> JobConfig:
     config = JobConfig()
     config.training.dataset, config.training.seq_len = "tiny_corpus", 64
     for key, value in options.items():
         section, _, name = key.partition(".")
         assert hasattr(getattr(config, section), name)
         setattr(getattr(config, section), name, value)
-    check_job(config, world_size=1)
+    return config
+
+
+def check(options: dict[str, Any]) -> None:
+    config = job(options)
+    check_job(config, world_size=config.parallelism.pipeline_parallel_degree)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_schedules_with_two_backward_passes(schedule: str) -> None:
+    """One for inputs, one for weights: a compiled region's, which gives both, would run in each."""
+    check_pipeline(job(pipeline(schedule)), layers=6)
+    with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
+        check_pipeline(job({**BYPASSED, **pipeline(schedule)}), layers=6)
 
 
 def test_a_good_job_passes() -> None:
+    check({**BYPASSED, **pipeline("Interleaved1F1B")})
     check({**BYPASSED, "npu.graph_passes": ["async_tp", "sequence_parallel"], "npu.sp_min_tokens": 1})
 
 
@@ -47,6 +71,8 @@ def test_a_good_job_passes() -> None:
         ({"parallelism.enable_async_tensor_parallel": True}, r'take npu.graph_passes = \["async_tp"\]'),
         ({"activation_checkpoint.mode": "memory_budget"}, "does not go with activation_checkpoint.mode"),
         ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "does not go with flex attention"),
+        ({"compile.components": ["loss"]}, r"npu.bypass_codegen does not go with compile.components \['loss'\] without"),
+        (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )
 def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
@@ -61,6 +87,8 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> No
         ({"activation_checkpoint.mode": "memory_budget"}, "npu.graph_passes does not go with activation_checkpoint"),
         ({"parallelism.enable_async_tensor_parallel": True}, "npu.graph_passes does not go with parallelism.enable_a"),
         ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "npu.graph_passes does not go with flex"),
+        ({"compile.components": ["loss"]}, r"npu.graph_passes does not go with compile.components \['loss'\] without"),
+        (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )
 def test_what_passes_in_inductor_do_not_go_with(options: dict[str, Any], message: str) -> None:

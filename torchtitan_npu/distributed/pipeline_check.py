@@ -16,12 +16,13 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.config import JobConfig
 
+from torchtitan_npu.compile.regions import compiled_here
 from torchtitan_npu.errors import UsageError
 
 TWO_BACKWARD_PASSES = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 """One for inputs, one for weights. Seen with the second: where single operators are checkpointed torch stops at the
 first step; where blocks are, a MoE layer of DeepSeek-V3.2 is computed 18 times more, and TorchTitan, which halves its
-count of tokens for one time more, balances experts otherwise than on one rank."""
+count of tokens for one time more, balances experts otherwise than on one rank. DualPipeV has two for some of the microbatches."""
 
 
 def check_pipeline(config: JobConfig, layers: int) -> None:
@@ -41,6 +42,12 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
         raise UsageError(
             f'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule {name}, which has '
             "the gradients of inputs and of weights computed apart: a block would be computed again for each weight"
+        )
+    if schedule in (*TWO_BACKWARD_PASSES, ScheduleDualPipeV) and compiled_here(config):
+        raise UsageError(
+            f"compile.enable must be false with parallelism.pipeline_parallel_schedule {name}, which has the gradients "
+            "of inputs and of weights computed apart: the backward pass of a compiled region, which is one, would run "
+            "twice"
         )
     microbatches = batch // p.pipeline_parallel_microbatch_size
     made_of = (
