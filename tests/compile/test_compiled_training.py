@@ -11,6 +11,7 @@ import pytest
 
 from tests.compile.compiled_training import LAYOUTS, Pair, assert_compiled, differences, train_on
 from tests.training import assert_same_gradients
+from torchtitan_npu.compile.passes import PASSES
 
 MODELS = {
     "one": ["deepseek_v32"],
@@ -81,10 +82,14 @@ def test_blocks_of_all_stages_share_graphs() -> None:
 
 
 def test_async_tensor_parallel_in_training() -> None:
-    """Products by parts, and sums of two ranks in the other order: the same numbers to the rounding of float32."""
-    for runs in train_on("tp2", ["llama3"], {"npu.graph_passes": ["async_tp"]}):
+    """Products by parts, and sums of two ranks in the other order: the same numbers to the rounding of float32.
+
+    With every other pass, and validated: the graphs for any length are left alone.
+    """
+    for runs in train_on("tp2, validated", ["llama3"], {"npu.graph_passes": [*PASSES]}):
         eager, compiled = runs["llama3"]
         assert_compiled(eager, compiled)
         assert compiled.changed["async_tp"] == 6  # of a graph, 4 products forward and 2 backward
         assert_same_gradients(compiled.record, eager.record)
         assert compiled.record.losses == pytest.approx(eager.record.losses, rel=1e-4)
+        assert compiled.record.validation == pytest.approx(eager.record.validation, rel=1e-4)

@@ -53,6 +53,8 @@ def piece(node: fx.Node) -> Piece | None:
     elif node.target is operator.getitem and getattr(node.args[0], "target", None) is aten.split.Tensor:
         split: Any = node.args[0]
         whole, size_of_one, dim = (*split.args, 0)[:3]
+        if not isinstance(size_of_one, int):
+            return None  # of a length that is not known
         start, step = node.args[1] * size_of_one, 1
     else:
         return None
