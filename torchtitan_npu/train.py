@@ -64,7 +64,7 @@ class Trainer(TitanTrainer):
         super().train_step(data_iterator)
         if not self.has_stepped and self.job_config.compile.enable:
             logger.info(f"The first step took {time.perf_counter() - started:.1f} s, with compiling")
-            graph_passes.report(self.model_parts)
+        graph_passes.report(self.model_parts)  # and what was compiled to validate after the step before
         self.has_stepped = True
 
     def forward_backward_step(
@@ -101,6 +101,7 @@ def train(config: JobConfig) -> None:
             logger.info("Created seed checkpoint")
         else:
             trainer.train()
+            graph_passes.report(trainer.model_parts)  # the last step is validated after it
     except BackendCompilerFailed as failure:  # torch.compile's wrapping of what our backend or a graph pass refuses
         if isinstance(failure.inner_exception, UsageError):
             raise failure.inner_exception from None

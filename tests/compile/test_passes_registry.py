@@ -14,6 +14,8 @@ from tests.compile.pass_graphs import compiled
 from torchtitan_npu.compile.passes import PASSES, GraphPasses, report
 from torchtitan_npu.errors import UsageError
 
+REFUSAL = "npu_add_rms_norm: x1.dtype is float64, and an NPU takes float16, bfloat16, float32"
+
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
@@ -59,9 +61,10 @@ def messages(said: pytest.LogCaptureFixture) -> list[str]:
 def test_one_report_on_all_graphs(said: pytest.LogCaptureFixture) -> None:
     """What matches in one graph, of one part of the model, has matched: no other says that it did not."""
     names = ["no_ops", "async_tp", "sequence_parallel"]
-    parts = [compiled_part(names, torch.sin, with_no_op, with_no_op), compiled_part(names, torch.cos)]
+    part, other = compiled_part(names, torch.sin, with_no_op, with_no_op, torch.cos), nn.Module()
+    other.graph_passes = part.graph_passes  # as the stages of a pipeline share theirs
     assert messages(said) == []
-    report([*parts, nn.Module()])
+    report([part, other, nn.Module()])
     assert messages(said) == [
         "Graph pass no_ops: 2 places changed, in 4 graphs",
         "Graph pass sequence_parallel: found nothing to change, in 4 graphs; of inputs it knows only by "
@@ -70,32 +73,50 @@ def test_one_report_on_all_graphs(said: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_what_is_changed_after_the_report_is_said(said: pytest.LogCaptureFixture) -> None:
-    """Validation is compiled when the job comes to it."""
-    part = compiled_part(["add_rms_norm", "no_ops"], torch.sin)
-    report([part])
-    assert messages(said)[1].startswith(
-        "Graph pass add_rms_norm: found nothing to change, in 1 graph; it changes those"
-    )
-    said.clear()
-    with torch.no_grad():
-        compiled(add_and_norm, part.graph_passes, [])(torch.ones(4, 6))  # type: ignore[arg-type]
-    assert messages(said) == ["Graph pass add_rms_norm: 1 place changed, in a graph compiled later"]
-
-
 def double(x: Tensor) -> Tensor:
     return add_and_norm(x.double())
+
+
+LATER = {
+    torch.cos: ["Graph pass add_rms_norm: found nothing to change, in 1 graph without gradients compiled later"],
+    add_and_norm: ["Graph pass add_rms_norm: 1 place changed, in 1 graph without gradients compiled later"],
+    double: [
+        "Graph pass add_rms_norm: 1 place changed, in 1 graph without gradients compiled later",
+        f"Graph pass add_rms_norm: in 1 place an NPU would refuse {REFUSAL}",
+    ],
+}
+
+
+@pytest.mark.parametrize("function", LATER)
+def test_graphs_that_are_compiled_after_the_report(
+    function: Callable[[Tensor], Tensor], said: pytest.LogCaptureFixture
+) -> None:
+    """Validation is compiled when the job comes to it. Before, nothing is known of a pass that acts only there."""
+    part = compiled_part(["no_ops", "add_rms_norm"])
+    compiled(torch.sin, part.graph_passes, [])(torch.ones(4, 6, requires_grad=True))  # type: ignore[arg-type]
+    report([part])
+    assert messages(said) == [
+        "Graph pass no_ops: found nothing to change, in 1 graph",
+        "Graph pass add_rms_norm: waits for graphs without gradients, compiled when first needed",
+    ]
+    lines = LATER[function]
+    for expected in (lines, [line for line in lines if "nothing" not in line]):  # that is said once
+        said.clear()
+        with torch.no_grad():
+            compiled(function, part.graph_passes, [])(torch.ones(4, 6))  # type: ignore[arg-type]
+        report([part])
+        report([part])
+        assert messages(said) == expected
 
 
 def test_what_an_npu_would_refuse(said: pytest.LogCaptureFixture) -> None:
     """Elsewhere it is done, and said; with strict_limits it is an error."""
     report([compiled_part(["add_rms_norm"], double)])
-    refusal = "npu_add_rms_norm: x1.dtype is float64, and an NPU takes float16, bfloat16, float32"
     assert messages(said) == [
-        "Graph pass add_rms_norm: 1 place changed, in 1 graph",
-        f"Graph pass add_rms_norm: in 1 place an NPU would refuse {refusal}",
+        "Graph pass add_rms_norm: 1 place changed, in 1 graph without gradients",
+        f"Graph pass add_rms_norm: in 1 place an NPU would refuse {REFUSAL}",
     ]
-    with pytest.raises(UsageError, match=f"npu.graph_passes: an NPU would refuse {refusal}"):
+    with pytest.raises(UsageError, match=f"npu.graph_passes: an NPU would refuse {REFUSAL}"):
         compiled_part(["add_rms_norm"], double, strict_limits=True)
 
 

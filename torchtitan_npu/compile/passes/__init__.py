@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm
 from torchtitan_npu.compile.passes.all_gather_chunk import all_gather_chunk
 from torchtitan_npu.compile.passes.async_tp import async_tp
+from torchtitan_npu.compile.passes.graphs import has_backward
 from torchtitan_npu.compile.passes.limits import Limits
 from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
@@ -36,8 +37,12 @@ WITH_LIMITS = ("async_tp", "add_rms_norm")
 """Those that put operators into graphs which an NPU's kernels may refuse."""
 
 
+WITHOUT_GRADIENTS = ("add_rms_norm",)
+"""Those that leave the graphs of training alone."""
+
+
 class GraphPasses:
-    """The passes that a job asks for. Calling it runs them on a graph; :func:`report` says what they did in all.
+    """The passes that a job asks for. Calling it runs them on a graph; :func:`report` says what they did.
 
     It is to see the joint graph of a training step, or the graph of a region without gradients; not the two halves that
     the former is cut into, whose inputs may be any one rank's.
@@ -63,19 +68,19 @@ class GraphPasses:
             name: partial(function, **options.get(name, {})) for name, function in PASSES.items() if name in names
         }
         self.whole_inputs = sp_whole_inputs
-        self.graphs = 0
         self.changed: Counter[str] = Counter()
         """By pass, the places in all graphs."""
+        self.unsaid: list[tuple[bool, dict[str, int]]] = []
+        """Of every graph since the last report, whether it has gradients, and the places by pass."""
         self.reported = False
+        self.said: set[str] = set()
+        """The passes of which it was said what they did, or that they found nothing."""
 
     def __call__(self, given: fx.GraphModule | fx.Graph) -> int:
         graph = given.graph if isinstance(given, fx.GraphModule) else given
         changed = {name: function(graph) for name, function in self.passes.items()}
-        self.graphs += 1
         self.changed.update(changed)
-        if self.reported:  # a graph of its own, such as the one that validates
-            for name in +Counter(changed):
-                logger.info(f"Graph pass {name}: {_many(changed[name], 'place')} changed, in a graph compiled later")
+        self.unsaid.append((has_backward(graph), changed))
         total = sum(changed.values())
         if total:
             graph.lint()
@@ -83,37 +88,43 @@ class GraphPasses:
                 graph.owning_module.recompile()
         return total
 
+    def report(self) -> None:
+        """Say it, of each pass once that it found nothing, and then no more of what was said."""
+        if self.reported and not self.unsaid:
+            return
+        for name in self.passes:
+            places = [changed[name] for trains, changed in self.unsaid if name not in WITHOUT_GRADIENTS or not trains]
+            if name in WITHOUT_GRADIENTS and not places:
+                if not self.reported:
+                    logger.info(f"Graph pass {name}: waits for graphs without gradients, compiled when first needed")
+                continue
+            if any(places) or name not in self.said:
+                done = f"{_many(sum(places), 'place')} changed" if any(places) else "found nothing to change"
+                without = " without gradients" if name in WITHOUT_GRADIENTS else ""
+                later = " compiled later" if self.reported else ""
+                hint = "" if any(places) else self._hint(name)
+                logger.info(f"Graph pass {name}: {done}, in {_many(len(places), 'graph')}{without}{later}{hint}")
+                self.said.add(name)
+            refused = self.limits[name].refused if name in self.limits else Counter()
+            for reason, times in refused.items():
+                logger.info(f"Graph pass {name}: in {_many(times, 'place')} {reason}")
+            refused.clear()
+        self.reported = True
+        self.unsaid.clear()
+
+    def _hint(self, name: str) -> str:
+        """What may be why it found nothing."""
+        if name == "sequence_parallel" and not self.whole_inputs:
+            return "; of inputs it knows only by npu.sp_whole_inputs that they are the same on all ranks"
+        return ""
+
 
 def report(model_parts: Iterable[nn.Module]) -> None:
-    """Say what the passes of a job changed, or that they found nothing, when the graphs of its step are compiled."""
-    # parts share theirs
-    all_passes: Any = [*dict.fromkeys(part.graph_passes for part in model_parts if hasattr(part, "graph_passes"))]
-    graphs = sum(passes.graphs for passes in all_passes)
-    for name in PASSES:
-        having = [passes for passes in all_passes if name in passes.passes]
-        if not having:
-            continue
-        changed = sum(passes.changed[name] for passes in having)
-        done = f"{_many(changed, 'place')} changed" if changed else "found nothing to change"
-        hint = "" if changed else _hint(having[0], name)
-        logger.info(f"Graph pass {name}: {done}, in {_many(graphs, 'graph')}{hint}")
-        refused: Counter[str] = sum(
-            (passes.limits[name].refused for passes in having if name in passes.limits), Counter()
-        )
-        for reason, places in refused.items():
-            logger.info(f"Graph pass {name}: in {_many(places, 'place')} {reason}")
-    for passes in all_passes:
-        passes.reported = True
+    """Say what the passes of a job did to the graphs that were compiled since this was last called."""
+    parts: Any = [part for part in model_parts if hasattr(part, "graph_passes")]
+    for passes in dict.fromkeys(part.graph_passes for part in parts):  # parts share theirs
+        passes.report()
 
 
 def _many(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _hint(passes: GraphPasses, name: str) -> str:
-    """What may be why."""
-    if name == "sequence_parallel" and not passes.whole_inputs:
-        return "; of inputs it knows only by npu.sp_whole_inputs that they are the same on all ranks"
-    if name == "add_rms_norm":
-        return "; it changes those without gradients, which are compiled when they are first needed"
-    return ""
