@@ -71,7 +71,10 @@ def test_a_good_job_passes() -> None:
         ({"parallelism.enable_async_tensor_parallel": True}, r'take npu.graph_passes = \["async_tp"\]'),
         ({"activation_checkpoint.mode": "memory_budget"}, "does not go with activation_checkpoint.mode"),
         ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "does not go with flex attention"),
-        ({"compile.components": ["loss"]}, r"npu.bypass_codegen does not go with compile.components \['loss'\] without"),
+        (
+            {"compile.components": ["loss"]},
+            r"npu.bypass_codegen does not go with compile.components \['loss'\] without",
+        ),
         (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )

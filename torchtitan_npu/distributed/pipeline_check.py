@@ -22,7 +22,8 @@ from torchtitan_npu.errors import UsageError
 TWO_BACKWARD_PASSES = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 """One for inputs, one for weights. Seen with the second: where single operators are checkpointed torch stops at the
 first step; where blocks are, a MoE layer of DeepSeek-V3.2 is computed 18 times more, and TorchTitan, which halves its
-count of tokens for one time more, balances experts otherwise than on one rank. DualPipeV has two for some of the microbatches."""
+count of tokens for one time more, balances experts otherwise than on one rank. DualPipeV has two
+for some of the microbatches."""
 
 
 def check_pipeline(config: JobConfig, layers: int) -> None:

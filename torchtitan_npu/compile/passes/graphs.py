@@ -55,7 +55,8 @@ def piece(node: fx.Node) -> Piece | None:
         whole, size_of_one, dim = (*split.args, 0)[:3]
         if not isinstance(size_of_one, int):
             return None  # of a length that is not known
-        start, step = node.args[1] * size_of_one, 1
+        index: Any = node.args[1]
+        start, step = index * size_of_one, 1
     else:
         return None
     size, here = value(whole).shape[dim], value(node).shape[dim]
