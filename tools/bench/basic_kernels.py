@@ -19,7 +19,7 @@ import torch
 from expert_kernels import grouped_matmul, permute, re_routing
 from gpu_timing import measure_machine
 from op_rows import Row
-from record import write
+from record import need_gpu, write, write_partial
 from token_kernels import add_rms_norm, rms_norm, rotary, swiglu
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
@@ -32,8 +32,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(OPS), default=list(OPS))
     parser.add_argument("--json", type=Path, help="where the rows go besides")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("basic_kernels.py measures a GPU, and there is none here")
+    need_gpu()
 
     from torchtitan_npu import platform
 
@@ -52,6 +51,8 @@ def main() -> None:
         for one in OPS[name](machine):
             rows.append(one)
             print(one.line(), flush=True)
+            if args.json:
+                write_partial(args.json, [asdict(one) for one in rows], **rates)
         torch.cuda.empty_cache()
     if args.json:
         write(args.json, [asdict(one) for one in rows], **rates)

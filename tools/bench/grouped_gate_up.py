@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import machine, write
 from torch import Tensor
 
 ROWS = ("two products", "one product")
@@ -106,13 +107,13 @@ def main() -> None:
     command = [sys.executable, __file__, *sys.argv[1:]]
     runs = [subprocess.run([*command, "--measure", row], stdout=subprocess.PIPE, text=True, check=True) for row in ROWS]
     rows = [json.loads(run.stdout.splitlines()[-1]) for run in runs]
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{args.rows} rows, {args.experts} experts, {args.dim} -> {args.hidden}, {args.dtype}, {where}\n")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{args.rows} rows, {args.experts} experts, {args.dim} -> {args.hidden}, {args.dtype}, {machine(device)}\n")
     print("| | time (ms) | peak (MiB) |\n|---|---|---|")
     for row in rows:
         print(f"| {row['row']} | {row['seconds'] * 1e3:.2f} | {row['peak_bytes'] / 2**20:.0f} |")
     if args.json:
-        args.json.write_text(json.dumps({"device": where, "rows": rows}, indent=1) + "\n")
+        write(args.json, rows, device)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ torchtitan_npu.register()
 
 import torch.distributed as dist  # noqa: E402
 from host_parts import SEQUENCE, build, calls, launches_only, local, start_alone  # noqa: E402
-from record import machine, write  # noqa: E402
+from record import machine, need_gpu, write, write_partial  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from torchtitan_npu.compile import backend  # noqa: E402
@@ -60,9 +60,11 @@ def main() -> None:
     parser.add_argument("--operators", nargs="+", choices=["fused", "small"], default=["fused", "small"])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
+    device = options.device
+    if device == "cuda":
+        need_gpu()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    device = options.device
     if device == "cpu" and "fused" in options.operators:
         launches_only()
     print(
@@ -81,7 +83,9 @@ def main() -> None:
                 times = measured(part, options.ways, device, mesh if weights == "tp" else None, operators == "fused")
                 rows += shown({"weights": weights, "operators": operators, "part": part}, times)
                 if options.json:
-                    write(options.json, rows, device, launch_costs=costs)
+                    write_partial(options.json, rows, device, launch_costs=costs)
+    if options.json:
+        write(options.json, rows, device, launch_costs=costs)
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 from gpu_timing import Machine, forward_ms, measure_machine
 from op_rows import EXPERT_HIDDEN, HIDDEN, TOKENS, TOP_K, random
+from record import need_gpu
 from torch import Tensor
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
@@ -88,7 +89,6 @@ def sweep(machine: Machine) -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("kernel_sweep.py measures a GPU, and there is none here")
+    need_gpu()
     torch.manual_seed(0)
     sweep(measure_machine())

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import machine, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -88,12 +87,6 @@ def host_times(mesh_shape: tuple[int, ...], whole: tuple[Any, Shapes], decompose
     return {name: round(statistics.median(some)) for name, some in times.items()}
 
 
-def machine() -> str:
-    """The processor's name; ``/proc/cpuinfo`` has none on ARM."""
-    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("Model name"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -103,14 +96,13 @@ def main() -> None:
         for name, whole, decomposed in (("matmul", MATMUL, MM), ("matmul_backward", MATMUL_BACKWARD, TWO_MM))
         for mesh in ((2,), (2, 2))
     ]
-    print(f"{machine()}, torch {torch.__version__}")
+    print(f"{machine('cpu')}, torch {torch.__version__}")
     for row in rows:
         times: Any = row["µs"]
         ratios = [f"{name} {value / times['ours']:.1f} times" for name, value in times.items() if name != "ours"]
         print(f"| {row['operator']} | {row['mesh']} | {times['ours'] / 1000:.1f} ms | {', '.join(ratios)} |")
     if arguments.json:
-        result = {"machine": machine(), "torch": torch.__version__, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1))
+        write(arguments.json, rows, "cpu")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -28,13 +27,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import write
+from one_rank import CONFIGS, ONE_RANK, environment
+from record import need_gpu, write, write_partial
 
-from torchtitan_npu.config_manager import PACKAGE
-
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
-PATIENCE = 300
+PATIENCE = 200
+"""Seconds that a row may take."""
+ALL = 540
+"""Seconds that all rows together may take."""
 BASIC = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
 
 
@@ -85,9 +85,8 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
     changes: dict[str, Any] = {"n_layers": layers, "absorb": not eager}
     deepseekv32_args[flavor] = replace(deepseekv32_args[flavor], **changes)
     with tempfile.TemporaryDirectory() as folder:
-        config_file = PACKAGE / "train_configs" / f"deepseek_v32_{flavor.lower()}_4k.toml"
-        one_rank = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
-        arguments = ["--job.config_file", str(config_file), *one_rank, "--training.global_batch_size", "1"]
+        config_file = CONFIGS / f"deepseek_v32_{flavor.lower()}_4k.toml"
+        arguments = ["--job.config_file", str(config_file), *ONE_RANK, "--training.global_batch_size", "1"]
         config = JobConfigManager().parse_args([*arguments, *options])
         config.job.dump_folder, config.checkpoint.enable = folder, False
         config.metrics.enable_tensorboard = False
@@ -123,18 +122,16 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
     return result
 
 
-def in_a_process(layers: int, name: str, steps: int, options: list[str]) -> dict[str, Any]:
+def in_a_process(layers: int, name: str, steps: int, options: list[str], patience: float) -> dict[str, Any]:
     """As :func:`measure`; where it fails, the last line of what it said."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **launcher, "PYTHONPATH": paths, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    variables = environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
     command += ["--eager"] if name == "eager" or name in NUDGED else []
     command += ["--nudged", str(NUDGED[name])] if name in NUDGED else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=patience)
     except subprocess.TimeoutExpired:
-        return {"failed": f"it did not end in {PATIENCE} s"}
+        return {"failed": f"it did not end in {patience:.0f} s"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Unsupported|Exit)\w*:", line)]
@@ -154,6 +151,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="with --measure")
     parser.add_argument("--nudged", type=int, default=0, help="with --measure")
     args, options = parser.parse_known_args()
+    need_gpu()
     if args.measure:
         print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.nudged, options)))
         return 0
@@ -162,9 +160,11 @@ def main() -> int:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
     every = [*always, "--training.seq_len", str(args.seq_len), *options]
+    begin = time.monotonic()
 
     def run(layers: int, name: str) -> dict[str, Any]:
-        row = in_a_process(layers, name, args.steps, [*every, *runs[name]])
+        patience = max(0.0, min(PATIENCE, begin + ALL - time.monotonic()))
+        row = in_a_process(layers, name, args.steps, [*every, *runs[name]], patience)
         shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
         print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
         return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
@@ -173,8 +173,11 @@ def main() -> int:
     for layers, name in jobs:
         rows.append(run(layers, name))
         if args.json:
-            write(args.json, rows)
-    return int(all("failed" in row for row in rows))
+            write_partial(args.json, rows)
+    failed = all("failed" in row for row in rows)
+    if args.json and not failed:
+        write(args.json, rows)
+    return int(failed)
 
 
 if __name__ == "__main__":

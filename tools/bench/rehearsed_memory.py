@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from torchtitan_npu.config_manager import PACKAGE
+from one_rank import CONFIGS, ONE_RANK, ROOT, environment
+from record import need_gpu
 
-ROOT = Path(__file__).resolve().parents[2]
-ONE_RANK = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
-ONE_RANK += ["--training.global_batch_size", "2"]  # the second batch finds the first one's gradients
+TWO_BATCHES = ["--training.global_batch_size", "2"]  # the second finds the first one's gradients
 ALLOWED = 0.1
 GIB = 1 << 30
 
@@ -53,10 +51,7 @@ def measure(config_file: str, steps: int, options: list[str]) -> int:
 
 
 def in_a_process(command: list[str]) -> str:
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **launcher, "PYTHONPATH": paths}
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment()).stdout
 
 
 def predict(config_file: str, options: list[str]) -> dict[str, object]:
@@ -70,15 +65,16 @@ def predict(config_file: str, options: list[str]) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(PACKAGE / "train_configs" / "deepseek_v32_671b_4layers_4k.toml"))
+    parser.add_argument("--config", default=str(CONFIGS / "deepseek_v32_671b_4layers_4k.toml"))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help="only that, in this process")
     args, options = parser.parse_known_args()
+    need_gpu()
     if args.measure:
         print(measure(args.config, args.steps, options))
         return 0
-    options = [*ONE_RANK, *options]
+    options = [*ONE_RANK, *TWO_BATCHES, *options]
     predicted = predict(args.config, options)
     command = [sys.executable, __file__, "--measure", "--config", args.config, "--steps", str(args.steps), *options]
     measured = int(in_a_process(command).splitlines()[-1])

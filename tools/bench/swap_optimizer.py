@@ -24,6 +24,7 @@ import swap_check
 import swap_memory
 import swap_trace
 import torch
+from record import machine, write, write_partial
 
 from torchtitan_npu.optimizer.link import link_bandwidth
 from torchtitan_npu.optimizer.pipeline import Pipeline, Turn
@@ -170,11 +171,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine(device: torch.device) -> str:
-    name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "CPU"
-    return f"{name}, torch {torch.__version__}, float32 parameters"
-
-
 def benchmark(args: argparse.Namespace, device: torch.device) -> None:
     rows: list[dict[str, Any]] = []
     for number in args.parameters:
@@ -186,9 +182,10 @@ def benchmark(args: argparse.Namespace, device: torch.device) -> None:
             ours |= in_a_process([*common, "--measure=slices", f"--repeats={max(2, args.repeats // 2)}"])
         rows.append(ours)
         if args.json:  # after each size: what has been measured is not lost
-            report = {"machine": machine(device), "rows": rows}
-            Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{machine(device)}\n\n{table(rows)}")
+            write_partial(Path(args.json), rows, device.type)
+    if args.json:
+        write(Path(args.json), rows, device.type)
+    print(f"{machine(device.type)}, torch {torch.__version__}, float32 parameters\n\n{table(rows)}")
     if args.picture:
         swap_trace.draw(rows[0]["trace"], args.picture)
 
