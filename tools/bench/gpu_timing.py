@@ -80,14 +80,17 @@ def _itself(run: Run) -> Run:
     return run
 
 
-def backward_ms(forwards: Mapping[str, Run], inputs: Sequence[Tensor], grad: Tensor) -> dict[str, float]:
-    """The times of the backward passes of ``forwards``, alone."""
+def backward_ms(
+    forwards: Mapping[str, Run], inputs: Sequence[Tensor], grad: Tensor, besides: Mapping[str, Run] | None = None
+) -> dict[str, float]:
+    """The times of the backward passes of ``forwards``, alone; and of what is to be timed ``besides``, in turns."""
+    builds = {name: partial(_backward, forward, inputs, grad) for name, forward in forwards.items()}
+    return device_ms(builds | {name: partial(_itself, run) for name, run in (besides or {}).items()})
 
-    def build(forward: Run) -> Run:
-        output = forward()
-        return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
-    return device_ms({name: partial(build, forward) for name, forward in forwards.items()})
+def _backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor) -> Run:
+    output = forward()
+    return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,13 +129,27 @@ def size(*values: Any) -> int:
 
 
 def timed(run: Run, flops: float = 0, **row: Any) -> dict[str, Any]:
-    """``row`` with the median time, the rate, and the peak of memory beyond what was there before."""
+    """``row`` with the time by :func:`device_ms`, the rate, and the peak of memory beyond what was there before."""
+    return _timed(partial(_itself, run), flops, row)
+
+
+def timed_backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor, **row: Any) -> dict[str, Any]:
+    """As :func:`timed`, of the backward pass of ``forward`` alone."""
+    return _timed(partial(_backward, forward, inputs, grad), 0, row)
+
+
+def _timed(build: Callable[[], Run], flops: float, row: dict[str, Any]) -> dict[str, Any]:
+    # built anew for the time: what autograd kept of this one belongs to another stream
+    peak = _peak_bytes(build())
+    ms = device_ms({"": build})[""]
+    return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
+
+
+def _peak_bytes(run: Run) -> int:
     run()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    ms = do_bench(run, warmup=20, rep=150, return_mode="median")
-    return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
+    return torch.cuda.max_memory_allocated() - before

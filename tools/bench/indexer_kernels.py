@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""The lightning indexer's kernels on an NVIDIA GPU: are they right, how fast are they, and with which tiles.
+"""The lightning indexer's kernels on an NVIDIA GPU: are they right, and how fast are they.
 
-    python tools/bench/indexer_kernels.py [--only check indexer loss score select] [--json FILE]
+    python tools/bench/indexer_kernels.py [--only check indexer loss] [--json FILE]
 
 ``check``: bfloat16 against float64 on small shapes. ``indexer``: 64 heads of 128, the best 2048 keys, one causal
-sequence of 2k to 128k tokens; ``attn_gym`` beside it where it can be imported, and small ops. ``loss``: the indexer's
-loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone; beside it small ops, and what
-torch.compile makes of them. ``score`` and ``select``: the two kernels of the indexer with other tiles. A row is the
-median time; the rate counts the products that are needed. The limit is those over the rate of a large matrix product,
-or the bytes of arguments and results over that of a copy, both measured in the same run.
+sequence of 2k to 128k tokens; ``attn_gym`` beside it where it is installed, and small ops. ``loss``: the indexer's
+loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone; beside them small ops, and what
+torch.compile makes of them. A row is the median time on the device, of launches replayed from a graph; the rate counts
+the products that are needed. The limit is those over the rate of a large matrix product, or the bytes of arguments and
+results over that of a copy, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -18,38 +18,26 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-import triton
+from dsa_rows import Row, mask_of, of_peer, show
 from gpu_timing import Machine, Run, compiled, measure_machine, size, timed
-from record import write
+from record import need_gpu, write, write_partial
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.triton import lightning_indexer, top_k
-from torchtitan_npu.ops.triton.rows import Rows
 
 HEADS, SIZE, TOP_K = 64, 128, 2048
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+SMALL_OPS = 4096
 PEER_LENGTHS = (4096, 8192)
 LOSS_LENGTHS = (4096, 32768)
 ATTENTION = {"heads": 128, "size": 512, "rope": 64}
-SCORE_TILES = [  # rows, keys, warps, stages
-    (4, 64, 4, 2),
-    (4, 64, 4, 3),
-    (4, 128, 8, 2),
-    (4, 128, 8, 3),
-    (2, 64, 4, 3),
-    (2, 128, 4, 2),
-    (2, 128, 8, 3),
-    (8, 64, 8, 2),
-]
-SELECT_TILES = [(32768, 1024), (16384, 512), (16384, 1024), (8192, 1024)]  # segment, values of a warp
-Row = dict[str, Any]
 
 
 def inputs(length: int, heads: int = HEADS, size: int = SIZE) -> dict[str, Tensor]:
@@ -69,10 +57,20 @@ def indexer(tensors: dict[str, Tensor], top_k: int = TOP_K, return_value: bool =
 def small_ops(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """The whole matrix of scores, as eager code has it."""
     length = query.shape[1]
-    logits = torch.einsum("bqhd,bkd->bqhk", query, key[:, :, 0]).relu()
-    scores = torch.einsum("bqh,bqhk->bqk", weights, logits).float()
     hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = small_scores(query, key, weights).float()
     return scores.masked_fill(hidden, -math.inf).topk(min(TOP_K, length)).indices
+
+
+def small_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    logits = torch.einsum("bqhd,bkd->bqhk", query, key[:, :, 0]).relu()
+    return torch.einsum("bqh,bqhk->bqk", weights, logits)
+
+
+def attn_gym(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    from attn_gym.sparse import lightning_indexer as peer
+
+    return peer(query, key[:, :, 0], weights, TOP_K, causal=True)
 
 
 def loss_inputs(length: int, top_k: int) -> dict[str, Any]:
@@ -161,7 +159,6 @@ def pairs(length: int, known: int = TOP_K) -> int:
 
 
 def indexer_rows(machine: Machine) -> Iterator[Row]:
-    attn_gym = importlib.util.find_spec("attn_gym") is not None
     for length in LENGTHS:
         tensors = inputs(length)
         flops = 2 * HEADS * SIZE * pairs(length)
@@ -171,17 +168,14 @@ def indexer_rows(machine: Machine) -> Iterator[Row]:
         moved = scored * size(tensors["query"], tensors["weights"]) + size(tensors["key"]) + out
         limit = machine.limit_ms(moved, flops)
         yield timed(lambda: indexer(tensors), flops, what="indexer", length=length, limit_ms=limit)  # noqa: B023
-        if length == 4096:
+        if length == SMALL_OPS:
             every = 2 * HEADS * SIZE * pairs(length, 0)
             limit = machine.limit_ms(size(*tensors.values()) + out + out / 2, every)
             run: Run = lambda: indexer(tensors, return_value=True)  # noqa: B023, E731
             yield timed(run, every, what="indexer with scores", length=length, limit_ms=limit)
             yield timed(lambda: small_ops(**tensors), what="small ops", length=length)  # noqa: B023
-        if attn_gym and length in PEER_LENGTHS:
-            from attn_gym.sparse import lightning_indexer as peer
-
-            q, k, w = tensors["query"], tensors["key"][:, :, 0], tensors["weights"]
-            yield timed(lambda: peer(q, k, w, TOP_K, causal=True), flops, what="attn_gym", length=length)  # noqa: B023
+        if importlib.util.find_spec("attn_gym") and length in PEER_LENGTHS:
+            yield of_peer(timed, partial(attn_gym, **tensors), flops, what="attn_gym", length=length)
 
 
 def small_loss(call: dict[str, Any], mask: Tensor) -> Tensor:
@@ -199,11 +193,23 @@ def small_loss(call: dict[str, Any], mask: Tensor) -> Tensor:
 
 def small_loss_run(call: dict[str, Any], function: Callable[..., Tensor]) -> Run:
     """``function``, which is ``small_loss``, and the gradients that the op gives."""
-    length = call["query"].shape[1]
-    mask = torch.zeros(length, length + 1, dtype=torch.bool, device=call["query"].device)
-    mask = mask.scatter_(-1, call["sparse_indices"][0, :, 0].long() % (length + 1), True)[:, :length]
+    mask = mask_of(call["sparse_indices"])
     wanted = {name: call[name].detach().requires_grad_() for name in ("query_index", "key_index", "weights")}
     return lambda: torch.autograd.grad(function(call | wanted, mask), list(wanted.values()))
+
+
+def small_selected(query: Tensor, key: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """The scores of the keys at ``places`` (1, S, K)."""
+    return small_scores(query, key, weights).gather(-1, places)
+
+
+def small_gradient_run(gradient: dict[str, Any], function: Callable[..., Tensor]) -> Run:
+    """``function``, which is ``small_selected``, and the gradients that the op gives."""
+    indices = gradient["sparse_indices"][:, :, 0]
+    dy = gradient["dy"][:, :, 0].masked_fill(indices < 0, 0)
+    places = indices.clamp_min(0).long()
+    wanted = {name: gradient[name].detach().requires_grad_() for name in ("query", "key", "weights")}
+    return lambda: torch.autograd.grad(function(**wanted, places=places), list(wanted.values()), dy)
 
 
 def loss_rows(machine: Machine) -> Iterator[Row]:
@@ -216,77 +222,29 @@ def loss_rows(machine: Machine) -> Iterator[Row]:
         results = size(*(call[name] for name in ("query_index", "key_index", "weights")))
         limit = machine.limit_ms(size(*call.values()) + results, flops)
         yield timed(lambda: loss(call), flops, what="loss and gradients", length=length, limit_ms=limit)  # noqa: B023
-        if length == LOSS_LENGTHS[0]:
-            for what, function in (("small ops", small_loss), ("small ops, compiled", compiled(small_loss))):
-                yield timed(small_loss_run(call, function), what=f"loss and gradients, {what}", length=length)
         gradient = gradient_call(call)
+        if length == LOSS_LENGTHS[0]:
+            for what, run in {
+                "loss and gradients, small ops": small_loss_run(call, small_loss),
+                "loss and gradients, small ops, compiled": small_loss_run(call, compiled(small_loss)),
+                "gradients, small ops": small_gradient_run(gradient, small_selected),
+                "gradients, small ops, compiled": small_gradient_run(gradient, compiled(small_selected)),
+            }.items():
+                yield of_peer(timed, run, what=what, length=length)
         limit = machine.limit_ms(size(*gradient.values()) + results, 3 * index_flops)
         for in_order in (False, True) if length == LOSS_LENGTHS[0] else (False,):
             torch.use_deterministic_algorithms(in_order)
-            run = OPS["npu_lightning_indexer_grad"].cuda
             what = "gradients, in order" if in_order else "gradients"
-            once: Run = lambda: run(**gradient)  # type: ignore[misc] # noqa: B023, E731
+            once = partial(OPS["npu_lightning_indexer_grad"].cuda, **gradient)  # type: ignore[misc, arg-type]
             yield timed(once, 3 * index_flops, what=what, length=length, limit_ms=limit)
         torch.use_deterministic_algorithms(False)
-
-
-def score_rows(length: int = 16384) -> Iterator[Row]:
-    """The last rows of a sequence, as many as the workspace takes."""
-    tensors = inputs(length)
-    count = lightning_indexer.WORKSPACE // length
-    rows = Rows(
-        torch.zeros(count, dtype=torch.int32, device="cuda"),
-        torch.arange(length - count + 1, length + 1, dtype=torch.int32, device="cuda"),
-    )
-    q, w = (tensors[name][0, -count:] for name in ("query", "weights"))
-    scores = torch.empty(count, 1, length, device="cuda")
-    flops = 2 * HEADS * SIZE * int(rows.visible.sum())
-    for queries, keys, warps, stages in SCORE_TILES:
-        tiles = {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
-        row = {"what": f"scores, {queries} rows x {keys} keys, {warps} warps, {stages} stages", "length": length}
-        try:
-            yield timed(
-                lambda: lightning_indexer.score(q, tensors["key"], w, rows, scores, 0, length, tiles),  # noqa: B023
-                flops,
-                **row,
-            )
-        except triton.runtime.errors.OutOfResources as error:  # of a sweep, one candidate
-            yield row | {"what": f"{row['what']}: {error}"}
-
-
-def select_rows() -> Iterator[Row]:
-    before = top_k.SEGMENT, top_k.WARP_VALUES
-    for length in (4096, 32768):
-        count = 2**26 // length
-        values = torch.randn(count, length, device="cuda")
-        held = torch.full((count,), length, dtype=torch.int32, device="cuda")
-        places = torch.empty(count, TOP_K, dtype=torch.int32, device="cuda")
-        for segment, warp_values in SELECT_TILES:
-            if segment < 2 * TOP_K or (length < segment and segment != SELECT_TILES[0][0]):
-                continue
-            top_k.SEGMENT, top_k.WARP_VALUES = segment, warp_values
-            what = f"top 2048 of {count} rows, {segment} values at a time, {warp_values} a warp"
-            yield timed(lambda: top_k.select_top_k(values, held, 1, places, None), what=what, length=length)  # noqa: B023
-    top_k.SEGMENT, top_k.WARP_VALUES = before
 
 
 PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "check": lambda _: check(),
     "indexer": indexer_rows,
     "loss": loss_rows,
-    "score": lambda _: score_rows(),
-    "select": lambda _: select_rows(),
 }
-
-
-def show(row: Row) -> str:
-    if "error" in row:
-        return f"{row['what']:60} {row['error']:.2e}"
-    if "ms" not in row:
-        return row["what"]
-    rate = f"{row['tflops']:6.0f} TFLOP/s" if row["tflops"] else " " * 14
-    limit = f"{row['limit_ms'] / row['ms']:4.0%} of the limit" if "limit_ms" in row else ""
-    return f"{row['what']:60} {row['length']:7d} {row['ms']:9.3f} ms {rate} {row['peak_mib']:8.0f} MiB {limit}"
 
 
 def main() -> None:
@@ -294,6 +252,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     machine = measure_machine()
     rows: list[Row] = []
@@ -301,6 +260,8 @@ def main() -> None:
         for row in PARTS[part](machine):
             rows.append({"part": part} | row)
             print(show(row), flush=True)
+            if args.json:
+                write_partial(args.json, rows, **machine.rates())
         torch.cuda.empty_cache()
     if args.json:
         write(args.json, rows, **machine.rates())

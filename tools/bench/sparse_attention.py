@@ -4,9 +4,14 @@
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--json FILE]
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, rows of
-which selected keys at random among those they may see; rates count the selected pairs only. ``small ops`` attends to
-all keys under a mask, as the eager model does, where its scores fit. The limit is the operations over the rate of a
-large matrix product, or the bytes of arguments and results over that of a copy, both measured in the same run.
+which selected keys at random among those they may see; rates count the selected pairs only. At 4096 tokens 16 heads are
+timed besides, as a tensor-parallel rank has them, and two such sequences in one tensor (TND). ``small ops`` attends to
+all keys under a mask, as the eager model does, where its scores fit; ``compiled`` is what torch.compile makes of it.
+Times are medians on the device, of launches replayed from a graph. The limit is the operations over the rate of a large
+matrix product, or the bytes of arguments and results over that of a copy, both measured in the same run.
+
+attn_gym 0.0.17 has the same attention (``sparse.gather_attn`` without a window, keys and values of 576), but before
+Blackwell its kernel is unrolled over the selected keys when it is compiled: 4 of them take 47 s, 2048 are out of reach.
 """
 
 from __future__ import annotations
@@ -16,13 +21,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from gpu_timing import Machine, measure_machine, size, timed
-from record import write
+from dsa_rows import Row, mask_of, of_peer, show
+from gpu_timing import Machine, compiled, measure_machine, size, timed, timed_backward
+from record import need_gpu, write, write_partial
 from torch import Tensor
 
 from torchtitan_npu.ops.triton import sparse_flash_attention as kernels
@@ -31,8 +36,11 @@ from torchtitan_npu.ops.triton import sparse_flash_attention_grad as of_gradient
 HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
 SCALE = (SIZE + ROPE) ** -0.5
 SMALL_OPS = (2048, 4096)
+IN_ORDER = (2048, 4096, 8192)
+SHAPES_AT = 4096
+SHAPES: dict[str, dict[str, int]] = {", 16 heads": {"heads": 16}, ", 2 documents (TND)": {"documents": 2}}
+"""What else is timed at that length."""
 npu = torch.ops.npu
-Row = dict[str, Any]
 
 
 def selection(length: int, top_k: int) -> Tensor:
@@ -48,21 +56,33 @@ def selection(length: int, top_k: int) -> Tensor:
     return indices
 
 
-def tensors(length: int, top_k: int) -> dict[str, Any]:
-    def random(heads: int, size: int) -> Tensor:
-        return torch.randn(1, length, heads, size, device="cuda", dtype=torch.bfloat16)
+def tensors(length: int, top_k: int, heads: int = HEADS, documents: int = 0) -> dict[str, Tensor]:
+    """A sequence of ``length``; or so many ``documents`` of it in one tensor (TND), and where each ends."""
 
-    return {
-        "query": random(HEADS, SIZE),
+    def random(heads: int, size: int) -> Tensor:
+        shape = (documents * length, heads, size) if documents else (1, length, heads, size)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    inputs = {
+        "query": random(heads, SIZE),
         "key": random(1, SIZE),
-        "query_rope": random(HEADS, ROPE),
+        "query_rope": random(heads, ROPE),
         "key_rope": random(1, ROPE),
         "indices": selection(length, top_k),
     }
+    if documents:
+        inputs["indices"] = inputs["indices"][0].repeat(documents, 1, 1)
+        inputs["ends"] = length * torch.arange(1, documents + 1, dtype=torch.int32, device="cuda")
+    return inputs
 
 
-def forward(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
+def forward(
+    query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, indices: Tensor, ends: Tensor | None = None
+) -> tuple[Tensor, ...]:
     options = {"query_rope": query_rope, "key_rope": key_rope, "attention_mode": 2, "return_softmax_lse": True}
+    if ends is not None:
+        options |= {"layout_query": "TND", "layout_kv": "TND"}
+        options |= {"actual_seq_lengths_query": ends, "actual_seq_lengths_kv": ends}
     return npu.npu_sparse_flash_attention(query, key, None, indices, SCALE, **options)
 
 
@@ -74,8 +94,10 @@ def backward(
     indices: Tensor,
     d_out: Tensor,
     results: tuple[Tensor, ...],
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    arguments = (query, key, None, indices, d_out, *results, SCALE, 1, query_rope, key_rope)
+    layout = "BSND" if ends is None else "TND"
+    arguments = (query, key, None, indices, d_out, *results, SCALE, 1, query_rope, key_rope, ends, ends, layout)
     gradients = npu.npu_sparse_flash_attention_grad(*arguments, attention_mode=2)
     return tuple(gradient for gradient in gradients if gradient.numel())
 
@@ -109,13 +131,25 @@ def check() -> Iterator[Row]:
 
 def times(length: int, machine: Machine) -> Iterator[Row]:
     given = tensors(length, TOP_K)
-    pairs = 2 * HEADS * int((given["indices"] >= 0).sum())
+    yield from kernel_rows(given, machine, in_order=length in IN_ORDER)
+    if length in SMALL_OPS:
+        yield from small_rows(given, with_compiled=length == SHAPES_AT)
+    if length == SHAPES_AT:
+        for name, shape in SHAPES.items():
+            yield from kernel_rows(tensors(length, TOP_K, **shape), machine, name)
+
+
+def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_order: bool = False) -> Iterator[Row]:
+    """Ours, of ``given``: the forward pass, and the backward pass by its operator."""
+    *tokens, heads, _ = given["query"].shape
+    length = tokens[-1]
+    pairs = 2 * heads * int((given["indices"] >= 0).sum())
     results = forward(**given)
     d_out = torch.randn_like(results[0])
     flops = pairs * (2 * SIZE + ROPE)
     moved = size(*given.values(), *results)
     limit = machine.limit_ms(moved, flops)
-    yield timed(lambda: forward(**given), flops, what="forward", length=length, limit_ms=limit)
+    yield timed(lambda: forward(**given), flops, what=f"forward{name}", length=length, limit_ms=limit)
     flops = pairs * (5 * SIZE + 2 * ROPE)
     # the gradients are as long as what they are of
     limit = machine.limit_ms(moved + size(d_out, *given.values()) - given["indices"].nbytes, flops)
@@ -123,21 +157,24 @@ def times(length: int, machine: Machine) -> Iterator[Row]:
     def gradients() -> tuple[Tensor, ...]:
         return backward(**given, d_out=d_out, results=results)
 
-    yield timed(gradients, flops, what="backward", length=length, limit_ms=limit)
-    if length in SMALL_OPS:
+    yield timed(gradients, flops, what=f"backward{name}", length=length, limit_ms=limit)
+    if in_order:
         torch.use_deterministic_algorithms(True)
-        yield timed(gradients, flops, what="backward, in order", length=length, limit_ms=limit)
+        yield timed(gradients, flops, what=f"backward{name}, in order", length=length, limit_ms=limit)
         torch.use_deterministic_algorithms(False)
-        indices = given.pop("indices")
-        mask = torch.zeros(1, 1, length, length + 1, dtype=torch.bool, device="cuda")
-        mask[0, 0].scatter_(-1, indices[0, :, 0].long() % (length + 1), True)
-        inputs = {name: tensor.requires_grad_() for name, tensor in given.items()}
-        mask = mask[..., :length]
-        yield timed(lambda: small_ops(**inputs, mask=mask), what="small ops forward", length=length)
-        out = small_ops(**inputs, mask=mask)
-        leaves = list(inputs.values())
-        run = partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
-        yield timed(run, what="small ops backward", length=length)
+
+
+def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
+    """The small operators on a sequence, and what torch.compile makes of them."""
+    mask = mask_of(given["indices"])
+    inputs = {name: tensor.detach().requires_grad_() for name, tensor in given.items() if name != "indices"}
+    d_out, length = torch.randn_like(given["query"]), len(mask)
+    ways = {"": small_ops} | ({", compiled": compiled(small_ops)} if with_compiled else {})
+    for name, function in ways.items():
+        run = partial(function, **inputs, mask=mask)
+        yield of_peer(timed, run, what=f"small ops forward{name}", length=length)
+        arguments = (run, list(inputs.values()), d_out)
+        yield of_peer(timed_backward, *arguments, what=f"small ops backward{name}", length=length)
 
 
 def main() -> None:
@@ -145,19 +182,16 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048 << n for n in range(7)])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     machine = measure_machine()
     rows: list[Row] = []
-    for row in check():
-        rows.append(row)
-        print(f"{row['what']:24} {row['error']:.2e}", flush=True)
-    for length in args.lengths:
-        for row in times(length, machine):
+    for of_length in (check(), *(times(length, machine) for length in args.lengths)):
+        for row in of_length:
             rows.append(row)
-            rate = f"{row['tflops']:5.0f} TFLOP/s" if row["tflops"] else " " * 13
-            limit = f"{row['limit_ms'] / row['ms']:4.0%} of the limit" if "limit_ms" in row else ""
-            memory = f"{row['peak_mib']:8.0f} MiB"
-            print(f"{row['what']:24} {length:7} {row['ms']:9.2f} ms {rate} {memory} {limit}", flush=True)
+            print(show(row), flush=True)
+            if args.json:
+                write_partial(args.json, rows, **machine.rates())
         torch.cuda.empty_cache()
     if args.json:
         write(args.json, rows, **machine.rates())
