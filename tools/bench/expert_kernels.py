@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from gpu_timing import Machine, Run, backward_ms, compiled, forward_ms, host_us
+from gpu_timing import Machine, Run, backward_ms, compiled, forward_ms, host_us, size
 from op_rows import EXPERT_HIDDEN, HIDDEN, TOKENS, TOP_K, Row, compare, error, random, row
 from torch import Tensor
 
@@ -24,10 +24,14 @@ def small_permute(x: Tensor, experts: Tensor) -> Tensor:
 
 def small_unpermute(rows: Tensor, order: Tensor, scores: Tensor) -> Tensor:
     """As TorchTitan's MoE does it, with the scores after the experts."""
+    unsorted = small_unsort(rows, order).reshape(*scores.shape, rows.shape[1])
+    return torch.bmm(scores.unsqueeze(1), unsorted.float()).to(rows.dtype).squeeze(1)
+
+
+def small_unsort(rows: Tensor, order: Tensor) -> Tensor:
     unsorted = torch.zeros_like(rows)
     unsorted[order] = rows
-    unsorted = unsorted.reshape(*scores.shape, rows.shape[1])
-    return torch.bmm(scores.unsqueeze(1), unsorted.float()).to(rows.dtype).squeeze(1)
+    return unsorted
 
 
 def gathered_unpermute(rows: Tensor, places: Tensor, scores: Tensor) -> Tensor:
@@ -85,6 +89,23 @@ def permute(machine: Machine) -> Iterator[Row]:
     yield row("unpermute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
     moved = (dy.numel() + 2 * rows.numel()) * 2
     yield row("unpermute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
+
+    ways = {
+        "small ops": lambda: small_unsort(rows, order),
+        "compiled": partial(compiled(small_unsort), rows, order),
+        "index_select": lambda: rows.index_select(0, places),
+        "ours": lambda: npu.npu_moe_token_unpermute(rows, places),
+    }
+    worst = compare(
+        lambda rows: npu.npu_moe_token_unpermute(rows, some_places), lambda rows: rows[some_places], random(903, 1001)
+    )
+    with torch.no_grad():
+        forward = forward_ms(ways)
+        host = host_us(ways["ours"])
+    backward = backward_ms(ways, [rows], torch.randn_like(rows))
+    shape, limit = f"{TOKENS * TOP_K}×{HIDDEN}", machine.limit_ms(bytes=2 * rows.numel() * 2)
+    yield row("unpermute without scores forward", shape, forward, limit, worst, host)
+    yield row("unpermute without scores backward", shape, backward, limit, worst)
 
 
 def re_routing(machine: Machine) -> Iterator[Row]:
@@ -158,7 +179,8 @@ def grouped_matmul(machine: Machine) -> Iterator[Row]:
         ends = counts.cumsum(0).int()
         x, dy = random(rows, HIDDEN), random(rows, EXPERT_HIDDEN)
         weight = random(experts, EXPERT_HIDDEN, HIDDEN).mT  # as a checkpoint holds it
-        limit = machine.limit_ms(flops=2 * rows * HIDDEN * EXPERT_HIDDEN)
+        flops, moved = 2 * rows * HIDDEN * EXPERT_HIDDEN, size(x, dy, weight)
+        limit = machine.limit_ms(moved, flops)
         shape = f"{rows}×{HIDDEN}×{EXPERT_HIDDEN}, {experts} experts"
         for name, a, b, group_type in (
             ("forward", x, weight, 0),
@@ -177,6 +199,8 @@ def grouped_matmul(machine: Machine) -> Iterator[Row]:
             times = forward_ms(runs, budget_ms=100)
             host = host_us(ours)
             yield row(f"grouped_matmul {name}", shape, times, limit, worst, host)
+        # the sum is in float32, and read and written
+        limit = machine.limit_ms(size(x, dy) + 2 * 4 * weight.numel(), flops)
         yield row("grouped_matmul_add", shape, added_ms(x, dy, counts, sizes), limit, worst)
 
 

@@ -42,11 +42,13 @@ def rms_norm(machine: Machine) -> Iterator[Row]:
         with torch.no_grad():
             forward = forward_ms(ways)
             host = host_us(ways["ours"])
-        backward = backward_ms(ways, [x, gamma], dy)
-        # autograd then casts gamma's gradient, which the operator gives in float32: a kernel more
-        rstd = npu.npu_rms_norm(x, gamma, 1e-6)[1].detach()
-        operator = forward_ms({"ours": partial(npu.npu_rms_norm_backward, dy, x.detach(), gamma.detach(), rstd)})
-        passes = (("forward", forward, 2), ("backward", backward, 3), ("backward, operator", backward | operator, 3))
+            rstd = npu.npu_rms_norm(x, gamma, 1e-6)[1]
+        # autograd casts gamma's gradient, which the operator gives in float32: a kernel more
+        operator = partial(npu.npu_rms_norm_backward, dy, x.detach(), gamma.detach(), rstd)
+        backward = backward_ms(ways, [x, gamma], dy, besides={"operator": operator})
+        ours_alone = backward.pop("operator")
+        alone = backward | {"ours": ours_alone}
+        passes = (("forward", forward, 2), ("backward", backward, 3), ("backward, operator", alone, 3))
         for name, times, tensors in passes:
             limit = machine.limit_ms(bytes=tensors * x.numel() * 2)
             yield row(f"rms_norm {name}", f"{rows}×{HIDDEN}", times, limit, worst, host if name == "forward" else None)
@@ -102,6 +104,41 @@ def rotary(machine: Machine) -> Iterator[Row]:
     """Pairs of the last 64 channels of a head, as DeepSeek's; halves of a whole head, as Qwen3's."""
     yield from rotary_in(machine, "interleave", heads=128, whole=192, size=64)
     yield from rotary_in(machine, "half", heads=32, whole=128, size=128)
+    yield from applied_rotary(machine)
+
+
+def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    if mode == "interleave":
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+def applied_rotary(machine: Machine) -> Iterator[Row]:
+    """Queries and keys in one call, of halves. Forward only: torch_npu has no gradient for it."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    query, key = random(1, TOKENS, 32, 128), random(1, TOKENS, 8, 128)
+    angles = (torch.rand(1, TOKENS, 1, 64, device="cuda") * 6.28).repeat(1, 1, 1, 2)
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
+
+    def small(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return textbook(query, cos, sin, "half"), textbook(key, cos, sin, "half")
+
+    def liger() -> tuple[Tensor, ...]:
+        return LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])
+
+    ways: dict[str, Run] = {
+        "small ops": partial(small, query, key),
+        "compiled": partial(compiled(small), query, key),
+        "ours": partial(npu.npu_apply_rotary_pos_emb, query, key, cos, sin),
+    }
+    worst = max(map(error, ways["ours"](), small(query.double(), key.double())))
+    ways["Liger"] = liger  # in place, so it comes after the comparison
+    shape, limit = f"{TOKENS}×(32 + 8)×128, halves", machine.limit_ms(bytes=2 * (query.nbytes + key.nbytes))
+    yield row("apply_rotary_pos_emb forward", shape, forward_ms(ways), limit, worst, host_us(ways["ours"]))
 
 
 def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) -> Iterator[Row]:
@@ -114,12 +151,8 @@ def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) ->
     both = angles.repeat_interleave(2, -1) if mode == "interleave" else angles.repeat(1, 2)
     cos, sin = (t.view(1, TOKENS, 1, size).to(BF16) for t in (both.cos(), both.sin()))
 
-    def textbook(x: Tensor) -> Tensor:
-        if mode == "interleave":
-            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-        else:
-            turned = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1)
-        return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+    def small(x: Tensor) -> Tensor:
+        return textbook(x, cos, sin, mode)
 
     key = random(1, TOKENS, 1, size)
 
@@ -130,11 +163,11 @@ def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) ->
     def ours(x: Tensor) -> Tensor:
         return npu.npu_rotary_mul(x, cos, sin, mode)
 
-    worst = compare(ours, textbook, random(1, TOKENS, 3, size))
+    worst = compare(ours, small, random(1, TOKENS, 3, size))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         # TorchTitan's complex numbers, which torch.compile leaves as they are; of halves it has the textbook's
-        "small ops": (lambda x: apply_rotary_emb(x.contiguous(), turns)) if mode == "interleave" else textbook,
-        "compiled": compiled(textbook),
+        "small ops": (lambda x: apply_rotary_emb(x.contiguous(), turns)) if mode == "interleave" else small,
+        "compiled": compiled(small),
         "Liger" if mode == "half" else "Liger, halves": liger,
         "ours": ours,
     }
