@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long the host takes to launch parts of DeepSeek-V3.2, and a block of Llama 3: eager, and compiled in three ways.
+"""How long the host takes to launch parts of DeepSeek-V3.2, and a block of Llama 3: eager, and compiled in several ways.
 
     python tools/bench/host_dispatch.py [--device cuda] [--parts prolog block] [--ways eager bypassed] [--json FILE]
 
@@ -7,7 +7,8 @@ Sizes are so small that the host decides how long a call takes, on a CPU and on 
 of two tensor-parallel ranks as in training; the other rank is not there, and collectives return at once. ``fused`` is
 with the converters npu_rms_norm, npu_rope and npu_dsa, and those of experts, as models are trained; on a CPU their
 operators are launched but do nothing. ``bypassed`` is ``npu.bypass_codegen``; ``inductor`` generates kernels; ``lite``
-is Inductor's own way not to, where torch has it.
+is Inductor's own way not to, where torch has it, and ``lite_cpp`` that with its wrapper written in C++, which g++
+compiles for half a minute a region.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ torchtitan_npu.register()
 import torch.distributed as dist  # noqa: E402
 from host_parts import SEQUENCE, build, calls, launches_only, local, start_alone  # noqa: E402
 from record import machine, need_gpu, write, write_partial  # noqa: E402
+from torch._inductor import list_mode_options  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from torchtitan_npu.compile import backend  # noqa: E402
@@ -45,6 +47,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "lite": {"mode": "lite", "fullgraph": True},
 }
 """The options of :func:`torch.compile`."""
+if "lite" in list_mode_options():
+    WAYS["lite_cpp"] = {"options": {**list_mode_options("lite"), "cpp_wrapper": True}, "fullgraph": True}
 PARTS = ("prolog", "epilog", "moe_epilog", "feed_forward", "block", "moe_block", "llama3", "linear")
 VIEWS = ("aten::t", "aten::view", "aten::_unsafe_view", "aten::transpose")
 PROFILED = ("eager", "bypassed")
@@ -60,6 +64,8 @@ def main() -> None:
     parser.add_argument("--operators", nargs="+", choices=["fused", "small"], default=["fused", "small"])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
+    if "linear" in options.parts and not set(PROFILED) & set(options.ways):
+        parser.error(f"--parts linear is read from a profile of {' or '.join(PROFILED)}: name one in --ways")
     device = options.device
     if device == "cuda":
         need_gpu()
