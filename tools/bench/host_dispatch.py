@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long the host takes to launch parts of DeepSeek-V3.2, and a block of Llama 3: eager, and compiled in several ways.
+"""How long the host takes to launch parts of DeepSeek-V3.2, and a block of Llama 3: eager, and compiled.
 
     python tools/bench/host_dispatch.py [--device cuda] [--parts prolog block] [--ways eager bypassed] [--json FILE]
 
