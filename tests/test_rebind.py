@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import FunctionType
 from typing import Any
@@ -129,6 +130,76 @@ def test_keeps_closures_and_super() -> None:
     assert Rebound()(3) == 997 and Module()(3) == 1006
 
 
+def decorated_by(extra: int) -> Any:
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> int:
+            return function(*args, **kwargs) + extra
+
+        return wrapper
+
+    return decorate
+
+
+@decorated_by(1000)
+def decorated(x: int, *, offset: int = 1) -> int:
+    return scale(x) + offset
+
+
+class Methods:
+    @staticmethod
+    def static(x: int) -> int:
+        return scale(x)
+
+    @classmethod
+    def of_the_class(cls, x: int) -> tuple[type, int]:
+        return cls, scale(x)
+
+
+def test_replaces_in_what_a_decorator_decorates() -> None:
+    assert refers_to(decorated, [scale]) == [scale] and refers_to(decorated, [other]) == []
+    copy = rebound(decorated, {scale: other})
+    assert copy(3, offset=5) == -3 + 5 + 1000 and decorated(3, offset=5) == 6 + 5 + 1000
+    assert inspect.signature(copy) == inspect.signature(decorated) == inspect.signature(direct)
+
+
+def test_replaces_in_static_and_class_methods() -> None:
+    class Other(Methods):
+        static = rebound(vars(Methods)["static"], {scale: other})
+        of_the_class = rebound(vars(Methods)["of_the_class"], {scale: other})
+
+    assert refers_to(vars(Methods)["static"], [scale]) == refers_to(vars(Methods)["of_the_class"], [scale]) == [scale]
+    assert Other.static(3) == Other().static(3) == -3 and Other.of_the_class(3) == Other().of_the_class(3) == (
+        Other,
+        -3,
+    )
+    assert Methods.static(3) == 6 and Methods.of_the_class(3) == (Methods, 6)
+
+
+def test_replaces_names_of_the_function_around_it() -> None:
+    """But not the class that super() starts from, should that be one of the objects."""
+    local = scale
+
+    def recursive(x: int) -> int:
+        return local(x) + (recursive(x - 1) if x else 0)
+
+    class Base:
+        def value(self) -> int:
+            return 5
+
+    class Derived(Base):
+        def value(self) -> int:
+            return scale(super().value())
+
+    copy: Any = rebound(recursive, {scale: other})
+    assert copy(3) == -6 and recursive(3) == 12
+
+    class Further(Derived):
+        value = rebound(Derived.value, {scale: other, Derived: int})
+
+    assert Further().value() == -5 and Derived().value() == 10
+
+
 def test_refers_to() -> None:
     assert refers_to(direct, [other, scale]) == [scale]
     assert refers_to(through_helper, {scale: None}) == [scale]
@@ -153,10 +224,16 @@ def compiled_part(x: torch.Tensor) -> torch.Tensor:
     return tripled(x) + 1
 
 
+@decorated_by(0)
+def decorated_part(x: torch.Tensor) -> torch.Tensor:
+    return tripled(x) + 1
+
+
+@pytest.mark.parametrize("part", [compiled_part, decorated_part])
 @pytest.mark.parametrize("first", ["copy", "original"])
-def test_compiles_apart_from_the_original(first: str) -> None:
+def test_compiles_apart_from_the_original(first: str, part: Any) -> None:
     """torch.compile keeps the two meanings apart, whichever it sees first."""
     torch._dynamo.reset()
-    calls = [(rebound(compiled_part, {tripled: halved}), 3.0), (compiled_part, 13.0)]
+    calls = [(rebound(part, {tripled: halved}), 3.0), (part, 13.0)]
     for function, expected in calls if first == "copy" else reversed(calls):
         assert torch.compile(function, backend="eager", fullgraph=True)(torch.tensor([4.0])).item() == expected

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
+
+_OF_A_CLASS = (staticmethod, classmethod)
 
 
 def rebound(function: Callable[..., Any], replacements: Mapping[Any, Any]) -> Callable[..., Any]:
     """``function`` with ``replacements`` for objects that it refers to by a global name, whatever the name.
 
-    The same is done in the functions that it calls, of its own package or TorchTitan's, and in those that they call. A
-    function that comes by none of the objects is returned as it is.
+    Names of the function around it count too: there a decorator has what it decorates. The same is done in the
+    functions that it calls, of its own package or TorchTitan's, and in those that they call. A function that comes by
+    none of the objects is returned as it is; for a static or class method comes one of its kind.
     """
+    if isinstance(function, _OF_A_CLASS):
+        return type(function)(rebound(function.__func__, replacements))
     return _rebound(function, replacements, {})
 
 
@@ -26,13 +31,13 @@ def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]
     """Those of ``objects`` that ``function``, or a function that it calls as in :func:`rebound`, has a name for."""
     found: dict[int, Any] = {}
     wanted = {id(thing): thing for thing in objects}
-    queue, seen = [function], set()
+    queue, seen = [function.__func__ if isinstance(function, _OF_A_CLASS) else function], set()
     while queue:
         current = queue.pop()
         if not isinstance(current, FunctionType) or current in seen:
             continue
         seen.add(current)
-        for _, value in _globals_of(current):
+        for value in (*_globals_of(current).values(), *_enclosing(current).values()):
             if id(value) in wanted:
                 found[id(value)] = value
             elif _is_followed(value, current):
@@ -50,23 +55,29 @@ def _rebound(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any
     scope.pop("__name__", None)
     # and it keeps what it compiled by code object: the original's would be run here
     code = function.__code__.replace()
-    copy = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType() for name in _enclosing(function)}
+    copy = FunctionType(code, scope, function.__name__, function.__defaults__, tuple(cells.values()) or None)
+    copy.__dict__.update(function.__dict__)  # a decorated function has its signature there
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
     done[function] = copy  # before its scope is complete: functions may call each other in a circle
     new = {id(old): replacement for old, replacement in replacements.items()}
-    for name, value in _globals_of(function):
+
+    def replaced(value: Any) -> Any:
         if id(value) in new:
-            scope[name] = new[id(value)]
-        elif _is_followed(value, function):
-            scope[name] = _rebound(value, replacements, done)
+            return new[id(value)]
+        return _rebound(value, replacements, done) if _is_followed(value, function) else value
+
+    scope.update((name, replaced(value)) for name, value in _globals_of(function).items())
+    for name, value in _enclosing(function).items():
+        cells[name].cell_contents = replaced(value)
     return copy
 
 
-def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    scope = function.__globals__
+    return {name: scope[name] for name in _names(function.__code__) if name in scope}
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -75,6 +86,13 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _enclosing(function: FunctionType) -> dict[str, Any]:
+    """The functions and classes that ``function`` has from the one around it; but super() needs the class it is in."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    values = {name: cell.cell_contents for name, cell in cells.items() if cell != CellType() and name != "__class__"}
+    return {name: value for name, value in values.items() if isinstance(value, (FunctionType, type))}
 
 
 def _is_followed(value: Any, function: FunctionType) -> bool:
