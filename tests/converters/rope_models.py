@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.gpt_oss.model import model as gpt_oss
@@ -39,6 +40,7 @@ MODELS = TINY | {
         TINY["deepseek_v3"][2]
         | {"n_heads": 5, "q_lora_rank": 24, "index_n_heads": 3, "index_head_dim": 18, "index_topk": 5},
     ),
+    "gpt_oss": ("gpt_oss", "debugmodel", {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "moe_inter_dim": 16}),
 }
 
 MORE = {
@@ -58,6 +60,26 @@ TARGETS = {
 """Modules with rotations, in two layers. Each rotates queries and keys."""
 
 
+class DenseAttention(nn.Module):
+    """What flex attention computes, with a gradient on a CPU."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        block_mask: BlockMask,
+        scale: float,
+        return_lse: bool,
+        enable_gqa: bool,
+    ) -> tuple[Tensor, Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
 def build(name: str, *converters: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """A tiny model with weights: the same for the same name, whatever the converters and the dtype."""
     spec, flavor, smaller = MODELS[name]
@@ -75,6 +97,8 @@ def build(name: str, *converters: str, dtype: torch.dtype = torch.float32, **cha
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.use_grouped_mm = False
+        if isinstance(module, gpt_oss.Attention):
+            module.inner_attention = DenseAttention()
     if converters:
         convert(model, *converters)
     initialise(model.to_empty(device="cpu"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.gpt_oss.model import model as gpt_oss
@@ -32,6 +32,7 @@ from tests.converters.rope_models import (
     ROWS,
     SEQUENCE,
     TARGETS,
+    DenseAttention,
     Operators,
     assert_as_exact,
     assert_same,
@@ -46,7 +47,8 @@ from tests.converters.rope_models import (
     tokens,
 )
 from torchtitan_npu.converters import CONVERTERS, known_converters
-from torchtitan_npu.converters.rope import ROTATIONS
+from torchtitan_npu.converters.rotary_functions import ROTATIONS
+from torchtitan_npu.converters.rotary_tables import HALF, rotate
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer, apply_rotary_half
 from torchtitan_npu.ops import OPS
@@ -111,6 +113,16 @@ def test_positions_of_another_shape_are_an_error(positions: Tensor) -> None:
         build("llama3", "npu_rope")(tokens(), positions=positions)
 
 
+@pytest.mark.parametrize("positions", [ROWS - 6, POSITIONS["offset"] - 8], ids=["rows", "one row"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_negative_positions_are_an_error(name: str, positions: Tensor) -> None:
+    """They would be those from the end of the table; TorchTitan's models raise for rows, and take one row as such."""
+    with pytest.raises((RuntimeError, IndexError), match="out of"):
+        build(name, "npu_rope")(tokens(), positions=positions)
+    with pytest.raises((RuntimeError, IndexError), match="out of"):
+        rotate(HALF, qwen3.precompute_rope_cache(16, MAX_SEQ_LEN), positions, torch.randn(BATCH, SEQUENCE, 6, 16))
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], Tensor]] = {
     "llama3": (llama3.apply_rotary_emb, exact_pairs, llama3.precompute_freqs_cis(16, MAX_SEQ_LEN)),
     "llama4": (llama4.apply_rotary_emb, exact_pairs, llama4.precompute_freqs_cis(16, MAX_SEQ_LEN)),
@@ -172,26 +184,6 @@ def test_a_rotation_in_bfloat16_would_show(name: str) -> None:
     x = torch.randn(BATCH, SEQUENCE, 6, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     want = exact(x, cache, None)
     assert ((exact(x, rounded, None) - want).abs() > budget(x, want, exact, cache)).any()
-
-
-class DenseAttention(nn.Module):
-    """What flex attention computes, with a gradient on a CPU."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        block_mask: BlockMask,
-        scale: float,
-        return_lse: bool,
-        enable_gqa: bool,
-    ) -> tuple[Tensor, Tensor]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~allowed, -torch.inf)
-        return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,15 +24,20 @@ from tests.converters.rope_models import (
     POSITIONS,
     ROWS,
     SEQUENCE,
+    TARGETS,
     Operators,
     assert_as_exact,
     backward,
     build,
+    compute,
     exact_halves,
     exact_pairs,
+    exact_rotations,
     gradients,
     on_both,
+    references,
 )
+from torchtitan_npu.models.deepseek_v32 import block as deepseek_v32
 from torchtitan_npu.models.deepseek_v32.indexer import apply_rotary_half
 
 
@@ -94,6 +99,91 @@ def assert_own_model_is_right(build_model: Callable[[], nn.Module], rotations: i
 def test_a_user_s_own_model() -> None:
     converted = assert_own_model_is_right(OwnModel, rotations=4)
     assert "(first): NpuOwnAttention(\n    heads=4, rotation=npu_rotary_mul\n" in str(converted)
+
+
+class StaticAttention(OwnAttention):
+    @staticmethod
+    def turned(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return apply_rotary_emb(q, k, angles)
+
+
+def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return method(self, *args)
+
+    return wrapper
+
+
+class DecoratedAttention(OwnAttention):
+    @counted
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rotary_emb(q, k, angles)
+
+
+def local_attention() -> type[nn.Module]:
+    rotate = apply_rotary_emb
+
+    class LocalAttention(OwnAttention):
+        def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+            return rotate(q, k, angles)
+
+    return LocalAttention
+
+
+@pytest.mark.parametrize("kind", [StaticAttention, DecoratedAttention, local_attention()])
+def test_a_user_s_method_of_another_kind(kind: type[nn.Module]) -> None:
+    plain = OwnModel()
+    plain.first, plain.second = kind(), kind()
+    converted = convert(copy.deepcopy(plain), "npu_rope")
+    with Operators() as operators:
+        ours = compute_own(converted, torch.float32)
+    assert len(operators.rotations()) == 4
+    torch.testing.assert_close(ours, compute_own(plain, torch.float32))
+    assert getattr(converted.first, "calls", 1) == 1
+
+
+class ThroughModule(OwnAttention):
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return llama3.apply_rotary_emb(q, k, angles)
+
+
+class LocalImport(OwnAttention):
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        from torchtitan.models.llama3.model.model import apply_rotary_emb as rotation
+
+        return rotation(q, k, angles)
+
+
+class ByAttribute(OwnAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotation = apply_rotary_emb
+
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotation(q, k, angles)
+
+
+class ThroughSuper(OwnAttention):
+    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return super().turned(q, k, angles)
+
+
+UNSEEN = (
+    "npu_rope: left as they are: 1 {} in second; their code has the name of a rotation, but none of their methods "
+    "calls TorchTitan's by a global name"
+)
+
+
+@pytest.mark.parametrize("kind", [ThroughModule, LocalImport, ByAttribute, ThroughSuper])
+def test_what_cannot_be_converted_is_said(kind: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    plain = OwnModel()
+    plain.second = kind()
+    with caplog.at_level(logging.INFO):
+        converted = convert(copy.deepcopy(plain), "npu_rope")
+    assert UNSEEN.format(kind.__name__) in caplog.messages and type(converted.second) is kind
+    torch.testing.assert_close(compute_own(converted, torch.float32), compute_own(plain, torch.float32))
 
 
 class OwnAttentionOnHalves(OwnAttention):
@@ -175,16 +265,18 @@ class OneBufferModel(nn.Module):
         return x + self.attention(x, self.freqs_cis, positions).flatten(-2)
 
 
+IN_EACH_LAYER = "npu_rope: {} of the modules take cosines and sines from the model in each layer"
+
+
 @pytest.mark.parametrize("positions", [None, POSITIONS["offset"], ROWS], ids=["none", "offset", "rows"])
 @pytest.mark.parametrize(("attention", "rotations"), [(BothWaysOfOneBuffer, 3), (OwnAttentionOnHalvesOfComplex, 2)])
-def test_rotations_by_one_buffer_share_tables(
+def test_rotations_of_a_user_s_module_by_one_buffer(
     attention: type[nn.Module], rotations: int, positions: Tensor | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_model = functools.partial(OneBufferModel, attention)
     with caplog.at_level(logging.INFO):
-        converted = assert_own_model_is_right(build_model, rotations, positions=positions)
-    assert len(converted._forward_pre_hooks) == 1
-    assert not any("in each layer" in message for message in caplog.messages)
+        assert_own_model_is_right(build_model, rotations, positions=positions)
+    assert IN_EACH_LAYER.format(1) in caplog.messages
 
 
 class Learned(nn.Module):
@@ -212,7 +304,105 @@ class ModelWithAStranger(BothWaysModel):
 def test_a_user_s_module_that_takes_positions_too_gets_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert_own_model_is_right(ModelWithAStranger, rotations=2, positions=ROWS)
-    assert "npu_rope: 1 of the modules take cosines and sines from the model in each layer" in caplog.messages
+    assert IN_EACH_LAYER.format(1) in caplog.messages
+
+
+class ByTheLast(llama3.TransformerBlock):
+    def forward(self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Any = None) -> Tensor:
+        return super().forward(x, freqs_cis, attention_masks, positions) + positions.max() / MAX_SEQ_LEN
+
+
+class ByDocuments(qwen3.TransformerBlock):
+    """Its model passes positions by place: they may have another name."""
+
+    def forward(self, x: Tensor, rope_cache: Tensor, masks: Any, places: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, rope_cache, masks, places) + (places == 0).sum(1).view(-1, 1, 1)
+
+
+class OwnNormed(deepseek_v32.Block):
+    """Not in the forward."""
+
+    def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Any) -> tuple[Tensor, ...]:
+        return super().prolog(x + (positions / MAX_SEQ_LEN).unsqueeze(-1), freqs_cis, positions)
+
+
+class Tempered(llama3.Attention):
+    """Rotates, and does something else besides."""
+
+    def forward(self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Any = None) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rotary_emb(q, k, freqs_cis, positions)
+        q = q * (1 + positions.log1p()).view(*positions.shape, 1, 1).to(q.dtype)
+        output = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+        )
+        return self.wo(output.transpose(1, 2).flatten(-2))
+
+
+class WithLearned(llama3.Transformer):
+    def forward(self, tokens: Tensor, attention_masks: Any = None, positions: Any = None) -> Tensor:
+        return super().forward(tokens, attention_masks, positions) + self.output(self.learned(positions))
+
+
+class Renamed(llama3.TransformerBlock):
+    """The same forward."""
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a block that adds": ("llama3", lambda model: retype(model.layers["1"], ByTheLast)),
+    "a block that counts": ("qwen3", lambda model: retype(model.layers["1"], ByDocuments)),
+    "a block's other method": ("deepseek_v32", lambda model: retype(model.layers["1"], OwnNormed)),
+    "attention": ("llama3", lambda model: retype(model.layers["1"].attention, Tempered)),
+    "a wrapped forward": ("llama3", lambda model: wrap_forward(model.layers["1"])),
+    "a model": ("llama3", lambda model: add_learned(retype(model, WithLearned))),
+}
+
+
+def retype(module: Any, cls: type[nn.Module]) -> Any:
+    module.__class__ = cls
+    return module
+
+
+def wrap_forward(block: Any) -> None:
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, positions: Tensor, **kwargs: Any) -> Tensor:
+        return forward(*args, positions=positions, **kwargs) + positions.max() / MAX_SEQ_LEN
+
+    block.forward = wrapper
+
+
+def add_learned(model: Any) -> None:
+    weight = torch.randn(MAX_SEQ_LEN, model.model_args.dim, generator=torch.Generator().manual_seed(5))
+    model.learned = nn.Embedding.from_pretrained(weight.to(model.output.weight.dtype), freeze=False)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_user_s_part_that_uses_positions_gets_them(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    name, apply = CHANGES[change]
+
+    def computed(*converters: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        model = build(name, dtype=dtype)
+        apply(model)
+        return compute(convert(model, *converters) if converters else model, ROWS)
+
+    with caplog.at_level(logging.INFO):
+        ours = computed("npu_rope")
+    assert IN_EACH_LAYER.format(sum(TARGETS[name].values())) in caplog.messages
+    with exact_rotations(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "apply_rotary_emb", on_both(exact_pairs))
+        exact = computed(dtype=torch.float64)
+    assert_as_exact(ours, computed(), exact)
+    # and it shows in them
+    assert not torch.allclose(ours["logits"], compute(build(name), ROWS)["logits"], rtol=1e-3)
+
+
+def test_a_user_s_subclass_with_the_forward_of_torchtitan_s_shares_tables() -> None:
+    model = build("llama3")
+    retype(model.layers["0"], Renamed)
+    assert_as_exact(compute(convert(model, "npu_rope"), ROWS), *references("llama3", "rows"))
+    assert len(model._forward_pre_hooks) == 1
 
 
 class Wrapped(nn.Module):

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.model import model as llama3
@@ -57,7 +58,7 @@ def test_tables_are_made_once(name: str, n_layers: int) -> None:
     first = forward(None)
     assert "aten::cat" in first and max(first.values()) == 1, first
     assert forward(None) == {}
-    assert forward(ROWS) == forward(POSITIONS["offset"]) == {"aten::index": 1}
+    assert forward(ROWS) == forward(POSITIONS["offset"]) == {"aten::index_select": 1}
 
 
 def test_a_new_buffer_is_noticed() -> None:
@@ -70,6 +71,11 @@ def test_a_new_buffer_is_noticed() -> None:
     after = compute(model)
     assert not torch.equal(before["logits"], after["logits"])
     torch.testing.assert_close(after["logits"], compute(plain)["logits"])
+    with torch.inference_mode():  # and one that is written to
+        for changed in (model, plain):
+            changed.freqs_cis.copy_(changed.freqs_cis.conj())
+    assert not torch.equal(compute(model)["logits"], after["logits"])
+    torch.testing.assert_close(compute(model)["logits"], compute(plain)["logits"])
 
 
 def pipelined(model: nn.Module) -> dict[str, Tensor]:
@@ -145,6 +151,14 @@ def test_compiles_once(name: str, changes: dict[str, Any]) -> None:
     assert counter.frame_count == compiled
 
 
+def arguments(name: str) -> dict[str, Any]:
+    """Those of a forward besides tokens: gpt_oss takes no positions, but masks."""
+    if name != "gpt_oss":
+        return {"positions": ROWS}
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, SEQUENCE, SEQUENCE, device="cpu")
+    return {"attention_masks": {"basic_mask": mask, "sliding_window_mask": mask}}
+
+
 def half_precision(name: str) -> tuple[list[dict[str, Any]], Tensor]:
     """On a rank: the rotations under FSDP2 in bfloat16, and the model's own buffer."""
     model = build(name, "npu_rope")
@@ -155,19 +169,19 @@ def half_precision(name: str) -> tuple[list[dict[str, Any]], Tensor]:
     outputs: list[torch.dtype] = []
     model.layers["1"].attention.wo.register_forward_hook(lambda module, args, output: outputs.append(output.dtype))
     with Operators() as operators:
-        model(tokens(), positions=ROWS)
+        model(tokens(), **arguments(name))
     assert outputs == [torch.bfloat16]
-    return operators.rotations(), model.rope_cache if name == "qwen3" else model.freqs_cis
+    return operators.rotations(), model.freqs_cis if hasattr(model, "freqs_cis") else model.rope_cache
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32", "gpt_oss"])
 def test_half_precision_does_not_reach_the_tables(name: str) -> None:
     """FSDP casts a block's floating inputs."""
     for rotations, cache in run_on_ranks(2, half_precision, name):
-        assert len(rotations) == 2 * sum(TARGETS[name].values())
-        rows = rows_of(cache, ROWS, SEQUENCE)
+        assert len(rotations) == 2 * sum(TARGETS.get(name, {"Attention": 2}).values())
+        rows = rows_of(cache, arguments(name).get("positions"), SEQUENCE)
         for rotation in rotations:
-            if name == "qwen3":
+            if not cache.is_complex():
                 cos, sin = rows.chunk(2, dim=-1)
             elif rotation["rotary_mode"] == "interleave":
                 cos, sin = (part.repeat_interleave(2, -1) for part in (rows.real, rows.imag))
@@ -176,6 +190,14 @@ def test_half_precision_does_not_reach_the_tables(name: str) -> None:
             assert rotation["input"].dtype == rotation["r1"].dtype == rotation["r2"].dtype == torch.float32
             assert torch.equal(rotation["r1"].flatten(), cos.flatten())
             assert torch.equal(rotation["r2"].flatten(), sin.flatten())
+
+
+def test_a_forward_that_fails_leaves_the_buffer_as_it_was() -> None:
+    model = build("gpt_oss", "npu_rope")
+    cache = model.rope_cache
+    with pytest.raises(AttributeError):
+        model(tokens(), None)  # no masks
+    assert model.rope_cache is cache and cache.dtype == torch.float32
 
 
 def rotate_shards() -> list[Tensor]:

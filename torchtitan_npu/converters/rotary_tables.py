@@ -3,7 +3,10 @@
 Every model that takes ``positions`` hands them to its attention layers, and so they reach a layer that is
 checkpointed, compiled or a pipeline stage's: :class:`ForwardTables` puts the tables in their place. FSDP casts what
 is floating among a block's inputs to its parameters' dtype, and angles do not stand bfloat16: tables travel as the
-integers that hold their bits.
+integers that hold their bits. So does the table of a model that takes no ``positions``: :class:`PackedBuffer`.
+
+A user's own code may do more with either than hand it on. There each layer looks up its rows in the model's table as it
+gets it: of cosines and sines, FSDP in bfloat16 has left them bfloat16, as without us; it does not cast complex angles.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def _halves_from_complex(freqs_cis: Tensor) -> Tensor:
 
 
 def _from_concatenated(rope_cache: Tensor) -> Tensor:
-    """(..., 2 * dim): cosines beside sines, the same for either half of a head."""
+    """(..., 2 * dim), or the bits of it: cosines beside sines, the same for either half of a head."""
+    if rope_cache.dtype == torch.int32:
+        rope_cache = rope_cache.view(torch.float32)
     cos_sin = rope_cache.unflatten(-1, (2, -1)).movedim(-2, 0)  # (2, ..., dim)
     return cos_sin.float().unsqueeze(-2)
 
@@ -53,8 +58,7 @@ def _from_concatenated(rope_cache: Tensor) -> Tensor:
 INTERLEAVE = Pairing("interleave", "freqs_cis", _neighbours_from_complex)
 HALF = Pairing("half", "rope_cache", _from_concatenated)
 HALF_OF_COMPLEX = Pairing("half", "freqs_cis", _halves_from_complex)
-HALF_OF_TABLE = Pairing("half", None, lambda table: _from_concatenated(table.view(torch.float32)))
-"""The table is the bits of float32, as :func:`pack` has them."""
+HALF_OF_TABLE = Pairing("half", None, _from_concatenated)
 
 FROM_COMPLEX = (INTERLEAVE, HALF_OF_COMPLEX)
 """Those with one buffer: where a model rotates both ways, the tables of both travel together, in this order."""
@@ -72,7 +76,7 @@ def rotate(pairing: Pairing, cache: Tensor, positions: Tensor | None, *tensors: 
     elif positions.ndim == PACKED_NDIM:
         tables = unpack(local(positions), pairing)
     else:
-        tables = pairing.tables(local(cache)[local(positions)])
+        tables = pairing.tables(rows(local(cache), 0, local(positions)))
     # tables of all positions are longer than the sequence; positions that are would be cut off below
     lengths = (sequence, cache.shape[0]) if positions is not None and positions.ndim == PACKED_NDIM else (sequence,)
     if tables.shape[1] not in (1, batch) or tables.shape[2] not in lengths:
@@ -97,7 +101,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
 
 def look_up(tables: Tensor, positions: Tensor | None) -> Tensor:
     """The rows of ``tables`` (n, all positions, 1, dim) for these ``positions``: (n, 1 or batch, sequence, 1, dim)."""
-    return tables.unsqueeze(1) if positions is None else tables[:, positions]
+    return tables.unsqueeze(1) if positions is None else rows(tables, 1, positions)
+
+
+def rows(table: Tensor, dim: int, positions: Tensor) -> Tensor:
+    """``table[positions]`` along ``dim``, which does not take negative ones for those from the end."""
+    return table.index_select(dim, positions.flatten()).unflatten(dim, positions.shape)
 
 
 PACKED_NDIM = 5  # (2 or 4, 1 or batch, sequence, 1, dim); positions have 2 dimensions
@@ -123,6 +132,7 @@ class ForwardTables:
     def __init__(self, pairings: tuple[Pairing, ...]) -> None:
         self.pairings = pairings
         self._cache: Tensor | None = None
+        self._version: int | None = None
         self._tables: Tensor | None = None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -133,12 +143,36 @@ class ForwardTables:
         return call.args, call.kwargs
 
     def tables(self, model: nn.Module) -> Tensor:
-        """The tables of all positions (2 or 4, all positions, 1, dim), made anew when the model's buffer is another."""
+        """The tables of all positions (2 or 4, all positions, 1, dim), made anew when the model's buffer is another or
+        has changed."""
         cache = getattr(model, str(self.pairings[0].cache))
-        if cache is not self._cache or self._tables is None:
+        # tensors of inference mode count no changes, and a model compiled as a whole cannot read the count
+        version = None if torch.compiler.is_compiling() or cache.is_inference() else cache._version
+        if cache is not self._cache or version != self._version or self._tables is None:
             with torch.inference_mode(False), torch.no_grad():  # a validation's tables must serve training too
-                self._cache, self._tables = cache, torch.cat([pairing.tables(cache) for pairing in self.pairings])
+                self._tables = torch.cat([pairing.tables(cache) for pairing in self.pairings])
+            self._cache, self._version = cache, version
         return self._tables
+
+
+class PackedBuffer:
+    """Forward hooks of a whole model that has no ``positions``: its layers get its table of angles as integers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._own: Tensor | None = None
+
+    def hook(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self.pack)
+        model.register_forward_hook(self.restore, always_call=True)
+
+    def pack(self, model: nn.Module, args: Any) -> None:
+        self._own = getattr(model, self.name)
+        model._buffers[self.name] = pack(self._own.float())
+
+    def restore(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._own is not None:  # as it is where an earlier hook fails
+            model._buffers[self.name], self._own = self._own, None
 
 
 def _replicated(table: Tensor, like: DTensor) -> DTensor:
