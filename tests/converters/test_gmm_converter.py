@@ -160,6 +160,30 @@ def test_leaves_other_models_alone() -> None:
     assert neighbour[0].w1 is model[0].experts.w1
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_takes_subclasses_that_have_the_forward(biased: bool) -> None:
+    theirs, ours = KINDS[biased]
+
+    class FromZero(theirs):  # type: ignore[misc,valid-type]
+        def init_weights(self, init_std: float) -> None:
+            for parameter in self.parameters():
+                parameter.zero_()
+
+    class Doubled(theirs):  # type: ignore[misc,valid-type]
+        def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+            return 2 * super().forward(x, num_tokens_per_expert)
+
+    model = nn.ModuleList([build_moe(biased, num_experts=3)[0].experts for _ in range(2)])
+    model[0].__class__, model[1].__class__ = FromZero, Doubled
+    converted = convert(copy.deepcopy(model), "npu_gmm")
+    assert isinstance(converted[0], ours) and isinstance(converted[0], FromZero) and type(converted[1]) is Doubled
+    assert str(converted).count("NpuFromZero(") == 1
+    assert_same_experts(model[0], converted[0], [2, 0, 3], torch.float32)
+    with torch.no_grad():
+        converted[0].init_weights(0.1)
+    assert not any(parameter.any() for parameter in converted[0].parameters())
+
+
 @pytest.mark.parametrize("other", ["quantize.grouped_mm.float8", "quantize.grouped_mm.mx"])
 def test_collides_with_quantization_of_the_same_product(other: str) -> None:
     model, config = build_moe(), job(("npu_gmm", other))

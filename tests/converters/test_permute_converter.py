@@ -326,6 +326,28 @@ def test_leaves_layers_with_a_forward_of_their_own_alone() -> None:
     assert type(model[0][0]) is NpuMoE and type(model[1][0]) is Doubled
 
 
+class Named(TokenReorderer):
+    """The same forward."""
+
+
+class Backwards(TokenReorderer):
+    def forward(self, top_scores: Tensor, selected_experts_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(top_scores, selected_experts_indices)
+
+
+def test_a_user_s_reorderer() -> None:
+    plain = build_moe()
+    plain[0].reorderer.__class__ = Named
+    converted = convert(copy.deepcopy(plain), "npu_permute")
+    assert isinstance(converted[0].reorderer, NpuTokenReorderer) and isinstance(converted[0].reorderer, Named)
+    assert_same_layer(plain, converted, tokens(2, 5))
+    plain[0].reorderer.__class__ = Backwards
+    expected = r"model\.converters: npu_permute .* and 0\.reorderer is a Backwards with a forward of its own"
+    with pytest.raises(UsageError, match=expected):
+        convert(plain, "npu_permute")
+    assert type(plain[0]) is MoE
+
+
 def test_prints_as_what_it_is() -> None:
     text = str(convert(nn.ModuleList([build_moe(), build_moe(biased=True)]), *BOTH))
     for name in ("NpuMoE(", "NpuGptOssMoE(", "NpuGroupedExperts(", "NpuGptOssGroupedExperts(", "NpuTokenReorderer("):

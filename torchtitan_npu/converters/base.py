@@ -8,6 +8,7 @@ never by the model's name; it keeps every parameter: the object itself, hence it
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any, ClassVar, TypeVar
@@ -143,6 +144,16 @@ def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
     }
     vars(new).update(state)
     return new
+
+
+def with_forward(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
+    """:func:`retyped`, where ``module`` may be of a subclass that has the forward which that of ``cls`` replaces."""
+    return retyped(module, cls if issubclass(cls, type(module)) else _both(cls, type(module)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _both(ours: type[nn.Module], theirs: type[nn.Module]) -> Any:
+    return type(f"Npu{theirs.__name__}", (ours, theirs), {})
 
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:

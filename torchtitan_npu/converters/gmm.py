@@ -11,7 +11,7 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasF
 from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.converters.permute import deepep_objection
 from torchtitan_npu.local import local
 from torchtitan_npu.ops import OPS
@@ -92,15 +92,16 @@ def _degree(parameter: Tensor, dimension: str) -> int:
     return parameter.device_mesh.size(names.index(dimension)) if dimension in names else 1
 
 
-CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    GroupedExperts: NpuGroupedExperts,
-    GptOssGroupedExperts: NpuGptOssGroupedExperts,
+CLASSES: dict[Any, type[nn.Module]] = {
+    GroupedExperts.forward: NpuGroupedExperts,
+    GptOssGroupedExperts.forward: NpuGptOssGroupedExperts,
 }
+"""By the forward that it replaces, which a subclass may have too."""
 
 
 @register
 class GroupedMatmulConverter(Converter):
-    """Replaces TorchTitan's ``GroupedExperts`` and gpt_oss's."""
+    """Replaces TorchTitan's ``GroupedExperts`` and gpt_oss's, and every subclass that has their forward."""
 
     name = "npu_gmm"
     looks_for = "TorchTitan GroupedExperts"
@@ -114,10 +115,14 @@ class GroupedMatmulConverter(Converter):
         return super().objection() or deepep_objection(self.name, self.job_config)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(fqn, module) for fqn, module in model.named_modules() if type(module) in CLASSES and fqn]
+        return [
+            (fqn, module)
+            for fqn, module in model.named_modules()
+            if type(module).forward in CLASSES and module is not model
+        ]
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        experts: Any = retyped(module, CLASSES[type(module)])
+        experts: Any = with_forward(module, CLASSES[type(module).forward])
         experts.use_grouped_mm = False  # torch's, with the padding it needs
         return experts
 

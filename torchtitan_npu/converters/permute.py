@@ -7,8 +7,7 @@ between ranks, its dispatch and combine use them too: :mod:`torchtitan_npu.distr
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.adapted_spec import AdaptedTrainSpec
-from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.converters.base import Converter, register, with_forward
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 
 
@@ -95,12 +95,6 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@functools.cache
-def permuting(cls: type[MoE]) -> type[MoE]:
-    """``cls``, which has TorchTitan's forward, with ours."""
-    return NpuMoE if cls is MoE else type(f"Npu{cls.__name__}", (NpuMoE, cls), {})
-
-
 @register
 class PermuteConverter(Converter):
     """Replaces every ``MoE``, and every subclass of it that has its forward."""
@@ -129,8 +123,14 @@ class PermuteConverter(Converter):
         ]
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        moe = retyped(module, permuting(cast(Any, type(module))))
-        moe.reorderer = retyped(moe.reorderer, NpuTokenReorderer)
+        moe = with_forward(module, NpuMoE)
+        reorderer = type(moe.reorderer)
+        if reorderer.forward is not TokenReorderer.forward:
+            raise UsageError(
+                f"model.converters: {self.name} takes the place of TorchTitan's TokenReorderer, and {fqn}.reorderer is "
+                f"a {reorderer.__name__} with a forward of its own; take {self.name} off the list"
+            )
+        moe.reorderer = with_forward(moe.reorderer, NpuTokenReorderer)
         return moe
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
