@@ -1,10 +1,11 @@
 """The balancing of experts by the right numbers of tokens, each token counted once.
 
 TorchTitan's optimizer compares the counts of each MoE layer's experts before its step. Two things it takes for granted
-do not hold for our layers:
+do not hold here:
 
 - TorchTitan's layers count again when a block is recomputed, and the optimizer halves the counts of checkpointed
-  blocks, rounded down. ``npu_permute``'s layers do not count again.
+  blocks, rounded down. The optimizers made here take the counts of ``npu_permute``'s layers as they are, and tell the
+  layers to count once. With an optimizer made elsewhere, of a train spec that is not adapted, they count again.
 - TorchTitan's layers count the same tokens on every tensor-parallel rank, and the optimizer adds up the others' only.
   Where the ranks route tokens of their own (distributed/moe_tensor_parallel.py), theirs are added up here.
 """
@@ -31,8 +32,10 @@ def counting_once(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
 
     def build(model_parts: list[nn.Module], *args: Any, **kwargs: Any) -> OptimizersContainer:
         layers = [module for part in model_parts for module in part.modules() if isinstance(module, MoE)]
+        ours = [moe for moe in layers if isinstance(moe, NpuMoE)]
+        for moe in ours:
+            moe.counts_again = False
         # TorchTitan knows a checkpointed block by this (components/optimizer.py, _is_recomputation_enabled)
-        ours = any(isinstance(moe, NpuMoE) for moe in layers)
         replacements = {CheckpointImpl: SimpleNamespace(NO_REENTRANT=object())} if ours else {}
         optimizers = rebound(build_optimizers, replacements)(model_parts, *args, **kwargs)
         _add_up_first(optimizers, [moe for moe in layers if hasattr(moe, "counts_mesh")])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config.job_config import ActivationCheckpoint, Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -167,8 +168,12 @@ class ByTorch(nn.Module):
 
 @pytest.mark.parametrize("wrap", [ByTorch, full_ac])
 def test_checkpointing_counts_tokens_once(wrap: Any) -> None:
+    """Where the optimizer is an adapted train spec's; with another, twice as upstream."""
     plain, x = build_moe(top_k=2), tokens(2, 7)
     converted = convert(copy.deepcopy(plain), *BOTH)
+    twice = copy.deepcopy(converted)
+    build_optimizers = get_train_spec("qwen3").build_optimizers_fn
+    build_optimizers([converted], Optimizer(implementation="for-loop"), ParallelDims(**LAYOUT))
     expected = call(converted, x)
     counts = converted[0].tokens_per_expert.clone()
     assert counts.sum() == 2 * 14
@@ -177,8 +182,9 @@ def test_checkpointing_counts_tokens_once(wrap: Any) -> None:
     assert torch.equal(converted[0].tokens_per_expert, counts)
     assert len(actual) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(actual.values(), expected.values(), strict=True))
-    call(wrap(plain), x)
-    assert torch.equal(plain[0].tokens_per_expert, 2 * counts)  # what upstream does
+    for model in (plain, twice):
+        call(wrap(model), x)
+        assert torch.equal(model[0].tokens_per_expert, 2 * counts)
 
 
 def test_counts_add_up_over_batches_and_without_gradients() -> None:
@@ -218,8 +224,12 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("converters", [(), BOTH], ids=["plain", "converted"])
-def test_experts_are_balanced_as_without_checkpointing(converters: tuple[str, ...], mode: str) -> None:
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapted", "upstream"])
+def test_experts_are_balanced_as_without_checkpointing(adapted: bool, converters: tuple[str, ...], mode: str) -> None:
     """TorchTitan's optimizer halves what checkpointed layers have counted, for its own count twice."""
+    build_optimizers = build_optimizers_with_moe_load_balancing
+    if adapted:
+        build_optimizers = get_train_spec("deepseek_v3").build_optimizers_fn
     dims = ParallelDims(**LAYOUT)
     dims.get_optional_mesh = lambda name: None  # one process, with no group
     biases = []
@@ -228,7 +238,6 @@ def test_experts_are_balanced_as_without_checkpointing(converters: tuple[str, ..
         if chosen != "none":
             config = ActivationCheckpoint(mode=chosen, selective_ac_option="op")
             apply_ac(model, config, op_sac_save_list=_op_sac_save_list)
-        build_optimizers = get_train_spec("deepseek_v3").build_optimizers_fn
         optimizers = build_optimizers([model], Optimizer(implementation="for-loop"), dims)
         call(model, tokens(2, 8))  # 4 tokens an expert in the mean: one with 4 or 5 of them would be misjudged by half
         optimizers.step()

@@ -38,6 +38,10 @@ class NpuTokenReorderer(TokenReorderer):
 class NpuMoE(MoE):
     """TorchTitan's ``MoE`` on ``npu_moe_token_permute`` and ``npu_moe_token_unpermute``."""
 
+    counts_again = True
+    """Whether a forward that is repeated for the backward pass counts too, as TorchTitan's optimizer expects. One that
+    takes the counts as they are says otherwise: :mod:`torchtitan_npu.expert_counts`."""
+
     def extra_repr(self) -> str:
         return f"top_k={self.router.top_k}, permutation=npu_moe_token_permute"
 
@@ -48,7 +52,7 @@ class NpuMoE(MoE):
 
         # (tokens, top_k), (tokens, top_k), (num_experts)
         top_scores, experts, tokens_per_expert = self.router(x, self.expert_bias)
-        if not _recomputing():
+        if self.counts_again or not _recomputing():
             with torch.no_grad():
                 self.tokens_per_expert.add_(tokens_per_expert)
 
