@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -395,3 +397,35 @@ def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
         CONVERTERS["npu_permute"](config, ParallelDims(**LAYOUT)).convert(model)
     assert str(error.value) == refusal
     assert type(model[0]) is MoE
+
+
+TOKENS = 2**23  # whose pairs with two experts are more by two than an NPU sorts
+ALL_PAIRS = "the number of indices is 16777216, and an NPU takes 0 to 16777214"
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [
+        ({}, True),
+        ({"tp": 2}, True),
+        ({"dp_shard": 2, "ep": 2}, True),
+        ({"tp": 2, "dp_shard": 2, "ep": 2, "etp": 2}, True),
+        ({"tp": 2, "ep": 2}, False),
+        ({"cp": 2}, False),
+        ({"pp": 2}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_limits_are_of_a_rank_s_tokens(section: str, layout: dict[str, int], refused: bool) -> None:
+    """All of a batch's where tensor parallel gathers them; else its share of sequences, or one microbatch."""
+    config = job()
+    config.npu = type("Npu", (), {"strict_limits": True})
+    config.model.name = "deepseek_v3"
+    config.training.local_batch_size = config.validation.local_batch_size = 8
+    config.validation.enable = section == "validation"
+    getattr(config, section).seq_len = TOKENS // 8
+    ranks = math.prod(degree for name, degree in layout.items() if name not in ("ep", "etp"))
+    converter = CONVERTERS["npu_permute"](config, ParallelDims(**LAYOUT | layout | {"world_size": ranks}))
+    with pytest.raises(UsageError, match=ALL_PAIRS) if refused else nullcontext():
+        converter.convert(build_moe(top_k=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -335,3 +336,15 @@ def test_limits_are_of_a_rank_s_share(layout: dict[str, int]) -> None:
     case = Case(32, 2, 32, **layout)
     case.convert(strict=True)
     assert type(case.model.layers["0"].attention).__name__ == "NpuAttention"
+
+
+@pytest.mark.parametrize(("layout", "batches"), [({}, (8, 32)), ({"pp": 2}, (8, 256))], ids=str)
+def test_limits_are_of_validation_too(layout: dict[str, int], batches: tuple[int, int]) -> None:
+    """A pipeline cuts its batches into as many microbatches as those of training: here eight."""
+    case = Case(32, 2, batches[0], **layout)
+    case.config.validation.local_batch_size = batches[1]
+    case.convert(strict=True)  # for there is none
+    case = Case(32, 2, batches[0], **layout)
+    case.config.validation.enable, case.config.validation.local_batch_size = True, batches[1]
+    with pytest.raises(UsageError, match=re.escape(BATCH_HEADS)):
+        case.convert(strict=True)

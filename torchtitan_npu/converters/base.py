@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch.distributed as dist
 from torch import nn
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Training, Validation
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
@@ -57,6 +58,18 @@ class Converter(ABC):
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         """What an NPU's kernels would refuse of this target (see :meth:`torchtitan_npu.ops.Op.refusals`)."""
         return []
+
+    def batches(self) -> list[tuple[int, int]]:
+        """What a layer may get at once on a rank, in training and if enabled validation: sequences, tokens of each."""
+        config, dims = self.job_config, self.parallel_dims
+        sections: list[Training | Validation] = [config.training]
+        if config.validation.enable:
+            sections.append(config.validation)
+        microbatches = 1  # a pipeline cuts a batch of validation into as many as one of training
+        if dims.pp_enabled:
+            size = config.parallelism.pipeline_parallel_microbatch_size
+            microbatches = max(1, config.training.local_batch_size // size)
+        return [(section.local_batch_size // microbatches, section.seq_len // dims.cp) for section in sections]
 
     def objection(self) -> str | None:
         """Why this job cannot have the converter, whatever the model; ``None`` if it can."""

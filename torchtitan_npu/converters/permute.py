@@ -138,8 +138,13 @@ class PermuteConverter(Converter):
         return moe
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+        """Of a rank's own tokens. How many expert parallel brings to it, their routing decides step by step."""
         router = cast(MoE, module).router
         gate = cast(nn.Linear, router.gate).weight
-        tokens = torch.empty(1, gate.shape[1], dtype=gate.dtype, device="meta")
-        experts = torch.empty(1, router.top_k, dtype=torch.int32, device="meta")
+        rows = max(sequences * length for sequences, length in self.batches())
+        dims = self.parallel_dims
+        if dims.ep_enabled and not dims.etp_enabled:  # each tensor-parallel rank routes a share
+            rows //= dims.tp
+        tokens = torch.empty(rows, gate.shape[1], dtype=gate.dtype, device="meta")
+        experts = torch.empty(rows, router.top_k, dtype=torch.int32, device="meta")
         return OPS["npu_moe_token_permute"].refusals(tokens=tokens, indices=experts)

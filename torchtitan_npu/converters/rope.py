@@ -80,9 +80,7 @@ class RoPEConverter(Converter):
         dim = getattr(module, "qk_rope_head_dim", None) or getattr(module, "head_dim", None)
         if heads is None or dim is None:
             return []  # a user's attention with names of its own: its sizes show in the first forward
-        batch = self.job_config.training.local_batch_size
-        if self.parallel_dims.pp_enabled:
-            batch = self.job_config.parallelism.pipeline_parallel_microbatch_size
+        batch = max(sequences for sequences, _ in self.batches())
         x = torch.empty(batch, 3, heads // self.parallel_dims.tp, dim, device="meta")
         table = x.new_empty(1, 3, 1, dim)
         modes = sorted(pairing.rotary_mode for pairing in pairings_of(module))
