@@ -15,19 +15,20 @@ START, END = "<!-- made by tools/converter_table.py -->\n", "<!-- end -->\n"
 
 def table() -> str:
     """A row a model, a column a converter; in each cell what is replaced, and how often in the model's debug flavor."""
-    from torchtitan_npu.converters import CONVERTERS
-    from torchtitan_npu.train_specs import ADAPTED_MODELS
+    from torchtitan.models import _supported_models
 
-    rows = {name: job(name) for name in ADAPTED_MODELS}
-    rows["deepseek_v32"] = job("deepseek_v32")
-    rows["qwen3_vl"] = job("qwen3_vl")
+    from torchtitan_npu.converters import CONVERTERS
+
+    rows = {name: job(name) for name in (*_supported_models, "deepseek_v32", "qwen3_vl")}
+    rows["flux"] = job("flux", "flux-debug")
     rows["qwen3_vl, MoE"] = job("qwen3_vl", "debugmodel_moe")
     rows["qwen3, MoE"] = job("qwen3", "debugmodel_moe")
     rows["deepseek_v3, DeepEP"] = job("deepseek_v3", backend="deepep")
     names = sorted(CONVERTERS)
     lines = [f"| model | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---|' * len(names)}"]
     for title, config in sorted(rows.items()):
-        lines.append(f"| {title} | {' | '.join(cell(CONVERTERS[name](config, None), config) for name in names)} |")
+        model = built(config)
+        lines.append(f"| {title} | {' | '.join(cell(name, config, model) for name in names)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -41,16 +42,50 @@ def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> An
     return config
 
 
-def cell(converter: Any, config: Any) -> str:
-    """``"6 `Attention`"``, or why nothing is converted."""
+def built(config: Any) -> Any:
+    """The job's model on the meta device."""
     from torchtitan_npu.preflight import build_on_meta
 
-    if objection := converter.objection():
-        return f"refused: {objection}"
     config = copy.deepcopy(config)
     config.parallelism.expert_parallel_comm_backend = "standard"  # DeepEP's model needs its package to be built
-    counts = Counter(type(module).__name__ for _, module in converter.targets(build_on_meta(config)))
-    return ", ".join(f"{n} `{name}`" for name, n in counts.items()) or f"not applicable: no {converter.looks_for}"
+    return build_on_meta(config)
+
+
+def cell(name: str, config: Any, model: Any) -> str:
+    """``"6 `Attention`"``, or why nothing is converted; where a converter wants others beside it, both."""
+    from torchtitan_npu.converters import CONVERTERS
+    from torchtitan_npu.errors import UsageError
+
+    applicable = [other for other in sorted(CONVERTERS) if converter(other, [], config).targets(model)]
+    if name not in applicable:
+        return f"not applicable: no {CONVERTERS[name].looks_for}"
+    try:
+        return replaced(name, [name], config, model)
+    except UsageError as error:
+        refusal = str(error).removeprefix("model.converters: ")
+    try:
+        return f"{replaced(name, applicable, config, model)}, listed with the others; alone refused: {refusal}"
+    except UsageError:
+        return f"refused: {refusal}"
+
+
+def replaced(name: str, listed: list[str], config: Any, model: Any) -> str:
+    """What the converter ``name`` finds in ``model``, in a job that lists these converters."""
+    one = converter(name, listed, config)
+    one.check_job()
+    counts = Counter(type(module).__name__ for _, module in one.found_targets(model))
+    return ", ".join(f"{n} `{kind}`" for kind, n in counts.items())
+
+
+def converter(name: str, listed: list[str], config: Any) -> Any:
+    """The converter ``name`` of the job on one rank."""
+    from torchtitan_npu.converters import CONVERTERS
+    from torchtitan_npu.distributed.parallel_dims import ParallelDims
+
+    config = copy.deepcopy(config)
+    config.model.converters = listed
+    one_rank = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    return CONVERTERS[name](config, one_rank)
 
 
 def main() -> None:
