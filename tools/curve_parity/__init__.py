@@ -1,1 +1,2 @@
-"""What tools/parity.py is made of: ``training`` runs a debug model, ``converters`` and ``layouts`` make tables."""
+"""What tools/parity.py is made of: ``training`` runs a debug model, ``converters`` and ``layouts`` make tables,
+``goals`` judges them."""

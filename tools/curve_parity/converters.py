@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
+from .goals import NUDGED
 from .training import Curve, add_flavor, apart, converters_for, job_config, train
-
-NUDGED = "none, weights off by one in the last place"
 
 
 def compare_converters(name: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def compare_converters(name: str, args: argparse.Namespace, console: Console) ->
         row["gradient norm"] = apart(curves[0].norms, eager[0].norms)
         console.print(f"{name}: {what}, {row['loss']:.1e}")
         if exact:
-            ours, theirs = (sorted(apart(curve.losses, exact.losses) for curve in some) for some in (curves, eager))
+            ours, theirs = (from_float32(some, exact) for some in (curves, eager))
             row |= {"from float32, median": median(ours), "farthest": ours[-1]}
             row |= {"eager, median": median(theirs), "eager, farthest": theirs[-1]}
             row["no farther"] = f"{sum(distance <= theirs[-1] for distance in ours)} of {len(ours)}"
@@ -40,6 +40,11 @@ def compare_converters(name: str, args: argparse.Namespace, console: Console) ->
                 console.print(f"  from float32, {whose}: " + " ".join(f"{distance:.1e}" for distance in distances))
         rows.append(row)
     return rows
+
+
+def from_float32(curves: list[Curve], exact: Curve) -> list[float]:
+    """The losses' distances from those in float32, nearest first; what is not a number is farthest."""
+    return sorted((apart(curve.losses, exact.losses) for curve in curves), key=lambda far: (math.isnan(far), far))
 
 
 def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace, nudge: int = 0) -> Curve:

@@ -52,8 +52,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2·FSDP2·CP2·EP4": {PP: 2, SHARD: 2, CP: 2, EP: 4},
 }
 """By name: keys of ``[parallelism]``. Experts are spread over ranks that the other degrees count."""
-GOALS = {"loss": 1e-5, "gradient norm": 1e-4}
-"""For the norm in float64: what is reported is rounded by as much on a CPU, see :class:`Curve`."""
 
 
 def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -81,17 +79,6 @@ def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> li
         else:
             rows.append(row)
     return rows
-
-
-def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What in ``rows`` is farther from one rank than it should be."""
-    return [
-        f"{row['model']}, {row['layout']}: {what} {value:.1e} is above {goal:g}"
-        for row in rows
-        for what, value in row.items()
-        for metric, goal in GOALS.items()
-        if what.startswith(metric) and not value <= goal
-    ]
 
 
 def ranks_of(layout: str) -> int:
