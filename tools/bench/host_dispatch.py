@@ -8,7 +8,7 @@ of two tensor-parallel ranks as in training; the other rank is not there, and co
 with the converters npu_rms_norm, npu_rope and npu_dsa, and those of experts, as models are trained; on a CPU their
 operators are launched but do nothing. ``bypassed`` is ``npu.bypass_codegen``; ``inductor`` generates kernels; ``lite``
 is Inductor's own way not to, where torch has it, and ``lite_cpp`` that with its wrapper written in C++, which g++
-compiles for half a minute a region.
+compiles.
 """
 
 from __future__ import annotations
