@@ -14,6 +14,7 @@ from test_moe_permute import any_strides, places_of, routes
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.triton import moe_permute as kernels
 
 
 def run(name: str, reference: bool = False, **arguments: Any) -> Any:
@@ -94,10 +95,22 @@ def test_agrees_with_the_reference_in_float64(device: str, route: tuple[Any, ...
 
 
 @pytest.mark.parametrize(("top_k", "hidden"), [(8, 1100), (11, 8200)])
-def test_many_choices_and_wide_rows(device: str, top_k: int, hidden: int) -> None:
-    """As many choices as a turn of the loop adds up, and a number that is no multiple of it; rows of several blocks."""
+def test_many_choices_and_wide_rows(device: str, top_k: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many choices as a turn of the loop adds up, and a number that is no multiple of it; rows of several blocks;
+    and more slots than a program finds the places of."""
+    monkeypatch.setattr(kernels, "SLOTS", 4)
     torch.manual_seed(0)
     check(device, torch.rand(2, 16).topk(top_k).indices, hidden, None, dtype_on(device, torch.bfloat16), torch.float32)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(3, 2, 0), (0, 2, 5), (3, 0, 5)])
+def test_nothing_to_copy(device: str, tokens: int, top_k: int, hidden: int) -> None:
+    """No features, no tokens, no choices. Deterministic, torch fills memory that nothing was written to with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(device, torch.zeros(tokens, top_k, dtype=torch.int64), hidden, None, torch.float16, torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_without_probs(device: str) -> None:

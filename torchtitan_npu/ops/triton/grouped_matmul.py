@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from torchtitan_npu.ops.triton.launch import multiprocessors, power_of_2
 
 CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
-"""The best of those tried on an H200 (tools/bench/kernel_sweep.py)."""
+"""Chosen on an H200; tools/bench/kernel_sweep.py times others."""
 SMALL_CONFIG = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "FLATTEN": True, "num_warps": 4, "num_stages": 2}
 """For the interpreter: several tiles in every direction of a small matrix."""
 
@@ -30,7 +30,7 @@ def npu_grouped_matmul(
     x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_type: int, group_list_type: int, **_: Any
 ) -> list[Tensor]:
     (tokens,), (matrices,) = x, weight
-    if not tokens.numel():  # neither kernel takes it
+    if not tokens.numel() or not matrices.numel():  # neither kernel takes it
         groups = [] if group_type == 0 else [len(group_list)]
         return [tokens.new_zeros(*groups, tokens.shape[0], matrices.shape[-1])]
     ends, adds_up = ends_of(group_list, group_list_type == 0, tokens.shape[0 if group_type == 0 else 1])
@@ -44,8 +44,9 @@ def npu_grouped_matmul(
 def npu_grouped_matmul_add_(
     input: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, group_list_type: int, **_: Any
 ) -> Tensor:
-    groups = group_list.contiguous()
-    return sums_product(x.t(), weight, groups, out=input, cumulative=group_list_type == 0) if x.numel() else input
+    if x.numel() and weight.numel():
+        sums_product(x.t(), weight, group_list.contiguous(), out=input, cumulative=group_list_type == 0)
+    return input
 
 
 def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, Tensor]:
@@ -59,8 +60,9 @@ def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, 
 
 
 def prefers_torch(x: Tensor, group_type: int) -> bool:
-    """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features, which
-    ours is faster at in most runs (by up to 6 % on an H200, 7168 of them; tools/bench/basic_kernels.py).
+    """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features. At
+    7168 of them on an H200, ours took 1.6 % longer with 8 experts and 4 % less with 64 (docs/benchmarks/ops.json, the
+    peers of the forward product).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
     unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439).

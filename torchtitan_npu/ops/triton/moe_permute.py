@@ -16,6 +16,9 @@ from torch import Tensor
 
 from torchtitan_npu.ops.triton.launch import blocks_in, in_strides_of, power_of_2
 
+SLOTS = 1024
+"""How many slots a program finds the places of."""
+
 
 def gather_config(width: int) -> dict[str, int]:
     """A program adds up ``BLOCK`` columns of a token, 16 bytes a thread; blocks that fill rows of 7168 exactly."""
@@ -38,7 +41,7 @@ def npu_moe_token_permute(
     permuted = tokens.new_empty(len(range(slots)[: num_out_tokens or None]), tokens.shape[1])
     if not slots:
         return permuted, sorted_indices
-    _invert[(blocks_in(slots, 1024),)](order, sorted_indices, slots, BLOCK=1024)
+    _invert[(blocks_in(slots, SLOTS),)](order, sorted_indices, slots, BLOCK=SLOTS)
     _scatter_rows(tokens, sorted_indices, permuted, slots // tokens.shape[0])
     return permuted, sorted_indices
 
@@ -131,6 +134,8 @@ def _scatter_rows(
 ) -> None:
     """Copy each token to the rows of its slots in ``out``; with ``probs``, weighted, and multiply it with ``rows``."""
     if not tokens.numel():
+        if grad_probs is not None:
+            grad_probs.zero_()  # a product of no features
         return
     given = [(out if one is None else one).contiguous() for one in (probs, rows, grad_probs)]
     _scatter[(tokens.shape[0],)](

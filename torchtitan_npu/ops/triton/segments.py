@@ -10,6 +10,8 @@ from torch import Tensor
 from torchtitan_npu.ops.triton.launch import blocks_in, power_of_2
 from torchtitan_npu.ops.triton.rows import Rows, keys_at
 
+PLACES = 1024
+"""How many places of selections a program looks up."""
 AT_ONCE = 8
 """How many rows' gifts to a key are on their way from memory at once; each is added to a sum of its own."""
 
@@ -29,11 +31,11 @@ def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys
     key_heads, top_k = sparse_indices.shape[-2:]
     places = count * key_heads * top_k
     slots = torch.empty(places, dtype=torch.int32, device=sparse_indices.device)
-    _slots[(blocks_in(places, 1024),)](
+    _slots[(blocks_in(places, PLACES),)](
         *(sparse_indices.contiguous(), rows.first, rows.visible, slots, start, places, keys),
         KEY_HEADS=key_heads,
         TOP_K=top_k,
-        BLOCK=1024,
+        BLOCK=PLACES,
     )
     sorted_slots, order = slots.sort(stable=True)
     of_keys = torch.arange(keys, dtype=torch.int32, device=slots.device)

@@ -30,7 +30,7 @@ from torchtitan_npu.ops.triton.sparse_flash_attention import (
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
 QUERIES = {"BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 5}
 KEYS = {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 1}
-"""How the three kernels are compiled: the best of those tried on an H200. Blocks of QUERIES divide those of SCORES."""
+"""How the three kernels are compiled, chosen on an H200. Blocks of QUERIES divide those of SCORES."""
 
 
 def npu_sparse_flash_attention_grad(
