@@ -13,17 +13,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
-from torchtitan.tools.logging import logger
 
 from torchtitan_npu import platform
 from torchtitan_npu.config import npu_options
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
 
 CONVERTERS: dict[str, type[Converter]] = {}
 """This package's converters, by name."""
@@ -199,9 +198,3 @@ def _ranges(numbers: list[int]) -> str:
     ends = sorted(n for n in numbers if n + 1 not in numbers)
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
-def log_on_first_rank(message: str) -> None:
-    """What all ranks would say alike."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info(message)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchtitan_npu.converters.base import Converter, log_on_first_rank, register, retyped, summary
+from torchtitan_npu.converters.base import Converter, register, retyped, summary
 from torchtitan_npu.converters.rotary_modules import (
     looks_up,
     pairings_of,
@@ -25,6 +25,7 @@ from torchtitan_npu.converters.rotary_modules import (
 )
 from torchtitan_npu.converters.rotary_tables import HALF, ForwardTables, PackedBuffer
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.rotary.mrope import MRoPERotation
 

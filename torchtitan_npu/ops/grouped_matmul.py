@@ -5,7 +5,9 @@ It has no autograd in torch_npu: training goes through :mod:`torchtitan_npu.ops.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops.reference import grouped_matmul as reference
 from torchtitan_npu.ops.sharding import Way
 from torchtitan_npu.ops.triton import kernel
@@ -167,6 +170,17 @@ def is_tiled(*matrices: Tensor) -> bool:
     )
 
 
+@cache
+def warn_of_waiting(op: str, features: tuple[int, int], dtype: torch.dtype) -> None:
+    """Say once that the product of these ``features`` is a loop over the groups, and what would have a kernel."""
+    log_on_first_rank(
+        f"{op} with {features[0]} and {features[1]} features in {dtype}: no kernel of the GPU takes it, so the host "
+        "waits for the groups' sizes in every call and multiplies them one by one. Kernels take contiguous bfloat16 or "
+        'float16 without a bias, and sizes that are multiples of 64; docs/performance.md, "What runs where", says more',
+        logging.WARNING,
+    )
+
+
 fused = kernel("grouped_matmul", "npu_grouped_matmul", reference.npu_grouped_matmul)
 
 
@@ -176,13 +190,16 @@ def cuda(
     """The kernels for tensor cores; the reference, which waits for the groups' sizes, for what they do not take:
     float32, a bias, lists of products, sizes and strides that are no multiples of 16 bytes."""
     arguments = {"x": x, "weight": weight, "bias": bias, "group_type": group_type, **others}
+    if group_type == -1:
+        return reference.npu_grouped_matmul(**arguments)
     rows, matrices = x[0].t() if group_type == 2 else x[0], weight[0]
+    # the last tile of a group's matrix would hold rows of the next one; TorchTitan's lie transposed
+    spills = group_type == 0 and matrices.is_contiguous() and rows.shape[1] % 64
     if group_type == 0 and not matrices.is_contiguous():
         matrices = matrices.mT
-    elif group_type == 0 and rows.shape[1] % 64:
-        # the last tile of a group's matrix would hold rows of the next one; TorchTitan's lie transposed
-        return reference.npu_grouped_matmul(**arguments)
-    if group_type == -1 or bias or not is_tiled(rows, matrices):
+    if bias or spills or not is_tiled(rows, matrices):
+        if rows.dtype != torch.float64:
+            warn_of_waiting("npu_grouped_matmul", (rows.shape[1], weight[0].shape[-1]), rows.dtype)
         return reference.npu_grouped_matmul(**arguments)
     return fused(**arguments)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from torchtitan_npu.ops.grouped_matmul import INNER_LIMIT, MAX_GROUPS, group_list_contract, is_tiled
+from torchtitan_npu.ops.grouped_matmul import INNER_LIMIT, MAX_GROUPS, group_list_contract, is_tiled, warn_of_waiting
 from torchtitan_npu.ops.reference import grouped_matmul as reference
 from torchtitan_npu.ops.sharding import Way
 from torchtitan_npu.ops.triton import kernel
@@ -57,9 +57,11 @@ fused = kernel("grouped_matmul", "npu_grouped_matmul_add_", reference.npu_groupe
 
 def cuda(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:
     """The kernel for tensor cores; the reference, which waits for the groups' sizes, where that takes no tiles."""
-    fits = is_tiled(x, weight) and input.is_contiguous()
-    chosen = fused if fits else reference.npu_grouped_matmul_add_
-    return chosen(input=input, x=x, weight=weight, **others)
+    if is_tiled(x, weight) and input.is_contiguous():
+        return fused(input=input, x=x, weight=weight, **others)
+    if x.dtype != torch.float64:
+        warn_of_waiting("npu_grouped_matmul_add_", (x.shape[1], weight.shape[1]), x.dtype)
+    return reference.npu_grouped_matmul_add_(input=input, x=x, weight=weight, **others)
 
 
 declare(

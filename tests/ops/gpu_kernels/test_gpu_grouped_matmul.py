@@ -10,6 +10,7 @@ from test_grouped_matmul import Problem, by_rows, by_summed_dimension, group_lis
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.grouped_matmul import warn_of_waiting
 from torchtitan_npu.ops.triton import grouped_matmul as kernels
 
 COUNTS = [[5, 0, 33, 16, 1], [0, 0, 20], [7], [0, 0, 0], [16, 16]]
@@ -84,11 +85,64 @@ def test_both_kernels(device: str, counts: list[int]) -> None:
         agrees(product.__name__, dweight, *by_summed_dimension(case[0], case[2], counts))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_tiles_in_every_direction(device: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one tile of rows, of columns and of what is summed, with the tiles of a GPU and of the interpreter;
+    and several to a program. Of a transposed weight the last one summed is not full."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 3)
+    config = kernels.CONFIG if device == "cuda" else kernels.SMALL_CONFIG
+    rows, columns, summed = (int(config[name]) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    counts = [rows + 5, 0, 2 * summed + 3]
+    k = 2 * summed + (8 if layout == "transposed" else 0)
+    case = problem(counts, k, columns + 8, dtype_on(device, torch.bfloat16))
+    x, weight, dy = (tensor.to(device) for tensor in case[:3])
+    weight = weight.mT.contiguous().mT if layout == "transposed" else weight
+    ends = group_list(counts, 0).int().to(device)
+    agrees("y", kernels.rows_product(x, weight, ends), *by_rows(case[0], case[1], counts))
+    agrees("dweight", kernels.sums_product(dy.t(), x, ends).mT, *by_summed_dimension(case[0], case[2], counts))
+    total = torch.zeros(len(counts), k, columns + 8, device=device)
+    kernels.sums_product(x.t(), dy, ends, out=total)
+    agrees("sum", total, *by_summed_dimension(case[0], case[2], counts))
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(0, 64, 8), (4, 0, 8), (4, 64, 0)])
+def test_nothing_to_multiply(device: str, rows: int, k: int, n: int) -> None:
+    """No rows, nothing to sum, no columns: the shapes of the reference, and its zeros."""
+    x, weight, dy = (tensor.to(device) for tensor in problem([rows, 0], k, n, torch.float16)[:3])
+    groups = {"group_list": group_list([rows, 0], 1).to(device), "group_list_type": 1}
+    op = OPS["npu_grouped_matmul"]
+    for group_type, left, right in ((0, x, weight), (0, x, weight.mT.contiguous().mT), (2, x.t(), dy), (2, dy.t(), x)):
+        call = {"x": [left], "weight": [right], "bias": None, "group_type": group_type, **groups}
+        (got,), (expected,) = op.cuda(**call), op.reference(**call)
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+    before = torch.randn(2, k, n, device=device)
+    after = OPS["npu_grouped_matmul_add_"].cuda(input=before.clone(), x=x, weight=dy, **groups)
+    assert torch.equal(after, before)
+
+
 @pytest.mark.parametrize(
-    "case", [problem([2, 3], 7, 5, torch.float16), problem([2, 3], 64, 8, torch.float32)], ids=["odd sizes", "float32"]
+    ("case", "sums_too"),
+    [
+        (problem([2, 3], 7, 5, torch.float16), True),
+        (problem([2, 3], 72, 8, torch.float16), False),
+        (problem([2, 3], 64, 8, torch.float32), True),
+    ],
+    ids=["odd sizes", "tiles that hold two groups", "float32"],
 )
-def test_what_has_no_tiles_goes_to_the_reference(device: str, case: Problem) -> None:
-    x, weight = (tensor.to(device) for tensor in case[:2])
+def test_what_has_no_tiles_goes_to_the_reference(
+    device: str, case: Problem, sums_too: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which waits for the device, and says so once, however many rows there are."""
+    warn_of_waiting.cache_clear()
+    x, weight, dy = (tensor.to(device) for tensor in case[:3])
     groups = {"group_list": group_list(case[3], 1).to(device), "group_list_type": 1}
     (y,) = OPS["npu_grouped_matmul"].cuda(x=[x], weight=[weight], bias=None, group_type=0, **groups)
     agrees("y", y, *by_rows(case[0], case[1], case[3]))
+    none = {"group_list": torch.zeros_like(groups["group_list"]), "group_list_type": 1}
+    OPS["npu_grouped_matmul"].cuda(x=[x[:0]], weight=[weight], bias=None, group_type=0, **none)
+    total = torch.zeros(weight.shape, device=device)
+    OPS["npu_grouped_matmul_add_"].cuda(input=total, x=x, weight=dy, **groups)
+    agrees("sum", total, *by_summed_dimension(case[0], case[2], case[3]))
+    features = f"{weight.shape[1]} and {weight.shape[2]} features in {x.dtype}"
+    names = ["npu_grouped_matmul", "npu_grouped_matmul_add_"] if sums_too else ["npu_grouped_matmul"]
+    assert [message.partition(":")[0] for message in caplog.messages] == [f"{name} with {features}" for name in names]
