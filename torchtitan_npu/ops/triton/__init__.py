@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_npu.errors import UsageError
+
 
 def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The function ``name`` of ``ops/triton/module.py``, imported when it is first called.
@@ -23,9 +25,22 @@ def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..
         for value in arguments.values():
             if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
                 return reference(**arguments)
-        return _imported(module, name)(**arguments)
+        try:
+            return _imported(module, name)(**arguments)
+        except _out_of_resources() as lack:
+            raise UsageError(
+                f"{name}: its kernel does not fit this GPU ({lack.name}: {lack.required} needed, {lack.limit} there): "
+                "use one with 227 KiB of shared memory (docs/install.md), or leave out the converter that calls it"
+            ) from lack
 
     return run
+
+
+def _out_of_resources() -> type[Any]:
+    """What Triton raises of a kernel that it compiled and the GPU cannot hold. Python asks only once one was raised."""
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
 
 
 @cache

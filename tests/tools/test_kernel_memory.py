@@ -1,0 +1,30 @@
+"""The tool that says which kernels fit which GPU: it compiles for one without having it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_names_what_does_not_fit(tmp_path: Path) -> None:
+    """On an A100, the gradient of RMSNorm of 16384 features, which are two tensors of three rows on their way."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    printed = subprocess.run(
+        [sys.executable, ROOT / "tools/kernel_memory.py", "80", "--without-attention", "--norm-width", "16384"],
+        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout.splitlines()
+    assert printed[0] == "compute capability 8.0, 166912 bytes"
+    size, name, *refusal = printed[1].split()
+    assert name == "rms_norm._backward" and refusal == ["does", "not", "fit"]
+    assert 3 * 2 * 16384 * 2 <= int(size) < 232448
+    fitting = [line.split() for line in printed[2:]]
+    assert {"grouped_matmul._rows", "moe_permute._gather"} <= {line[1] for line in fitting}
+    assert all(len(line) == 2 for line in fitting)

@@ -1,0 +1,134 @@
+#!/usr/bin/env python
+"""How much shared memory each Triton kernel takes, at DeepSeek-V3.2's sizes in bfloat16, on GPUs of given compute
+capabilities. It compiles and launches nothing, so it needs no GPU.
+
+python tools/kernel_memory.py 80 89 90
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from torchtitan_npu.ops.triton import (
+    grouped_matmul,
+    lightning_indexer,
+    lightning_indexer_kl_loss,
+    moe_permute,
+    rms_norm,
+    rotary,
+    sparse_flash_attention,
+    sparse_flash_attention_grad,
+    swiglu,
+)
+
+HEADS, LATENT, ROPE, TOP_K = 128, 512, 64, 2048
+INDEX_HEADS, INDEX_SIZE = 64, 128
+HIDDEN, EXPERT_HIDDEN = 7168, 2048
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes that a program may take, from the CUDA programming guide's table of compute capabilities."""
+
+
+class Compiler:
+    """Stands where Triton's driver of a GPU stands, and for the launch of a kernel: compiles it for ``capability``."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+        self.shared: dict[str, int] = {}
+
+    def take_over(self) -> None:
+        driver.set_active(self)
+        JITFunction.run = lambda function, *args, **options: self.compile(function, *args, **options)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def compile(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled = launch(function, *args, grid=grid, warmup=True, **options)
+        name = f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
+        self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
+
+
+launch = JITFunction.run
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def call_attention() -> None:
+    query, key, query_rope, key_rope = (
+        zeros(1, 2, heads, size) for heads, size in ((HEADS, LATENT), (1, LATENT), (HEADS, ROPE), (1, ROPE))
+    )
+    indices = torch.zeros(1, 2, 1, TOP_K, dtype=torch.int32)
+    out, highest, total = sparse_flash_attention.npu_sparse_flash_attention(
+        query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
+    )
+    index = zeros(1, 2, INDEX_HEADS, INDEX_SIZE), zeros(1, 2, 1, INDEX_SIZE), zeros(1, 2, INDEX_HEADS)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        rest: tuple[Any, ...] = (0.1, query_rope, key_rope, None, None, "BSND", 3)
+        sparse_flash_attention_grad.npu_sparse_flash_attention_grad(
+            query, key, None, indices, out, out, highest, total, *rest
+        )
+        lightning_indexer_kl_loss.npu_sparse_lightning_indexer_grad_kl_loss(
+            query, key, *index, indices, highest, total, *rest
+        )
+    for keys in (4096, 131072):
+        index = zeros(1, 16, INDEX_HEADS, INDEX_SIZE), zeros(1, keys, 1, INDEX_SIZE), zeros(1, 16, INDEX_HEADS)
+        lightning_indexer.npu_lightning_indexer(*index, None, None, "BSND", TOP_K, 3, False)
+
+
+def call_others(norm_width: int) -> None:
+    x, gamma = zeros(256, norm_width), zeros(norm_width)
+    _, rstd = rms_norm.npu_rms_norm(x, gamma, 1e-6)
+    rms_norm.npu_rms_norm_backward(x, x, gamma, rstd)
+    x, angles = zeros(1, 8, HEADS, ROPE), zeros(1, 8, 1, ROPE)
+    for mode in ("half", "interleave"):
+        rotary.npu_rotary_mul(x, angles, angles, mode)
+        rotary.npu_rotary_mul_backward(x, x, angles, angles, mode)
+    swiglu.npu_swiglu(zeros(16, 2 * EXPERT_HIDDEN), -1)
+    swiglu.npu_swiglu_backward(zeros(16, EXPERT_HIDDEN), zeros(16, 2 * EXPERT_HIDDEN), -1)
+    tokens, probs = zeros(4, HIDDEN), zeros(4, 8)
+    permuted, places = moe_permute.npu_moe_token_permute(tokens, torch.zeros(4, 8, dtype=torch.int64), None)
+    moe_permute.npu_moe_token_unpermute(permuted, places, probs)
+    moe_permute.npu_moe_token_unpermute_grad_v2(tokens, places, 32, torch.bfloat16, probs, permuted)
+    ends, config = torch.tensor([128, 256], dtype=torch.int32), grouped_matmul.CONFIG
+    x, weight = zeros(256, HIDDEN), zeros(2, HIDDEN, EXPERT_HIDDEN)
+    for one in (weight, weight.mT.contiguous().mT):
+        grouped_matmul.rows_product(x, one, ends, config)
+    grouped_matmul.sums_product(x.t(), zeros(256, EXPERT_HIDDEN), ends, config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capabilities", type=int, nargs="+", choices=sorted(SHARED_MEMORY), metavar="CAPABILITY")
+    parser.add_argument("--norm-width", type=int, default=HIDDEN, help="features of RMSNorm")
+    parser.add_argument("--without-attention", action="store_true", help="what compiles in seconds")
+    options = parser.parse_args()
+    for capability in options.capabilities:
+        compiler = Compiler(capability)
+        compiler.take_over()
+        call_others(options.norm_width)
+        if not options.without_attention:
+            call_attention()
+        limit = SHARED_MEMORY[capability]
+        print(f"compute capability {capability / 10}, {limit} bytes")
+        for name, size in sorted(compiler.shared.items(), key=lambda item: -item[1]):
+            print(f"  {size:7} {name}{'  does not fit' if size > limit else ''}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
