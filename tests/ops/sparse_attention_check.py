@@ -33,6 +33,7 @@ def assert_agrees(
     rounds: bool = False,
     size: int = 4,
     rope: int = 2,
+    scale: float = 0.3,
 ) -> None:
     """``npu`` is the namespace of the op, ``heads`` those of the query and of the key, ``size`` and ``rope`` their
     features. ``rounds``: the kernel multiplies the softmax and its gradient in the inputs' dtype."""
@@ -49,7 +50,7 @@ def assert_agrees(
     lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
     lengths = {name: tensor.to(device) for name, tensor in lengths.items()}
     options = {"layout_query": docs.layout, "layout_kv": docs.layout, "sparse_mode": docs.sparse_mode}
-    out, maximum, total = attention(npu, inputs, docs.lay_out(indices, 0).to(device), **options, **lengths)
+    out, maximum, total = attention(npu, inputs, docs.lay_out(indices, 0).to(device), scale, **options, **lengths)
 
     statistics = (*inputs["query"].shape[:-3], key_heads, inputs["query"].shape[-3], query_heads // key_heads)
     assert out.dtype == docs.dtype and maximum.dtype == total.dtype == docs.compute
@@ -70,7 +71,7 @@ def assert_agrees(
             torch.cat([part[name], part[f"{name}_rope"]], -1) if with_rope else part[name] for name in ("query", "key")
         )
         v = part.get("value", part["key"])
-        oracle = Attention(q, k, dense_mask(indices[document], visible), 0.3, docs.u, rounded)
+        oracle = Attention(q, k, dense_mask(indices[document], visible), scale, docs.u, rounded)
         got, highest, sums, dy = (tensors[document] for tensors in by_row)
         value, budget = oracle.output(v)
         assert_within("out", got, value, budget + rounding_budget(value, docs.dtype))

@@ -4,19 +4,20 @@ import dataclasses
 
 import pytest
 import torch
+from kernel_checks import DEVICE, dtype_on
 
 from torchtitan_npu.ops import OPS, define
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return DEVICE
 
 
 @pytest.fixture(scope="session")
 def half(device: str) -> torch.dtype:
-    """The dtype to train in; the interpreter multiplies no matrices in bfloat16."""
-    return torch.bfloat16 if device == "cuda" else torch.float16
+    """The dtype to train in, or what stands for it."""
+    return dtype_on(device, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,31 @@
-"""What the tests of the kernels share: the half precision they can be tested in, and strides that mean something."""
+"""What the tests of the kernels share: where they run, in which dtypes, and whether strides are as they must be."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
+from hypothesis import strategies as st
+from sparse_oracle import Documents, documents
 from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtype_on(device: str, dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, but float16 for bfloat16 on the CPU: Triton's interpreter cuts float32 to it where a GPU rounds."""
+    """``dtype``, but float16 for bfloat16 on the CPU: Triton's interpreter cuts float32 to it where a GPU rounds,
+    and multiplies no matrices of it."""
     return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+def kernel_documents(causal: bool | None = None, uneven: bool = True) -> st.SearchStrategy[Documents]:
+    """``documents`` in the dtypes that kernels take here: float32 for float64, which goes to the reference."""
+
+    def in_kernel_dtype(docs: Documents) -> Documents:
+        dtype = torch.float32 if docs.dtype == torch.float64 else dtype_on(DEVICE, docs.dtype)
+        return dataclasses.replace(docs, dtype=dtype)
+
+    return documents(causal, uneven).map(in_kernel_dtype)
 
 
 def on(device: str, tensor: Tensor) -> Tensor:

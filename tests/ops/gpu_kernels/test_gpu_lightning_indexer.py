@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,17 +9,13 @@ import torch
 from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_oracle import ARRANGEMENTS, Documents, Scores, documents
+from kernel_checks import DEVICE, kernel_documents
+from sparse_oracle import ARRANGEMENTS, Documents, Scores
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS
 
 INDEXER: Any = OPS["npu_lightning_indexer"]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INSTEAD = {torch.float64: torch.float32}
-"""What is tested for a dtype that goes to the reference; and Triton's interpreter does not multiply bfloat16."""
-if DEVICE == "cpu":
-    INSTEAD[torch.bfloat16] = torch.float16
 LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
@@ -67,7 +62,7 @@ def check(docs: Documents, parts: list[list[Tensor]], top_k: int) -> None:
 
 @settings(max_examples=8, deadline=None)
 @given(
-    documents().map(lambda docs: dataclasses.replace(docs, dtype=INSTEAD.get(docs.dtype, docs.dtype))),
+    kernel_documents(),
     st.sampled_from([(1, 1), (4, 1), (6, 2)]),
     st.sampled_from([1, 3, 9]),
     st.booleans(),
@@ -90,9 +85,8 @@ def test_pieces_do_not_matter(layout: str, monkeypatch: pytest.MonkeyPatch) -> N
     check(docs, parts_of(docs, (2, 1), 20), 5)
 
 
-def test_the_sizes_of_the_model() -> None:
-    dtype = INSTEAD.get(torch.bfloat16, torch.bfloat16)
-    docs = Documents("BSND", [(3, 133)] * 2, True, dtype, torch.Generator().manual_seed(0))
+def test_the_sizes_of_the_model(half: torch.dtype) -> None:
+    docs = Documents("BSND", [(3, 133)] * 2, True, half, torch.Generator().manual_seed(0))
     check(docs, parts_of(docs, (64, 1), 128), 64)
 
 

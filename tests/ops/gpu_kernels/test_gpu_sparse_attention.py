@@ -66,11 +66,30 @@ def test_agrees_with_the_oracle(gpu: Any, device: str, half: torch.dtype, case: 
 def test_pieces_do_not_matter(
     gpu: Any, device: str, half: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As large as they are for a job, but that more rows give to a key than are added at once; and a rope with more
-    features than the rest."""
+    """As large as they are for a job, but that more rows give to a key than are added at once, and select more than a
+    program looks up; and a rope with more features than the rest."""
     monkeypatch.setattr(segments, "AT_ONCE", 2)
+    monkeypatch.setattr(segments, "PLACES", 16)
     docs = documents("BSND", [(3, 9)] * 2, True, half, "contiguous")
     assert_agrees(gpu, docs, (4, 1), 5, True, False, device, rounds=True, size=3, rope=20)
+
+
+@pytest.mark.parametrize(("heads", "size", "rope", "value"), [((16, 1), 520, 20, True), ((128, 1), 512, 64, False)])
+def test_as_many_features_as_models_have(
+    gpu: Any,
+    device: str,
+    half: torch.dtype,
+    heads: tuple[int, int],
+    size: int,
+    rope: int,
+    value: bool,
+    deterministic: bool,
+) -> None:
+    """In blocks of columns, in every kernel more than one, the last of them not full; and as DeepSeek-V3 has them."""
+    docs = documents("BSND", [(2, 5)], True, half, "contiguous")
+    assert_agrees(
+        gpu, docs, heads, 4, True, value, device, rounds=True, size=size, rope=rope, scale=(size + rope) ** -0.5
+    )
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from kernel_checks import DEVICE
 from sparse_oracle import Documents, documents
 
 from torchtitan_npu.ops.triton.rows import BLOCK, rows_of
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @settings(max_examples=12, deadline=None)
