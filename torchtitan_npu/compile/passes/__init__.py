@@ -35,8 +35,6 @@ PASSES: dict[str, Callable[..., int]] = {
 """By the name that ``[npu] graph_passes`` gives them, in the order they run in, whatever order the key has."""
 WITH_LIMITS = ("async_tp", "add_rms_norm")
 """Those that put operators into graphs which an NPU's kernels may refuse."""
-
-
 WITHOUT_GRADIENTS = ("add_rms_norm",)
 """Those that leave the graphs of training alone."""
 
