@@ -15,7 +15,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from torch.distributed import TCPStore
 
 GRACE = 10.0
 """Seconds the other ranks get to finish once one has failed: they may be waiting for it in a collective."""
@@ -46,8 +47,9 @@ def run_on_ranks(
     """
     # workers that failed are not used again: a rank may still hang in a collective
     workers = _workers.pop(world_size, None) or [_start(rank) for rank in range(world_size)]
+    store = meeting_point()
     # the call itself is pickled apart: a worker must have our sys.path before it can import what ``fn`` lives in
-    task = (sys.path, world_size, free_port(), process_group, pickle.dumps((fn, args)))
+    task = (sys.path, world_size, store.port, process_group, pickle.dumps((fn, args)))
     try:
         replies = _exchange(workers, pickle.dumps(task), timeout)
     except BaseException:
@@ -120,10 +122,12 @@ def _exchange(workers: list[_Worker], task: bytes, timeout: float) -> list[bytes
     return [replies[worker.rank] for worker in workers]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def meeting_point() -> TCPStore:
+    """Where the ranks of one process group find each other, as long as the result lives.
+
+    It is here, as with torchrun, and not on rank 0: a port that is free now may be taken when rank 0 opens it.
+    """
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _serve(rank: int, connection: Connection) -> None:
@@ -158,6 +162,7 @@ def _run(rank: int, task: bytes) -> Any:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if process_group:
         dist.init_process_group("gloo")

@@ -8,12 +8,12 @@ loopback addresses.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-
-from tests.multirank import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "bash", "-euc"]
@@ -40,6 +40,16 @@ NAMESPACES += [
 """Followed by a command: runs it on node0 and on node1 at the same time."""
 ADDRESSES = ["bash", "-euc", '"${@/@/1}" & "${@/@/2}"; wait $!', "nodes"]
 """Likewise, with 1 and 2 in the place of @."""
+
+
+def free_port() -> int:
+    """Not one of those that the system hands out to whoever asks for any: it would be taken before it is used."""
+    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = 1024 + secrets.randbelow(first_handed_out - 1024)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def run_on_two_nodes(command: Callable[[str, int], list[str]], environment: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 from tests import layouts
 from tests.models import deepseek_v32_training
 from tests.models.test_qwen3_vl_training import DATA, SIZES
-from tests.multirank import free_port, run_on_ranks
+from tests.multirank import meeting_point, run_on_ranks
 from tests.training import Record, recording, train_until
 
 STEPS = 10
@@ -170,8 +170,8 @@ def train_all(models: list[str], layout: Layout, options: dict[str, Any], ports:
 
 def train_on(layout: str, models: list[str], options: dict[str, Any] | None = None) -> list[dict[str, Pair]]:
     """By rank."""
-    ports = [free_port() for _ in range(2 * len(models))]
-    arguments = (models, LAYOUTS[layout], options or {}, ports)
+    stores = [meeting_point() for _ in range(2 * len(models))]
+    arguments = (models, LAYOUTS[layout], options or {}, [store.port for store in stores])
     return run_on_ranks(LAYOUTS[layout].ranks, train_all, *arguments, process_group=False, timeout=600)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.nodes import free_port
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from launching import profile
@@ -169,9 +171,7 @@ def test_ctrl_c_is_said_last(tmp_path: Path) -> None:
 
 def test_a_signal_while_reports_are_awaited_shows_what_is_known(tmp_path: Path) -> None:
     """Node 0 has failed and waits for node 1, whose rank has not noticed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "NPROC": "1"}
+    meet = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
     meet |= first_on_path(tmp_path, "sitecustomize.py", RANK) | {"FAILS": "0"}
     node_0, node_1 = (launched_job(tmp_path, meet | {"NODE_RANK": node}) for node in "01")
     with node_0 as failed, node_1 as running:

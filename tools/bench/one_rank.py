@@ -11,6 +11,6 @@ ONE_RANK = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expe
 
 
 def environment(**more: str) -> dict[str, str]:
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, **launcher, "PYTHONPATH": paths, **more}

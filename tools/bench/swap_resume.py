@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -47,15 +46,12 @@ class Job:
         }
         flags = ["--debug.deterministic", "--checkpoint.enable", *(["--optimizer.swap"] if swap else [])]
         pairs = [text for key, value in options.items() for text in (f"--{key}", value)]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         folder.mkdir(exist_ok=True)
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchtitan_npu.train", *pairs, *flags],
-                env={**os.environ, **one_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                env={**os.environ, **one_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -11,13 +11,13 @@ import logging
 import math
 import multiprocessing
 import os
-import socket
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 
 from torchtitan_npu.config import JobConfig
@@ -100,11 +100,10 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
     # importing TorchTitan takes seconds of CPU: a server does it once and forks the ranks
     multiprocessing.set_forkserver_preload(["torchtitan_npu.train"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the machine's cores
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        start_processes(_rank, (name, config, ranks, port, folder), ranks, start_method="forkserver")
+    # the ranks meet here, as with torchrun: a port that is free now may be taken when rank 0 opens it
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_rank, (name, config, ranks, store.port, folder), ranks, start_method="forkserver")
         curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
         # only a pipeline's last stage knows the loss, the others say -1; a loss that is not a number is one
         return next(curve for curve in curves if not curve.losses[0] < 0)
@@ -114,5 +113,6 @@ def _rank(rank: int, name: str, config: JobConfig, ranks: int, port: int, folder
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     add_flavor(name)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     curve = train(config, rank, ranks, port)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(curve._asdict()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from datetime import timedelta
 from multiprocessing.queues import SimpleQueue
@@ -26,8 +25,10 @@ def check_all_reduce(home: Home, ranks: int) -> Line:
     name = f"{BACKENDS[home]} all-reduce"
     context = mp.get_context("spawn")
     errors: SimpleQueue[tuple[int, str]] = context.SimpleQueue()
-    port = free_port()
-    processes = [context.Process(target=all_reduce, args=(home, rank, ranks, port, errors)) for rank in range(ranks)]
+    # the ranks meet here, as with torchrun: a port that is free now may be taken when rank 0 opens it
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = [(home, rank, ranks, store.port, errors) for rank in range(ranks)]
+    processes = [context.Process(target=all_reduce, args=args) for args in arguments]
     for process in processes:
         process.start()
     deadline = time.monotonic() + SECONDS
@@ -51,7 +52,7 @@ def check_all_reduce(home: Home, ranks: int) -> Line:
 def all_reduce(home: Home, rank: int, ranks: int, port: int, errors: SimpleQueue[tuple[int, str]]) -> None:
     """One rank: add up ``rank + 1`` over the ranks; whole numbers, so the sum is exact."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         if home != "cpu":
             torch.get_device_module(home).set_device(rank)
@@ -64,12 +65,6 @@ def all_reduce(home: Home, rank: int, ranks: int, port: int, errors: SimpleQueue
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
         errors.put((rank, in_one_line(error)))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 ADVICE = {
