@@ -16,11 +16,10 @@ from torch import Tensor
 from torchtitan_npu.ops.triton.launch import blocks_in, in_strides_of, power_of_2
 
 
-def _tile(served: int, size: int) -> dict[str, int]:
-    """How many rows a program takes at once: at most 4096 elements, 32 a thread."""
+def _tile(served: int, size: int, pairs: int) -> dict[str, int]:
+    """How many rows a program takes at once: of at most so many pairs of channels."""
     half = power_of_2(size // 2)
-    rows = min(power_of_2(served), max(1, 2048 // half))
-    return {"ROWS": rows, "HALF": half, "num_warps": min(4, max(1, rows * half // 512))}
+    return {"ROWS": min(power_of_2(served), max(1, pairs // half)), "HALF": half}
 
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, **_: Any) -> Tensor:
@@ -54,7 +53,8 @@ def npu_rotary_mul_backward(
         *(*tensors[0].stride()[:3], *tensors[1].stride()[:3], *dx.stride()),
         *(*kept[1:], served[0] * served[1] * served[2], *served[1:], input.shape[3] // 2),
         INTERLEAVED=rotary_mode == "interleave",
-        **_tile(served[0] * served[1] * served[2], input.shape[3]),
+        **_tile(served[0] * served[1] * served[2], input.shape[3], 1024 if rotary_mode == "interleave" else 256),
+        num_warps=1,  # the sums stay within it
     )
     return dx, in_strides_of(r1, dr1), in_strides_of(r2, dr2)
 
@@ -65,13 +65,14 @@ def _rotate(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, out: Tensor) ->
         return
     x = _inner_stride_1(x)
     kept, served = _sizes(x, r1)
-    config = _tile(served[0] * served[1] * served[2], x.shape[3])
+    config = _tile(served[0] * served[1] * served[2], x.shape[3], 2048)
     chunks = blocks_in(served[0] * served[1] * served[2], config["ROWS"])
     _forward[(r1.numel() // r1.shape[3] * chunks,)](
         *(x, r1.contiguous(), r2.contiguous(), out, *x.stride()[:3], *out.stride()),
         *(*kept[1:], chunks, served[0] * served[1] * served[2], *served[1:], x.shape[3] // 2),
         INTERLEAVED=rotary_mode == "interleave",
         **config,
+        num_warps=min(4, max(1, config["ROWS"] * config["HALF"] // 512)),
     )
 
 
