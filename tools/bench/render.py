@@ -79,7 +79,7 @@ def ops(numbers: Numbers) -> str:
                 f"{peer[1]:.3f} ({peer[0]})" if peer else "",
                 f"{row['ours']:.3f}",
                 f"{row['limit']:.3f}",
-                f"{row['limit'] / row['ours']:.0%}",
+                f"{row['limit'] / row['ours']:.1%}",
                 f"{row['eager'] / row['ours']:.1f} ×",
             ]
         )
@@ -117,7 +117,7 @@ def kernel_cells(row: Numbers) -> list[str]:
     if "failed" in row:
         return [f"failed: `{row['failed'][:100]}`", *[""] * 5]
     return [
-        f"{row['ms']:.2f}",
+        f"{row['ms']:.2f}" if row["ms"] >= 0.1 else f"{row['ms']:.3f}",
         f"{1e6 * row['ms'] / row['length']:.0f}",
         f"{row['tflops']:.0f}" if row["tflops"] else "",
         *limit_cells(row),
@@ -135,12 +135,20 @@ def kernels(numbers: Numbers) -> str:
     return "\n\n".join([table(head, rows), *measured, *distances])
 
 
+def first_words(error: str) -> str:
+    """Of a rank's error: what it is, and its first sentences as far as they are short."""
+    text = error.removeprefix("[rank0]: ")
+    return text if len(text) <= 100 else text[: max(text.rfind(". ", 0, 100) + 1, 40)]
+
+
 def models(numbers: Numbers) -> str:
     rows, eager = [], {}
     for row in numbers["rows"]:
         name, layers = VARIANTS[row["variant"]], str(row["layers"])
         if "failed" in row:
-            rows.append([layers, str(row["seq_len"]), name, f"does not run: `{row['failed'][:100]}`", "", "", ""])
+            rows.append(
+                [layers, str(row["seq_len"]), name, f"does not run: `{first_words(row['failed'])}`", "", "", ""]
+            )
             continue
         speed, memory = row["tokens_per_second"], row["memory"] / GIB
         if row["variant"] == "eager":
@@ -252,7 +260,7 @@ def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
         )
     lengths = [2048 << n for n in range(7)]
     axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths], minor=False)
-    axes.set_yticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
+    axes.set_yticks(marks := [0.005, 0.02, 0.1, 0.5, 2, 5], [f"{mark:g}" for mark in marks])
     axes.minorticks_off()
     axes.set(xlabel="tokens", ylabel="µs a token")
     axes.legend(fontsize="small")
