@@ -150,7 +150,7 @@ def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_o
     moved = size(*given.values(), *results)
     limit = machine.limit_ms(moved, flops)
     yield timed(lambda: forward(**given), flops, what=f"forward{name}", length=length, limit_ms=limit)
-    flops = pairs * (5 * SIZE + 2 * ROPE)
+    flops = pairs * (5 * SIZE + 3 * ROPE)
     # the gradients are as long as what they are of
     limit = machine.limit_ms(moved + size(d_out, *given.values()) - given["indices"].nbytes, flops)
 

@@ -3,7 +3,7 @@
 Ours is persistent: as many programs as there are multiprocessors, each of which takes tile after tile of the output and
 finds its group among the ends, on the device. Tiles are read through tensor descriptors, so a row may begin anywhere,
 and what lies beyond a tensor is zero; what lies beyond a group is not written (rows), or is masked (summed dimension).
-That ``group_list`` adds up to the rows is checked on the device.
+That ``group_list`` adds up to the rows is checked on the device, but where a product is added to another.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, 
 
 
 def prefers_torch(x: Tensor, group_type: int) -> bool:
-    """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features. At
-    7168 of them on an H200, ours took 1.6 % longer with 8 experts and 4 % less with 64 (docs/benchmarks/ops.json, the
-    peers of the forward product).
+    """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features. On an
+    H200 ours took 0.5 to 1.4 % less over 7168 of them, 1 to 1.4 % less over 2048, and 3 to 14 % more where rows are
+    summed (docs/benchmarks/ops.json, the peers of the grouped products).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
     unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439).
