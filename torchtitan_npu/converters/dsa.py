@@ -36,6 +36,10 @@ class NpuSparseAttention(SparseAttention):
     def operators(self) -> tuple[str, ...]:
         return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
 
+    def laid_out(self, q: Tensor) -> Tensor:
+        # in a compiled prolog, or the region would lay out their gradient as they came
+        return q if self.any_strides else q.contiguous()
+
     def forward(
         self,
         q: Tensor,

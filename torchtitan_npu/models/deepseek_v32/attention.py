@@ -89,7 +89,7 @@ class Attention(DeepSeekV3Attention):
         index_q, index_weights = self.indexer.queries(x, q_latent, freqs_cis, positions)
         if self.absorb:
             w_k = self.weights_by_head()[:, : self.qk_nope_head_dim]
-            q = einsum("bshd,hdl->bshl", q, w_k)  # (bsz, seqlen, n_heads, kv_lora_rank)
+            q = self.inner_attention.laid_out(einsum("bshd,hdl->bshl", q, w_k))  # (bsz, seqlen, n_heads, kv_lora_rank)
 
         kv, k_rope, index_k = self.exchange.wait(pending)  # of all tokens that queries here may see
         if self.absorb:

@@ -103,6 +103,9 @@ class AttentionBySpans(nn.Module):
     def indexer_loss(self) -> Any:
         return self.attention.indexer_loss
 
+    def laid_out(self, q: Tensor) -> Tensor:
+        return q  # each span's are, by themselves
+
     def forward(self, *projected: Tensor, documents: list[list[tuple[int, Documents]]] | None, scale: float) -> Tensor:
         """As :class:`.inner_attention.SparseAttention`, with all keys for a rank's queries (bsz, tokens, ...)."""
         q, q_rope, k, k_rope, v, index_q, index_k, index_weights = projected

@@ -34,6 +34,10 @@ class SparseAttention(nn.Module):
         """Where the indexer's loss of this forward is counted; none, if it is not one of training the indexer."""
         return self.indexer_loss if torch.is_grad_enabled() else None
 
+    def laid_out(self, q: Tensor) -> Tensor:
+        """Queries in the strides that :meth:`forward` takes: the product before leaves them head by head."""
+        return q
+
     def forward(
         self,
         q: Tensor,
