@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
 
 torchtitan_npu.register()
+CSV = "parallelism.pipeline_parallel_schedule_csv"
 BYPASSED = {"compile.enable": True, "npu.bypass_codegen": True}
 
 
@@ -49,6 +51,24 @@ def test_schedules_with_two_backward_passes(schedule: str) -> None:
     check_pipeline(job(pipeline(schedule)), layers=6)
     with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
         check_pipeline(job({**BYPASSED, **pipeline(schedule)}), layers=6)
+
+
+@pytest.mark.parametrize("second_rank", ["1F0,1I0,1W0,1F1,1B1", "1F0,(1F1;1B0)OVERLAP_F_B,,1I1,1W1"])
+def test_a_schedule_of_one_s_own_with_two_backward_passes(tmp_path: Path, second_rank: str) -> None:
+    """The file counts, whatever schedule is named besides."""
+    file = tmp_path / "schedule.csv"
+    file.write_text(f"0F0,0F1,0B0,0B1\n{second_rank}\n")
+    options = {**pipeline("1F1B"), "training.local_batch_size": 2, CSV: str(file)}
+    check_pipeline(job(options), layers=6)
+    with pytest.raises(UsageError, match=r"compile.enable must be false with .*_schedule_csv .*schedule.csv, which"):
+        check_pipeline(job({**BYPASSED, **options}), layers=6)
+    with pytest.raises(UsageError, match=r'checkpoint.mode must be "none" with .*_schedule_csv .*schedule.csv, which'):
+        check_pipeline(job({**options, "activation_checkpoint.mode": "full"}), layers=6)
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    check_pipeline(job({**BYPASSED, **options, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}), layers=6)
+    file.write_text("0F0,0X0\n")
+    with pytest.raises(UsageError, match=r"_schedule_csv .*schedule.csv: Invalid action string: 0X0"):
+        check_pipeline(job(options), layers=6)
 
 
 def test_a_good_job_passes() -> None:
