@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from functorch.compile import nop
+from torch._dynamo.backends.common import aot_autograd
 
 import torchtitan_npu
 from torchtitan_npu.compile import progress
@@ -135,3 +138,18 @@ def test_a_sign_of_life(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
         "Compiling: 1 graph so far, 0.0 s",
         "Compiling: 4 graphs so far, 6.0 s",
     ]
+
+
+def test_a_sign_of_life_of_other_backends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, which torch compiles when it is first needed."""
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    caplog.set_level(logging.INFO)
+    torch._dynamo.reset()
+    x = torch.ones(2, requires_grad=True)
+    lazy = aot_autograd(fw_compiler=nop)
+    with progress.told_by_torch():
+        torch.compile(lambda x: x.sin(), backend=lazy)(x).sum().backward()
+    torch.compile(lambda x: x.cos(), backend=lazy)(x)
+    said = [record.getMessage().partition(",")[0] for record in caplog.records if record.name == progress.logger.name]
+    assert said == ["Compiling: 1 graph so far", "Compiling: 2 graphs so far"]
