@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
 
 from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.compile import passes as graph_passes  # noqa: E402
+from torchtitan_npu.compile.progress import told_by_torch  # noqa: E402
 from torchtitan_npu.config import JobConfig  # noqa: E402
 from torchtitan_npu.config_manager import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context  # noqa: E402
@@ -56,6 +57,11 @@ class Trainer(TitanTrainer):
 
     def init_distributed(self) -> ParallelDims:
         return ParallelDims.of(super().init_distributed())
+
+    def train(self) -> None:
+        generating = self.job_config.compile.enable and not self.job_config.npu.bypass_codegen
+        with told_by_torch() if generating else nullcontext():  # a backend of our own says it by itself
+            super().train()
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         started = time.perf_counter()

@@ -61,6 +61,7 @@ LAYOUTS = {
     "one, converted": Layout(1, {}, converted=True),
     "fsdp2, validated": Layout(2, {}, VALIDATED, converted=True),
     "tp2, validated": Layout(2, {"tp": 2}, VALIDATED, converted=True),
+    "one, other batches": Layout(1, {}, {**VALIDATED, "validation.local_batch_size": 3}),
     "ep2, converted": Layout(2, {"ep": 2}, converted=True),
     "ep2": Layout(2, {"ep": 2}),  # where the number of tokens that a rank gets differs from step to step
     "cp2": Layout(2, {"cp": 2}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -203,6 +204,22 @@ def test_arguments_of_every_kind(what: str) -> None:
     launch = interpreter.interpreted(make_fx(function, tracing_mode="fake")(x))
     for ours, theirs in zip(launch([x]), function(x), strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+
+
+def test_sizes_of_several_factors() -> None:
+    """What DTensor computes while nothing is recorded, torch writes down afterwards as one product, or sum, of all."""
+    graph = fx.Graph()
+    x, *sizes = (graph.placeholder(name) for name in ("x", "batch", "sequence", "features"))
+    for node, value in zip((x, *sizes), (torch.ones(24), 2, 3, 4), strict=True):
+        node.meta["val"] = value
+    product = graph.call_function(operator.mul, (*sizes,))
+    added = [graph.call_function(torch.sym_sum, args) for args in ((*sizes,), ((*sizes,),))]
+    views = [graph.call_function(torch.ops.aten.view.default, (x, [size, -1])) for size in (product, sizes[0])]
+    slices = [graph.call_function(torch.ops.aten.slice.Tensor, (x, 0, 0, size)) for size in added]
+    graph.output((*views, *slices))
+    launch = interpreter.interpreted(fx.GraphModule({}, graph))
+    shapes = [tuple(result.shape) for result in launch([torch.ones(24), 2, 3, 4])]
+    assert shapes == [(24, 1), (2, 12), (9,), (9,)]
 
 
 def test_what_the_interpreter_cannot_say_is_an_error() -> None:

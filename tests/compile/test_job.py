@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from functorch.compile import nop
+from torch._dynamo.backends.common import aot_autograd
 
 import torchtitan_npu
 from torchtitan_npu.compile import progress
@@ -16,6 +20,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight import check_job
 
 torchtitan_npu.register()
+CSV = "parallelism.pipeline_parallel_schedule_csv"
 BYPASSED = {"compile.enable": True, "npu.bypass_codegen": True}
 
 
@@ -49,6 +54,24 @@ def test_schedules_with_two_backward_passes(schedule: str) -> None:
     check_pipeline(job(pipeline(schedule)), layers=6)
     with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
         check_pipeline(job({**BYPASSED, **pipeline(schedule)}), layers=6)
+
+
+@pytest.mark.parametrize("second_rank", ["1F0,1I0,1W0,1F1,1B1", "1F0,(1F1;1B0)OVERLAP_F_B,,1I1,1W1"])
+def test_a_schedule_of_one_s_own_with_two_backward_passes(tmp_path: Path, second_rank: str) -> None:
+    """The file counts, whatever schedule is named besides."""
+    file = tmp_path / "schedule.csv"
+    file.write_text(f"0F0,0F1,0B0,0B1\n{second_rank}\n")
+    options = {**pipeline("1F1B"), "training.local_batch_size": 2, CSV: str(file)}
+    check_pipeline(job(options), layers=6)
+    with pytest.raises(UsageError, match=r"compile.enable must be false with .*_schedule_csv .*schedule.csv, which"):
+        check_pipeline(job({**BYPASSED, **options}), layers=6)
+    with pytest.raises(UsageError, match=r'checkpoint.mode must be "none" with .*_schedule_csv .*schedule.csv, which'):
+        check_pipeline(job({**options, "activation_checkpoint.mode": "full"}), layers=6)
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    check_pipeline(job({**BYPASSED, **options, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}), layers=6)
+    file.write_text("0F0,0X0\n")
+    with pytest.raises(UsageError, match=r"_schedule_csv .*schedule.csv: Invalid action string: 0X0"):
+        check_pipeline(job(options), layers=6)
 
 
 def test_a_good_job_passes() -> None:
@@ -115,3 +138,18 @@ def test_a_sign_of_life(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
         "Compiling: 1 graph so far, 0.0 s",
         "Compiling: 4 graphs so far, 6.0 s",
     ]
+
+
+def test_a_sign_of_life_of_other_backends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, which torch compiles when it is first needed."""
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    caplog.set_level(logging.INFO)
+    torch._dynamo.reset()
+    x = torch.ones(2, requires_grad=True)
+    lazy = aot_autograd(fw_compiler=nop)
+    with progress.told_by_torch():
+        torch.compile(lambda x: x.sin(), backend=lazy)(x).sum().backward()
+    torch.compile(lambda x: x.cos(), backend=lazy)(x)
+    said = [record.getMessage().partition(",")[0] for record in caplog.records if record.name == progress.logger.name]
+    assert said == ["Compiling: 1 graph so far", "Compiling: 2 graphs so far"]

@@ -7,6 +7,7 @@ it. Nothing is compiled. An operator costs the host less than half of what a cal
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,13 @@ from torch._ops import OpOverload
 from torchtitan_npu.errors import UsageError
 
 TENSOR, INT, NUMBER = torch._C.TensorType.get(), torch._C.IntType.get(), torch._C.NumberType.get()
-ARITHMETIC = {operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.floordiv: "floordiv"}
+ARITHMETIC: dict[Any, str] = {
+    operator.add: "add",
+    torch.sym_sum: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.floordiv: "floordiv",
+}
 """Of sizes that are not known while compiling."""
 SYNONYMS = {torch.ops.aten.view.dtype: torch.ops.prims.view_of_dtype.default}
 """Operators that the interpreter does not find, as others that do the same: it takes a dtype for a size."""
@@ -173,7 +180,7 @@ class _Writer:
             outputs = self.values[node.args[0]]  # type: ignore[index]
             return outputs[node.args[1]]
         if target in ARITHMETIC:
-            return self._insert(f"aten::{ARITHMETIC[target]}", [self._value(value) for value in node.args], [INT])
+            return self._arithmetic(f"aten::{ARITHMETIC[target]}", node.args)
         if not isinstance(target, OpOverload):
             raise NotExpressible(f"{node.format_node()}")
         schema = target._schema
@@ -200,6 +207,11 @@ class _Writer:
             count = len(node.meta["val"])
             return self._insert("prim::ListUnpack", outputs, [types[0].getElementType()] * count, several=True)
         return outputs[0]
+
+    def _arithmetic(self, kind: str, args: Sequence[Any]) -> Any:
+        """Of two sizes or more: torch writes what DTensor computed as one sum, or product, of all that go into it."""
+        listed = args[0] if isinstance(args[0], (list, tuple)) else args
+        return functools.reduce(lambda *two: self._insert(kind, [*two], [INT]), map(self._value, listed))
 
     def _argument(self, value: Any, of_type: Any) -> Any:
         """An operator's argument, as its schema has it: 1 for a float is 1.0, for a list of integers [1]."""

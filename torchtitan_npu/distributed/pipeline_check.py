@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
+from itertools import chain
 
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
+    _Action,
     get_schedule_class,
 )
 from torchtitan.config import JobConfig
@@ -39,16 +44,22 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"training.local_batch_size {batch} is no multiple of "
             f"parallelism.pipeline_parallel_microbatch_size {p.pipeline_parallel_microbatch_size}"
         )
-    if schedule in TWO_BACKWARD_PASSES and config.activation_checkpoint.mode in ("selective", "full"):
+    if file := p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
+        given = f"parallelism.pipeline_parallel_schedule_csv {file}"
+        always = sometimes = _has_two_backward_passes(file, given)
+    else:
+        given = f"parallelism.pipeline_parallel_schedule {name}"
+        always = schedule in TWO_BACKWARD_PASSES
+        sometimes = always or schedule is ScheduleDualPipeV
+    if always and config.activation_checkpoint.mode in ("selective", "full"):
         raise UsageError(
-            f'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule {name}, which has '
-            "the gradients of inputs and of weights computed apart: a block would be computed again for each weight"
+            f'activation_checkpoint.mode must be "none" with {given}, which has the gradients of inputs and of weights '
+            "computed apart: a block would be computed again for each weight"
         )
-    if schedule in (*TWO_BACKWARD_PASSES, ScheduleDualPipeV) and compiled_here(config):
+    if sometimes and compiled_here(config):
         raise UsageError(
-            f"compile.enable must be false with parallelism.pipeline_parallel_schedule {name}, which has the gradients "
-            "of inputs and of weights computed apart: the backward pass of a compiled region, which is one, would run "
-            "twice"
+            f"compile.enable must be false with {given}, which has the gradients of inputs and of weights computed "
+            "apart: the backward pass of a compiled region, which is one, would run twice"
         )
     microbatches = batch // p.pipeline_parallel_microbatch_size
     made_of = (
@@ -60,9 +71,7 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"validation.local_batch_size {config.validation.local_batch_size} is no multiple of {made_of} "
             "microbatches, which a batch of validation is split into too"
         )
-    if csv := p.pipeline_parallel_schedule_csv:  # which says by itself what comes when
-        if not os.path.isfile(csv):
-            raise UsageError(f"parallelism.pipeline_parallel_schedule_csv {csv}: no such file")
+    if file:
         return
     stages = stage_count(config, schedule, layers)
     if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:
@@ -73,6 +82,22 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"{made_of} microbatches are not for {name}: with {p.pipeline_parallel_degree} pipeline ranks it takes a "
             f"multiple of {rounds}"
         )
+
+
+def _has_two_backward_passes(file: str, given: str) -> bool:
+    """Whether a schedule in a file, a row of actions such as 0F1 for each rank, has one for inputs (I), or weights (W).
+
+    torch runs the actions as they are listed: where W comes right after I it does not make one pass (B) of them.
+    """
+    if not os.path.isfile(file):
+        raise UsageError(f"{given}: no such file")
+    with open(file, newline="") as rows:
+        try:
+            actions = [_Action.from_str(cell) for cell in chain.from_iterable(csv.reader(rows))]
+        except RuntimeError as error:  # torch's, of what is no action
+            raise UsageError(f"{given}: {error}") from error
+    single = chain.from_iterable(action.sub_actions or [action] for action in actions if action is not None)
+    return any(action.computation_type in (BACKWARD_INPUT, BACKWARD_WEIGHT) for action in single)
 
 
 def stage_count(config: JobConfig, schedule: type, layers: int) -> int:

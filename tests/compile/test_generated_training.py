@@ -1,0 +1,68 @@
+"""A job that trains with tensor parallel and graph passes, and whose kernels Inductor generates."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+from unittest import TestCase
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.compile.compiled_training import LAYOUTS, job
+from tests.multirank import meeting_point, run_on_ranks
+from tests.training import Record, assert_same_gradients, recording, train_until
+
+STEPS = 2
+GENERATED = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["async_tp"]}
+
+
+class Run(NamedTuple):
+    eager: Record
+    compiled: Record
+    places: int
+    """Changed by the pass."""
+    kernels: int
+    graphs: int
+    said: list[str]
+
+
+def train(ports: list[int]) -> Run:
+    from torch._dynamo.utils import counters
+    from torch._inductor import config as inductor_config
+    from torch._inductor import metrics
+    from torch._inductor.utils import fresh_cache
+    from torchtitan.tools.logging import logger
+
+    every = {"training.steps": STEPS}
+    os.environ["MASTER_PORT"] = str(ports[0])
+    with recording(job("llama3", LAYOUTS["tp2"], every)) as (trainer, eager):
+        train_until(trainer, STEPS)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(ports[1])
+    torch._dynamo.reset()
+    counters.clear()
+    metrics.reset()
+    with (
+        fresh_cache(),
+        inductor_config.patch({"cpp.simdlen": 1}),  # or it would compile programs to see what the processor has
+        TestCase().assertLogs(logger, "INFO") as said,
+        recording(job("llama3", LAYOUTS["tp2"], {**every, **GENERATED})) as (trainer, compiled),
+    ):
+        trainer.train()
+    dist.destroy_process_group()
+    places = trainer.model_parts[0].graph_passes.changed["async_tp"]
+    graphs = counters["stats"]["unique_graphs"]
+    lines = [line.getMessage() for line in said.records]
+    return Run(eager, compiled, places, metrics.generated_kernel_count, graphs, lines)
+
+
+def test_async_tensor_parallel_in_inductor() -> None:
+    stores = [meeting_point() for _ in range(2)]
+    for run in run_on_ranks(2, train, [store.port for store in stores], process_group=False, timeout=300):
+        assert run.places == 6 and run.kernels > 0  # 4 products forward and 2 backward, as in our own backend
+        assert run.graphs == 1  # which the blocks share
+        assert_same_gradients(run.compiled, run.eager)
+        assert len(run.eager.losses) == STEPS and run.compiled.losses == pytest.approx(run.eager.losses, rel=1e-4)
+        assert any(line.startswith("Compiling: 1 graph so far") for line in run.said)
