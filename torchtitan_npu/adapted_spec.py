@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.compile.regions import compile_models, compiled_here, not_compiling
+from torchtitan_npu.compile.regions import compile_models, compiled_here, not_compiling, wait_at
 
 
 @dataclass
@@ -22,7 +21,7 @@ class AdaptedTrainSpec(TrainSpec):
     """
 
     def __post_init__(self) -> None:
-        parts_of: dict[str, Callable[[Any], list[nn.Module]]] = {
+        parts_of: dict[str, Callable[[Any], list[Any]]] = {
             "parallelize_fn": lambda model: [model],
             "build_loss_fn": lambda loss: [],
             "pipelining_fn": lambda schedule_and_parts: schedule_and_parts[1],
@@ -32,7 +31,7 @@ class AdaptedTrainSpec(TrainSpec):
                 setattr(self, name, _compiling(build, parts))
 
 
-def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[nn.Module]]) -> Callable[..., Any]:
+def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[Any]]) -> Callable[..., Any]:
     """``build``, one of the functions that get a job's config, with the ``parts`` of what it returns compiled by us."""
     if hasattr(build, "compiles"):  # dataclasses.replace makes a spec of functions that one has already
         return build
@@ -40,8 +39,13 @@ def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[nn.Module]
     @functools.wraps(build)
     def build_and_compile(*args: Any, **kwargs: Any) -> Any:
         config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, JobConfig)), None)
-        if config is None or not compiled_here(config):
+        if config is None or not config.compile.enable:
             return build(*args, **kwargs)
+        if not compiled_here(config):
+            built = build(*args, **kwargs)
+            for block in (block for part in parts(built) for block in part.layers.values()):
+                wait_at(block)
+            return built
         eager = not_compiling(config)
         built = build(
             *(eager if arg is config else arg for arg in args),

@@ -70,7 +70,7 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: boo
 
     With ``generating``, the backend generates kernels, by which every part gains.
     """
-    outer.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
+    wait_at(outer)
     block = outer._checkpoint_wrapped_module if isinstance(outer, CheckpointWrapper) else outer
     moes = [child for child in block.children() if isinstance(child, MoE)]
     in_parts = hasattr(block, "prolog")
@@ -78,9 +78,6 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: boo
         # its forward, not its call: FSDP's hooks, which gather the weights, stay outside
         outer.forward = torch.compile(outer.forward, **options)
         return 1
-    for moe in moes:
-        # after tensor parallel's, which gathers the router's tokens
-        moe.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
     small = [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
     regions, large = 0, []
     if in_parts:
@@ -131,6 +128,13 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def wait_at(block: nn.Module) -> None:
+    """Have a block that is compiled, or parts of it, wait for its inputs; and its experts for theirs."""
+    for module in (block, *(module for module in block.modules() if isinstance(module, MoE))):
+        # after tensor parallel's, which gathers the router's tokens
+        module.register_forward_pre_hook(wait_for_inputs, with_kwargs=True)
 
 
 def wait_for_inputs(
