@@ -24,7 +24,7 @@ def job(**options: Any) -> JobConfig:
     """A valid job with ``section__key`` options changed."""
     config = JobConfig()
     config.training.dataset = "tiny_corpus"
-    config.training.seq_len = 64
+    config.training.seq_len = config.validation.seq_len = 64
     for key, value in options.items():
         section, _, name = key.partition("__")
         assert hasattr(getattr(config, section), name)
@@ -138,9 +138,14 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
         ({"training__global_batch_size": 6, "training__local_batch_size": 4}, 1, "training.global_batch_size 6"),
         ({"training__seq_len": 65}, 1, "training.seq_len 65 is no multiple of 2"),
         (
-            {"validation__enable": True, "validation__seq_len": 66, "parallelism__context_parallel_degree": 2},
+            {"validation__enable": True, "validation__seq_len": 62, "parallelism__context_parallel_degree": 2},
             2,
-            "validation.seq_len 66 is no multiple of 4",
+            "validation.seq_len 62 is no multiple of 4",
+        ),
+        (
+            {"validation__enable": True, "validation__seq_len": 66, "training__seq_len": 64},
+            1,
+            "validation.seq_len is 66; it must be at most training.seq_len, 64",
         ),
         (
             {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "ptrr"},

@@ -39,6 +39,11 @@ def check_job(config: JobConfig, world_size: int) -> None:
         _check_data("training", config.training)
         if config.validation.enable:
             _check_data("validation", config.validation)
+            if config.validation.seq_len > config.training.seq_len:
+                raise UsageError(
+                    f"validation.seq_len is {config.validation.seq_len}; it must be at most training.seq_len, "
+                    f"{config.training.seq_len}: the model has no angles for later positions"
+                )
     _known("optimizer.name", config.optimizer.name, ("Adam", "AdamW"))
     if config.optimizer.swap:
         _check_swap(config, spec)

@@ -87,12 +87,6 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         super().update_from_config(job_config, **kwargs)
-        validation = job_config.validation
-        if validation.enable and validation.seq_len > self.max_seq_len:
-            raise UsageError(
-                f"validation.seq_len is {validation.seq_len}; it must be at most training.seq_len, {self.max_seq_len}: "
-                "qwen3_vl has no angles for later positions"
-            )
         parallelism = job_config.parallelism
         if parallelism.context_parallel_degree > 1:
             raise UsageError(
