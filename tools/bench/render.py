@@ -113,9 +113,16 @@ def limit_cells(row: Numbers) -> list[str]:
     return [f"{limit:.2f}" if limit >= 0.01 else f"{limit:.4f}", f"{limit / row['ms']:.0%}"]
 
 
+def first_words(error: str) -> str:
+    """Of a rank's error: as many whole sentences as are 100 characters, or that many of the first."""
+    text = error.removeprefix("[rank0]: ")
+    sentences = text[:101].rpartition(". ")[0]
+    return text if len(text) <= 100 else f"{sentences}." if sentences else text[:100]
+
+
 def kernel_cells(row: Numbers) -> list[str]:
     if "failed" in row:
-        return [f"failed: `{row['failed'][:100]}`", *[""] * 5]
+        return [f"failed: `{first_words(row['failed'])}`", *[""] * 5]
     return [
         f"{row['ms']:.2f}" if row["ms"] >= 0.1 else f"{row['ms']:.3f}",
         f"{1e6 * row['ms'] / row['length']:.0f}",
@@ -133,12 +140,6 @@ def kernels(numbers: Numbers) -> str:
     distances = [f"Distance from float64 on a small case, relative: {', '.join(errors)}."] if errors else []
     measured = [rates(numbers)] if "copy_GB_s" in numbers else []  # numbers from before limits were measured have none
     return "\n\n".join([table(head, rows), *measured, *distances])
-
-
-def first_words(error: str) -> str:
-    """Of a rank's error: what it is, and its first sentences as far as they are short."""
-    text = error.removeprefix("[rank0]: ")
-    return text if len(text) <= 100 else text[: max(text.rfind(". ", 0, 100) + 1, 40)]
 
 
 def models(numbers: Numbers) -> str:
