@@ -5,8 +5,9 @@
     python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
 
 The cuts are 671B_4layers and 671B_8layers, or of as many layers: full width, one dense layer, 8 experts. Weights and
-states in bfloat16, full activation checkpointing, the shipped text. Each row is a process of its own; its time is the
-median of its steps after the second. ``--curves`` trains from the same weights on the same batches the eager model, the
+states in bfloat16, activation checkpointing as in their TOML files, the shipped text; other options of a job may follow
+(--activation_checkpoint.mode full). Each row is a process of its own; its time is the median of its steps after the
+second. ``--curves`` trains from the same weights on the same batches the eager model, the
 fused one, and three eager ones that differ from the first by rounding: one works on latent vectors, and of two a
 hundredth of the first weights are off by one in the last place. They show how far rounding alone takes a curve.
 """
@@ -51,7 +52,8 @@ VARIANTS = {
 }
 """Each adds to the one before. Eager makes every head's keys and values, as the small operators of the model do; the
 others work on the latent vectors, as the fused operator does."""
-SPEED = ["--training.dtype", "bfloat16", "--activation_checkpoint.mode", "full"]
+BFLOAT16 = ["--training.dtype", "bfloat16"]
+FULL = ["--activation_checkpoint.mode", "full"]
 CURVES = {
     "eager": converters(),
     "absorbed": converters(),
@@ -60,7 +62,7 @@ CURVES = {
     "fused": converters("npu_dsa", *BASIC),
 }
 NUDGED = {"nudged 1": 1, "nudged 2": 2}
-CURVE = [*SPEED, "--lr_scheduler.warmup_steps", "10"]
+CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10"]
 
 
 def nudge(model: Any, seed: int) -> None:
@@ -155,7 +157,7 @@ def main() -> int:
     if args.measure:
         print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.nudged, options)))
         return 0
-    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, SPEED)
+    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, BFLOAT16)
     if unknown := set(args.only or runs) - set(runs):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]

@@ -58,7 +58,7 @@ def npu_sparse_flash_attention_grad(
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
     tokens, heads, size = rows.first.numel(), *query.shape[-2:]
     key_heads, top_k = sparse_indices.shape[-2:]
-    queries, d_outs = by_token(query), by_token(d_out)
+    queries, d_outs, outs = by_token(query), by_token(d_out), by_token(out).contiguous()
     key, sparse_indices = key.contiguous(), sparse_indices.contiguous()
     value, query_rope, key_rope = (None if t is None else t.contiguous() for t in (value, query_rope, key_rope))
     query_ropes = None if query_rope is None else by_token(query_rope)
@@ -69,11 +69,6 @@ def npu_sparse_flash_attention_grad(
         query.new_empty(0, dtype=torch.float32) if t is None else torch.zeros_like(t, dtype=torch.float32)
         for t in (key, value, key_rope)
     )
-    d_out_out = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-    of_d_outs, block = d_outs.stride()[:2], power_of_2(size)
-    _multiply_and_sum[(d_out_out.numel(),)](
-        d_outs, out.contiguous(), d_out_out, *of_d_outs, HEADS=heads, SIZE=size, BLOCK=block
-    )
 
     slots = heads * top_k * 2 * query.element_size()
     shape = shape_of(query, query_rope, key_heads, top_k)
@@ -82,16 +77,29 @@ def npu_sparse_flash_attention_grad(
     chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
     weights = query.new_empty(chunk, heads, top_k)
     d_scores = torch.empty_like(weights)
+    d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=query.device)
+    # Head by head, as the product after attention leaves it, a row of d_out lies in as many pages as there are heads:
+    # what reads it many times is slower by more than it takes to lay it out
+    laid_out = None if d_outs.is_contiguous() else query.new_empty(chunk, heads, size)
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
     products = product_shape(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
     places = (sparse_indices, *rows)
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
+        here = slice(start, start + count)
+        d_out_here = d_outs[here]
+        _multiply_and_sum[(count * heads,)](
+            *(d_out_here, outs[here], d_out_out, laid_out, *d_outs.stride()[:2]),
+            HEADS=heads,
+            SIZE=size,
+            BLOCK=power_of_2(size),
+        )
+        d_out_here = d_out_here if laid_out is None else laid_out
         _differentiate[score_grid(count, shape, SCORES)](
-            *(queries, query_rope, key, key_rope, value, *places, d_outs, d_out_out, softmax_max, softmax_sum),
+            *(queries, query_rope, key, key_rope, value, *places, d_out_here, d_out_out, softmax_max, softmax_sum),
             *(weights, d_scores, scale_value, scale_value * LOG2_E.value, start, sequence),
-            *(*queries.stride()[:2], *of_d_outs),
+            *queries.stride()[:2],
             **shape,
             **score_blocks(shape),
             **SCORES,
@@ -104,8 +112,8 @@ def npu_sparse_flash_attention_grad(
                 )
         if deterministic:
             segments = segments_of(sparse_indices, rows, start, count, key.numel() // size)
-        both = (weights, d_outs) if value is None else (None, None)
-        for factors, gradient in (
+        both = (weights, d_out_here) if value is None else (None, None)
+        for (left, right, *second), gradient in (
             ((d_scores, queries, *both), d_key),
             ((d_scores, query_ropes, None, None), d_key_rope),
             ((weights, d_outs, None, None), d_value),
@@ -114,7 +122,7 @@ def npu_sparse_flash_attention_grad(
                 columns, grid = blocks_of(gradient, count * key_heads, 128)
                 target = contributions if deterministic else gradient
                 _add_to_keys[grid](
-                    *(*factors, *places, target, start, count, *factors[1].stride()[:2], *of_d_outs),
+                    *(left, right[here], *second, *places, target, start, count, *right.stride()[:2]),
                     **products,
                     **columns,
                     ATOMIC=not deterministic,
@@ -127,14 +135,17 @@ def npu_sparse_flash_attention_grad(
 
 @triton.jit
 def _multiply_and_sum(
-    left, right, total, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    left, right, total, laid_out, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """The sum of ``left`` times ``right`` over the last dimension; and ``left`` as ``right`` lies, if there is room."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     of_left = row // HEADS * left_row + row % HEADS * left_head
     a = tl.load(left + of_left + columns, mask=columns < SIZE, other=0.0)
     b = tl.load(right + row * SIZE + columns, mask=columns < SIZE, other=0.0)
     tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32)))
+    if laid_out is not None:
+        tl.store(laid_out + row * SIZE + columns, a, mask=columns < SIZE)
 
 
 @triton.jit
@@ -159,8 +170,6 @@ def _differentiate(
     sequence,
     query_row,
     query_head,
-    d_out_row,
-    d_out_head,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -172,7 +181,8 @@ def _differentiate(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places."""
+    """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places.
+    ``d_out`` and ``d_out_out`` hold the rows of the chunk."""
     in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
         indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
     )
@@ -180,9 +190,9 @@ def _differentiate(
     real = in_group < GROUP
     head = (key_head * GROUP + in_group).to(tl.int64)
     of_query = row * query_row + head * query_head
-    of_d_out = row * d_out_row + head * d_out_head
-    heads = row * KEY_HEADS * GROUP + head
-    slots = ((in_chunk * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + places[None, :]
+    of_rope = (row * KEY_HEADS * GROUP + head) * ROPE
+    of_chunk = in_chunk * KEY_HEADS * GROUP + head
+    slots = of_chunk[:, None] * TOP_K + places[None, :]
     kept = real[:, None]
     if TOP_K % BLOCK_KEYS:
         kept = kept & (places < TOP_K)[None, :]
@@ -198,20 +208,20 @@ def _differentiate(
     dp = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
     for start in range(0, SIZE, BLOCK_COLUMNS):
         q = tile(query, of_query, real, start, SIZE, BLOCK_COLUMNS)
-        do = tile(d_out, of_d_out, real, start, SIZE, BLOCK_COLUMNS)
+        do = tile(d_out, of_chunk * SIZE, real, start, SIZE, BLOCK_COLUMNS)
         k = tile(key, keys * SIZE, there, start, SIZE, BLOCK_COLUMNS)
         v = k if value is None else tile(value, keys * SIZE, there, start, SIZE, BLOCK_COLUMNS)
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), dp, input_precision="ieee")
     if ROPE:
-        q = tile(query_rope, heads * ROPE, real, 0, ROPE, BLOCK_ROPE)
+        q = tile(query_rope, of_rope, real, 0, ROPE, BLOCK_ROPE)
         k = tile(key_rope, keys * ROPE, there, 0, ROPE, BLOCK_ROPE)
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
 
     statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + in_group
     highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * LOG2_E
     total = tl.load(softmax_sum + statistics, mask=real, other=1.0)
-    delta = tl.load(d_out_out + heads, mask=real, other=0.0)
+    delta = tl.load(d_out_out + of_chunk, mask=real, other=0.0)
     p = tl.where(there[None, :], tl.exp2(scores * scale_2 - highest[:, None]) / total[:, None], 0.0)
     ds = p * (dp - delta[:, None]) * scale
     tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=kept)
@@ -274,8 +284,6 @@ def _add_to_keys(
     rows,
     right_row,
     right_head,
-    right_2_row,
-    right_2_head,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -287,8 +295,11 @@ def _add_to_keys(
     BLOCK_KEYS: tl.constexpr,
 ):
     """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
-    and some columns. ``left`` holds the rows of this chunk, ``right`` all. Not ``ATOMIC``: (rows, top-k, width)."""
-    in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
+    and some columns. Not ``ATOMIC``: (rows, top-k, width). All four hold the rows of this chunk.
+
+    Rows that are neighbours, which mostly have the same keys, begin at different blocks of them.
+    """
+    in_chunk, _, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
 
@@ -297,12 +308,13 @@ def _add_to_keys(
     head = (key_head * GROUP + group).to(tl.int64)[:, None]
     of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
     real = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
-    r = tl.load(right + row * right_row + head * right_head + columns[None, :], mask=real, other=0.0)
+    r = tl.load(right + in_chunk * right_row + head * right_head + columns[None, :], mask=real, other=0.0)
     r_2 = r
     if left_2 is not None:
-        r_2 = tl.load(right_2 + row * right_2_row + head * right_2_head + columns[None, :], mask=real, other=0.0)
-    for start in range(0, count, BLOCK_KEYS):
-        places = start + tl.arange(0, BLOCK_KEYS)
+        r_2 = tl.load(right_2 + (in_chunk * KEY_HEADS * GROUP + head) * WIDTH + columns[None, :], mask=real, other=0.0)
+    blocks, shift = tl.cdiv(count, BLOCK_KEYS), in_chunk.to(tl.int32)
+    for block in range(0, blocks):
+        places = (block + shift) % blocks * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
         # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
         mask = (group < GROUP)[:, None]
