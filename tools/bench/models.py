@@ -1,15 +1,16 @@
 #!/usr/bin/env python
 """Cuts of DeepSeek-V3.2 through the real trainer on one GPU: tokens a second and peak memory, from eager to all fused.
 
-    python tools/bench/models.py [--layers 4 8] [--only eager dsa ...] [--seq-len 4096] [--steps 8] [--json FILE]
+    python tools/bench/models.py [--layers 4 8] [--only eager dsa ...] [--seq-len 4096] [--steps 12] [--json FILE]
     python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
 
 The cuts are 671B_4layers and 671B_8layers, or of as many layers: full width, one dense layer, 8 experts. Weights and
 states in bfloat16, activation checkpointing as in their TOML files, the shipped text; other options of a job may follow
-(--activation_checkpoint.mode full). Each row is a process of its own; its time is the median of its steps after the
-second. ``--curves`` trains from the same weights on the same batches the eager model, the
-fused one, and three eager ones that differ from the first by rounding: one works on latent vectors, and of two a
-hundredth of the first weights are off by one in the last place. They show how far rounding alone takes a curve.
+(--activation_checkpoint.mode full). Each row is a process of its own; its time is that of all steps after the second in
+a row, of which only the last is logged: nothing else waits for the device. ``--curves`` trains from the same weights on
+the same batches the eager model, the fused one, and three eager ones that differ from the first by rounding: one works
+on latent vectors, and of two a hundredth of the first weights are off by one in the last place. They show how far
+rounding alone takes a curve.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,7 +62,8 @@ CURVES = {
     "fused": converters("npu_dsa", *BASIC),
 }
 NUDGED = {"nudged 1": 1, "nudged 2": 2}
-CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10"]
+CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10", "--metrics.log_freq", "1"]
+WARM_UP = 2
 
 
 def nudge(model: Any, seed: int) -> None:
@@ -76,7 +77,8 @@ def nudge(model: Any, seed: int) -> None:
 
 
 def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str]) -> dict[str, Any]:
-    """Train in this process; the losses, the seconds a step, and the bytes allocated at the most after the first."""
+    """Train in this process; the losses that are logged, tokens a second after the warm-up, and the bytes allocated at
+    the most after the first step."""
     import torch
 
     import torchtitan_npu.train as entry
@@ -92,7 +94,6 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
         config = JobConfigManager().parse_args([*arguments, *options])
         config.job.dump_folder, config.checkpoint.enable = folder, False
         config.metrics.enable_tensorboard = False
-        config.metrics.log_freq = 1
         trainer = entry.Trainer(config)
         if nudged:
             nudge(trainer.model_parts[0], nudged)
@@ -101,25 +102,21 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
 
         def keep(step: int, loss: float, *args: object, **kwargs: object) -> None:
             losses.append(loss)
-            peaks.append(torch.cuda.max_memory_allocated())  # of this step: TorchTitan's log starts it anew
+            peaks.append(torch.cuda.max_memory_allocated())  # since the log before: TorchTitan's starts it anew
             log(step, loss, *args, **kwargs)  # type: ignore[arg-type]
 
         trainer.metrics_processor.log = keep  # type: ignore[method-assign, assignment]
         batches = trainer.batch_generator(trainer.dataloader)  # type: ignore[arg-type]
-        seconds = []
         for step in range(1, steps + 1):
             trainer.step = step
-            start = time.perf_counter()
             trainer.train_step(batches)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+            if step in (WARM_UP, steps):
+                torch.cuda.synchronize()
+            if step == WARM_UP:
+                start = time.perf_counter()
+        seconds = (time.perf_counter() - start) / (steps - WARM_UP)
         tokens = config.training.seq_len * config.training.local_batch_size
-        result = {
-            "tokens_per_second": tokens / statistics.median(seconds[2:]),
-            "memory": max(peaks[1:]),
-            "seconds": seconds,
-            "losses": losses,
-        }
+        result = {"tokens_per_second": tokens / seconds, "memory": max(peaks[1:]), "losses": losses}
         trainer.close()
     return result
 
@@ -145,7 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *(name for name in CURVES if name not in VARIANTS)])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -154,10 +151,12 @@ def main() -> int:
     parser.add_argument("--nudged", type=int, default=0, help="with --measure")
     args, options = parser.parse_known_args()
     need_gpu()
+    if args.steps <= WARM_UP:
+        parser.error(f"--steps: the first {WARM_UP} are not timed")
     if args.measure:
         print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.nudged, options)))
         return 0
-    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, BFLOAT16)
+    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, [*BFLOAT16, "--metrics.log_freq", str(args.steps)])
     if unknown := set(args.only or runs) - set(runs):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
