@@ -22,6 +22,7 @@ CASES = {
     "top-k wider than the sequence": ("BSND", [(3, 4)] * 2, True, (4, 1), 11, False, True),
     "every key is seen": ("BSND", [(3, 6)] * 2, False, (4, 1), 3, True, False),
     "several blocks of keys": ("TND", [(2, 70), (1, 3)], False, (3, 1), 69, True, False),
+    "several blocks of few of the keys": ("BSND", [(2, 80)], False, (3, 1), 37, True, False),
     "more heads than a block has": ("BSND", [(1, 5)], False, (130, 1), 5, True, False),
 }
 

@@ -85,6 +85,7 @@ def npu_sparse_flash_attention_grad(
     products = product_shape(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
     places = (sparse_indices, *rows)
+    staggered = key.numel() // size <= 2 * top_k * key_heads  # a row selects half of the keys, or more
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
         here = slice(start, start + count)
@@ -126,6 +127,7 @@ def npu_sparse_flash_attention_grad(
                     **products,
                     **columns,
                     ATOMIC=not deterministic,
+                    STAGGERED=staggered,
                     **KEYS,
                 )
                 if deterministic:
@@ -292,12 +294,14 @@ def _add_to_keys(
     WIDTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ATOMIC: tl.constexpr,
+    STAGGERED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
     """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
     and some columns. Not ``ATOMIC``: (rows, top-k, width). All four hold the rows of this chunk.
 
-    Rows that are neighbours, which mostly have the same keys, begin at different blocks of them.
+    ``STAGGERED``: neighbouring rows begin at different blocks, not to add to the same keys at the same time. It pays
+    where they have most keys in common; otherwise it is better that they are among the same part of all keys.
     """
     in_chunk, _, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
@@ -314,7 +318,9 @@ def _add_to_keys(
         r_2 = tl.load(right_2 + (in_chunk * KEY_HEADS * GROUP + head) * WIDTH + columns[None, :], mask=real, other=0.0)
     blocks, shift = tl.cdiv(count, BLOCK_KEYS), in_chunk.to(tl.int32)
     for block in range(0, blocks):
-        places = (block + shift) % blocks * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        if STAGGERED:
+            block = (block + shift) % blocks
+        places = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
         # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
         mask = (group < GROUP)[:, None]
