@@ -18,7 +18,6 @@ from torch._functorch._aot_autograd import schemas
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_npu.ops  # noqa: F401
 from tests.compile.compiled_training import PACKING, assert_have_kernels, called
@@ -229,28 +228,6 @@ def test_what_the_interpreter_cannot_say_is_an_error() -> None:
     graph.output((graph.call_function(len, (x,)),))
     with pytest.raises(UsageError, match=r"npu.bypass_codegen must be false: a compiled graph holds .*len"):
         interpreter.interpreted(fx.GraphModule({}, graph))
-
-
-class Copies(TorchDispatchMode):
-    """Counts them."""
-
-    made = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made += function is torch.ops.aten.copy_.default
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("stride", "copies"), [((4, 7, 1), 0), ((1, 3, 3), 1)])
-def test_a_gradient_is_copied_only_if_it_lies_elsewhere(stride: tuple[int, ...], copies: int) -> None:
-    """The stride of a dimension of size 1 is nowhere: views leave there what they find."""
-    torch._dynamo.reset()
-    x = torch.randn(3, 1, 4, requires_grad=True)
-    result = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)(x)
-    gradient = torch.empty_strided((3, 1, 4), stride).copy_(torch.arange(12.0).view(3, 1, 4))
-    with Copies() as counted:
-        result.backward(gradient)
-    assert counted.made == copies and torch.equal(x.grad, 2 * gradient)  # type: ignore[arg-type]
 
 
 def test_gradients_of_other_strides_and_none(written: list[Any]) -> None:

@@ -18,10 +18,13 @@ from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_npu.compile.interpreter import Launch, interpreted
+from torchtitan_npu.compile.passes.graphs import has_backward
 from torchtitan_npu.compile.random_state import without_random_state
 from torchtitan_npu.compile.runtime import Compiled, plain_region
+from torchtitan_npu.compile.strides import copy_of, for_any_strides, gradients_as_they_lie, open_strides
 from torchtitan_npu.compile.tidy import tidy
 
 Pass = Callable[[fx.GraphModule], Any]
@@ -40,18 +43,25 @@ def bypassing(
     """
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        for change in (*passes, tidy):
+        for change in passes:
             change(joint)
+        tidy(joint, of_any_strides=True)
         joint.recompile()
         # saves what eager saves. The cut that needs the least memory computes more than once what a generated kernel
         # would compute on the way; here each of these is a launch
         return without_random_state(default_partition, joint, *args, **kwargs)
 
     def compile_graph(graph_module: fx.GraphModule) -> Compiled:
-        if not _draws_again(graph_module.graph):
-            graph_module.graph = fx_graph_cse(graph_module.graph)
-        tidy(graph_module)
-        return Compiled(graph_module.graph, interpreted(graph_module))
+        if not has_backward(graph_module.graph):
+            return Compiled(graph_module.graph, _written(graph_module))
+        again = copy_of(graph_module)
+
+        def opened() -> Launch:
+            open_strides(again.graph)
+            return _written(again, of_any_strides=True)
+
+        launch = for_any_strides(graph_module, lambda: _written(graph_module), opened)
+        return Compiled(graph_module.graph, launch)
 
     def compile_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
@@ -71,7 +81,8 @@ def bypassing(
             return compile_one(graph_module, inputs)
 
         # the backward now, not when it is needed: we call it ourselves
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        of_any_size = not any(map(is_traceable_wrapper_subclass, inputs))
+        with functorch_config.patch(force_non_lazy_backward_lowering=True), gradients_as_they_lie(of_any_size):
             called_by_torch = aot_autograd(
                 fw_compiler=compile_one, inference_compiler=compile_without_gradients, partition_fn=partition
             )(graph_module, inputs)
@@ -80,6 +91,14 @@ def bypassing(
         return region
 
     return compile_region
+
+
+def _written(graph_module: fx.GraphModule, of_any_strides: bool = False) -> Launch:
+    tidy(graph_module, of_any_strides)
+    if not _draws_again(graph_module.graph):
+        graph_module.graph = fx_graph_cse(graph_module.graph)
+    tidy(graph_module, of_any_strides)
+    return interpreted(graph_module)
 
 
 def _draws_again(graph: fx.Graph) -> bool:

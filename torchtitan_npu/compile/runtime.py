@@ -92,7 +92,6 @@ def _differentiable(metadata: Any, forward: Compiled, backward: Compiled) -> Cal
     varying = [
         place for place, info in enumerate(infos) if getattr(info, "requires_grad_for_backward", info.requires_grad)
     ]
-    strides = [tuple(node.meta["val"].stride()) for node in backward.inputs[len(backward.inputs) - len(varying) :]]
 
     class Region(torch.autograd.Function):
         @staticmethod
@@ -109,26 +108,14 @@ def _differentiable(metadata: Any, forward: Compiled, backward: Compiled) -> Cal
             if torch.is_grad_enabled():
                 raise RuntimeError("a compiled region has no second derivative: backward(create_graph=True)")
             given = [*ctx.saved_tensors]
-            for place, stride in zip(varying, strides, strict=True):
+            for place in varying:
                 gradient = gradients[place]
-                if isinstance(gradient, AsyncCollectiveTensor):
-                    gradient = gradient.trigger_wait()
-                if not _lies_as(gradient, stride):  # as the graph was captured: what depends on it is in there
-                    gradient = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
-                given.append(gradient)
+                given.append(gradient.trigger_wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient)
             ctx.maybe_clear_saved_tensors()  # so that each is freed when the graph has used it, not at the end
             return _without_autocast(backward.launch, given)
 
     # past the Python of torch.autograd.Function.apply, which asks after functorch's transforms
     return super(torch.autograd.Function, Region).apply  # type: ignore[misc]
-
-
-def _lies_as(tensor: Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether its elements lie as they would with ``stride``; that of a dimension of size 1 says nothing."""
-    own = tensor.stride()
-    return own == stride or all(
-        size == 1 or here == there for size, here, there in zip(tensor.shape, own, stride, strict=True)
-    )
 
 
 def _without_autocast(launch: Launch, given: list[Any]) -> Any:

@@ -12,23 +12,29 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, collectives
+from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, collectives, laid_by_gradients
 
 NOTHING = (aten.detach.default, aten.alias.default)
 """Below autograd, where compiled graphs run, these return their argument."""
+TURNS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim)
+"""Of which two that lead back do so whatever the strides."""
 
 
-def tidy(graph_module: fx.GraphModule) -> None:
+def tidy(graph_module: fx.GraphModule, of_any_strides: bool = False) -> None:
     """Redirect the users of superfluous views to what they view, and drop what then has no users.
 
-    What a graph returns stays as it is: AOTAutograd knows which output aliases what.
+    What a graph returns stays as it is: AOTAutograd knows which output aliases what. With ``of_any_strides``, views of
+    what lies as the gradients do stay too, but for those that lead back from wherever that is.
     """
+    kept = laid_by_gradients(graph_module.graph) if of_any_strides else frozenset()
     for node in graph_module.graph.nodes:
         if not is_view(node):
             continue
         source = node.args[0]
         if node.target in NOTHING:
             _redirect(node, source)
+        elif node in kept and not (node.target in TURNS and source.target in TURNS):
+            continue
         elif is_view(source):
             first = source.args[0]
             if _layout(node) == _layout(first):

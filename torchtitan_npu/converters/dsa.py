@@ -37,7 +37,7 @@ class NpuSparseAttention(SparseAttention):
         return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
 
     def laid_out(self, q: Tensor) -> Tensor:
-        # in a compiled prolog, or the region would lay out their gradient as they came
+        # in the prolog: where it is compiled, their gradient then lies as its graph was captured
         return q if self.any_strides else q.contiguous()
 
     def forward(

@@ -13,6 +13,18 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 SAME_MEMORY = (aten.view.default, aten._unsafe_view.default)
+CONTIGUOUS = (
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.slice_backward.default,
+    aten.select_backward.default,
+    collectives.all_reduce.default,
+    collectives.all_gather_into_tensor.default,
+    collectives.reduce_scatter_tensor.default,
+    collectives.all_to_all_single.default,
+)
+"""Operators whose results are, whatever their arguments."""
 RESHAPES = (*SAME_MEMORY, aten.reshape.default)  # which may copy
 
 
@@ -110,7 +122,22 @@ def as_matrix(node: fx.Node, rows: int, like: fx.Node) -> fx.Node:
 
 def has_backward(graph: fx.Graph) -> bool:
     """Whether gradients come into this graph: it is a joint or a backward graph."""
-    return any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes)
+    return bool(gradients(graph))
+
+
+def gradients(graph: fx.Graph) -> list[fx.Node]:
+    """Those that come into the graph; a DTensor's brings its mesh, which is none."""
+    inputs = graph.find_nodes(op="placeholder")
+    return [node for node in inputs if "tangents" in node.name and isinstance(value(node), Tensor)]
+
+
+def laid_by_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """What lies in memory in a way that depends on how the gradients that come into the graph do."""
+    found = set(gradients(graph))
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in CONTIGUOUS and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def static_shape(tensor: Any) -> tuple[int, ...] | None:

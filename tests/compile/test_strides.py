@@ -1,0 +1,183 @@
+"""The backward graph for gradients of any strides: eager's numbers to the bit, and eager's copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import profile
+
+from tests.multirank import run_on_ranks
+from torchtitan_npu.compile import backend
+
+RUNTIMES = {
+    "ours": "RegionBackward",
+    "AOTAutograd's": "CompiledFunctionBackward",
+    "any size": "CompiledFunctionBackward",
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it was captured": lambda gradient: gradient,
+    "turned": lambda gradient: gradient.transpose(1, 2).contiguous().transpose(1, 2),
+    "last first": lambda gradient: gradient.movedim(-1, 0).contiguous().movedim(0, -1),
+    "a part": lambda gradient: torch.cat((gradient, gradient), dim=-1)[..., gradient.shape[-1] :],
+    "expanded": lambda gradient: gradient[:, :1].expand_as(gradient),
+    "of one output": lambda gradient: gradient,
+}
+
+
+class Network(nn.Module):
+    """What autograd's formulas ask strides for: views and what undoes them, complex numbers, products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8)
+        self.angles = nn.Buffer(torch.randn(4, 2, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        heads = self.up(x).unflatten(-1, (4, 2, 2))
+        turned = torch.view_as_real(torch.view_as_complex(heads) * self.angles).flatten(-2)
+        y = turned.transpose(1, 2)
+        y = (y @ y.mT).softmax(dim=-1) @ y
+        return self.down(y.transpose(1, 2).flatten(2)), turned
+
+
+def region(network: nn.Module, runtime: str) -> Callable[[Tensor], Any]:
+    def function(x: Tensor) -> Any:
+        # a region that returns its input is left to AOTAutograd's runtime
+        return (*network(x), x.detach()) if runtime == "AOTAutograd's" else network(x)
+
+    return torch.compile(function, backend=backend.bypassed, fullgraph=True, dynamic=runtime == "any size")
+
+
+def backward(call: Callable[[Tensor], Any], network: nn.Module, layout: str) -> tuple[list[Tensor], int, str]:
+    """The gradients, how many copies they took, and whose backward pass it was; after another, which may compile."""
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for _ in range(2):
+        outputs = call(x)[: 1 if layout == "of one output" else 2]
+        seed = torch.Generator().manual_seed(2)
+        gradients = [LAYOUTS[layout](torch.randn(output.shape, generator=seed)) for output in outputs]
+        with profile() as profiled:
+            result = torch.autograd.grad(outputs, [x, *network.parameters()], gradients)
+    copies = sum(event.name == "aten::copy_" for event in profiled.events() or ())
+    return [*result], copies, outputs[0].grad_fn.name()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_gradients_are_taken_as_they_lie(runtime: str) -> None:
+    torch._dynamo.reset()
+    network = Network()
+    compiled = region(network, runtime)
+    for layout in LAYOUTS:
+        theirs, copies, _ = backward(network, network, layout)
+        ours, made, whose = backward(compiled, network, layout)
+        assert whose == RUNTIMES[runtime]
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other) and one.stride() == other.stride(), layout
+        assert made <= copies, layout
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mT.contiguous() * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mT.contiguous() * 2
+
+
+FORMULAS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    # as captured, the reshape in its formula copies; of this gradient it is a view
+    "reshape": (
+        lambda x: x.flatten(1).unflatten(1, (6, 8)).transpose(1, 2).contiguous(),
+        torch.randn(2, 12, 8)[:, :6].mT,
+    ),
+    "contiguous": (Turned.apply, torch.randn(2, 6, 8).mT),
+    # as captured, one undoes the other; of this gradient the first copies
+    "two views": (lambda x: (x * 2).flatten(1).unflatten(1, (6, 8)) * 3, torch.randn(8, 6, 2).permute(2, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("what", FORMULAS)
+def test_a_formula_copies_what_it_must_of_these_strides(what: str) -> None:
+    torch._dynamo.reset()
+    function, gradient = FORMULAS[what]
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    results = []
+    for call in (function, torch.compile(function, backend=backend.bypassed, fullgraph=True)):
+        output = call(x)
+        with profile() as profiled:
+            (result,) = torch.autograd.grad(output, x, gradient)
+        results.append((result, sum(event.name == "aten::clone" for event in profiled.events() or ())))
+    (theirs, copies), (ours, made) = results
+    assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    assert made == copies == (what == "two views")
+
+
+def test_sizes_of_one_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views leave as the stride of such a dimension what they find: the graph is run as it was captured."""
+    torch._dynamo.reset()
+    opened: list[Any] = []
+    monkeypatch.setattr(backend, "open_strides", opened.append)
+    x = torch.randn(3, 1, 4, requires_grad=True)
+    result = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)(x)
+    gradient = torch.empty_strided((3, 1, 4), (4, 7, 1)).fill_(3)
+    assert torch.equal(torch.autograd.grad(result, x, gradient)[0], torch.full((3, 1, 4), 6.0)) and not opened
+
+
+class Told(torch.autograd.Function):
+    """Its formula reads the gradient by strides of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.as_strided((3, 4), (4, 1)) * 2
+
+
+@pytest.mark.parametrize("of_any_size", [False, True])
+def test_strides_that_are_in_a_graph(of_any_size: bool) -> None:
+    """They are those of a gradient as it was captured, so that is where it has to lie."""
+    torch._dynamo.reset()
+    x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3).t()
+    compiled = torch.compile(Told.apply, backend=backend.bypassed, fullgraph=True, dynamic=of_any_size)
+    if of_any_size:
+        with pytest.raises(Exception, match=r"npu.bypass_codegen must be false: .*as_strided.*size is not known"):
+            compiled(x)
+        return
+    assert torch.equal(torch.autograd.grad(compiled(x), x, gradient)[0], 2 * gradient)
+
+
+def doubled_dtensor() -> tuple[bool, Any, Any, Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    x, gradient = (
+        DTensor.from_local(tensor, mesh, [Shard(0)]) for tensor in (torch.randn(3, 4), torch.randn(4, 3).t())
+    )
+    x.requires_grad_()
+    compiled = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)
+    (result,) = torch.autograd.grad(compiled(x), x, gradient)
+    equal = torch.equal(result.to_local(), 2 * gradient.to_local())
+    return equal, gradient.stride(), result.stride(), result.to_local().stride()
+
+
+def test_a_dtensor_lies_as_it_says() -> None:
+    """AOTAutograd puts it together with the strides that were captured."""
+    assert run_on_ranks(1, doubled_dtensor) == [(True, (1, 3), (4, 1), (4, 1))]
+
+
+def test_torch_is_left_as_it_was() -> None:
+    from torch._functorch._aot_autograd import subclass_utils
+
+    torch._dynamo.reset()
+    noted = subclass_utils.maybe_suggest_memory_format
+    compiled = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)
+    compiled(torch.randn(3, requires_grad=True)).sum().backward()
+    assert subclass_utils.maybe_suggest_memory_format is noted
