@@ -62,7 +62,7 @@ CURVES = {
     "fused": converters("npu_dsa", *BASIC),
 }
 NUDGED = {"nudged 1": 1, "nudged 2": 2}
-CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10", "--metrics.log_freq", "1"]
+CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10"]
 WARM_UP = 2
 
 
@@ -156,11 +156,12 @@ def main() -> int:
     if args.measure:
         print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.nudged, options)))
         return 0
-    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, [*BFLOAT16, "--metrics.log_freq", str(args.steps)])
+    runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, BFLOAT16)
     if unknown := set(args.only or runs) - set(runs):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
     every = [*always, "--training.seq_len", str(args.seq_len), *options]
+    every += ["--metrics.log_freq", "1" if args.curves else str(args.steps)]
     begin = time.monotonic()
 
     def run(layers: int, name: str) -> dict[str, Any]:

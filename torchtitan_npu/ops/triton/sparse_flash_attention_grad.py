@@ -70,7 +70,10 @@ def npu_sparse_flash_attention_grad(
         for t in (key, value, key_rope)
     )
 
-    slots = heads * top_k * 2 * query.element_size()
+    # Head by head, as the product after attention leaves it, a row of d_out lies in as many pages as there are heads:
+    # what reads it many times is slower by more than it takes to lay it out
+    in_order = d_outs.is_contiguous()
+    slots = heads * max(2 * top_k, 0 if in_order else size) * query.element_size()
     shape = shape_of(query, query_rope, key_heads, top_k)
     # what a row gives to its keys, before it is added
     added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
@@ -78,14 +81,12 @@ def npu_sparse_flash_attention_grad(
     weights = query.new_empty(chunk, heads, top_k)
     d_scores = torch.empty_like(weights)
     d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=query.device)
-    # Head by head, as the product after attention leaves it, a row of d_out lies in as many pages as there are heads:
-    # what reads it many times is slower by more than it takes to lay it out
-    laid_out = None if d_outs.is_contiguous() else query.new_empty(chunk, heads, size)
+    laid_out = None if in_order else query.new_empty(chunk, heads, size)
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
     products = product_shape(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
     places = (sparse_indices, *rows)
-    staggered = key.numel() // size <= 2 * top_k * key_heads  # a row selects half of the keys, or more
+    staggered = key.shape[-3] <= 2 * top_k  # a row selects half of the keys, or more
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
         here = slice(start, start + count)
@@ -317,9 +318,10 @@ def _add_to_keys(
     if left_2 is not None:
         r_2 = tl.load(right_2 + (in_chunk * KEY_HEADS * GROUP + head) * WIDTH + columns[None, :], mask=real, other=0.0)
     blocks, shift = tl.cdiv(count, BLOCK_KEYS), in_chunk.to(tl.int32)
-    for block in range(0, blocks):
+    for turn in range(0, blocks):
+        block = turn
         if STAGGERED:
-            block = (block + shift) % blocks
+            block = (turn + shift) % blocks
         places = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
         # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
