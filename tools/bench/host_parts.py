@@ -28,6 +28,9 @@ from torchtitan_npu.ops.arguments import by_name
 
 SEQUENCE = 8
 TINY = {"n_layers": 1, "dim": 16, "inter_dim": 16, "moe_inter_dim": 16, "n_heads": 2, "vocab_size": 64}
+WITH_EXPERTS = {"n_dense_layers": 0, "dim": 64, "moe_inter_dim": 128}
+"""Of ``moe_block``. A GPU's grouped products take multiples of 64, also of a rank's half, and bfloat16: others are a
+loop in which the host waits for how many tokens each expert has, and it is not the host's time that is measured."""
 TINY_LLAMA = {"n_layers": 1, "dim": 16, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64}
 FUSED = {"deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_dsa"], "llama3": ["npu_rms_norm", "npu_rope"]}
 """By model, the converters that have something to replace in what is measured."""
@@ -42,12 +45,14 @@ def build(part: str, device: str, mesh: Any, fused: bool) -> Any:
     """
     name = "llama3" if part == "llama3" else "deepseek_v32"
     spec = get_train_spec(name)
-    sizes: dict[str, Any] = (
-        TINY_LLAMA if part == "llama3" else {**TINY, "n_dense_layers": int(not part.startswith("moe_"))}
-    )
+    sizes: dict[str, Any] = TINY_LLAMA if part == "llama3" else {**TINY, "n_dense_layers": int(part != "moe_epilog")}
+    if part == "moe_block":
+        sizes |= WITH_EXPERTS
     args: Any = dataclasses.replace(copy.deepcopy(spec.model_args["debugmodel"]), **sizes)
     args.moe_impl = "standard"  # as a job's config would set it
     model: Any = spec.model_cls(args)
+    for parameter in model.parameters():  # buffers stay what they are, as in training
+        parameter.data = parameter.data.to(dtype_of(part, device))
     for experts in model.modules():
         if isinstance(experts, GroupedExperts) and device == "cpu":
             experts.use_grouped_mm = False  # as in training: it is CUDA's
@@ -73,6 +78,11 @@ def build(part: str, device: str, mesh: Any, fused: bool) -> Any:
     return model
 
 
+def dtype_of(part: str, device: str) -> torch.dtype:
+    """Of weights and activations: a CPU has no use for bfloat16 and takes long over it."""
+    return torch.bfloat16 if part == "moe_block" and device == "cuda" else torch.float32
+
+
 def launches_only() -> None:
     """Let each fused operator return memory as it is found, on the CPU.
 
@@ -96,7 +106,12 @@ def calls(part: str, options: dict[str, Any], model: Any, device: str) -> tuple[
     block, (freqs_cis, positions) = model.layers["0"], angles(model, device)
     split = any(isinstance(weight, DTensor) for weight in block.parameters())
     # the sequence is split between a rank's blocks
-    x = torch.randn(1, SEQUENCE // 2 if split else SEQUENCE, TINY["dim"], device=device, requires_grad=True)
+    x = torch.randn(
+        (1, SEQUENCE // 2 if split else SEQUENCE, model.model_args.dim),
+        dtype=dtype_of(part, device),
+        device=device,
+        requires_grad=True,
+    )
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, **options) if options else function
