@@ -179,10 +179,11 @@ def train_on(layout: str, models: list[str], options: dict[str, Any] | None = No
 def differences(eager: Run, compiled: Run) -> list[str]:
     """What of a rank's training is not the same to the bit: losses, gradient norms, the first gradients by name.
 
-    And the losses of validation, where there is any.
+    And the losses of validation, where there is any, and the biases of experts after the first step.
     """
     ours, theirs = compiled.record, eager.record
     found = [what for what in ("losses", "norms", "validation") if getattr(ours, what) != getattr(theirs, what)]
+    found += [name for name, bias in theirs.biases.items() if not torch.equal(ours.biases[name], bias)]
     return found + [name for name, g in theirs.gradients.items() if not torch.equal(ours.gradients[name], g)]
 
 

@@ -51,6 +51,10 @@ def documented() -> Counter[str]:
     return found
 
 
+OF_EXPERTS = {"npu_moe_token_permute", "npu_grouped_matmul", "npu_swiglu", "_npu_moe_token_unpermute"}
+
+
+@pytest.mark.filterwarnings("error:npu::_npu_moe_token_unpermute")  # which returns its argument
 def test_a_block_is_captured_whole(graphs: list[fx.GraphModule]) -> None:
     config = job(MODEL, matching(MODEL), {})
     assert config.npu.bypass_codegen  # the default on the NPU
@@ -60,22 +64,21 @@ def test_a_block_is_captured_whole(graphs: list[fx.GraphModule]) -> None:
         config.compile.enable = True
         compiled = train_step(config, model_args(MODEL, config))
     assert compiled.gradients == eager.gradients
-    assert len(graphs) == 6  # forward and backward of each layer's prolog, and of the dense layer's epilog
+    assert len(graphs) == 8  # forward and backward of each layer's prolog and epilog, experts and all
     assert operators(graphs) == documented()
     assert all(graph.graph.find_nodes(op="call_module") == [] for graph in graphs)
 
 
 def test_tensor_parallel_blocks_are_captured_whole(graphs: list[fx.GraphModule]) -> None:
-    """With DTensor weights also the epilog before the experts, the router and the shared experts."""
+    """With DTensor weights the same."""
     config = job(MODEL, matching(MODEL), {"tp": 4})
     config.compile.enable = True
     with fake_ranks(RANKS):
         step = train_step(config, model_args(MODEL, config))
     assert step.gradients == {name for name, _ in step.model.named_parameters()}
-    # forward and backward of both prologs and epilogs, the router and the shared experts, and the hook before these
-    assert len(graphs) == 2 * (2 + 2 + 2 + 1)
+    assert len(graphs) == 8
     found = operators(graphs)
-    assert found["npu_rms_norm"] == documented()["npu_rms_norm"] + 1  # that before the experts
-    assert found["npu_rotary_mul"] == documented()["npu_rotary_mul"]
+    for name in ("npu_rms_norm", "npu_rotary_mul", *OF_EXPERTS):
+        assert found[name] == documented()[name] > 0
     assert found["reduce_scatter_tensor"] and found["all_gather_into_tensor"]
     assert all(graph.graph.find_nodes(op="call_module") == [] for graph in graphs)

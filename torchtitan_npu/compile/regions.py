@@ -1,4 +1,4 @@
-"""What of a model is compiled: whole blocks, or of a block that communicates inside the parts in between.
+"""What of a model is compiled: whole blocks, or of a block with hooks or waits inside the parts in between.
 
 TorchTitan's own ``apply_compile`` also sets options of torch._dynamo and replaces a function of its MoE module, for
 every model in the process. Here nothing but the given model changes, and its parameters keep their names.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,19 +65,29 @@ def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:
 def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: bool = False) -> int:
     """Compile a block, and return how many regions it then has.
 
-    Experts and the exchange of tokens around them stay as they are: the number of tokens differs from step to step, and
-    FSDP has hooks inside, which no graph can hold. So does attention in a block that says what comes before it and
-    after (``prolog``, ``epilog``): it is a few fused operators, whose backward pass counts a loss.
+    Experts whose sizes are not known (:func:`has_known_sizes`) stay as they are, with the exchange of tokens around
+    them. So does attention in a block that says what comes before it and after (``prolog``; ``epilog``, or
+    ``epilog_with_experts``): it is a few fused operators, whose backward pass counts a loss.
 
-    With ``generating``, the backend generates kernels, by which every part gains.
+    With ``generating``, the backend generates kernels, by which every part gains; but experts stay as they are.
     """
     wait_at(outer)
     block = outer._checkpoint_wrapped_module if isinstance(outer, CheckpointWrapper) else outer
     moes = [child for child in block.children() if isinstance(child, MoE)]
     in_parts = hasattr(block, "prolog")
-    if not moes and not in_parts:
+    in_full = not moes or (not generating and all(map(has_known_sizes, moes)))
+    if in_full and in_parts:
+        block.prolog = torch.compile(block.prolog, **options)
+        last = "epilog_with_experts" if moes else "epilog"
+        setattr(block, last, torch.compile(getattr(block, last), **options))
+        for moe in moes:  # activation checkpointing, which is outside of the regions, repeats them
+            block.register_forward_pre_hook(partial(_tell_whether_it_counts, moe))
+        return 2
+    if in_full:
         # its forward, not its call: FSDP's hooks, which gather the weights, stay outside
         outer.forward = torch.compile(outer.forward, **options)
+        for moe in moes:
+            moe.told_to_count = True  # what the graph computes again for the backward pass counts nothing
         return 1
     small = [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
     regions, large = 0, []
@@ -84,7 +95,7 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: boo
         block.prolog = torch.compile(block.prolog, **options)
         regions = 1
         # up to the experts it is a product, a sum and a norm: too little on local tensors
-        if not moes or generating or is_worth_it(block.attention):
+        if generating or is_worth_it(block.attention):
             block.epilog = torch.compile(block.epilog, **options)
             regions = 2
     else:
@@ -97,6 +108,20 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: boo
     return regions + len(parts)
 
 
+def has_known_sizes(moe: Any) -> bool:
+    """Whether a graph can hold the experts: its sizes are those of their input, whichever tokens go where.
+
+    They are with ``npu_permute`` and ``npu_gmm``, for which the numbers of tokens are a tensor. Expert parallel sends
+    as many tokens to a rank as are routed there, and FSDP then has hooks inside, which no graph can hold.
+    """
+    waits = any(getattr(part, "waits_for_counts", True) for part in (moe, moe.experts))
+    return not waits and not any("ep" in _mesh_names(weight) for weight in moe.experts.parameters())
+
+
+def _tell_whether_it_counts(moe: Any, block: nn.Module, args: Any) -> None:
+    moe.told_to_count = moe.is_counted()
+
+
 def is_worth_it(part: nn.Module) -> bool:
     """Whether a part of a block is compiled: where calling a compiled region adds less than it takes off the host.
 
@@ -105,7 +130,7 @@ def is_worth_it(part: nn.Module) -> bool:
     """
     if not _has_children(part):
         return False
-    return any(isinstance(weight, DTensor) and "tp" in _mesh_names(weight) for weight in part.parameters())
+    return any("tp" in _mesh_names(weight) for weight in part.parameters())
 
 
 def _has_children(part: nn.Module) -> bool:
@@ -113,8 +138,9 @@ def _has_children(part: nn.Module) -> bool:
     return next(part.children(), None) is not None
 
 
-def _mesh_names(weight: DTensor) -> tuple[str, ...]:
-    return weight.device_mesh.mesh_dim_names or ()
+def _mesh_names(weight: Tensor) -> tuple[str, ...]:
+    """Of the dimensions of the mesh that ``weight`` is on, if it is on one."""
+    return (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
 
 
 class _Waited(torch.autograd.Function):
@@ -149,4 +175,7 @@ def wait_for_inputs(
 
 
 def _waited(value: Any) -> Any:
-    return _Waited.apply(value) if isinstance(value, AsyncCollectiveTensor) else value
+    if not isinstance(value, AsyncCollectiveTensor):
+        return value
+    # without gradients no view: the other blocks' inputs are none, and would have a graph of their own
+    return _Waited.apply(value) if torch.is_grad_enabled() else value.trigger_wait()

@@ -23,6 +23,8 @@ class NpuGroupedExperts(GroupedExperts):
 
     dispatch_pads = True
     """Whether expert parallel's dispatch leaves rows of zeros behind the last expert's, as TorchTitan's does."""
+    waits_for_counts = False
+    """Whether the host has to know how many rows an expert gets."""
 
     def extra_repr(self) -> str:
         return f"{_sizes(self.w1)}, product=npu_grouped_matmul"

@@ -41,6 +41,11 @@ class NpuMoE(MoE):
     counts_again = True
     """Whether a forward that is repeated for the backward pass counts too, as TorchTitan's optimizer expects. One that
     takes the counts as they are says otherwise: :mod:`torchtitan_npu.expert_counts`."""
+    told_to_count: bool | None = None
+    """Whether the next forward counts. A compiled one is told, since it cannot ask; others ask. See
+    :mod:`torchtitan_npu.compile.regions`."""
+    waits_for_counts = False
+    """Whether the host has to know how many tokens an expert gets."""
 
     def extra_repr(self) -> str:
         return f"top_k={self.router.top_k}, permutation=npu_moe_token_permute"
@@ -52,7 +57,7 @@ class NpuMoE(MoE):
 
         # (tokens, top_k), (tokens, top_k), (num_experts)
         top_scores, experts, tokens_per_expert = self.router(x, self.expert_bias)
-        if self.counts_again or not _recomputing():
+        if self.is_counted() if self.told_to_count is None else self.told_to_count:
             with torch.no_grad():
                 self.tokens_per_expert.add_(tokens_per_expert)
 
@@ -82,6 +87,10 @@ class NpuMoE(MoE):
         if tokens is not None:
             out = out.new_zeros(x.shape).index_copy(0, tokens, out)
         return (out if shared is None else shared + out).view(shape)
+
+    def is_counted(self) -> bool:
+        """Whether a forward that runs now counts its tokens."""
+        return self.counts_again or not _recomputing()
 
 
 def deepep_objection(name: str, job_config: JobConfig) -> str | None:

@@ -16,8 +16,8 @@ class Block(TransformerBlock):
     """TorchTitan's block: its parameters and its sums, with attention over the keys that an indexer selects.
 
     :meth:`prolog` has all that comes before attention proper, :meth:`epilog` what comes after, up to the experts or
-    with a dense network. Each can be compiled as one region: what is between are fused operators, whose backward pass
-    counts a loss, and experts, whose number of tokens differs from step to step.
+    with a dense network, :meth:`epilog_with_experts` that and the experts. Each can be compiled as one region, the last
+    where the experts' sizes are known: what is between are fused operators, whose backward pass counts a loss.
     """
 
     attention: Any
@@ -30,12 +30,9 @@ class Block(TransformerBlock):
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Documents | None, positions: Tensor | None = None
     ) -> Tensor:
         """``x`` and the output (bsz, seqlen, dim)."""
-        # what has a name here is held until the experts are through: neither what is projected nor what is attended to
-        x = self.epilog(x, self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks))
-        if not self.moe_enabled:
-            return x
-        x, normed = x
-        return x + self.moe(normed)
+        # what has a name here is held until the block is through: neither what is projected nor what is attended to
+        finish = self.epilog_with_experts if self.moe_enabled else self.epilog
+        return finish(x, self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks))
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """As that of the attention, of the block's input."""
@@ -52,3 +49,9 @@ class Block(TransformerBlock):
         x = x + self.attention.epilog(output)
         normed = self.ffn_norm(x)
         return (x, normed) if self.moe_enabled else x + self.feed_forward(normed)
+
+    def epilog_with_experts(self, x: Tensor, output: Tensor) -> Tensor:
+        """From what was attended to, to the output of a block with experts."""
+        x, normed = self.epilog(x, output)
+        del output  # which is not needed by the experts
+        return x + self.moe(normed)
