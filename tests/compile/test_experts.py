@@ -30,7 +30,7 @@ def trained(name: str, compiled: bool) -> list[Tensor]:
     model: Any = build(name, *CONVERTERS, n_layers=2)
     (moe,) = moes(model)
     moe.counts_again = False
-    model.layers["1"] = checkpoint_wrapper(model.layers["1"])
+    model.layers["1"] = checkpoint_wrapper(model.layers["1"], early_stop=False)  # as TorchTitan does
     if compiled:
         compile_block(model.layers["1"])
     seen: list[Tensor] = []
