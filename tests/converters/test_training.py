@@ -12,13 +12,15 @@ from tests.multirank import run_on_ranks
 from tests.training import Record
 
 STEPS = 20
+BATCH = {"training.global_batch_size": 4, "training.local_batch_size": 4}
+"""In one piece: that gradients accumulate with converters, tests/test_layouts.py has."""
 CASES = [(model, (name,)) for model, names in FUSED.items() for name in names]
 CASES += [(model, tuple(names)) for model, names in FUSED.items()]
 
 
 @functools.cache
 def curve(model: str, converters: tuple[str, ...] = ()) -> Record:
-    options = {"training.steps": STEPS, "model.converters": list(converters)}
+    options = {**BATCH, "training.steps": STEPS, "model.converters": list(converters)}
     return run_on_ranks(1, train, model, {}, options, process_group=False)[0]
 
 
