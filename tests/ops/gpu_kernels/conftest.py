@@ -1,12 +1,23 @@
 """The Triton kernels run on the GPU where there is one, and by Triton's interpreter on the CPU where there is none."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
+from forbidden_pages import forbidden_pages
 from kernel_checks import DEVICE, dtype_on
 
 from torchtitan_npu.ops import OPS, define
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _out_of_bounds_is_an_error() -> Iterator[None]:
+    if DEVICE == "cuda":  # where compute-sanitizer looks
+        yield
+        return
+    with forbidden_pages():
+        yield
 
 
 @pytest.fixture(scope="session")
