@@ -22,6 +22,7 @@ from tests.models import deepseek_v32_training
 from tests.models.test_qwen3_vl_training import DATA, SIZES
 from tests.multirank import meeting_point, run_on_ranks
 from tests.training import Record, recording, train_until
+from torchtitan_npu.compile.strides import OF_STRIDES
 
 STEPS = 10
 COMPILED = {"compile.enable": True, "npu.bypass_codegen": True}
@@ -73,6 +74,8 @@ LAYOUTS = {
     "full": Layout(1, {}, FULL),
     "tp2, selective op": Layout(2, {"tp": 2}, SELECTIVE_OP),
     "tp2, full": Layout(2, {"tp": 2}, FULL),
+    "selective op, converted": Layout(1, {}, SELECTIVE_OP, converted=True),
+    "tp2, full, converted": Layout(2, {"tp": 2}, FULL, converted=True),
 }
 
 
@@ -82,6 +85,10 @@ class Run(NamedTuple):
     """Compiled in the first two steps."""
     graphs: int
     """Compiled in all."""
+    written_after_two: int
+    """By the interpreter, in the first two steps: a backward graph a second time if gradients lie in another way."""
+    written: int
+    """In all."""
     of_any_size: int
     """Graphs of the first step whose sizes are not known."""
     operators: Counter[str]
@@ -143,14 +150,15 @@ def train(model: str, layout: Layout, options: dict[str, Any]) -> Run:
         if validation.enable:
             trainer.validator.validate(trainer.model_parts, trainer.step)
         train_until(trainer, 2)
-        after_two = counters["stats"]["unique_graphs"]
+        after_two, written_after_two = counters["stats"]["unique_graphs"], len(graphs)
         train_until(trainer, STEPS)
     dist.destroy_process_group()
     operators = called(graph for _, graph in graphs)
     generated = metrics.generated_kernel_count + sum(counters["inductor"].values())
     passes = [part.graph_passes.changed for part in trainer.model_parts if hasattr(part, "graph_passes")]
     changed = passes[0] if passes else Counter()  # parts share theirs
-    return Run(record, after_two, counters["stats"]["unique_graphs"], of_any_size, operators, generated, changed)
+    compiled = after_two, counters["stats"]["unique_graphs"], written_after_two, len(graphs)
+    return Run(record, *compiled, of_any_size, operators, generated, changed)
 
 
 def has_sizes(graph_module: fx.GraphModule) -> bool:
@@ -190,10 +198,12 @@ def differences(eager: Run, compiled: Run) -> list[str]:
 def assert_compiled(eager: Run, compiled: Run) -> None:
     assert (eager.graphs, eager.graphs_after_two) == (0, 0)
     assert 0 < compiled.graphs_after_two == compiled.graphs
+    assert 0 < compiled.written_after_two == compiled.written
     assert compiled.of_any_size == 0
     assert compiled.generated == 0 and len(compiled.operators) > 10
     assert_have_kernels(compiled.operators)
-    assert compiled.operators.keys().isdisjoint(TOLD_STRIDES)
+    # with one of these in a backward graph, gradients are copied into the strides that were captured
+    assert compiled.operators.keys().isdisjoint(operator._schema.name for operator in OF_STRIDES)
     ours, theirs = compiled.record, eager.record
     assert len(ours.losses) == len(theirs.losses) == STEPS and ours.norms[0] != ours.norms[-1]
     assert ours.gradients.keys() == theirs.gradients.keys() and len(ours.gradients) > 10
@@ -201,8 +211,6 @@ def assert_compiled(eager: Run, compiled: Run) -> None:
 
 PACKING = {"prim::Constant", "prim::ListConstruct", "prim::ListUnpack", "prim::TupleConstruct", "aten::clear"}
 """What a graph has beside operators: arguments, and what is done with lists of them."""
-TOLD_STRIDES = {f"aten::{name}" for name in ("as_strided", "as_strided_copy", "as_strided_scatter", "_reshape_alias")}
-"""With one of these in a backward graph, gradients are copied into the strides that were captured."""
 OF_SIZES = {f"aten::{name}.int" for name in ("add", "sub", "mul", "floordiv")}
 """Of sizes that are not known."""
 

@@ -25,8 +25,10 @@ MODELS = {
     "cp2": ["deepseek_v32"],
     "pp2 interleaved": ["deepseek_v32"],
     "tp2, full": ["llama3"],
+    "tp2, full, converted": ["deepseek_v32"],
     "selective 2": ["deepseek_v32"],
-    "selective op": ["llama3", "deepseek_v32"],
+    "selective op": ["llama3"],
+    "selective op, converted": ["deepseek_v3", "deepseek_v32"],
 }
 
 

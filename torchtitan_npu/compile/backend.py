@@ -125,7 +125,8 @@ def _trusting_its_operators(region: Callable[..., Any]) -> Callable[..., Any]:
         if called:
             return region(*given)
         called = True
-        options = {name: False for name in ("error_on_custom_op_aliasing",) if hasattr(functorch_config, name)}
+        option = "error_on_custom_op_aliasing"  # torch 2.11 has none
+        options = {option: False} if hasattr(functorch_config, option) else {}
         with functorch_config.patch(options), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "npu::_npu_moe_token_unpermute ")
             return region(*given)

@@ -66,8 +66,8 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: boo
     """Compile a block, and return how many regions it then has.
 
     Experts whose sizes are not known (:func:`has_known_sizes`) stay as they are, with the exchange of tokens around
-    them. So does attention in a block that says what comes before it and after (``prolog``; ``epilog``, or
-    ``epilog_with_experts``): it is a few fused operators, whose backward pass counts a loss.
+    them. So does attention in a block that says what comes before it and after (``prolog``, ``epilog``): it is a few
+    fused operators, whose backward pass counts a loss.
 
     With ``generating``, the backend generates kernels, by which every part gains; but experts stay as they are.
     """
@@ -78,8 +78,8 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, generating: boo
     in_full = not moes or (not generating and all(map(has_known_sizes, moes)))
     if in_full and in_parts:
         block.prolog = torch.compile(block.prolog, **options)
-        last = "epilog_with_experts" if moes else "epilog"
-        setattr(block, last, torch.compile(getattr(block, last), **options))
+        block.epilog = torch.compile(block.epilog, **options)
+        block.experts_in_epilog = bool(moes)
         for moe in moes:  # activation checkpointing, which is outside of the regions, repeats them
             block.register_forward_pre_hook(partial(_tell_whether_it_counts, moe))
         return 2

@@ -57,7 +57,8 @@ class NpuMoE(MoE):
 
         # (tokens, top_k), (tokens, top_k), (num_experts)
         top_scores, experts, tokens_per_expert = self.router(x, self.expert_bias)
-        if self.is_counted() if self.told_to_count is None else self.told_to_count:
+        counts = self.is_counted() if self.told_to_count is None else self.told_to_count
+        if counts:
             with torch.no_grad():
                 self.tokens_per_expert.add_(tokens_per_expert)
 

@@ -16,11 +16,14 @@ class Block(TransformerBlock):
     """TorchTitan's block: its parameters and its sums, with attention over the keys that an indexer selects.
 
     :meth:`prolog` has all that comes before attention proper, :meth:`epilog` what comes after, up to the experts or
-    with a dense network, :meth:`epilog_with_experts` that and the experts. Each can be compiled as one region, the last
-    where the experts' sizes are known: what is between are fused operators, whose backward pass counts a loss.
+    with them, or with a dense network. Each can be compiled as one region: what is between are fused operators, whose
+    backward pass counts a loss.
     """
 
     attention: Any
+    experts_in_epilog = False
+    """Whether :meth:`epilog` ends after the experts: where they are compiled with it. Else what was attended to is let
+    go before they are at work."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(layer_id, args)
@@ -30,9 +33,12 @@ class Block(TransformerBlock):
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Documents | None, positions: Tensor | None = None
     ) -> Tensor:
         """``x`` and the output (bsz, seqlen, dim)."""
-        # what has a name here is held until the block is through: neither what is projected nor what is attended to
-        finish = self.epilog_with_experts if self.moe_enabled else self.epilog
-        return finish(x, self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks))
+        # what has a name here is held until the experts are through: neither what is projected nor what is attended to
+        x = self.epilog(x, self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks))
+        if not self.moe_enabled or self.experts_in_epilog:
+            return x
+        x, normed = x
+        return x + self.moe(normed)
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """As that of the attention, of the block's input."""
@@ -42,16 +48,12 @@ class Block(TransformerBlock):
         return self.attention.prolog(self.attention_norm(x), freqs_cis, positions)
 
     def epilog(self, x: Tensor, output: Tensor) -> Any:
-        """From what was attended to, to the block's output; with experts, to their input, and what theirs is added to.
+        """From what was attended to, to the block's output; or to its experts' input, and what theirs is added to.
 
         ``x`` is the block's input, ``output`` that of ``inner_attention``.
         """
         x = x + self.attention.epilog(output)
         normed = self.ffn_norm(x)
-        return (x, normed) if self.moe_enabled else x + self.feed_forward(normed)
-
-    def epilog_with_experts(self, x: Tensor, output: Tensor) -> Tensor:
-        """From what was attended to, to the output of a block with experts."""
-        x, normed = self.epilog(x, output)
-        del output  # which is not needed by the experts
-        return x + self.moe(normed)
+        if not self.moe_enabled:
+            return x + self.feed_forward(normed)
+        return x + self.moe(normed) if self.experts_in_epilog else (x, normed)
