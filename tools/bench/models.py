@@ -5,12 +5,12 @@
     python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
 
 The cuts are 671B_4layers and 671B_8layers, or of as many layers: full width, one dense layer, 8 experts. Weights and
-states in bfloat16, activation checkpointing as in their TOML files, the shipped text; other options of a job may follow
-(--activation_checkpoint.mode full). Each row is a process of its own; its time is that of all steps after the second in
-a row, of which only the last is logged: nothing else waits for the device. ``--curves`` trains from the same weights on
-the same batches the eager model, the fused one, and three eager ones that differ from the first by rounding: one works
-on latent vectors, and of two a hundredth of the first weights are off by one in the last place. They show how far
-rounding alone takes a curve.
+states in bfloat16, the shipped text, activation checkpointing as in the cuts' TOML files, and on longer sequences full,
+as in that of 32k; other options of a job may follow (--activation_checkpoint.mode full). Each row is a process of its
+own; its time is that of all steps after the second in a row, of which only the last is logged: nothing else waits for
+the device. ``--curves`` trains from the same weights on the same batches the eager model, the fused one, and three
+eager ones that differ from the first by rounding: one works on latent vectors, and of two a hundredth of the first
+weights are off by one in the last place. They show how far rounding alone takes a curve.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ VARIANTS = {
 others work on the latent vectors, as the fused operator does."""
 BFLOAT16 = ["--training.dtype", "bfloat16"]
 FULL = ["--activation_checkpoint.mode", "full"]
+CUTS_SEQUENCE = 4096
+"""That of the cuts' TOML files."""
 CURVES = {
     "eager": converters(),
     "absorbed": converters(),
@@ -143,7 +145,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *(name for name in CURVES if name not in VARIANTS)])
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--seq-len", type=int, default=CUTS_SEQUENCE)
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help="one row, in this process")
@@ -160,7 +162,8 @@ def main() -> int:
     if unknown := set(args.only or runs) - set(runs):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
-    every = [*always, "--training.seq_len", str(args.seq_len), *options]
+    longer = FULL if args.seq_len > CUTS_SEQUENCE else []
+    every = [*always, *longer, "--training.seq_len", str(args.seq_len), *options]
     every += ["--metrics.log_freq", "1" if args.curves else str(args.steps)]
     begin = time.monotonic()
 
