@@ -52,17 +52,16 @@ def bypassing(
         # would compute on the way; here each of these is a launch
         return without_random_state(default_partition, joint, *args, **kwargs)
 
-    def compile_graph(graph_module: fx.GraphModule) -> Compiled:
+    def compile_graph(graph_module: fx.GraphModule) -> Launch:
         if not has_backward(graph_module.graph):
-            return Compiled(graph_module.graph, _written(graph_module))
+            return _written(graph_module)
         again = copy_of(graph_module)
 
         def opened() -> Launch:
             open_strides(again.graph)
             return _written(again, of_any_strides=True)
 
-        launch = for_any_strides(graph_module, lambda: _written(graph_module), opened)
-        return Compiled(graph_module.graph, launch)
+        return for_any_strides(graph_module, lambda: _written(graph_module), opened)
 
     def compile_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
@@ -70,9 +69,10 @@ def bypassing(
         metadata: list[Any] = []
 
         def compile_one(graph_module: fx.GraphModule, _: Any) -> Launch:
-            compiled.append(compile_graph(graph_module))
+            inputs = len(graph_module.graph.find_nodes(op="placeholder"))
+            launch = compile_graph(graph_module)
+            compiled.append(Compiled(launch, inputs))
             metadata.append(TracingContext.get().fw_metadata)  # type: ignore[union-attr]
-            launch = compiled[-1].launch
             launch._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's word for taking a list
             return launch
 

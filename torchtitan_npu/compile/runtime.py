@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -24,14 +24,10 @@ PLAIN_OUTPUTS = (OutputType.non_alias, OutputType.unsafe_view_alias)
 
 @dataclass
 class Compiled:
-    """A graph, and what runs it."""
+    """What runs a graph, and how many inputs it takes."""
 
-    graph: fx.Graph
     launch: Launch
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        return self.graph.find_nodes(op="placeholder")
+    inputs: int
 
 
 def plain_region(inputs: list[Any], metadata: Any, compiled: list[Compiled]) -> Callable[..., Any] | None:
@@ -68,7 +64,7 @@ def _is_plain(inputs: list[Any], metadata: Any, forward: Compiled) -> bool:
         return False
     if getattr(metadata, "act_input_indices", None):  # torch 2.11 has none
         return False
-    if len(forward.inputs) != len(inputs):
+    if forward.inputs != len(inputs):
         return False
     if not all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in inputs):
         return False

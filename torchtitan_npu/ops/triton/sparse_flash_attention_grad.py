@@ -72,8 +72,8 @@ def npu_sparse_flash_attention_grad(
 
     # Head by head, as the product after attention leaves it, a row of d_out lies in as many pages as there are heads:
     # what reads it many times is slower by more than it takes to lay it out
-    in_order = d_outs.is_contiguous()
-    slots = heads * max(2 * top_k, 0 if in_order else size) * query.element_size()
+    lies_by_token = d_outs.is_contiguous()
+    slots = heads * max(2 * top_k, 0 if lies_by_token else size) * query.element_size()
     shape = shape_of(query, query_rope, key_heads, top_k)
     # what a row gives to its keys, before it is added
     added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
@@ -81,7 +81,7 @@ def npu_sparse_flash_attention_grad(
     weights = query.new_empty(chunk, heads, top_k)
     d_scores = torch.empty_like(weights)
     d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=query.device)
-    laid_out = None if in_order else query.new_empty(chunk, heads, size)
+    laid_out = None if lies_by_token else query.new_empty(chunk, heads, size)
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
     products = product_shape(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
