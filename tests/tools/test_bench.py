@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
+import models
 import record
 import render
 
@@ -54,6 +55,21 @@ def test_rows_of_a_run_that_is_not_over_are_beside_the_file(tmp_path: Path, monk
     written = json.loads(file.read_text())
     assert len(written["rows"]) == 2 and written["copy_GB_s"] == 1.0 and written["torch"] == torch.__version__
     assert "Triton not installed, attn_gym 0.0.17, " in render.source(written)
+
+
+def test_a_row_that_took_too_long_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that ran is, and one that did not fit."""
+    results = [{"tokens_per_second": 1.0, "memory": 1}, {"failed": "out of memory"}]
+    too_long = models.in_a_process(4, "eager", 3, [], patience=0)
+    monkeypatch.setattr(models, "need_gpu", lambda: None)
+    monkeypatch.setattr(record, "machine", lambda device: "cpu")
+    monkeypatch.setattr(sys, "argv", ["models.py", "--only", "eager", "--json", str(tmp_path / "models.json")])
+    for second, failed in zip((results[1], too_long), (0, 1), strict=True):
+        rows = iter([results[0], second])  # of 4 layers and of 8
+        monkeypatch.setattr(models, "in_a_process", lambda *_, rows=rows: next(rows))
+        assert models.main() == failed
+        assert (tmp_path / "models.partial.json").exists() == failed
+    assert "it did not end in 0 s" not in (tmp_path / "models.json").read_text()
 
 
 @pytest.fixture

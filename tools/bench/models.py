@@ -124,7 +124,7 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
 
 
 def in_a_process(layers: int, name: str, steps: int, options: list[str], patience: float) -> dict[str, Any]:
-    """As :func:`measure`; where it fails, the last line of what it said."""
+    """As :func:`measure`; where it fails, the last line of what it said, or that it took too long to know."""
     variables = environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
     command += ["--eager"] if name == "eager" or name in NUDGED else []
@@ -132,7 +132,7 @@ def in_a_process(layers: int, name: str, steps: int, options: list[str], patienc
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=patience)
     except subprocess.TimeoutExpired:
-        return {"failed": f"it did not end in {patience:.0f} s"}
+        return {"failed": f"it did not end in {patience:.0f} s", "unknown": True}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Unsupported|Exit)\w*:", line)]
@@ -179,7 +179,8 @@ def main() -> int:
         rows.append(run(layers, name))
         if args.json:
             write_partial(args.json, rows)
-    failed = all("failed" in row for row in rows)
+    # what does not fit is a result; what was not waited for is none
+    failed = all("failed" in row for row in rows) or any("unknown" in row for row in rows)
     if args.json and not failed:
         write(args.json, rows)
     return int(failed)

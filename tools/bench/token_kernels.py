@@ -166,7 +166,7 @@ def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) ->
     worst = compare(ours, small, random(1, TOKENS, 3, size))
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         # TorchTitan's complex numbers, which torch.compile leaves as they are; of halves it has the textbook's
-        "small ops": (lambda x: apply_rotary_emb(x.contiguous(), turns)) if mode == "interleave" else small,
+        "small ops": (lambda x: apply_rotary_emb(x, turns)) if mode == "interleave" else small,
         "compiled": compiled(small),
         "Liger" if mode == "half" else "Liger, halves": liger,
         "ours": ours,

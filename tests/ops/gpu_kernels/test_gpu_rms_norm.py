@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from error_budget import assert_within, rounding_budget
@@ -9,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from kernel_checks import has_strides_of, on
 from test_npu_rms_norm import Oracle, cases
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.triton import rms_norm as kernels
+from torchtitan_npu.ops.triton.launch import in_strides_of
 
 Case = tuple[Tensor, Tensor, float, Tensor]
 
@@ -68,3 +72,25 @@ def test_the_gradient_of_gamma_over_many_programs(device: str, monkeypatch: pyte
     config = {"ROWS": 1, "BLOCK": 8, "STAGES": 1, "num_warps": 1, "per_multiprocessor": 10}
     _, dgamma = kernels.npu_rms_norm_backward(dy, x, gamma, oracle.rstd.float(), **config)
     assert_within("dgamma", dgamma, oracle.dgamma, oracle.dgamma_budget)
+
+
+def test_a_slice_is_copied_once(device: str) -> None:
+    """As the latent keys and values come, beside a rotary part. A result without gaps is what empty_like has."""
+    torch.manual_seed(0)
+    x, gamma = torch.randn(2, 3, 24, device=device)[..., :16], torch.randn(16, device=device)
+    with LaidOut() as forward:
+        y, rstd = OPS["npu_rms_norm"].cuda(input=x, gamma=gamma, epsilon=1e-5)
+    with LaidOut() as backward:
+        OPS["npu_rms_norm_backward"].cuda(dy=torch.randn_like(y), input=x, gamma=gamma, rstd=rstd)
+    assert forward.count == backward.count == 1
+    assert in_strides_of(x, y) is y and has_strides_of(y, x)
+
+
+class LaidOut(TorchDispatchMode):
+    """Counts the tensors with gaps that are copied."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op is torch.ops.aten.clone.default and not args[0].is_contiguous()
+        return op(*args, **(kwargs or {}))

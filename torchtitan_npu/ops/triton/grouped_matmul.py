@@ -36,7 +36,7 @@ def npu_grouped_matmul(
     ends, adds_up = ends_of(group_list, group_list_type == 0, tokens.shape[0 if group_type == 0 else 1])
     torch._assert_async(adds_up, "npu_grouped_matmul: group_list must add up to the rows of x")
     product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
-    if prefers_torch(tokens, group_type):
+    if prefers_torch(tokens, matrices, group_type):
         product = torch_product
     return [product(tokens, matrices, ends)]
 
@@ -59,16 +59,19 @@ def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, 
     return ends, adds_up
 
 
-def prefers_torch(x: Tensor, group_type: int) -> bool:
+def prefers_torch(x: Tensor, weight: Tensor, group_type: int) -> bool:
     """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features. On an
     H200 ours took 0.5 to 1.4 % less over 7168 of them, 1 to 1.4 % less over 2048, and 3 to 14 % more where rows are
     summed (docs/benchmarks/ops.json, the peers of the grouped products).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
-    unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439).
+    unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439). Its results have gaps where a row is no
+    multiple of 16 bytes, which is not what an operator's fake tensors say.
     """
+    if x.dtype != torch.bfloat16 or not x.is_cuda or not _is_hopper(x.device.index):
+        return False
     long_sums = group_type == 0 and x.shape[1] >= 4096
-    return x.dtype == torch.bfloat16 and x.is_cuda and _is_hopper(x.device.index) and not long_sums
+    return not long_sums and weight.shape[-1] % 8 == 0
 
 
 @cache

@@ -39,4 +39,7 @@ def _multiprocessors(index: int) -> int:
 
 def in_strides_of(tensor: Tensor, result: Tensor) -> Tensor:
     """The contiguous ``result``, of the shape of ``tensor``, in the strides that ``torch.empty_like`` of it has."""
-    return result if tensor.is_contiguous() else torch.empty_like(tensor, dtype=result.dtype).copy_(result)
+    if tensor.is_contiguous():
+        return result
+    like = torch.empty_like(tensor, dtype=result.dtype)
+    return result if like.is_contiguous() else like.copy_(result)

@@ -52,7 +52,8 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> t
 def _norm(
     input: Tensor, added: Tensor | None, gamma: Tensor, epsilon: float, config: dict[str, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, other = input.contiguous(), (input if added is None else added).contiguous()
+    x = input.contiguous()
+    other = x if added is None else added.contiguous()
     width = gamma.numel()
     rows = x.numel() // width
     y = torch.empty_like(x)
