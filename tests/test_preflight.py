@@ -192,6 +192,18 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
             "= 5 microbatches are not for Interleaved1F1B: with 2 pipeline ranks it takes a multiple of 2",
         ),
         (
+            {
+                "model__name": "deepseek_v32",
+                "dsa__stage": "warmup",
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+                "parallelism__pipeline_parallel_last_stage_less_layers": 2,
+                "training__local_batch_size": 4,
+            },
+            2,
+            'dsa.stage = "warmup" trains the indexers of layers only, and stage 3 of 4 has norm, output: parallelism.',
+        ),
+        (
             {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_layers_per_stage": 2},
             2,
             "parallelism.pipeline_parallel_layers_per_stage 2 makes 4 stages of 6 layers, the embedding and the output"

@@ -74,7 +74,7 @@ LAYOUTS = {
     "full": Layout(1, {}, FULL),
     "tp2, selective op": Layout(2, {"tp": 2}, SELECTIVE_OP),
     "tp2, full": Layout(2, {"tp": 2}, FULL),
-    "selective op, converted": Layout(1, {}, SELECTIVE_OP, converted=True),
+    "selective op, converted": Layout(1, {}, SELECTIVE_OP, layers=3, converted=True),  # two of them with experts
     "tp2, full, converted": Layout(2, {"tp": 2}, FULL, converted=True),
 }
 

@@ -14,6 +14,7 @@ from torch.profiler import profile
 
 from tests.multirank import run_on_ranks
 from torchtitan_npu.compile import backend
+from torchtitan_npu.rehearsal.fake import BelowSubclasses
 
 RUNTIMES = {
     "ours": "RegionBackward",
@@ -118,6 +119,64 @@ def test_a_formula_copies_what_it_must_of_these_strides(what: str) -> None:
     (theirs, copies), (ours, made) = results
     assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     assert made == copies == (what == "two views")
+
+
+@torch.library.custom_op("strides::walked", mutates_args=())
+def walked(x: Tensor) -> Tensor:
+    """Doubles what lies behind the first element, as a kernel does that is given an address and a count."""
+    return (x.as_strided((x.numel(),), (1,)) * 2).view(x.shape)
+
+
+walked.register_fake(lambda x: x.new_empty(x.shape))
+
+
+class Walked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return walked(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return walked(gradient.contiguous())
+
+
+def test_what_a_users_kernel_is_given() -> None:
+    """Of a gradient as it is captured, its formula's contiguous() is in no graph."""
+    torch._dynamo.reset()
+    x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3).t()
+    compiled = torch.compile(lambda x: Walked.apply(x) * 1, backend=backend.bypassed, fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(x), x, gradient)[0], 2 * gradient)
+
+
+class Products(BelowSubclasses):
+    """The strides that float8's product is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[tuple[Any, Any]] = []
+
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is torch.ops.aten._scaled_mm.default:
+            self.strides.append((args[0].stride(), args[1].stride()))
+        return op(*args, **kwargs)
+
+
+def test_what_float8s_product_is_given() -> None:
+    """Rows on the left, columns on the right. torchao lays out what does not lie so; what does, no graph shows."""
+    from torchao.float8 import convert_to_float8_training
+
+    torch._dynamo.reset()
+    network = convert_to_float8_training(nn.Sequential(nn.Linear(32, 64, bias=False))).bfloat16()
+    compiled = torch.compile(network, backend=backend.bypassed, fullgraph=True)
+    x = torch.randn(1, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(1, 64, 16, dtype=torch.bfloat16).mT
+    results = []
+    for call in (network, compiled):
+        output = call(x)
+        with Products() as products:
+            results.append(torch.autograd.grad(output, [x, *network.parameters()], gradient))
+        assert len(products.strides) == 2 and all(left[1] == right[0] == 1 for left, right in products.strides)
+    assert all(torch.equal(ours, theirs) for theirs, ours in zip(*results, strict=True))
 
 
 def test_sizes_of_one_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,9 @@ SYNONYMS = {torch.ops.aten.view.dtype: torch.ops.prims.view_of_dtype.default}
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
 """As they are numbered."""
 
+A_TENSOR = torch.empty(0)
+"""Made here: in a launch, activation checkpointing would see an operator that its first pass may not have called."""
+
 Launch = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -110,7 +113,7 @@ def _is_object_of(graph_module: fx.GraphModule, node: Any) -> bool:
 
 
 def _empty_list() -> Any:
-    held = torch._C.ScriptList([torch.empty(0)])  # which is how it knows what it will hold
+    held = torch._C.ScriptList([A_TENSOR])  # which is how it knows what it will hold
     held.clear()
     return held
 

@@ -16,9 +16,10 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd import subclass_utils
 from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTOutput
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._ops import OpOverload
 
 from torchtitan_npu.compile.interpreter import Launch, NotExpressible
-from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, gradients, laid_by_gradients
+from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, gradients, laid_by_gradients, value
 
 MADE_CONTIGUOUS = {
     # by autograd's formulas
@@ -33,6 +34,9 @@ MADE_CONTIGUOUS = {
     "npu.npu_mm_reduce_scatter_base.default",
 }
 """Operators whose first argument is made so before, where it is not; where it was, a graph does not show it."""
+KNOWN = ("aten", "prims", "npu", "_c10d_functional")
+"""Whose operators take arguments of any strides, but for those above and float8's product. What others are given may
+have been made contiguous for them, by a formula of the user's."""
 OF_STRIDES = (
     aten.as_strided.default,
     aten.as_strided_copy.default,
@@ -60,9 +64,23 @@ def open_strides(graph: fx.Graph) -> None:
         elif _is_laid_out(node):
             node.target = aten.contiguous.default
         elif str(node.target) in MADE_CONTIGUOUS and first in open_ones:
-            with graph.inserting_before(node):
-                node.args = (graph.call_function(aten.contiguous.default, (first,)), *node.args[1:])
+            node.args = (_made_contiguous(first, node), *node.args[1:])
+        elif _may_count_on_strides(node):
+            for argument in open_ones.intersection(node.all_input_nodes):
+                if isinstance(value(argument), Tensor) and value(argument).is_contiguous():
+                    node.replace_input_with(argument, _made_contiguous(argument, node))
     graph.eliminate_dead_code()
+
+
+def _made_contiguous(argument: fx.Node, before: fx.Node) -> fx.Node:
+    with before.graph.inserting_before(before):
+        return before.graph.call_function(aten.contiguous.default, (argument,))
+
+
+def _may_count_on_strides(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.namespace not in KNOWN or node.target is aten._scaled_mm.default
 
 
 def _is_laid_out(node: Any) -> bool:

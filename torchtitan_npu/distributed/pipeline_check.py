@@ -19,9 +19,10 @@ from torch.distributed.pipelining.schedules import (
     _Action,
     get_schedule_class,
 )
-from torchtitan.config import JobConfig
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from torchtitan_npu.compile.regions import compiled_here
+from torchtitan_npu.config import JobConfig
 from torchtitan_npu.errors import UsageError
 
 TWO_BACKWARD_PASSES = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
@@ -82,6 +83,29 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"{made_of} microbatches are not for {name}: with {p.pipeline_parallel_degree} pipeline ranks it takes a "
             f"multiple of {rounds}"
         )
+    if config.dsa.stage != "warmup":
+        return
+    for number, names in enumerate(model_parts(config, layers)):
+        if not any(name.startswith("layers.") for name in names):
+            raise UsageError(
+                f'dsa.stage = "warmup" trains the indexers of layers only, and stage {number} of {stages} has '
+                f"{', '.join(names)}: parallelism.pipeline_parallel_first_stage_less_layers = 0 and "
+                "pipeline_parallel_last_stage_less_layers = 0 give it a layer, or fewer stages do"
+            )
+
+
+def model_parts(config: JobConfig, layers: int) -> list[list[str]]:
+    """The modules of each stage, as TorchTitan shares them out: ``tok_embeddings``, ``layers.0``, ..."""
+    p = config.parallelism
+    if p.module_fqns_per_model_part is not None:
+        return p.module_fqns_per_model_part
+    schedule = get_schedule_class(p.pipeline_parallel_schedule)
+    count = stage_count(config, schedule, layers) if p.pipeline_parallel_degree > 1 else 1
+    weights = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
+    try:
+        return generate_llm_fqn_per_model_part(count, layers, *weights)
+    except ValueError as error:
+        raise UsageError(f"parallelism.pipeline_parallel_degree {p.pipeline_parallel_degree}: {error}") from error
 
 
 def _has_two_backward_passes(file: str, given: str) -> bool:

@@ -13,11 +13,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from torchtitan_npu.config import JobConfig
-from torchtitan_npu.distributed.pipeline_check import stage_count
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.distributed.pipeline_check import model_parts
 from torchtitan_npu.preflight import build_on_meta
 from torchtitan_npu.rehearsal.load import Load, balanced
 from torchtitan_npu.rehearsal.parameters import model_args, sizes
@@ -30,18 +28,7 @@ KEPT = 3, 4
 
 def stages(config: JobConfig, layers: int) -> list[list[str]]:
     """The modules of each rank of the pipeline, as TorchTitan shares them out: ``tok_embeddings``, ``layers.0``, ..."""
-    p = config.parallelism
-    pp = p.pipeline_parallel_degree
-    if p.module_fqns_per_model_part is not None:
-        parts = p.module_fqns_per_model_part
-    else:
-        schedule = get_schedule_class(p.pipeline_parallel_schedule)
-        count = stage_count(config, schedule, layers) if pp > 1 else 1
-        weights = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
-        try:
-            parts = generate_llm_fqn_per_model_part(count, layers, *weights)
-        except ValueError as error:
-            raise UsageError(f"parallelism.pipeline_parallel_degree {pp}: {error}") from error
+    pp, parts = config.parallelism.pipeline_parallel_degree, model_parts(config, layers)
     looped = [[rank, 2 * pp - 1 - rank] if is_v(config) else range(rank, len(parts), pp) for rank in range(pp)]
     return [[name for part in of_rank for name in parts[part]] for of_rank in looped]
 
