@@ -11,7 +11,7 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
         exit 1
     }
     install() {
-        "$VENV/bin/pip" install -q "$@" || {
+        "$VENV/bin/pip" install -q --no-compile "$@" || {
             echo "error: pip could not install into $VENV; is the package index reachable?" >&2
             exit 1
         }
@@ -24,4 +24,5 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
     echo "$want" >"$VENV/.installed"
 fi
 . "$VENV/bin/activate"
+unset PYTHONDONTWRITEBYTECODE # of the thousands of files installed, Python compiles those it imports, once
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -3,11 +3,17 @@
 # pytest; then there is no rehearsal.
 set -euo pipefail
 . "$(dirname "$0")/setup_env.sh"
+if [ $# = 0 ]; then
+    (. tools/rehearsal_env.sh) & # beside what follows, which has a core to spare at first
+    rehearsal=$!
+    trap wait EXIT
+fi
 ruff check .
 ruff format --check .
 mypy
 OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "$@"
 if [ $# = 0 ]; then
+    wait "$rehearsal"
     (
         . tools/rehearsal_env.sh
         OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal tests/rehearsal
