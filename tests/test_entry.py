@@ -90,8 +90,8 @@ def train(arguments: list[str], log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> RunPair:
-    """Twenty steps on two ranks, eager and converted, by the arguments that the comparing tool gives them."""
-    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=20, extra=SMALL)
+    """Ten steps on two ranks, eager and converted, by the arguments that the comparing tool gives them."""
+    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=10, extra=SMALL)
     for side in ("baseline", "candidate"):
         train_on_two_ranks(pair, side)
     return pair
@@ -109,12 +109,12 @@ def test_converted_training_follows_the_eager_baseline(runs: RunPair) -> None:
     logged = "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm"
     assert logged in (runs.out / "candidate.log").read_text()
     baseline = (runs.out / "baseline.log").read_text()
-    assert "step: 20" in baseline and "npu_rms_norm" not in baseline
+    assert "step: 10" in baseline and "npu_rms_norm" not in baseline
     assert (runs.out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_two_identical_runs_are_bit_identical(runs: RunPair, tmp_path: Path) -> None:
-    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=20, extra=SMALL)
+    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=10, extra=SMALL)
     train_on_two_ranks(again, "baseline")
     sides = [str(pair.out / "baseline") for pair in (runs, again)]
     assert compare_loss([*sides, "--assert-equal", "--out", str(tmp_path)]) == 0

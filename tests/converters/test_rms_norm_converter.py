@@ -8,14 +8,12 @@ import logging
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
-from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.converters.models import (
     LAYOUT,
@@ -25,7 +23,6 @@ from tests.converters.models import (
     build,
     build_on_meta,
     convert,
-    initialise,
     job,
     step,
 )
@@ -251,35 +248,6 @@ def test_with_checkpointing_and_compile(mode: str, compiled: bool, llama3: tuple
         for block in model.layers.values():
             block.compile(backend="aot_eager", fullgraph=True)
     assert_as_exact(step(model), *llama3)
-
-
-def parallel_steps(name: str, layout: dict[str, int]) -> tuple[Step, Step]:
-    """On a rank: the step of the converted and of the plain model, parallelised by TorchTitan in the same way."""
-    weights = build(name, n_layers=2).state_dict()
-    results = []
-    for converters in (("npu_rms_norm",), ()):
-        dims = ParallelDims(**LAYOUT | {"world_size": 2} | layout)
-        model = build_on_meta(name, *converters, n_layers=2)
-        model = get_train_spec(name).parallelize_fn(model, dims, job(converters)).to_empty(device="cpu")
-        initialise(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-        results.append(step(model))
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama3", {"dp_shard": 2}), ("llama3", {"tp": 2}), ("qwen3", {"tp": 2}), ("deepseek_v3", {"tp": 2})],
-    ids=str,
-)
-def test_parallel_trains_the_same(name: str, layout: dict[str, int]) -> None:
-    """SequenceParallel (over tokens, and over qwen3's heads), NoParallel, FSDP2."""
-    oracle = step(build(name, n_layers=2, dtype=torch.float64))
-    for converted, plain in run_on_ranks(2, parallel_steps, name, layout):
-        assert_as_exact(converted, plain, oracle)
 
 
 def fsdp_half_precision() -> list[list[Tensor]]:
