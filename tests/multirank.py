@@ -3,9 +3,10 @@
     results = run_on_ranks(2, some_module_level_function, argument)    # one result a rank
 
 The function is sent by reference, so it must be importable; arguments and results must pickle (tensors go by value).
-The launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) are set as torchrun sets them, the default process group
-is up, and everything distributed is torn down again after each call. A failure shows the traceback of every rank that
-raised, the first one first.
+The launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) are set as torchrun sets them, and the default process
+group is up. Groups stay from call to call (tests/mesh_groups.py), and with them DTensor's cache of how operators are
+sharded: to fill it takes half the time of a training job, so that a job is quick after one like it. A failure shows the
+traceback of every rank that raised, the first one first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -30,8 +31,8 @@ GRACE = 10.0
 """Seconds the other ranks get to finish once one has failed: they may be waiting for it in a collective."""
 
 
-CALLS = 5
-"""Calls that workers serve before new ones are forked: when a group goes down its threads stay, dozens a call."""
+CALLS = 20
+"""Calls that workers serve before new ones are forked: groups stay, and each layout adds dozens of threads."""
 
 
 class RankError(AssertionError):
@@ -43,25 +44,23 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return the results in rank order.
 
-    ``process_group=False`` leaves ``init_process_group`` to ``fn``, as TorchTitan's trainer wants it.
+    ``process_group=False`` leaves ``init_process_group`` to ``fn`` where no call has done it yet, as TorchTitan's
+    trainer wants it.
     """
     # workers that failed are not used again: a rank may still hang in a collective
-    workers = _workers.pop(world_size, None) or [_start(rank) for rank in range(world_size)]
-    store = meeting_point()
+    ranks = _started.pop(world_size, None) or _Ranks([_start(rank) for rank in range(world_size)])
     # the call itself is pickled apart: a worker must have our sys.path before it can import what ``fn`` lives in
-    task = (sys.path, world_size, store.port, process_group, pickle.dumps((fn, args)))
+    ranks.stores.append(meeting_point())
+    task = (sys.path, world_size, ranks.stores[-1].port, process_group, pickle.dumps((fn, args)))
     try:
-        replies = _exchange(workers, pickle.dumps(task), timeout)
+        replies = _exchange(ranks.workers, pickle.dumps(task), timeout)
     except BaseException:
-        for worker in workers:
-            worker.stop()
+        ranks.stop()
         raise
-    _served[world_size] = _served.get(world_size, 0) + 1
-    if _served[world_size] % CALLS:
-        _workers[world_size] = workers
+    if len(ranks.stores) < CALLS:
+        _started[world_size] = ranks
     else:
-        for worker in workers:
-            worker.stop()
+        ranks.stop()
     return [pickle.loads(reply) for reply in replies]
 
 
@@ -77,8 +76,18 @@ class _Worker:
         self.connection.close()
 
 
-_workers: dict[int, list[_Worker]] = {}
-_served: dict[int, int] = {}
+@dataclass
+class _Ranks:
+    workers: list[_Worker]
+    stores: list[TCPStore] = field(default_factory=list)
+    """One a call: groups need the one they were made with, and a call that ends them leaves its used."""
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+
+
+_started: dict[int, _Ranks] = {}
 
 
 def _start(rank: int) -> _Worker:
@@ -145,13 +154,14 @@ def _serve(rank: int, connection: Connection) -> None:
             answer = True, pickle.dumps(_run(rank, task))
         except Exception:  # whatever it is, it is the test's to show
             answer = False, traceback.format_exc()
-        # before the group goes down, which makes the other ranks fail too
         connection.send_bytes(pickle.dumps(answer))
-        _tear_down()
+        _clean_up()
 
 
 def _run(rank: int, task: bytes) -> Any:
     import torch.distributed as dist
+
+    from tests import mesh_groups
 
     sys.path[:], world_size, port, process_group, call = pickle.loads(task)
     fn, args = pickle.loads(call)
@@ -164,22 +174,13 @@ def _run(rank: int, task: bytes) -> Any:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    if process_group:
+    mesh_groups.keep_groups()
+    if process_group and not dist.is_initialized():
         dist.init_process_group("gloo")
-    result = fn(*args)
-    if dist.is_initialized():
-        dist.barrier()  # nobody closes a connection that another rank still uses
-    return result
+    return fn(*args)
 
 
-def _tear_down() -> None:
-    """End the process groups, and drop what torch caches by mesh: the next call's groups reuse the same names."""
-    import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()  # trainers are full of cycles, and hold on to their groups
-    _clear_sharding_prop_cache()
+def _clean_up() -> None:
+    gc.collect()  # trainers are full of cycles
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

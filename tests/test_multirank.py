@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import multirank
 from tests.multirank import RankError, run_on_ranks
@@ -42,19 +43,42 @@ def start_own_group() -> int:
     return dist.get_world_size() * 10 + int(os.environ["LOCAL_RANK"])
 
 
-def process_id() -> int:
-    return os.getpid()
+def group_of_process() -> tuple[int, int]:
+    return os.getpid(), id(dist.group.WORLD)
+
+
+def groups_of_meshes() -> list[str]:
+    meshes = [init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", name)) for name in ("one", "one", "other")]
+    return [mesh.get_group(1).group_name for mesh in meshes]
 
 
 def test_results_come_in_rank_order() -> None:
     assert run_on_ranks(2, sum_of_ranks, 10) == [(0, 21.0, "1"), (1, 21.0, "1")]
 
 
-def test_workers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(multirank._served, 2, 0)  # new ones are not due between the two calls
-    assert run_on_ranks(2, process_id) == run_on_ranks(2, process_id)
+@pytest.fixture
+def new_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multirank, "_started", {})
 
 
+@pytest.mark.usefixtures("new_workers")
+def test_workers_and_their_group_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multirank, "CALLS", 2)
+    first, second, third = (run_on_ranks(2, group_of_process) for _ in range(3))
+    assert first == second
+    assert not {*first} & {*third}
+
+
+@pytest.mark.usefixtures("new_workers")
+def test_meshes_of_later_calls_have_the_groups_of_earlier_ones() -> None:
+    """And those of one call have groups of their own. After a call that ended them, there are new ones."""
+    first, second = (run_on_ranks(2, groups_of_meshes) for _ in range(2))
+    assert first == second and all(len({*names}) == 3 for names in first)
+    run_on_ranks(2, dist.destroy_process_group)
+    assert run_on_ranks(2, groups_of_meshes) == first  # the names, which are counted anew
+
+
+@pytest.mark.usefixtures("new_workers")
 def test_a_function_may_start_its_own_group() -> None:
     assert run_on_ranks(2, start_own_group, process_group=False) == [20, 21]
     assert run_on_ranks(2, sum_of_ranks, 0)[0][1] == 1.0

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests import mesh_groups
+
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
 """Layouts add the same float32 numbers in another order: a few units in the last place (6 were seen), not more."""
 
@@ -61,6 +63,7 @@ def recording(config: Any) -> Iterator[tuple[Any, Record]]:
     import torchtitan_npu.train as entry
     from torchtitan_npu.preflight import check_job
 
+    mesh_groups.start_job()
     check_job(config, int(os.environ["WORLD_SIZE"]))
     with tempfile.TemporaryDirectory() as folder:
         if not config.checkpoint.enable:  # which are all that ranks, and jobs, share a folder for

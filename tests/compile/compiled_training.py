@@ -5,7 +5,6 @@ python -m tests.compile.compiled_training [LAYOUT ...]     # every model on thes
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,13 +13,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from tests import layouts
 from tests.models import deepseek_v32_training
 from tests.models.test_qwen3_vl_training import DATA, SIZES
-from tests.multirank import meeting_point, run_on_ranks
+from tests.multirank import run_on_ranks
 from tests.training import Record, recording, train_until
 from torchtitan_npu.compile.strides import OF_STRIDES
 
@@ -62,6 +60,7 @@ LAYOUTS = {
     "one, converted": Layout(1, {}, converted=True),
     "fsdp2, validated": Layout(2, {}, VALIDATED, converted=True),
     "tp2, validated": Layout(2, {"tp": 2}, VALIDATED, converted=True),
+    "tp2, converted": Layout(2, {"tp": 2}, converted=True),
     "one, other batches": Layout(1, {}, {**VALIDATED, "validation.local_batch_size": 3}),
     "ep2, converted": Layout(2, {"ep": 2}, converted=True),
     "ep2": Layout(2, {"ep": 2}),  # where the number of tokens that a rank gets differs from step to step
@@ -152,7 +151,6 @@ def train(model: str, layout: Layout, options: dict[str, Any]) -> Run:
         train_until(trainer, 2)
         after_two, written_after_two = counters["stats"]["unique_graphs"], len(graphs)
         train_until(trainer, STEPS)
-    dist.destroy_process_group()
     operators = called(graph for _, graph in graphs)
     generated = metrics.generated_kernel_count + sum(counters["inductor"].values())
     passes = [part.graph_passes.changed for part in trainer.model_parts if hasattr(part, "graph_passes")]
@@ -167,21 +165,15 @@ def has_sizes(graph_module: fx.GraphModule) -> bool:
     return not any(isinstance(value, torch.SymInt) for value in inputs)
 
 
-def train_all(models: list[str], layout: Layout, options: dict[str, Any], ports: list[int]) -> dict[str, Pair]:
-    """By model, ten steps in eager mode and compiled. All in one call: a rank takes seconds to start."""
-    runs: dict[str, Pair] = {}
-    for model in models:
-        for way in ({}, {**COMPILED, **options}):
-            os.environ["MASTER_PORT"] = str(ports.pop())
-            runs[model] = (*runs.get(model, ()), train(model, layout, way))  # type: ignore[assignment]
-    return runs
+def train_both(model: str, layout: Layout, options: dict[str, Any]) -> Pair:
+    """Ten steps in eager mode and compiled."""
+    return train(model, layout, {}), train(model, layout, {**COMPILED, **options})
 
 
-def train_on(layout: str, models: list[str], options: dict[str, Any] | None = None) -> list[dict[str, Pair]]:
+def train_on(layout: str, model: str, options: dict[str, Any] | None = None) -> list[Pair]:
     """By rank."""
-    stores = [meeting_point() for _ in range(2 * len(models))]
-    arguments = (models, LAYOUTS[layout], options or {}, [store.port for store in stores])
-    return run_on_ranks(LAYOUTS[layout].ranks, train_all, *arguments, process_group=False, timeout=600)
+    arguments = (model, LAYOUTS[layout], options or {})
+    return run_on_ranks(LAYOUTS[layout].ranks, train_both, *arguments, process_group=False, timeout=600)
 
 
 def differences(eager: Run, compiled: Run) -> list[str]:
@@ -232,7 +224,7 @@ def main(names: list[str]) -> None:
     for model in EVERY:
         cells = []
         for name in names:
-            pairs = [runs[model] for runs in train_on(name, [model])]
+            pairs = train_on(name, model)
             for pair in pairs:
                 assert_compiled(*pair)
             differing = sorted({what for pair in pairs for what in differences(*pair)})

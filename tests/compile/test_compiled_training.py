@@ -9,21 +9,22 @@ import functools
 
 import pytest
 
-from tests.compile.compiled_training import LAYOUTS, Pair, assert_compiled, differences, train_on
+from tests.compile.compiled_training import LAYOUTS, Pair, Run, assert_compiled, differences, train_on
 from tests.training import assert_same_gradients
 from torchtitan_npu.compile.passes import PASSES
 
 MODELS = {
     "one": ["deepseek_v32"],
+    "pp2 interleaved": ["deepseek_v32"],
     "fsdp2": ["llama3", "qwen3_moe", "qwen3_vl"],
     "tp2": ["qwen3", "llama4", "deepseek_v32"],
     "one, converted": ["llama3", "deepseek_v32"],
     "fsdp2, validated": ["deepseek_v32"],
-    "tp2, validated": ["qwen3_moe", "deepseek_v3", "deepseek_v32"],
+    "tp2, converted": ["deepseek_v3"],
+    "tp2, validated": ["qwen3_moe", "deepseek_v32"],
     "ep2, converted": ["deepseek_v32"],
     "ep2": ["deepseek_v3"],
     "cp2": ["deepseek_v32"],
-    "pp2 interleaved": ["deepseek_v32"],
     "tp2, full": ["llama3"],
     "tp2, full, converted": ["deepseek_v32"],
     "selective 2": ["deepseek_v32"],
@@ -32,56 +33,49 @@ MODELS = {
 }
 
 
+PLACES = {
+    ("fsdp2, validated", "deepseek_v32"): 2,
+    ("tp2, validated", "qwen3_moe"): 1,
+    ("tp2, validated", "deepseek_v32"): 2,
+}
+"""A residual sum and its norm in one region, in each kind of block: a dense one, and one with its experts."""
+FUSED = {"npu_rms_norm", "npu_rms_norm_backward", "npu_rotary_mul", "npu_rotary_mul_backward"}
+FUSED |= {"npu_moe_token_permute", "npu_moe_token_unpermute_grad_v2", "npu_grouped_matmul", "npu_swiglu"}
+
+
 @functools.cache
-def on_layout(layout: str) -> list[dict[str, Pair]]:
-    return train_on(layout, MODELS[layout], {"npu.graph_passes": ["add_rms_norm"]})
+def trained(layout: str, model: str) -> list[Pair]:
+    return train_on(layout, model, {"npu.graph_passes": ["add_rms_norm"]})
 
 
 @pytest.mark.parametrize(("layout", "model"), [(layout, model) for layout in MODELS for model in MODELS[layout]])
 def test_compiled_training_is_eagers_to_the_bit(layout: str, model: str) -> None:
-    for runs in on_layout(layout):
-        assert_compiled(*runs[model])
-        assert differences(*runs[model]) == []
+    for eager, compiled in trained(layout, model):
+        assert_compiled(eager, compiled)
+        assert differences(eager, compiled) == []
+        if (layout, model) in PLACES:
+            assert_validated(eager, compiled, PLACES[layout, model])
+        if (layout, model) == ("tp2, validated", "deepseek_v32"):  # has the operators of all converters
+            assert {f"npu::{name}" for name in FUSED} <= compiled.operators.keys()
+            assert compiled.operators["aten::mm"] > 20
+    if layout == "pp2 interleaved":
+        assert_stages_share_graphs(layout, model)
 
 
-PLACES = {
-    ("fsdp2, validated", "deepseek_v32"): 2,
-    ("tp2, validated", "qwen3_moe"): 1,
-    ("tp2, validated", "deepseek_v3"): 2,
-    ("tp2, validated", "deepseek_v32"): 2,
-}
-"""A residual sum and its norm in one region, in each kind of block: a dense one, and one with its experts."""
-
-
-@pytest.mark.parametrize(("layout", "model"), PLACES)
-def test_a_compiled_job_validates(layout: str, model: str) -> None:
+def assert_validated(eager: Run, compiled: Run, places: int) -> None:
     """Other sizes and no gradients: graphs of their own, with the fused operator, and eager's loss to the bit.
 
-    That nothing is compiled after the second step, the last validation neither, the test above has asserted.
+    That nothing is compiled after the second step, the last validation neither, is asserted of every job.
     """
-    for runs in on_layout(layout):
-        eager, compiled = runs[model]
-        assert len(eager.record.validation) == 2 and compiled.record.validation == eager.record.validation
-        assert compiled.changed["add_rms_norm"] == PLACES[layout, model]
-        assert compiled.operators["npu::npu_add_rms_norm"] == PLACES[layout, model]
+    assert len(eager.record.validation) == 2 and compiled.record.validation == eager.record.validation
+    assert compiled.changed["add_rms_norm"] == places
+    assert compiled.operators["npu::npu_add_rms_norm"] == places
 
 
-def test_a_whole_job_generates_nothing() -> None:
-    """As every job here is asserted to do; this one has the operators of all converters, forward and backward."""
-    for runs in on_layout("tp2, validated"):
-        operators = runs["deepseek_v32"][1].operators
-        fused = {"npu_rms_norm", "npu_rms_norm_backward", "npu_rotary_mul", "npu_rotary_mul_backward"}
-        fused |= {"npu_moe_token_permute", "npu_moe_token_unpermute_grad_v2", "npu_grouped_matmul", "npu_swiglu"}
-        assert {f"npu::{name}" for name in fused} <= operators.keys()
-        assert operators["aten::mm"] > 20
-
-
-def test_blocks_of_all_stages_share_graphs() -> None:
+def assert_stages_share_graphs(layout: str, model: str) -> None:
     """Two stages a rank, each with blocks like the other's."""
-    several, one = (
-        [runs["deepseek_v32"][1].graphs for runs in on_layout(layout)] for layout in ("pp2 interleaved", "one")
-    )
-    assert LAYOUTS["pp2 interleaved"].layers == 4 and max(several) <= max(one)
+    several, one = ([compiled.graphs for _, compiled in trained(name, model)] for name in (layout, "one"))
+    assert LAYOUTS[layout].layers == 4 and max(several) <= max(one)
 
 
 def test_async_tensor_parallel_in_training() -> None:
@@ -89,8 +83,7 @@ def test_async_tensor_parallel_in_training() -> None:
 
     With every other pass, and validated: the graphs for any length are left alone.
     """
-    for runs in train_on("tp2, validated", ["llama3"], {"npu.graph_passes": [*PASSES]}):
-        eager, compiled = runs["llama3"]
+    for eager, compiled in train_on("tp2, validated", "llama3", {"npu.graph_passes": [*PASSES]}):
         assert_compiled(eager, compiled)
         assert compiled.changed["async_tp"] == 6  # of a graph, 4 products forward and 2 backward
         assert_same_gradients(compiled.record, eager.record)

@@ -10,8 +10,7 @@ def test_graphs_for_any_length_and_batch() -> None:
     options = LAYOUTS["one, other batches"].options
     for name in ("seq_len", "local_batch_size"):
         assert options[f"validation.{name}"] != TINIER[f"training.{name}"]
-    for runs in train_on("one, other batches", ["llama3"]):
-        eager, compiled = runs["llama3"]
+    for eager, compiled in train_on("one, other batches", "llama3"):
         assert_compiled(eager, compiled)
         assert differences(eager, compiled) == [] and len(compiled.record.validation) == 2
         assert not compiled.changed

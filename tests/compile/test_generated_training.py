@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 from unittest import TestCase
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.compile.compiled_training import LAYOUTS, differences, job, train_on
-from tests.multirank import meeting_point, run_on_ranks
+from tests.multirank import run_on_ranks
 from tests.training import Record, assert_same_gradients, recording, train_until
 
 STEPS = 2
@@ -28,7 +26,7 @@ class Run(NamedTuple):
     said: list[str]
 
 
-def train(ports: list[int]) -> Run:
+def train() -> Run:
     from torch._dynamo.utils import counters
     from torch._inductor import config as inductor_config
     from torch._inductor import metrics
@@ -36,11 +34,8 @@ def train(ports: list[int]) -> Run:
     from torchtitan.tools.logging import logger
 
     every = {"training.steps": STEPS}
-    os.environ["MASTER_PORT"] = str(ports[0])
     with recording(job("llama3", LAYOUTS["tp2"], every)) as (trainer, eager):
         train_until(trainer, STEPS)
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(ports[1])
     torch._dynamo.reset()
     counters.clear()
     metrics.reset()
@@ -51,7 +46,6 @@ def train(ports: list[int]) -> Run:
         recording(job("llama3", LAYOUTS["tp2"], {**every, **GENERATED})) as (trainer, compiled),
     ):
         trainer.train()
-    dist.destroy_process_group()
     places = trainer.model_parts[0].graph_passes.changed["async_tp"]
     graphs = counters["stats"]["unique_graphs"]
     lines = [line.getMessage() for line in said.records]
@@ -59,8 +53,7 @@ def train(ports: list[int]) -> Run:
 
 
 def test_async_tensor_parallel_in_inductor() -> None:
-    stores = [meeting_point() for _ in range(2)]
-    for run in run_on_ranks(2, train, [store.port for store in stores], process_group=False, timeout=300):
+    for run in run_on_ranks(2, train, process_group=False, timeout=300):
         assert run.places == 6 and run.kernels > 0  # 4 products forward and 2 backward, as in our own backend
         assert run.graphs == 1  # which the blocks share
         assert_same_gradients(run.compiled, run.eager)
@@ -70,7 +63,7 @@ def test_async_tensor_parallel_in_inductor() -> None:
 
 def test_torchtitan_compiles_with_tensor_parallel() -> None:
     """In torch 2.13 that fails in the backward pass, unless blocks and experts wait for their inputs."""
-    for runs in train_on("tp2", ["qwen3_moe"], {"npu.bypass_codegen": False, "compile.backend": "aot_eager"}):
-        eager, compiled = runs["qwen3_moe"]
+    options = {"npu.bypass_codegen": False, "compile.backend": "aot_eager"}
+    for eager, compiled in train_on("tp2", "qwen3_moe", options):
         assert 0 < compiled.graphs_after_two == compiled.graphs
         assert differences(eager, compiled) == []
