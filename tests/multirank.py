@@ -1,4 +1,4 @@
-"""Runs a function on N gloo ranks, in worker processes that start once per world size and serve the whole test session.
+"""Runs a function on N gloo ranks, in worker processes of that world size that serve one call after the other.
 
     results = run_on_ranks(2, some_module_level_function, argument)    # one result a rank
 
@@ -140,7 +140,7 @@ def meeting_point() -> TCPStore:
 
 
 def _serve(rank: int, connection: Connection) -> None:
-    """A worker's life: answer tasks until the session ends."""
+    """A worker's life: answer tasks until it is killed, or the session ends."""
     import tests.multirank_preload  # noqa: F401  (here only where the server could not find it)
 
     faulthandler.enable()  # a crash in native code shows where it was called from

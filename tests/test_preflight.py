@@ -201,7 +201,8 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
                 "training__local_batch_size": 4,
             },
             2,
-            'dsa.stage = "warmup" trains the indexers of layers only, and stage 3 of 4 has norm, output: parallelism.',
+            'dsa.stage = "warmup" trains the indexers of layers only, and stage 4 of 4 has no layer (norm, output): '
+            "parallelism.pipeline_parallel_first_stage_less_layers = 0 and",
         ),
         (
             {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_layers_per_stage": 2},

@@ -6,7 +6,7 @@ set -euo pipefail
 if [ $# = 0 ]; then
     (. tools/rehearsal_env.sh) & # beside what follows, which has a core to spare at first
     rehearsal=$!
-    trap wait EXIT
+    trap 'echo "waiting for the rehearsal environment" >&2; wait' EXIT
 fi
 ruff check .
 ruff format --check .
@@ -14,6 +14,7 @@ mypy
 OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "$@"
 if [ $# = 0 ]; then
     wait "$rehearsal"
+    trap - EXIT
     (
         . tools/rehearsal_env.sh
         OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal tests/rehearsal

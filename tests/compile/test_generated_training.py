@@ -7,6 +7,7 @@ from unittest import TestCase
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.compile.compiled_training import LAYOUTS, differences, job, train_on
 from tests.multirank import run_on_ranks
@@ -46,6 +47,7 @@ def train() -> Run:
         recording(job("llama3", LAYOUTS["tp2"], {**every, **GENERATED})) as (trainer, compiled),
     ):
         trainer.train()
+    dist.destroy_process_group()  # the job has given it a time-out of its own, which later ones would have
     places = trainer.model_parts[0].graph_passes.changed["async_tp"]
     graphs = counters["stats"]["unique_graphs"]
     lines = [line.getMessage() for line in said.records]

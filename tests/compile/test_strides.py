@@ -140,12 +140,18 @@ class Walked(torch.autograd.Function):
         return walked(gradient.contiguous())
 
 
-def test_what_a_users_kernel_is_given() -> None:
+@pytest.mark.parametrize("of_any_size", [False, True])
+def test_what_a_users_kernel_is_given(of_any_size: bool) -> None:
     """Of a gradient as it is captured, its formula's contiguous() is in no graph."""
     torch._dynamo.reset()
     x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3).t()
-    compiled = torch.compile(lambda x: Walked.apply(x) * 1, backend=backend.bypassed, fullgraph=True)
+    compiled = torch.compile(
+        lambda x: Walked.apply(x) * 1, backend=backend.bypassed, fullgraph=True, dynamic=of_any_size
+    )
     assert torch.equal(torch.autograd.grad(compiled(x), x, gradient)[0], 2 * gradient)
+    if of_any_size:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(torch.randn(5, 6, requires_grad=True))
 
 
 class Products(BelowSubclasses):

@@ -65,7 +65,8 @@ def selection(length: int, top_k: int) -> Tensor:
 def tensors(
     length: int, top_k: int, heads: int = HEADS, documents: int = 0, by_head: bool = False
 ) -> dict[str, Tensor]:
-    """A sequence of ``length``; or so many ``documents`` of it in one tensor (TND), and where each ends."""
+    """A sequence of ``length``, token by token or :func:`head_by_head`; or so many ``documents`` of it in one tensor
+    (TND), and where each ends."""
 
     def random(heads: int, size: int) -> Tensor:
         shape = (documents * length, heads, size) if documents else (1, length, heads, size)
@@ -125,7 +126,7 @@ def small_ops(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, 
 
 def check() -> Iterator[Row]:
     """The Euclidean distances from float64, relative to the length of what is compared with: the larger one of rows
-    that select few keys, and of rows that select most, head by head, which the gradient begins at different ones.
+    that select few keys, and of rows that select most, head by head, where the gradient begins at different keys.
     There are several blocks of keys, and the workspace is filled several times."""
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**26
     cases = [distances(tensors(1500, 600)), distances(tensors(1500, 1000, by_head=True))]

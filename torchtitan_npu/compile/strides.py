@@ -7,8 +7,10 @@ gradient turns out to lie in another way, the same graph runs with these questio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,8 +68,8 @@ def open_strides(graph: fx.Graph) -> None:
         elif str(node.target) in MADE_CONTIGUOUS and first in open_ones:
             node.args = (_made_contiguous(first, node), *node.args[1:])
         elif _may_count_on_strides(node):
-            for argument in open_ones.intersection(node.all_input_nodes):
-                if isinstance(value(argument), Tensor) and value(argument).is_contiguous():
+            for argument in node.all_input_nodes:
+                if argument in open_ones and _was_contiguous(value(argument)):
                     node.replace_input_with(argument, _made_contiguous(argument, node))
     graph.eliminate_dead_code()
 
@@ -75,6 +77,16 @@ def open_strides(graph: fx.Graph) -> None:
 def _made_contiguous(argument: fx.Node, before: fx.Node) -> fx.Node:
     with before.graph.inserting_before(before):
         return before.graph.call_function(aten.contiguous.default, (argument,))
+
+
+def _was_contiguous(captured: Any) -> bool:
+    if not isinstance(captured, Tensor):
+        return False
+    if all(isinstance(number, int) for number in (*captured.shape, *captured.stride())):
+        return captured.is_contiguous()
+    # sizes that are not known are compared as written, so that none is guarded
+    steps = [*accumulate(reversed(captured.shape[1:]), operator.mul, initial=1)]
+    return [repr(step) for step in reversed(steps)] == [repr(step) for step in captured.stride()]
 
 
 def _may_count_on_strides(node: fx.Node) -> bool:

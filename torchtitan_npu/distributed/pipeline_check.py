@@ -72,9 +72,12 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"validation.local_batch_size {config.validation.local_batch_size} is no multiple of {made_of} "
             "microbatches, which a batch of validation is split into too"
         )
+    parts = model_parts(config, layers)
+    if config.dsa.stage == "warmup":
+        _check_indexers(parts, p.module_fqns_per_model_part is not None)
     if file:
         return
-    stages = stage_count(config, schedule, layers)
+    stages = len(parts)
     if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:
         raise UsageError(f"{made_of} microbatches are too few for {name}: it takes one for each of the {stages} stages")
     rounds = max(1, microbatches // p.pipeline_parallel_degree)
@@ -83,24 +86,30 @@ def check_pipeline(config: JobConfig, layers: int) -> None:
             f"{made_of} microbatches are not for {name}: with {p.pipeline_parallel_degree} pipeline ranks it takes a "
             f"multiple of {rounds}"
         )
-    if config.dsa.stage != "warmup":
-        return
-    for number, names in enumerate(model_parts(config, layers)):
+
+
+def _check_indexers(parts: list[list[str]], listed: bool) -> None:
+    mend = "parallelism.module_fqns_per_model_part must give it one"
+    if not listed:
+        mend = (
+            "parallelism.pipeline_parallel_first_stage_less_layers = 0 and pipeline_parallel_last_stage_less_layers "
+            "= 0 give it one, or fewer stages do"
+        )
+    for number, names in enumerate(parts, 1):
         if not any(name.startswith("layers.") for name in names):
             raise UsageError(
-                f'dsa.stage = "warmup" trains the indexers of layers only, and stage {number} of {stages} has '
-                f"{', '.join(names)}: parallelism.pipeline_parallel_first_stage_less_layers = 0 and "
-                "pipeline_parallel_last_stage_less_layers = 0 give it a layer, or fewer stages do"
+                f'dsa.stage = "warmup" trains the indexers of layers only, and stage {number} of {len(parts)} has no '
+                f"layer ({', '.join(names)}): {mend}"
             )
 
 
 def model_parts(config: JobConfig, layers: int) -> list[list[str]]:
     """The modules of each stage, as TorchTitan shares them out: ``tok_embeddings``, ``layers.0``, ..."""
     p = config.parallelism
-    if p.module_fqns_per_model_part is not None:
-        return p.module_fqns_per_model_part
     schedule = get_schedule_class(p.pipeline_parallel_schedule)
     count = stage_count(config, schedule, layers) if p.pipeline_parallel_degree > 1 else 1
+    if p.module_fqns_per_model_part is not None:
+        return p.module_fqns_per_model_part
     weights = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
     try:
         return generate_llm_fqn_per_model_part(count, layers, *weights)
