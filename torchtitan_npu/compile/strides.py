@@ -23,8 +23,8 @@ from torch._ops import OpOverload
 from torchtitan_npu.compile.interpreter import Launch, NotExpressible
 from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, gradients, laid_by_gradients, value
 
-MADE_CONTIGUOUS = {
-    # by autograd's formulas
+COUNT_ON_STRIDES = {
+    # made so by autograd's formulas
     "aten.view_as_real.default",
     "aten.view_as_complex.default",
     # by DTensor
@@ -34,11 +34,12 @@ MADE_CONTIGUOUS = {
     # by the pass that writes them
     "npu.npu_all_gather_base_mm.default",
     "npu.npu_mm_reduce_scatter_base.default",
+    # by torchao
+    "aten._scaled_mm.default",
 }
-"""Operators whose first argument is made so before, where it is not; where it was, a graph does not show it."""
-KNOWN = ("aten", "prims", "npu", "_c10d_functional")
-"""Whose operators take arguments of any strides, but for those above and float8's product. What others are given may
-have been made contiguous for them, by a formula of the user's."""
+"""Operators whose arguments are made contiguous before, where they are not; where they were, no graph shows it."""
+NAMESPACES = ("aten", "prims", "npu", "_c10d_functional")
+"""Whose other operators take any strides. What a user's own are given may have been made contiguous, too."""
 OF_STRIDES = (
     aten.as_strided.default,
     aten.as_strided_copy.default,
@@ -65,18 +66,13 @@ def open_strides(graph: fx.Graph) -> None:
                 node.args = (first.args[0], *node.args[1:])
         elif _is_laid_out(node):
             node.target = aten.contiguous.default
-        elif str(node.target) in MADE_CONTIGUOUS and first in open_ones:
-            node.args = (_made_contiguous(first, node), *node.args[1:])
-        elif _may_count_on_strides(node):
+        elif _may_count_on_strides(node.target):
             for argument in node.all_input_nodes:
                 if argument in open_ones and _was_contiguous(value(argument)):
-                    node.replace_input_with(argument, _made_contiguous(argument, node))
+                    with graph.inserting_before(node):
+                        laid = graph.call_function(aten.contiguous.default, (argument,))
+                    node.replace_input_with(argument, laid)
     graph.eliminate_dead_code()
-
-
-def _made_contiguous(argument: fx.Node, before: fx.Node) -> fx.Node:
-    with before.graph.inserting_before(before):
-        return before.graph.call_function(aten.contiguous.default, (argument,))
 
 
 def _was_contiguous(captured: Any) -> bool:
@@ -89,10 +85,10 @@ def _was_contiguous(captured: Any) -> bool:
     return [repr(step) for step in reversed(steps)] == [repr(step) for step in captured.stride()]
 
 
-def _may_count_on_strides(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
+def _may_count_on_strides(target: Any) -> bool:
+    if not isinstance(target, OpOverload):
         return False
-    return node.target.namespace not in KNOWN or node.target is aten._scaled_mm.default
+    return str(target) in COUNT_ON_STRIDES or target.namespace not in NAMESPACES
 
 
 def _is_laid_out(node: Any) -> bool:
