@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, einsum
 
 Arrange = Callable[[Tensor], Tensor]
+LEAST = torch.finfo(torch.float32).tiny
+"""What is less may be 0 on a GPU."""
 
 
 def _copied(t: Tensor) -> Tensor:
@@ -202,11 +204,13 @@ class Attention:
         self.relative = (2 * self.max_error + (spread + 3) * u)[..., None]
         self.sum_error = self.sum * (self.relative[..., 0] + k.shape[0] * u)
 
+    def p_error(self, relative: Tensor) -> Tensor:
+        return self.p * relative + LEAST * self.mask
+
     def output(self, v: Tensor) -> tuple[Tensor, Tensor]:
         out = einsum("qngs,snd->qngd", self.p, v.double())
-        magnitude = einsum("qngs,snd->qngd", self.p, v.double().abs())
-        budget = magnitude * (2 * self.relative + (2 * len(self.k) + 4) * self.u + self.rounded)
-        return out.flatten(1, 2), budget.flatten(1, 2)
+        error = self.p_error(2 * self.relative + (2 * len(self.k) + 4) * self.u + self.rounded)
+        return out.flatten(1, 2), einsum("qngs,snd->qngd", error, v.double().abs()).flatten(1, 2)
 
     def gradients(self, v: Tensor, out: Tensor, d_out: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Those of query, key and value with their budgets. ``out`` is what the kernel is given, rounded as it is."""
@@ -217,22 +221,22 @@ class Attention:
         dp, delta = einsum("qngd,snd->qngs", d_out, v), (d_out * out).sum(-1, keepdim=True)
         ds = self.p * (dp - delta) * self.scale
         bound = einsum("qngd,snd->qngs", d_out.abs(), v.abs()) + (d_out * out).abs().sum(-1, keepdim=True)
-        bound = self.p * bound * abs(self.scale)
+        bound = bound * abs(self.scale)
         # the statistics are given, so the softmax errs in its own exponential and in their rounding
         relative = 2 * self.relative + (keys + size + 8) * u + self.rounded
 
         def of_query(weight: float) -> Tensor:
-            return einsum("qngs,snd->qngd", bound * (relative + weight * u), self.k.abs())
+            return einsum("qngs,snd->qngd", bound * self.p_error(relative + weight * u), self.k.abs())
 
         return {
             "query": (einsum("qngs,snd->qngd", ds, self.k).flatten(1, 2), of_query(keys + 2).flatten(1, 2)),
             "key": (
                 einsum("qngs,qngd->snd", ds, self.q),
-                einsum("qngs,qngd->snd", bound * (relative + (rows + 2) * u), self.q.abs()),
+                einsum("qngs,qngd->snd", bound * self.p_error(relative + (rows + 2) * u), self.q.abs()),
             ),
             "value": (
                 einsum("qngs,qngd->snd", self.p, d_out),
-                einsum("qngs,qngd->snd", self.p * (relative + (rows + 2) * u), d_out.abs()),
+                einsum("qngs,qngd->snd", self.p_error(relative + (rows + 2) * u), d_out.abs()),
             ),
         }
 

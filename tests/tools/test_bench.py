@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import models
 import record
 import render
+import render_curves
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "tools" / "bench"
@@ -89,6 +90,15 @@ def test_the_docs_are_what_the_numbers_say(docs: Path) -> None:
     assert {path.name for path in (docs / "images").iterdir()} == {"performance_curves.png", "performance_scaling.png"}
 
 
+def test_runs_that_differ_are_divided_in_one_way_alone() -> None:
+    """Fused runs that are all below the eager ones; and such as are the same."""
+    eager = {name: [30.0 + place, 20.0] for place, name in enumerate(("eager", "absorbed", "nudged 1", "nudged 2"))}
+    for shift, ways in ((-9.0, 1), (0.0, 35)):
+        fused = {f"fused {place}": [loss + shift for loss in losses] for place, losses in enumerate(eager.values())}
+        (line,) = render_curves.by_chance(eager | fused, list(fused))
+        assert line.startswith(f"Of the 35 ways to divide these runs into two halves, {ways} leave"), line
+
+
 def test_the_docs_name_what_is_not_among_the_numbers(docs: Path) -> None:
     def cut(part: str, keep: Any, **change: Any) -> None:
         numbers = json.loads((render.NUMBERS / f"{part}.json").read_text())
@@ -105,7 +115,7 @@ def test_the_docs_name_what_is_not_among_the_numbers(docs: Path) -> None:
     cut("host_dispatch_cuda", lambda row: bool(row["us"].pop("eager")))
     render.render(docs / "benchmarks", docs)
     page = (docs / "performance.md").read_text()
-    assert "Not measured: eager, latent vectors; eager, nudged; eager, nudged again; fused." in page
+    assert "Not measured: eager, latent vectors; eager, nudged; eager, nudged again; fused; " in page
     assert "performance_curves.png" not in page and not (docs / "images" / "performance_curves.png").exists()
     assert "Not measured: rms norm forward; unpermute forward; grouped matmul forward." in page
     assert "| Permute (4 × 2) | 260.0 µs | 130.0 µs | 130.0 µs | 50.0% |" in page

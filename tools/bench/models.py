@@ -8,9 +8,9 @@ The cuts are 671B_4layers and 671B_8layers, or of as many layers: full width, on
 states in bfloat16, the shipped text, activation checkpointing as in the cuts' TOML files, and on longer sequences full,
 as in that of 32k; other options of a job may follow (--activation_checkpoint.mode full). Each row is a process of its
 own; its time is that of all steps after the second in a row, of which only the last is logged: nothing else waits for
-the device. ``--curves`` trains from the same weights on the same batches the eager model, the fused one, and three
-eager ones that differ from the first by rounding: one works on latent vectors, and of two a hundredth of the first
-weights are off by one in the last place. They show how far rounding alone takes a curve.
+the device. ``--curves`` trains four eager models and four fused ones on the same batches, from the same weights but for
+rounding: one eager model works on latent vectors, and of five of the others a hundredth of the first weights are off by
+one in the last place. They show how far rounding alone takes a curve.
 """
 
 from __future__ import annotations
@@ -57,13 +57,10 @@ FULL = ["--activation_checkpoint.mode", "full"]
 CUTS_SEQUENCE = 4096
 """That of the cuts' TOML files."""
 CURVES = {
-    "eager": converters(),
-    "absorbed": converters(),
-    "nudged 1": converters(),
-    "nudged 2": converters(),
-    "fused": converters("npu_dsa", *BASIC),
+    **dict.fromkeys(["eager", "absorbed", "nudged 1", "nudged 2"], converters()),
+    **dict.fromkeys(["fused", "fused 1", "fused 2", "fused 3"], converters("npu_dsa", *BASIC)),
 }
-NUDGED = {"nudged 1": 1, "nudged 2": 2}
+NUDGED = {"nudged 1": 1, "nudged 2": 2, "fused 1": 1, "fused 2": 2, "fused 3": 3}
 CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10"]
 WARM_UP = 2
 
@@ -127,7 +124,7 @@ def in_a_process(layers: int, name: str, steps: int, options: list[str], patienc
     """As :func:`measure`; where it fails, the last line of what it said, or that it took too long to know."""
     variables = environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
-    command += ["--eager"] if name == "eager" or name in NUDGED else []
+    command += ["--eager"] if name in ("eager", "nudged 1", "nudged 2") else []
     command += ["--nudged", str(NUDGED[name])] if name in NUDGED else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=patience)

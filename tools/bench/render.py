@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from op_rows import best_peer
+from render_curves import comparable, curves, curves_picture, losses_of
+from tables import Numbers, not_measured, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NUMBERS = DOCS / "benchmarks"
@@ -29,13 +29,6 @@ VARIANTS = {
     "compile": "+ compile (`npu.bypass_codegen`)",
     "swap": "+ swap optimizer",
 }
-CURVES = {
-    "eager": "eager",
-    "absorbed": "eager, latent vectors",
-    "nudged 1": "eager, nudged",
-    "nudged 2": "eager, nudged again",
-    "fused": "fused",
-}
 SAVED = {
     "rms_norm forward": "RMSNorm",
     "permute forward": "Permute",
@@ -43,23 +36,12 @@ SAVED = {
     "grouped_matmul forward": "GMM",
 }
 """The operators of the table of what is saved."""
-Numbers = dict[str, Any]
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def source(numbers: Numbers) -> str:
     versions = {"torch": numbers["torch"], "Triton": numbers["triton"], **numbers.get("peers", {})}
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"*One {numbers['machine']}, {named}, {numbers['date']}: `{numbers['command'].strip()}`.*"
-
-
-def not_measured(names: list[str]) -> list[str]:
-    """A line for what is not among the numbers."""
-    return [f"Not measured: {'; '.join(names)}."] if names else []
 
 
 def rates(numbers: Numbers) -> str:
@@ -159,58 +141,6 @@ def models(numbers: Numbers) -> str:
         rows.append([layers, str(row["seq_len"]), name, f"{speed:.0f}", ratios[0], f"{memory:.1f}", ratios[1]])
     head = ["layers", "sequence", "", "tokens a second", "of eager's", "memory, GiB", "of eager's"]
     return table(head, rows)
-
-
-def losses_of(numbers: Numbers) -> dict[str, list[float]]:
-    return {row["variant"]: row["losses"] for row in numbers["rows"] if "losses" in row}
-
-
-def apart(one: list[float], other: list[float]) -> list[float]:
-    return [abs(a - b) / b for a, b in zip(one, other, strict=True)]
-
-
-def comparable(losses: dict[str, list[float]]) -> bool:
-    """There is the run that the picture is relative to, and another one."""
-    return "eager" in losses and len(losses) > 1
-
-
-def curves(numbers: Numbers) -> str:
-    losses = losses_of(numbers)
-    failed = {row["variant"]: f" ({row['failed']})" for row in numbers["rows"] if "failed" in row}
-    missing = not_measured([CURVES[name] + failed.get(name, "") for name in CURVES if name not in losses])
-    if not comparable(losses):
-        return "\n\n".join(missing)
-    rows = []
-    for one in losses:
-        others = [apart(losses[one], losses[other]) for other in losses if other not in (one, "fused")]
-        if not others:  # eager beside nothing but fused
-            continue
-        far = [max(distances) for distances in others]
-        mean = statistics.mean(statistics.mean(distances) for distances in others)
-        farthest = f"{min(far):.1e} to {max(far):.1e}" if len(far) > 1 else f"{far[0]:.1e}"
-        rows.append([CURVES[one], farthest, f"{mean:.1e}"])
-    head = ["", "farthest from another eager run over the steps", "in the mean"]
-    picture = "![losses of the runs, and how far they are from the first](images/performance_curves.png)"
-    return "\n\n".join([table(head, rows), *missing, picture])
-
-
-def curves_picture(losses: dict[str, list[float]], file: Path) -> None:
-    steps = range(1, len(losses["eager"]) + 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for place, name in enumerate(losses):
-        fused = {"color": "black", "linewidth": 2, "linestyle": ":"}
-        style: Any = fused if name == "fused" else {"color": f"C{place}"}  # one colour a run in both
-        left.plot(steps, losses[name], label=CURVES[name], **style)
-        if name != "eager":
-            distances = apart(losses[name], losses["eager"])
-            right.semilogy(steps, [max(d, 1e-9) for d in distances], label=CURVES[name], **style)
-    left.set(xlabel="step", ylabel="loss")
-    right.set(xlabel="step", ylabel="relative distance from eager")
-    left.legend()
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
 HOST_PARTS = {

@@ -94,11 +94,20 @@ def test_as_many_features_as_models_have(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_places_without_a_key_are_passed_over(gpu: Any, device: str, deterministic: bool) -> None:
+def test_exponentials_far_apart(gpu: Any, device: str, half: torch.dtype, deterministic: bool) -> None:
+    """The highest scores of a row's blocks are hundreds apart, so that what one block's exponentials are relative to is
+    out of reach for another's."""
+    docs = documents("BSND", [(2, 80)], False, torch.float32 if deterministic else half, "contiguous")
+    assert_agrees(gpu, docs, (3, 1), 75, True, False, device, rounds=True, scale=50.0)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("scale", [0.3, -200.0], ids=["", "far below 0"])
+def test_places_without_a_key_are_passed_over(gpu: Any, device: str, scale: float, deterministic: bool) -> None:
     """A -1 may stand anywhere: 40 of them before the first key, and between keys. In order, torch fills memory that
     nothing was written to with NaN."""
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, n, h, 4, generator=generator).to(device) for n, h in ((2, 3), (9, 1)))
+    query, key = (torch.rand(1, n, h, 4, generator=generator).to(device) for n, h in ((2, 3), (9, 1)))
     compact = torch.tensor([[3, 7, 0, -1], [8, 1, 2, 5]], dtype=torch.int32).view(1, 2, 1, 4)
     spread = torch.full((1, 2, 1, 90), -1, dtype=torch.int32)
     spread[..., [40, 41, 60, 89]] = compact
@@ -106,7 +115,7 @@ def test_places_without_a_key_are_passed_over(gpu: Any, device: str, determinist
     for indices in (compact, spread):
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key)]
         out, maximum, total = gpu.npu_sparse_flash_attention(
-            *leaves, None, indices.to(device), 0.3, sparse_mode=0, attention_mode=2, return_softmax_lse=True
+            *leaves, None, indices.to(device), scale, sparse_mode=0, attention_mode=2, return_softmax_lse=True
         )
         results.append([out, maximum, total, *torch.autograd.grad(out.sin().sum(), leaves)])
     for a, b in zip(*results, strict=True):

@@ -70,7 +70,7 @@ def prefers_torch(x: Tensor, weight: Tensor, group_type: int) -> bool:
     """
     if x.dtype != torch.bfloat16 or not x.is_cuda or not _is_hopper(x.device.index):
         return False
-    long_sums = group_type == 0 and x.shape[1] >= 4096
+    long_sums = group_type == 0 and x.shape[1] >= 2048
     return not long_sums and weight.shape[-1] % 8 == 0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_npu.ops.triton.launch import blocks_in, power_of_2
 from torchtitan_npu.ops.triton.lightning_indexer_grad import gradients
 from torchtitan_npu.ops.triton.rows import keys_at, rows_of
-from torchtitan_npu.ops.triton.sparse_flash_attention import by_token, tile
+from torchtitan_npu.ops.triton.sparse_attention_tiles import by_token, tile
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(

@@ -36,7 +36,7 @@ def backward_config(rows: int, width: int, element_size: int = 2) -> dict[str, i
 
 ON_THE_WAY = 3 << 16
 """Bytes, of x and dy together."""
-SUM = {"ROWS": 64, "BLOCK": 16, "num_warps": 4}
+SUM = {"ROWS": 32, "BLOCK": 32, "num_warps": 4}
 """The tile of a program that adds up the programs."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan_npu.ops.triton.launch import LOG2_E, power_of_2
 from torchtitan_npu.ops.triton.rows import count_of, keys_at, rows_of
 from torchtitan_npu.ops.triton.segments import add_segments, segments_of
-from torchtitan_npu.ops.triton.sparse_flash_attention import (
+from torchtitan_npu.ops.triton.sparse_attention_tiles import (
     WORKSPACE,
     blocks_of,
     by_token,
@@ -28,9 +28,9 @@ from torchtitan_npu.ops.triton.sparse_flash_attention import (
 )
 
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
-QUERIES = {"BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 5}
-KEYS = {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 1}
-"""How the three kernels are compiled, chosen on an H200. Blocks of QUERIES divide those of SCORES."""
+QUERIES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 256, "num_warps": 8, "num_stages": 5}
+KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
+"""How the three kernels are compiled, chosen on an H200. Blocks of keys of QUERIES divide those of SCORES."""
 
 
 def npu_sparse_flash_attention_grad(
@@ -108,10 +108,8 @@ def npu_sparse_flash_attention_grad(
         )
         for of_key, gradient in ((key, d_query), (key_rope, d_query_rope)):
             if gradient.numel():
-                columns, grid = blocks_of(gradient, count * key_heads, 256)
-                _add_to_queries[grid](
-                    *(d_scores, of_key, *places, gradient, start, count), **products, **columns, **QUERIES
-                )
+                columns, grid = blocks_of(gradient, count * key_heads, QUERIES)
+                _add_to_queries[grid](*(d_scores, of_key, *places, gradient, start, count), **products, **columns)
         if deterministic:
             segments = segments_of(sparse_indices, rows, start, count, key.numel() // size)
         both = (weights, d_out_here) if value is None else (None, None)
@@ -121,7 +119,7 @@ def npu_sparse_flash_attention_grad(
             ((weights, d_outs, None, None), d_value),
         ):
             if gradient.numel():
-                columns, grid = blocks_of(gradient, count * key_heads, 128)
+                columns, grid = blocks_of(gradient, count * key_heads, KEYS)
                 target = contributions if deterministic else gradient
                 _add_to_keys[grid](
                     *(left, right[here], *second, *places, target, start, count, *right.stride()[:2]),
@@ -129,7 +127,6 @@ def npu_sparse_flash_attention_grad(
                     **columns,
                     ATOMIC=not deterministic,
                     STAGGERED=staggered,
-                    **KEYS,
                 )
                 if deterministic:
                     add_segments(contributions, segments, gradient)
