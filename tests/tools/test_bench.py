@@ -96,7 +96,9 @@ def test_runs_that_differ_are_divided_in_one_way_alone() -> None:
     for shift, ways in ((-9.0, 1), (0.0, 35)):
         fused = {f"fused {place}": [loss + shift for loss in losses] for place, losses in enumerate(eager.values())}
         (line,) = render_curves.by_chance(eager | fused, list(fused))
-        assert line.startswith(f"Of the 35 ways to divide these runs into two halves, {ways} leave"), line
+        assert line.startswith(
+            f"Of the 35 ways to divide these runs into two halves, this one among them, {ways} leave"
+        ), line
 
 
 def test_the_docs_name_what_is_not_among_the_numbers(docs: Path) -> None:

@@ -88,8 +88,9 @@ def test_rows_of_sparse_attention(results: list[dict[str, Any]], monkeypatch: py
         *("small ops forward", "small ops backward", "small ops forward, compiled", "small ops backward, compiled"),
         *("forward, 16 heads", "backward, 16 heads", "forward, 2 documents (TND)", "backward, 2 documents (TND)"),
         *("forward, head by head", "backward, head by head"),
+        *("forward, scores far apart", "backward, scores far apart"),
     ]
-    assert [row["length"] for row in rows] == [LENGTH] * 9 + [2 * LENGTH] * 2 + [LENGTH] * 2
+    assert [row["length"] for row in rows] == [LENGTH] * 9 + [2 * LENGTH] * 2 + [LENGTH] * 4
     assert all(row["limit_ms"] > 0 and row["tflops"] > 0 for row in rows if "small" not in row["what"])
     assert_close(got["forward"][0], got["small ops forward"])
     assert len(got["backward"]) == len(got["small ops backward"]) == 4

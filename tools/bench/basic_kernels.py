@@ -12,6 +12,7 @@ launch ours.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the rows go besides")
     args = parser.parse_args()
     need_gpu()
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise SystemExit("basic_kernels.py compares with Liger's kernels: pip install liger-kernel")
 
     from torchtitan_npu import platform
 

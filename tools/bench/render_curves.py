@@ -77,7 +77,7 @@ def by_chance(losses: dict[str, list[float]], fused: list[str]) -> list[str]:
 
     halves = [half for half in combinations(losses, len(fused)) if fused[0] in half]
     as_far = sum(across(half) >= across(tuple(fused)) for half in halves)
-    ways = f"Of the {len(halves)} ways to divide these runs into two halves"
+    ways = f"Of the {len(halves)} ways to divide these runs into two halves, this one among them"
     return [f"{ways}, {as_far} leave them as far apart in the mean as eager and fused ones are, or farther."]
 
 

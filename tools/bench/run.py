@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("--numbers", type=Path, default=NUMBERS, metavar="DIR", help="where the JSON is, and goes")
     parser.add_argument("--render", action="store_true")
     args = parser.parse_args()
-    args.numbers.mkdir(exist_ok=True)
+    if args.render and not list(args.numbers.glob("*.json")):
+        parser.error(f"--render: there are no numbers in {args.numbers}")
+    args.numbers.mkdir(parents=True, exist_ok=True)
     failed = [part for part in ([] if args.render else args.only) if not measure(part, args.numbers)]
     render(args.numbers)
     if failed:

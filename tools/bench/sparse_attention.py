@@ -4,12 +4,14 @@
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--json FILE]
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, rows of
-which selected keys at random among those they may see; rates count the selected pairs only. At 4096 tokens 16 heads are
-timed besides, as a tensor-parallel rank has them, two such sequences in one tensor (TND), and queries and ``d_out``
-that lie head by head, as in the model, where they are results of products by head. ``small ops`` attends to all keys
-under a mask, as the eager model does, where its scores fit; ``compiled`` is what torch.compile makes of it. Times are
-medians on the device, of launches replayed from a graph. The limit is the operations over the rate of a large matrix
-product, or the bytes of arguments and results over that of a copy, both measured in the same run.
+which selected keys at random among those they may see; rates count the selected pairs only. At 4096 tokens other shapes
+are timed besides: 16 heads, as a tensor-parallel rank has them; two such sequences in one tensor (TND); queries and
+``d_out`` that lie head by head, as in the model, where they are results of products by head; and scores of which those
+of a row's blocks of keys are so far apart that their exponentials are scaled before they are multiplied. ``small ops``
+attends to all keys under a mask, as the eager model does, where its scores fit; ``compiled`` is what torch.compile
+makes of it. Times are medians on the device, of launches replayed from a graph. The limit is the operations over the
+rate of a large matrix product, or the bytes of arguments and results over that of a copy, both measured in the same
+run.
 
 attn_gym 0.0.17 has the same attention (``sparse.gather_attn`` without a window, keys and values of 576), but before
 Blackwell its kernel is unrolled over the selected keys when it is compiled: 4 of them take 47 s, 2048 are out of reach.
@@ -44,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ", 16 heads": {"heads": 16},
     ", 2 documents (TND)": {"documents": 2},
     ", head by head": {"by_head": True},
+    ", scores far apart": {"spread": 40.0},
 }
 """What else is timed at that length."""
 npu = torch.ops.npu
@@ -63,10 +66,10 @@ def selection(length: int, top_k: int) -> Tensor:
 
 
 def tensors(
-    length: int, top_k: int, heads: int = HEADS, documents: int = 0, by_head: bool = False
+    length: int, top_k: int, heads: int = HEADS, documents: int = 0, by_head: bool = False, spread: float = 1.0
 ) -> dict[str, Tensor]:
     """A sequence of ``length``, token by token or :func:`head_by_head`; or so many ``documents`` of it in one tensor
-    (TND), and where each ends."""
+    (TND), and where each ends. ``spread`` is the standard deviation of the scores."""
 
     def random(heads: int, size: int) -> Tensor:
         shape = (documents * length, heads, size) if documents else (1, length, heads, size)
@@ -74,9 +77,9 @@ def tensors(
         return head_by_head(result) if by_head else result
 
     inputs = {
-        "query": random(heads, SIZE),
+        "query": spread * random(heads, SIZE),
         "key": random(1, SIZE),
-        "query_rope": random(heads, ROPE),
+        "query_rope": spread * random(heads, ROPE),
         "key_rope": random(1, ROPE),
         "indices": selection(length, top_k),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,31 @@ def test_exponentials_far_apart(gpu: Any, device: str, half: torch.dtype, determ
     out of reach for another's."""
     docs = documents("BSND", [(2, 80)], False, torch.float32 if deterministic else half, "contiguous")
     assert_agrees(gpu, docs, (3, 1), 75, True, False, device, rounds=True, scale=50.0)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("border", [60.0, -60.0, 180.0])
+def test_blocks_on_both_sides_of_a_border(gpu: Any, device: str, border: float) -> None:
+    """The highest of a block's exponents of 2 is where the next origin begins, one rounding before, or one after; and
+    of a row's blocks all are there, or some are far away."""
+    near = torch.tensor([border] * 3)
+    near[1:].copy_(torch.nextafter(near[1:], torch.tensor([-torch.inf, torch.inf])))
+    for highest in (near, near[:1].expand(3), near[1:2].expand(3), near[2:].expand(3), near - torch.tensor([0, 50, 0])):
+        scores = (highest[:, None] - 0.25 * torch.arange(32)).flatten()  # three blocks
+        key = torch.stack([scores, *torch.randn(3, 96, generator=torch.Generator().manual_seed(0))], -1)
+        query = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        out, maximum, total = gpu.npu_sparse_flash_attention(
+            *(t.view(1, -1, 1, 4).to(device) for t in (query, key)),
+            *(None, torch.arange(96, dtype=torch.int32, device=device).view(1, 1, 1, 96), math.log(2)),
+            **{"sparse_mode": 0, "attention_mode": 2, "return_softmax_lse": True},
+        )
+        exact = scores.double() * math.log(2)
+        expected = exact.softmax(0) @ key.double()
+        torch.testing.assert_close(out.flatten().double().cpu(), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(maximum.flatten().double().cpu(), exact.max()[None], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            total.flatten().double().cpu(), (exact - exact.max()).exp().sum()[None], rtol=2e-5, atol=0
+        )
 
 
 @pytest.mark.usefixtures("small_pieces")

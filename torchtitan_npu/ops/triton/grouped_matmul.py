@@ -61,7 +61,7 @@ def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, 
 
 def prefers_torch(x: Tensor, weight: Tensor, group_type: int) -> bool:
     """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features. On an
-    H200 ours took 0.5 to 1.4 % less over 7168 of them, 1 to 1.4 % less over 2048, and 3 to 14 % more where rows are
+    H200 ours took 0.5 to 1.3 % less over 7168 of them, 1 to 1.6 % less over 2048, and 4 to 14 % more where rows are
     summed (docs/benchmarks/ops.json, the peers of the grouped products).
 
     On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows

@@ -100,8 +100,10 @@ def npu_sparse_flash_attention(
 @triton.jit
 def origin_of(highest, COARSE: tl.constexpr):
     """What powers of 2 are relative to, of exponents up to ``highest``: that itself; or, ``COARSE``, the nearest
-    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1."""
-    return 120 * tl.floor(highest / 120 + 0.5) if COARSE else highest
+    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1: of the highest,
+    too, the power is rounded then, as those of all the others are."""
+    # one operation, so that all kernels round it alike
+    return 120 * tl.floor(tl.fma(highest, 1 / 120, 0.5)) if COARSE else highest
 
 
 @triton.jit
@@ -169,7 +171,7 @@ def _score(
 
     scores = tl.where(there[None, :], scores * scale, float("-inf"))
     highest = tl.max(scores, 1)
-    # -inf - -inf is not a number: a row without keys subtracts 0
+    # -inf - -inf is not a number: where all scores of the block are -inf, 0 is subtracted
     origin = tl.where(highest == float("-inf"), 0.0, origin_of(highest, COARSE))
     exponentials = tl.exp2(scores - origin[:, None])
     tl.store(weights + slots, exponentials.to(weights.dtype.element_ty), mask=kept)
