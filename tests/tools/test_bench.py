@@ -26,7 +26,8 @@ BENCH = ROOT / "tools" / "bench"
 
 
 @pytest.mark.parametrize(
-    "program", ["basic_kernels", "sparse_attention", "indexer_kernels", "host_dispatch", "rehearsed_memory"]
+    "program",
+    ["basic_kernels", "sparse_attention", "attention_sweep", "indexer_kernels", "host_dispatch", "rehearsed_memory"],
 )
 def test_without_a_gpu(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

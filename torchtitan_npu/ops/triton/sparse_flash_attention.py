@@ -82,11 +82,11 @@ def npu_sparse_flash_attention(
             COARSE=coarse,
             **SCORES,
         )
-        columns, grid = blocks_of(out, count * key_heads, VALUES)
+        config, grid = blocks_of(out, count * key_heads, VALUES)
         _average[grid](
             *(weights, block_max, block_sum, values, *places, out, softmax_max, softmax_sum, start, count, sequence),
             **products,
-            **columns,
+            **config,
             BLOCKS=blocks,
             BLOCK_BLOCKS=power_of_2(blocks),
             SCORED_KEYS=SCORES["BLOCK_KEYS"],

@@ -108,8 +108,8 @@ def npu_sparse_flash_attention_grad(
         )
         for of_key, gradient in ((key, d_query), (key_rope, d_query_rope)):
             if gradient.numel():
-                columns, grid = blocks_of(gradient, count * key_heads, QUERIES)
-                _add_to_queries[grid](*(d_scores, of_key, *places, gradient, start, count), **products, **columns)
+                config, grid = blocks_of(gradient, count * key_heads, QUERIES)
+                _add_to_queries[grid](*(d_scores, of_key, *places, gradient, start, count), **products, **config)
         if deterministic:
             segments = segments_of(sparse_indices, rows, start, count, key.numel() // size)
         both = (weights, d_out_here) if value is None else (None, None)
@@ -119,12 +119,12 @@ def npu_sparse_flash_attention_grad(
             ((weights, d_outs, None, None), d_value),
         ):
             if gradient.numel():
-                columns, grid = blocks_of(gradient, count * key_heads, KEYS)
+                config, grid = blocks_of(gradient, count * key_heads, KEYS)
                 target = contributions if deterministic else gradient
                 _add_to_keys[grid](
                     *(left, right[here], *second, *places, target, start, count, *right.stride()[:2]),
                     **products,
-                    **columns,
+                    **config,
                     ATOMIC=not deterministic,
                     STAGGERED=staggered,
                 )
