@@ -130,6 +130,13 @@ def re_routing(machine: Machine) -> Iterator[Row]:
     yield row("re_routing forward", shape, forward_ms(ways), limit, 0.0, host_us(ways["ours"]))
 
 
+def unequal(rows: int, experts: int) -> list[int]:
+    """So many rows, of which the n-th expert has about 1 / n of what the first has, and the last none."""
+    shares = [1 / (n + 1) for n in range(experts - 1)]
+    sizes = [int(rows * share / sum(shares)) for share in shares]
+    return [sizes[0] + rows - sum(sizes), *sizes[1:], 0]
+
+
 def loop(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[2])
     for rows, matrix, result in zip(x.split(sizes), weight, out.split(sizes), strict=True):
@@ -173,15 +180,14 @@ def grouped_matmul(machine: Machine) -> Iterator[Row]:
     worst = max(worst, error(npu.npu_grouped_matmul_add_(total, x, dy, counts, group_list_type=1), sums))
 
     rows = TOKENS * TOP_K
-    for experts in (8, 64):
-        sizes = [rows // experts] * experts
+    for experts, sizes in ((8, [rows // 8] * 8), (64, [rows // 64] * 64), (64, unequal(rows, 64))):
         counts = torch.tensor(sizes, device="cuda")
         ends = counts.cumsum(0).int()
         x, dy = random(rows, HIDDEN), random(rows, EXPERT_HIDDEN)
         weight = random(experts, EXPERT_HIDDEN, HIDDEN).mT  # as a checkpoint holds it
         flops, moved = 2 * rows * HIDDEN * EXPERT_HIDDEN, size(x, dy, weight)
         limit = machine.limit_ms(moved, flops)
-        shape = f"{rows}×{HIDDEN}×{EXPERT_HIDDEN}, {experts} experts"
+        shape = f"{rows}×{HIDDEN}×{EXPERT_HIDDEN}, {experts} {'' if len({*sizes}) == 1 else 'unequal '}experts"
         for name, a, b, group_type in (
             ("forward", x, weight, 0),
             ("dX", dy, weight.mT, 0),

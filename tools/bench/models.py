@@ -61,7 +61,7 @@ CURVES = {
     **dict.fromkeys(["fused", "fused 1", "fused 2", "fused 3"], converters("npu_dsa", *BASIC)),
 }
 NUDGED = {"nudged 1": 1, "nudged 2": 2, "fused 1": 1, "fused 2": 2, "fused 3": 3}
-CURVE = [*BFLOAT16, *FULL, "--lr_scheduler.warmup_steps", "10"]
+CURVE = [*BFLOAT16, *FULL]
 WARM_UP = 2
 
 

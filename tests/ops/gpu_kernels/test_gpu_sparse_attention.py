@@ -102,6 +102,18 @@ def test_exponentials_far_apart(gpu: Any, device: str, half: torch.dtype, determ
     assert_agrees(gpu, docs, (3, 1), 75, True, False, device, rounds=True, scale=50.0)
 
 
+def test_one_key_is_its_own_average(gpu: Any, device: str, half: torch.dtype) -> None:
+    """To the bit, whatever its score, where the highest power of 2 is not 1 either (bfloat16, on a GPU)."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 7, h, 64, generator=generator).to(device, half) for h in (5, 1))
+    indices = torch.arange(7, dtype=torch.int32, device=device).view(1, 7, 1, 1)
+    out, _, total = gpu.npu_sparse_flash_attention(
+        query, key, None, indices, 0.3, sparse_mode=0, attention_mode=2, return_softmax_lse=True
+    )
+    assert torch.equal(out, key.expand_as(out))
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-6, atol=0)
+
+
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("border", [60.0, -60.0, 180.0])
 def test_blocks_on_both_sides_of_a_border(gpu: Any, device: str, border: float) -> None:

@@ -66,7 +66,7 @@ def npu_sparse_flash_attention(
     chunk = min(tokens, max(1, WORKSPACE // (heads * top_k * query.element_size())))
     weights = query.new_empty(chunk, heads, top_k)
     block_max = torch.empty(chunk, heads, blocks, dtype=torch.float32, device=query.device)
-    block_sum = torch.empty_like(block_max)
+    block_sum, block_sum_rounded = torch.empty_like(block_max), torch.empty_like(block_max)
     shape = shape_of(query, query_rope, key_heads, top_k)
     products = product_shape(shape)
     coarse = query.dtype != torch.float16
@@ -75,7 +75,7 @@ def npu_sparse_flash_attention(
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
         _score[score_grid(count, shape, SCORES)](
-            *(queries, query_rope, key, key_rope, *places, weights, block_max, block_sum),
+            *(queries, query_rope, key, key_rope, *places, weights, block_max, block_sum, block_sum_rounded),
             *(scale_value * LOG2_E.value, start, *queries.stride()[:2]),
             **shape,
             **score_blocks(shape),
@@ -84,7 +84,8 @@ def npu_sparse_flash_attention(
         )
         config, grid = blocks_of(out, count * key_heads, VALUES)
         _average[grid](
-            *(weights, block_max, block_sum, values, *places, out, softmax_max, softmax_sum, start, count, sequence),
+            *(weights, block_max, block_sum, block_sum_rounded, values, *places, out, softmax_max, softmax_sum),
+            *(start, count, sequence),
             **products,
             **config,
             BLOCKS=blocks,
@@ -100,8 +101,7 @@ def npu_sparse_flash_attention(
 @triton.jit
 def origin_of(highest, COARSE: tl.constexpr):
     """What powers of 2 are relative to, of exponents up to ``highest``: that itself; or, ``COARSE``, the nearest
-    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1: of the highest,
-    too, the power is rounded then, as those of all the others are."""
+    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1."""
     # one operation, so that all kernels round it alike
     return 120 * tl.floor(tl.fma(highest, 1 / 120, 0.5)) if COARSE else highest
 
@@ -118,6 +118,7 @@ def _score(
     weights,
     block_max,
     block_sum,
+    block_sum_rounded,
     scale,  # for powers of 2
     first_row,
     query_row,
@@ -135,8 +136,8 @@ def _score(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Exponentials relative to the block's origin, (rows of the chunk, heads, top-k); the highest score of the block,
-    and the exponentials' sum. Places without a key are 0, but for blocks of them after a row's last key, which nothing
-    reads."""
+    and the exponentials' sum, before they are rounded and after. Places without a key are 0, but for blocks of them
+    after a row's last key, which nothing reads."""
     in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
         indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
     )
@@ -151,6 +152,7 @@ def _score(
     if tl.max(there.to(tl.int32)) == 0:
         tl.store(block_max + of_block, tl.full((BLOCK_HEADS,), float("-inf"), tl.float32), mask=real)
         tl.store(block_sum + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
+        tl.store(block_sum_rounded + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
         indices += (row * KEY_HEADS + key_head) * TOP_K
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
         if first_place < count:  # there are keys after them
@@ -174,9 +176,11 @@ def _score(
     # -inf - -inf is not a number: where all scores of the block are -inf, 0 is subtracted
     origin = tl.where(highest == float("-inf"), 0.0, origin_of(highest, COARSE))
     exponentials = tl.exp2(scores - origin[:, None])
-    tl.store(weights + slots, exponentials.to(weights.dtype.element_ty), mask=kept)
     tl.store(block_max + of_block, highest, mask=real)
     tl.store(block_sum + of_block, tl.sum(exponentials, 1), mask=real)
+    rounded = exponentials.to(weights.dtype.element_ty)
+    tl.store(weights + slots, rounded, mask=kept)
+    tl.store(block_sum_rounded + of_block, tl.sum(rounded.to(tl.float32), 1), mask=real)
 
 
 @triton.jit
@@ -184,6 +188,7 @@ def _average(
     weights,
     block_max,
     block_sum,
+    block_sum_rounded,
     value,
     indices,
     first_key,
@@ -207,7 +212,8 @@ def _average(
     COARSE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """The softmax's statistics, and the average of a row's values, (heads, top-k) (top-k, width)."""
+    """The softmax's statistics, and the average of a row's values, (heads, top-k) (top-k, width): the sum by rounded
+    weights over the sum of these, so that one value alone is its own average."""
     in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
@@ -224,6 +230,8 @@ def _average(
     origins, origin = origin_of(highest_of, COARSE), origin_of(shift, COARSE)
     sums = tl.load(block_sum + of_blocks, mask=known, other=0.0)
     total = tl.sum(sums * tl.exp2(origins - shift[:, None]), 1)
+    sums = tl.load(block_sum_rounded + of_blocks, mask=known, other=0.0)
+    divisor = tl.sum(sums * tl.exp2(origins - origin[:, None]), 1)
     if first_column == 0:
         # (B, N2, S, group): the rows of one key head after another
         statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + group
@@ -240,7 +248,7 @@ def _average(
         average = _sum_of_values(
             *of_row, False, COARSE, KEY_HEADS, TOP_K, WIDTH, BLOCK_COLUMNS, BLOCKS, SCORED_KEYS, BLOCK_KEYS
         )
-    average *= (tl.exp2(origin - shift) / tl.where(total == 0, 1.0, total))[:, None]
+    average *= (1 / tl.where(divisor == 0, 1.0, divisor))[:, None]
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
     places = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None] * WIDTH + columns[None, :]
     mask = real[:, None] & (columns < WIDTH)[None, :]
