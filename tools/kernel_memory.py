@@ -109,7 +109,8 @@ def call_others(norm_width: int) -> None:
     x, weight = zeros(256, HIDDEN), zeros(2, HIDDEN, EXPERT_HIDDEN)
     for one in (weight, weight.mT.contiguous().mT):
         grouped_matmul.rows_product(x, one, ends, config)
-    grouped_matmul.sums_product(x.t(), zeros(256, EXPERT_HIDDEN), ends, config)
+    for total in (None, torch.zeros(2, HIDDEN, EXPERT_HIDDEN)):
+        grouped_matmul.sums_product(x.t(), zeros(256, EXPERT_HIDDEN), ends, config, out=total)
 
 
 def main() -> None:

@@ -102,16 +102,25 @@ def test_exponentials_far_apart(gpu: Any, device: str, half: torch.dtype, determ
     assert_agrees(gpu, docs, (3, 1), 75, True, False, device, rounds=True, scale=50.0)
 
 
-def test_one_key_is_its_own_average(gpu: Any, device: str, half: torch.dtype) -> None:
-    """To the bit, whatever its score, where the highest power of 2 is not 1 either (bfloat16, on a GPU)."""
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, 7, h, 64, generator=generator).to(device, half) for h in (5, 1))
-    indices = torch.arange(7, dtype=torch.int32, device=device).view(1, 7, 1, 1)
-    out, _, total = gpu.npu_sparse_flash_attention(
-        query, key, None, indices, 0.3, sparse_mode=0, attention_mode=2, return_softmax_lse=True
+@pytest.mark.parametrize("count", [1, 100])
+def test_keys_of_one_value_average_to_it(gpu: Any, device: str, half: torch.dtype, count: int) -> None:
+    """To the bit, though rounding takes the exponentials of all keys but the first the same way, and in bfloat16, on a
+    GPU, that of the first too."""
+    value = (1.99 - 0.001 * torch.arange(8)).to(half)
+    rope = torch.full((count,), -1.0, dtype=half)
+    rope[0] = 0.25
+    key, key_rope, query, query_rope = (
+        t.to(device).view(1, -1, 1, t.shape[-1])
+        for t in (value.expand(count, 8), rope[:, None], torch.zeros_like(value), torch.ones(1, dtype=half))
     )
-    assert torch.equal(out, key.expand_as(out))
-    torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-6, atol=0)
+    indices = torch.arange(count, dtype=torch.int32, device=device).view(1, 1, 1, count)
+    out, _, total = gpu.npu_sparse_flash_attention(
+        *(query, key, None, indices, 1.0),
+        **{"query_rope": query_rope, "key_rope": key_rope, "sparse_mode": 0},
+        **{"attention_mode": 2, "return_softmax_lse": True},
+    )
+    assert torch.equal(out.flatten().cpu(), value)
+    assert total.item() == pytest.approx(1 + (count - 1) * math.exp(-1.25), rel=1e-6)
 
 
 @pytest.mark.usefixtures("small_pieces")

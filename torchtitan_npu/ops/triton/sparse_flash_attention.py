@@ -101,7 +101,8 @@ def npu_sparse_flash_attention(
 @triton.jit
 def origin_of(highest, COARSE: tl.constexpr):
     """What powers of 2 are relative to, of exponents up to ``highest``: that itself; or, ``COARSE``, the nearest
-    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1."""
+    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1.
+    Beyond 1e8 float32 has not every multiple, and powers may overflow."""
     # one operation, so that all kernels round it alike
     return 120 * tl.floor(tl.fma(highest, 1 / 120, 0.5)) if COARSE else highest
 
@@ -213,7 +214,8 @@ def _average(
     BLOCK_KEYS: tl.constexpr,
 ):
     """The softmax's statistics, and the average of a row's values, (heads, top-k) (top-k, width): the sum by rounded
-    weights over the sum of these, so that one value alone is its own average."""
+    weights over the sum of these, so that values which are the same average to that. (In float16 the weights of
+    blocks with different origins are rounded once more.)"""
     in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
