@@ -172,7 +172,7 @@ def test_rows_of_the_other_operators(results: list[dict[str, Any]], monkeypatch:
         *(*both("permute"), *both("unpermute"), *both("unpermute without scores")),
         "re_routing forward",
         *(*both("swiglu"), *both("rotary"), *both("rotary"), "apply_rotary_pos_emb forward"),
-        *(products * 2),
+        *(products * 3),
     ]
     for ways in results:
         for name, result in ways.items():
