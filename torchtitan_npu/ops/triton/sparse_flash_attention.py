@@ -230,11 +230,11 @@ def _average(
     highest = tl.max(highest_of, 1)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     origins, origin = origin_of(highest_of, COARSE), origin_of(shift, COARSE)
-    sums = tl.load(block_sum + of_blocks, mask=known, other=0.0)
-    total = tl.sum(sums * tl.exp2(origins - shift[:, None]), 1)
-    sums = tl.load(block_sum_rounded + of_blocks, mask=known, other=0.0)
-    divisor = tl.sum(sums * tl.exp2(origins - origin[:, None]), 1)
+    factors = tl.exp2(origins - origin[:, None])
+    divisor = tl.sum(tl.load(block_sum_rounded + of_blocks, mask=known, other=0.0) * factors, 1)
     if first_column == 0:
+        sums = tl.load(block_sum + of_blocks, mask=known, other=0.0)
+        total = tl.exp2(origin - shift) * tl.sum(sums * factors, 1)
         # (B, N2, S, group): the rows of one key head after another
         statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + group
         tl.store(softmax_max + statistics, highest / LOG2_E, mask=real)
