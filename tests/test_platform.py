@@ -14,8 +14,8 @@ import torchtitan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_npu.permute_indices import generate_permute_indices
-from torchtitan_npu.platform import home
+from torchtitan_npu.platform import backend
+from torchtitan_npu.upstream.permute_indices import generate_permute_indices
 
 
 def in_a_new_process(code: str) -> str:
@@ -67,7 +67,7 @@ except UsageError as error:
 def test_this_is_the_cpu_home_and_reports_its_memory() -> None:
     from torchtitan.components.metrics import DeviceMemoryMonitor
 
-    assert home() == "cpu"
+    assert backend() == "cpu"
     monitor = DeviceMemoryMonitor("cpu")
     stats = monitor.get_peak_stats()
     assert 0 < stats.max_reserved_gib < monitor.device_capacity_gib

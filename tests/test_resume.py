@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import FUSED, train
-from tests.multirank import run_on_ranks
-from tests.test_layouts import layout
-from tests.training import TOLERANCE, together
+from tests._helpers.layouts import FUSED, train
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import TOLERANCE, together
+from tests.distributed.test_layouts import layout
 
 TOTAL, STOP = 4, 2
 

@@ -16,10 +16,10 @@ from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
-from torchtitan_npu.config import JobConfig
-from torchtitan_npu.config_manager import PACKAGE, JobConfigManager
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.preflight import check_job
 
 torchtitan_npu.register()
 
@@ -114,7 +114,7 @@ def test_its_header_says_what_it_is(file: Path) -> None:
     nodes = re.search(r"--nnodes=(\d+)", header)
     on_node = re.search(r"--nproc_per_node=(\d+)", header)
     assert on_node and int(nodes[1] if nodes else 1) * int(on_node[1]) == devices
-    assert f"--job.config_file torchtitan_npu/train_configs/{file.name}" in header
+    assert f"--job.config_file train_configs/{file.name}" in header
 
     degrees = {
         "FSDP": p.data_parallel_shard_degree,

@@ -1,110 +1,11 @@
 #!/usr/bin/env python
-"""Converts a model's checkpoint between Hugging Face's format and TorchTitan's, without the whole of it in memory.
+"""`torchtitan-npu convert` under its old path."""
 
-    python tools/convert_checkpoint.py from-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--quantized]
-    python tools/convert_checkpoint.py to-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--dtype bfloat16]
-
-TARGET must not exist; it appears when the conversion is whole. Exit code 0: done, 2: it cannot be done, one line says
-why. See docs/checkpoints.md.
-"""
-
-from __future__ import annotations
-
-import argparse
-import logging
-import shutil
 import sys
 from pathlib import Path
 
-import torch
-from one_line_parser import OneLineParser
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also in a checkout that is not installed
 
-from torchtitan_npu import platform, register
+from torchtitan_npu.cli.main import main
 
-platform.prepare()
-register()
-
-from checkpoint_convert.from_hf import FromHuggingFace  # noqa: E402
-from checkpoint_convert.pieces import build  # noqa: E402
-from checkpoint_convert.to_hf import ToHuggingFace  # noqa: E402
-
-from torchtitan_npu.errors import UsageError  # noqa: E402
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "convert_checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    from_hf = commands.add_parser("from-hf", help="to a checkpoint that checkpoint.initial_load_path takes")
-    from_hf.add_argument("--quantized", action="store_true", help="the weights are quantised: write them in float32")
-    to_hf = commands.add_parser("to-hf", help="to safetensors files")
-    to_hf.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as they are)")
-    for command in (from_hf, to_hf):
-        command.add_argument("source", type=Path, help="folder of the checkpoint")
-        command.add_argument("target", type=Path, help="folder to write, which must not exist")
-        command.add_argument("--model", required=True, help="as model.name in a job, e.g. deepseek_v32")
-        command.add_argument("--flavor", required=True, help="as model.flavor in a job, e.g. 671B")
-        command.add_argument("--mtp-layers", type=int, default=0, help="as mtp.layers in a job (default 0)")
-    return parser
-
-
-def convert(args: argparse.Namespace) -> None:
-    source, target = args.source, args.target
-    partial = target.with_name(f"{target.name}.partial")
-    if not source.is_dir():
-        raise UsageError(f"{source} is no folder")
-    if target.exists():
-        raise UsageError(f"{target} exists; nothing was written")
-    if partial.exists():
-        raise UsageError(f"{partial} exists: a conversion is running, or was killed; remove it if none is running")
-    model = build(args.model, args.flavor, args.mtp_layers)
-    conversion: FromHuggingFace | ToHuggingFace
-    if args.command == "from-hf":
-        conversion = FromHuggingFace(source, model, args.quantized)
-    else:
-        conversion = ToHuggingFace(source, model, DTYPES[args.dtype] if args.dtype else None)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(partial.parent).free, conversion.nbytes()
-    if free < needed:
-        raise UsageError(f"{partial.parent} has {free / 1e9:.1f} GB free; {target.name} takes {needed / 1e9:.1f} GB")
-    try:
-        with progress_bar() as progress:
-            task = progress.add_task(target.name, total=needed)
-            conversion.write(partial, lambda nbytes: progress.advance(task, nbytes))
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    print(f"{target}: {needed / 1e9:.3g} GB, {len(model.tensors)} tensors of {model.name}")
-    only_ours = [name for piece in conversion.pieces for name in piece.only_ours(model)]
-    if only_ours:
-        lost = "not written" if args.command == "to-hf" else "written as 0"
-        print(f"{lost}, since Hugging Face's format has no place for them: {', '.join(only_ours)}")
-
-
-def progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-
-
-def main(argv: list[str]) -> int:
-    """Runs the command line and returns its exit code."""
-    args = build_parser().parse_args(argv)
-    try:
-        convert(args)
-    except KeyboardInterrupt:
-        print("convert_checkpoint: interrupted, nothing was left", file=sys.stderr)
-        return 130
-    except (UsageError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    logging.getLogger().setLevel(logging.ERROR)  # TorchTitan warns of what training would need
-    sys.exit(main(sys.argv[1:]))
+sys.exit(main(["convert", *sys.argv[1:]]))

@@ -34,7 +34,7 @@ def table() -> str:
 
 def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> Any:
     """A job of the model, with a backend for expert parallel."""
-    from torchtitan_npu.config import JobConfig
+    from torchtitan_npu.config.job_config import JobConfig
 
     config = JobConfig()
     config.model.name, config.model.flavor = model, flavor
@@ -44,7 +44,7 @@ def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> An
 
 def built(config: Any) -> Any:
     """The job's model on the meta device."""
-    from torchtitan_npu.preflight import build_on_meta
+    from torchtitan_npu.config.preflight import build_on_meta
 
     config = copy.deepcopy(config)
     config.parallelism.expert_parallel_comm_backend = "standard"  # DeepEP's model needs its package to be built
@@ -80,7 +80,7 @@ def replaced(name: str, listed: list[str], config: Any, model: Any) -> str:
 def converter(name: str, listed: list[str], config: Any) -> Any:
     """The converter ``name`` of the job on one rank."""
     from torchtitan_npu.converters import CONVERTERS
-    from torchtitan_npu.distributed.parallel_dims import ParallelDims
+    from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
     config = copy.deepcopy(config)
     config.model.converters = listed

@@ -4,6 +4,6 @@ set -euo pipefail
 . "$(dirname "$0")/setup_env.sh"
 out=${1:-outputs/demo}
 python tools/compare_loss.py run --force --out "$out" --nproc 2 --steps 15 --rtol 1e-4 \
-    --config torchtitan_npu/train_configs/deepseek_v32_debugmodel.toml \
+    --config train_configs/deepseek_v32_debugmodel.toml \
     --candidate-converters npu_rms_norm,npu_rope,npu_permute,npu_gmm,npu_dsa -- --training.seq_len 64
 echo "the picture: $out/comparison.png"

@@ -16,17 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from torchtitan_npu.ops.triton import (
-    grouped_matmul,
-    lightning_indexer,
-    lightning_indexer_kl_loss,
-    moe_permute,
-    rms_norm,
-    rotary,
-    sparse_flash_attention,
-    sparse_flash_attention_grad,
-    swiglu,
-)
+from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
+from torchtitan_npu.ops.indexer_kl_loss import triton as lightning_indexer_kl_loss
+from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
+from torchtitan_npu.ops.moe_permute import triton as moe_permute
+from torchtitan_npu.ops.rms_norm import triton as rms_norm
+from torchtitan_npu.ops.rotary_mul import triton as rotary
+from torchtitan_npu.ops.sparse_flash_attention import triton as sparse_flash_attention
+from torchtitan_npu.ops.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
+from torchtitan_npu.ops.swiglu import triton as swiglu
 
 HEADS, LATENT, ROPE, TOP_K = 128, 512, 64, 2048
 INDEX_HEADS, INDEX_SIZE = 64, 128

@@ -10,7 +10,7 @@ import sys
 def register() -> None:
     """Enter our operators, converters, data and train specs into the registries of torch and TorchTitan."""
     import torchtitan_npu.converters
-    import torchtitan_npu.train_specs  # noqa: F401
+    import torchtitan_npu.upstream.train_specs  # noqa: F401
 
 
 if "torchtitan" in sys.modules:

@@ -1,9 +1,9 @@
-"""Which home this process runs in (Ascend NPU, NVIDIA GPU or CPU), and what TorchTitan 0.2.2 needs to start there.
+"""Which backend this process runs in (Ascend NPU, NVIDIA GPU or CPU), and what TorchTitan 0.2.2 needs to start there.
 
 This is the only file that asks which device there is, and the only one that changes process-wide state:
 :func:`prepare`, one explicit call that the entry, the tools and the tests make before they import TorchTitan. On
 NPU and GPU it changes next to nothing. TorchTitan 0.2.2 does not run on a CPU as it is; each thing done for that
-home says which upstream line makes it necessary.
+backend says which upstream line makes it necessary.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ import torch
 
 from torchtitan_npu.errors import UsageError
 
-Home = Literal["npu", "cuda", "cpu"]
+Backend = Literal["npu", "cuda", "cpu"]
 
 
 @functools.cache
-def home() -> Home:
-    """The home of this process: where the model's tensors live."""
+def backend() -> Backend:
+    """The backend of this process: where the model's tensors live."""
     if torch._C._get_privateuse1_backend_name() == "npu" and torch.get_device_module("npu").is_available():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-_rehearsed: list[Home] = []
+_job_backends: list[Backend] = []
 
 
-def job_home() -> Home:
-    """The home that the job is for, whose defaults and limits it has: this one's, unless another's is rehearsed."""
-    return _rehearsed[-1] if _rehearsed else home()
+def job_backend() -> Backend:
+    """The backend that the job is for, whose defaults and limits it has: this one's, unless another's is rehearsed."""
+    return _job_backends[-1] if _job_backends else backend()
 
 
 @contextmanager
-def rehearsing(job: Home) -> Iterator[None]:
-    """In this context jobs are checked for the home ``job``, though they run in this one."""
-    _rehearsed.append(job)
+def job_for(job: Backend) -> Iterator[None]:
+    """In this context jobs are checked for the backend ``job``, though they run in this one."""
+    _job_backends.append(job)
     try:
         yield
     finally:
-        _rehearsed.pop()
+        _job_backends.pop()
 
 
 @functools.cache
 def prepare() -> None:
-    """Make TorchTitan importable and runnable in this home; call it once, before anything imports TorchTitan."""
-    if home() != "cuda" or importlib.util.find_spec("triton") is None:
+    """Make TorchTitan importable and runnable in this backend; call it once, before anything imports TorchTitan."""
+    if backend() != "cuda" or importlib.util.find_spec("triton") is None:
         _replace_triton_kernels()
-    if home() == "cpu":
+    if backend() == "cpu":
         _answer_device_detection()
         _let_histc_count_integers()
         _shard_cpu_attention()
@@ -72,7 +72,7 @@ def prepare() -> None:
 
 def _replace_triton_kernels() -> None:
     """models/moe/kernels.py:8 imports Triton; on an NPU that name is triton-ascend's, on a CPU nothing runs it."""
-    from torchtitan_npu import permute_indices
+    from torchtitan_npu.upstream import permute_indices
 
     sys.modules.setdefault("torchtitan.models.moe.kernels", permute_indices)
 

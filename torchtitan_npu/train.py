@@ -32,15 +32,15 @@ from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
 
-from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.compile import passes as graph_passes  # noqa: E402
 from torchtitan_npu.compile.progress import told_by_torch  # noqa: E402
-from torchtitan_npu.config import JobConfig  # noqa: E402
-from torchtitan_npu.config_manager import JobConfigManager, import_module  # noqa: E402
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
+from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
+from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
+from torchtitan_npu.config.preflight import check_job  # noqa: E402
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context  # noqa: E402
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
-from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
-from torchtitan_npu.preflight import check_job  # noqa: E402
+from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
 
 
 class Trainer(TitanTrainer):

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchtitan_npu.ops  # noqa: F401
-from tests.compile.compiled_training import PACKING, assert_have_kernels, called
+from tests._helpers.compiled_training import PACKING, assert_have_kernels, called
 from torchtitan_npu.compile import backend, interpreter
 from torchtitan_npu.compile.tidy import tidy
 from torchtitan_npu.errors import UsageError

@@ -1,6 +1,6 @@
 """Ten steps of training with compiled regions are eager's, to the bit, and nothing is compiled after the second.
 
-Here every model is trained on one layout or more; ``python -m tests.compile.compiled_training`` trains all on all.
+Here every model is trained on one layout or more; ``python -m tests._helpers.compiled_training`` trains all on all.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import functools
 
 import pytest
 
-from tests.compile.compiled_training import LAYOUTS, Pair, Run, assert_compiled, differences, train_on
-from tests.training import assert_same_gradients
+from tests._helpers.compiled_training import LAYOUTS, Pair, Run, assert_compiled, differences, train_on
+from tests._helpers.training import assert_same_gradients
 from torchtitan_npu.compile.passes import PASSES
 
 MODELS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.compile.compiled_training import LAYOUTS, TINIER, assert_compiled, differences, train_on
+from tests._helpers.compiled_training import LAYOUTS, TINIER, assert_compiled, differences, train_on
 
 
 def test_graphs_for_any_length_and_batch() -> None:

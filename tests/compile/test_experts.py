@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.models.moe.moe import MoE
 
-from tests.converters.models import build, step, tokens
-from tests.models.deepseek_v32_models import start_batch
+from tests._helpers.converted_models import build, step, tokens
+from tests._helpers.deepseek_v32_models import start_batch
 from torchtitan_npu.compile.regions import compile_block, has_known_sizes
 
 CONVERTERS = ("npu_permute", "npu_gmm")

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compile.compiled_training import LAYOUTS, differences, job, train_on
-from tests.multirank import run_on_ranks
-from tests.training import Record, assert_same_gradients, recording, train_until
+from tests._helpers.compiled_training import LAYOUTS, differences, job, train_on
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import Record, assert_same_gradients, recording, train_until
 
 STEPS = 2
 GENERATED = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["async_tp"]}

@@ -14,10 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 import torchtitan_npu
 from torchtitan_npu.compile import progress
 from torchtitan_npu.compile.progress import Progress
-from torchtitan_npu.config import JobConfig
-from torchtitan_npu.distributed.pipeline_check import check_pipeline
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.pipeline_check import check_pipeline
+from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight import check_job
 
 torchtitan_npu.register()
 CSV = "parallelism.pipeline_parallel_schedule_csv"

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
-from tests.converters.models import Step, build, step
-from tests.models.deepseek_v32_models import start_batch
-from tests.multirank import run_on_ranks
+from tests._helpers.converted_models import Step, build, step
+from tests._helpers.deepseek_v32_models import start_batch
+from tests._helpers.multirank import run_on_ranks
 
 FUSED = ("npu_rms_norm", "npu_rope", "npu_dsa")
 OF_EXPERTS = ("npu_permute", "npu_gmm")

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchtitan_npu.ops  # noqa: F401
-from tests.compile.pass_graphs import compiled
+from tests._helpers.pass_graphs import compiled
 from torchtitan_npu.compile.backend import bypassing
 from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm

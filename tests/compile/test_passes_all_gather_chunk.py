@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from tests.compile.pass_graphs import calls, compiled, gather
-from tests.multirank import run_on_ranks
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.pass_graphs import calls, compiled, gather
 from torchtitan_npu.compile.passes.all_gather_chunk import all_gather_chunk
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor, reduce_scatter_tensor
 
-from tests.compile.pass_graphs import calls, compiled
-from tests.multirank import run_on_ranks
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.pass_graphs import calls, compiled
 from torchtitan_npu.compile.passes.async_tp import async_tp
 
 LENGTH, DIM, HIDDEN = 6, 4, 10

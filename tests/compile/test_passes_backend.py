@@ -14,15 +14,15 @@ from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.compile.compiled_training import written
-from tests.compile.pass_graphs import calls
+from tests._helpers.compiled_training import written
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.pass_graphs import calls
+from tests._helpers.training import whole
 from tests.compile.test_passes_sequence_parallel import DIM, HIDDEN, MODELS, NORMS, TOKENS, head, inputs, layer
-from tests.multirank import run_on_ranks
-from tests.training import whole
 from torchtitan_npu.compile.backend import bypassed, bypassing
 from torchtitan_npu.compile.passes import PASSES, GraphPasses
 from torchtitan_npu.compile.regions import compile_models
-from torchtitan_npu.config import JobConfig
+from torchtitan_npu.config.job_config import JobConfig
 
 
 def train(names: list[str], name: str) -> tuple[list[Tensor], list[Tensor], list[Counter[str]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.compile.pass_graphs import compiled
+from tests._helpers.pass_graphs import compiled
 from torchtitan_npu.compile.passes.no_ops import no_ops
 
 NO_OPS: dict[str, Callable[[Tensor], Tensor]] = {

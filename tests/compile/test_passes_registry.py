@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtitan_npu.ops  # noqa: F401
-from tests.compile.pass_graphs import compiled
+from tests._helpers.pass_graphs import compiled
 from torchtitan_npu.compile.passes import PASSES, GraphPasses, report
 from torchtitan_npu.errors import UsageError
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import torchtitan_npu.ops  # noqa: F401
-from tests.compile.pass_graphs import Copy, Gather, Own, Reduce, calls, compiled, gather
-from tests.multirank import run_on_ranks
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.pass_graphs import Copy, Gather, Own, Reduce, calls, compiled, gather
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
 
 BATCH, LENGTH, DIM, HIDDEN = 2, 8, 4, 6

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import profile
 
-from tests.multirank import run_on_ranks
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.compile import backend
-from torchtitan_npu.rehearsal.fake import BelowSubclasses
+from torchtitan_npu.planner.fake_devices import BelowSubclasses
 
 RUNTIMES = {
     "ours": "RegionBackward",

@@ -14,7 +14,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Attention, precompute_freqs_cis
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from tests.converters.models import (
+from tests._helpers.converted_models import (
     BATCH,
     SEQUENCE,
     Step,
@@ -26,11 +26,11 @@ from tests.converters.models import (
     job,
     step,
 )
-from tests.layouts import FUSED, train
-from tests.models.deepseek_v32_models import start_batch
-from tests.multirank import run_on_ranks
-from tests.training import Record
-from torchtitan_npu.config import JobConfig
+from tests._helpers.deepseek_v32_models import start_batch
+from tests._helpers.layouts import FUSED, train
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import Record
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
 

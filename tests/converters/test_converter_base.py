@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
-from tests.converters.models import LAYOUT, job
+from tests._helpers.converted_models import LAYOUT, job
 from tools.converter_table import PAGE, START
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.base import Converter, _ranges, modules_of_type, retyped, summary

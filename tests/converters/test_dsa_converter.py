@@ -14,14 +14,14 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
-from tests.converters.models import LAYOUT, build_on_meta, convert, job
-from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
+from tests._helpers.converted_models import LAYOUT, build_on_meta, convert, job
+from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.parallelize import apply_ac_that_saves_attention
-from torchtitan_npu.rehearsal import Calls
+from torchtitan_npu.planner import Calls
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 GRADIENT, LOSS = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"

@@ -19,13 +19,22 @@ from torchtitan.models.gpt_oss.infra.expert_parallel import GptossTensorParallel
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import GroupedExperts
 
-from tests.converters.models import LAYOUT, assert_no_further, build_on_meta, convert, job
-from tests.moes import DIM, ROUNDINGS, build_moe, call_experts, call_experts_exact, in_dtype, output_gradient, rows
-from tests.multirank import run_on_ranks
+from tests._helpers.converted_models import LAYOUT, assert_no_further, build_on_meta, convert, job
+from tests._helpers.moes import (
+    DIM,
+    ROUNDINGS,
+    build_moe,
+    call_experts,
+    call_experts_exact,
+    in_dtype,
+    output_gradient,
+    rows,
+)
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.gmm import NpuGptOssGroupedExperts, NpuGroupedExperts
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rehearsal import Calls
+from torchtitan_npu.planner import Calls
 
 KINDS = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}
 

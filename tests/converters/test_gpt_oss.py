@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.converters.models import BATCH, SEQUENCE, assert_no_further, build
+from tests._helpers.converted_models import BATCH, SEQUENCE, assert_no_further, build
 
 WINDOW = 4
 ALL = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")

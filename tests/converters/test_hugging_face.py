@@ -17,11 +17,11 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoModelForCausalLM
 
-from tests.converters.hugging_face_pairs import PAIRS, VOCABULARY, Pair
-from tests.converters.models import LAYOUT, convert, initialise, job
-from tests.layouts import TINY
-from tests.models.deepseek_v32_training import SMALLER
-from tests.random_weights import randomise
+from tests._helpers.converted_models import LAYOUT, convert, initialise, job
+from tests._helpers.deepseek_v32_training import SMALLER
+from tests._helpers.hugging_face_pairs import PAIRS, VOCABULARY, Pair
+from tests._helpers.layouts import TINY
+from tests._helpers.random_weights import randomise
 from torchtitan_npu.converters import CONVERTERS
 
 TOLERANCE = 1e-5

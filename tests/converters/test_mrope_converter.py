@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 
-from tests.converters.models import LAYOUT, assert_no_further
-from tests.converters.models import build_on_meta as build_titan_model
-from tests.converters.rope_models import Operators
-from tests.models.qwen3_vl_models import build, make_batch, model_args
-from torchtitan_npu.config import JobConfig
+from tests._helpers.converted_models import LAYOUT, assert_no_further
+from tests._helpers.converted_models import build_on_meta as build_titan_model
+from tests._helpers.qwen3_vl_models import build, make_batch, model_args
+from tests._helpers.rope_models import Operators
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rotary.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
 
 BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 2, 7, 4, 2, 48, 64
 

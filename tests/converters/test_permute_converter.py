@@ -24,12 +24,21 @@ from torchtitan.models.llama4.infra.parallelize import _op_sac_save_list
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
-from tests.converters.models import LAYOUT, assert_as_exact, assert_no_further, build, build_on_meta, convert, job, step
-from tests.moes import DIM, ROUNDINGS, build_moe, call, call_exact, in_dtype, output_gradient, tokens
+from tests._helpers.converted_models import (
+    LAYOUT,
+    assert_as_exact,
+    assert_no_further,
+    build,
+    build_on_meta,
+    convert,
+    job,
+    step,
+)
+from tests._helpers.moes import DIM, ROUNDINGS, build_moe, call, call_exact, in_dtype, output_gradient, tokens
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.permute import NpuMoE, NpuTokenReorderer
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rehearsal import Calls
+from torchtitan_npu.planner import Calls
 
 BOTH = ("npu_permute", "npu_gmm")
 ORDERS = [("npu_permute",), ("npu_gmm",), BOTH, BOTH[::-1]]

@@ -15,7 +15,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
-from tests.converters.models import (
+from tests._helpers.converted_models import (
     LAYOUT,
     Step,
     assert_as_exact,
@@ -26,7 +26,7 @@ from tests.converters.models import (
     job,
     step,
 )
-from tests.multirank import run_on_ranks
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS, known_converters
 from torchtitan_npu.converters.rms_norm import NpuRMSNorm
 from torchtitan_npu.errors import UsageError

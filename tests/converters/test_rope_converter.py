@@ -23,8 +23,8 @@ from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.protocols.train_spec import get_train_spec
 
-from tests.converters.models import LAYOUT, convert, job
-from tests.converters.rope_models import (
+from tests._helpers.converted_models import LAYOUT, convert, job
+from tests._helpers.rope_models import (
     BATCH,
     EXACT,
     MAX_SEQ_LEN,

@@ -17,8 +17,8 @@ from torchtitan.models.llama3.model.model import apply_rotary_emb
 from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.models.qwen3.model.model import apply_rotary_emb as apply_rotary_emb_on_halves
 
-from tests.converters.models import convert
-from tests.converters.rope_models import (
+from tests._helpers.converted_models import convert
+from tests._helpers.rope_models import (
     BATCH,
     MAX_SEQ_LEN,
     POSITIONS,

@@ -19,8 +19,9 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.qwen3.model import model as qwen3
 
-from tests.converters.models import initialise
-from tests.converters.rope_models import (
+from tests._helpers.converted_models import initialise
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.rope_models import (
     BATCH,
     MAX_SEQ_LEN,
     POSITIONS,
@@ -39,7 +40,6 @@ from tests.converters.rope_models import (
     rows_of,
     tokens,
 )
-from tests.multirank import run_on_ranks
 from torchtitan_npu.converters.rotary_tables import HALF, HALF_OF_COMPLEX, INTERLEAVE, rotate
 
 

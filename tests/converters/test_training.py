@@ -6,10 +6,10 @@ import functools
 
 import pytest
 
-from tests.layouts import FUSED, train
-from tests.models.deepseek_v32_training import CONVERTERS, one_rank, train_on
-from tests.multirank import run_on_ranks
-from tests.training import Record
+from tests._helpers.deepseek_v32_training import CONVERTERS, one_rank, train_on
+from tests._helpers.layouts import FUSED, train
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import Record
 
 STEPS = 20
 BATCH = {"training.global_batch_size": 4, "training.local_batch_size": 4}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
 
-from tests.models.deepseek_v32_models import (
+from tests._helpers.deepseek_v32_models import (
     BATCH,
     POSITIONS,
     SEQUENCE,
@@ -26,7 +26,7 @@ from tests.models.deepseek_v32_models import (
     start_batch,
     tokens,
 )
-from torchtitan_npu.config import JobConfig
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_npu
-from tests.models.deepseek_v32_models import start_batch
-from torchtitan_npu.config import JobConfig
+from tests._helpers.deepseek_v32_models import start_batch
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters.base import retyped
 from torchtitan_npu.converters.dsa import DsaConverter, NpuSparseAttention
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32ModelArgs, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
-from torchtitan_npu.rehearsal import fake_device, fake_ranks
+from torchtitan_npu.planner import fake_device, fake_ranks
 
 torchtitan_npu.register()
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests import layouts
-from tests.models.deepseek_v32_models import build
-from tests.models.released_checkpoints import INDEX, exported, mtp_args, quantised, read_back, write
-from tests.multirank import run_on_ranks
-from tests.new_memory import NewMemory
-from torchtitan_npu.config import JobConfig
-from torchtitan_npu.config_manager import shipped
+from tests._helpers import layouts
+from tests._helpers.deepseek_v32_models import build
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.new_memory import NewMemory
+from tests._helpers.released_checkpoints import INDEX, exported, mtp_args, quantised, read_back, write
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.parser import shipped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import (
     DeepSeekV32Model,

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models.deepseek_v32_models import BATCH, SEQUENCE, build, model_args, start_batch, tokens
-from tests.models.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
-from tests.multirank import run_on_ranks
-from torchtitan_npu.config import JobConfig
+from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, build, model_args, start_batch, tokens
+from tests._helpers.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
+from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_parallel
-from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
 from torchtitan_npu.models.deepseek_v32.documents import Documents
-from torchtitan_npu.rehearsal import Calls
+from torchtitan_npu.planner import Calls
+from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 LAYERS = 3
 
@@ -127,9 +127,9 @@ def dims() -> ParallelDims:
     ("name", "message"),
     [
         ("no_such_module:Class", r'npu.context_parallel .* is no "module:Class": No module named'),
-        ("torchtitan_npu.config:NoSuchClass", "has no attribute 'NoSuchClass'"),
-        ("torchtitan_npu.config:JobConfig", "is no subclass of .*ContextParallel"),
-        ("torchtitan_npu.config", 'is no "module:Class"'),
+        ("torchtitan_npu.config.job_config:NoSuchClass", "has no attribute 'NoSuchClass'"),
+        ("torchtitan_npu.config.job_config:JobConfig", "is no subclass of .*ContextParallel"),
+        ("torchtitan_npu.config.job_config", 'is no "module:Class"'),
         ("torchtitan_npu.distributed.context_parallel:ContextParallel", r"npu\.context_parallel .* has no parallelize"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.deepseek_v32_models import model_args
+from tests._helpers.deepseek_v32_models import model_args
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
 
 SEQUENCE = 1024

@@ -13,9 +13,9 @@ from torch import Tensor
 from torchtitan.distributed import ParallelDims
 from transformers import AutoModelForCausalLM, DeepseekV32Config
 
-from tests.models.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, hugging_face_config, model_args, tokens
-from tests.random_weights import randomise
-from torchtitan_npu.config import JobConfig
+from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, hugging_face_config, model_args, tokens
+from tests._helpers.random_weights import randomise
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.models.deepseek_v32 import (
     DeepSeekV32Model,

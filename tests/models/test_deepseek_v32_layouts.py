@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.deepseek_v32_training import (
+from tests._helpers.deepseek_v32_training import (
     COMPILED,
     CONVERTERS,
     SELECTIVE,
@@ -14,7 +14,7 @@ from tests.models.deepseek_v32_training import (
     one_rank,
     train_on,
 )
-from tests.training import TOLERANCE, together
+from tests._helpers.training import TOLERANCE, together
 
 BALANCER = "parallelism.context_parallel_load_balancer"
 FUSED = {"model.converters": CONVERTERS}

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 
-from tests.models.deepseek_v32_models import BATCH, SEQUENCE, VOCABULARY, build, model_args
-from tests.models.deepseek_v32_training import CONVERTERS, train_on
-from tests.training import TOLERANCE, Record, assert_same_gradients
-from torchtitan_npu.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.config import JobConfig
+from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, VOCABULARY, build, model_args
+from tests._helpers.deepseek_v32_training import CONVERTERS, train_on
+from tests._helpers.training import TOLERANCE, Record, assert_same_gradients
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.documents import Documents
-from torchtitan_npu.train_specs import LossPerToken
+from torchtitan_npu.upstream.train_specs import LossPerToken
 
 WEIGHT = 0.3
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.deepseek_v32_training import (
+from tests._helpers.deepseek_v32_training import (
     COMPILED,
     CONVERTERS,
     DIVERGENCE_TOLERANCE,
@@ -20,7 +20,7 @@ from tests.models.deepseek_v32_training import (
     one_rank,
     train_on,
 )
-from tests.training import TOLERANCE
+from tests._helpers.training import TOLERANCE
 
 
 def is_indexers(name: str) -> bool:

@@ -13,20 +13,13 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import JobConfig
 
-from tests.converters.models import convert
-from tests.models.deepseek_v32_models import build, model_args, start_batch, tokens
-from tests.models.deepseek_v32_training import (
-    CONVERTERS,
-    DIVERGENCE_TOLERANCE,
-    SELECTIVE,
-    WARMUP,
-    one_rank,
-    train,
-)
-from tests.multirank import run_on_ranks
-from tests.training import TOLERANCE, Record
+from tests._helpers.converted_models import convert
+from tests._helpers.deepseek_v32_models import build, model_args, start_batch, tokens
+from tests._helpers.deepseek_v32_training import CONVERTERS, DIVERGENCE_TOLERANCE, SELECTIVE, WARMUP, one_rank, train
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import TOLERANCE, Record
 from torchtitan_npu.models.deepseek_v32.parallelize import apply_ac_that_saves_attention
-from torchtitan_npu.rehearsal import Calls
+from torchtitan_npu.planner import Calls
 
 PRODUCT = "npu_grouped_matmul"
 

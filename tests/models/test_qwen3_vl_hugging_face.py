@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import load as load_checkpoint
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
 
-from tests.models.qwen3_vl_models import Batch, build, hugging_face_config, make_batch, model_args
-from tests.random_weights import randomise
+from tests._helpers.qwen3_vl_models import Batch, build, hugging_face_config, make_batch, model_args
+from tests._helpers.random_weights import randomise
 from torchtitan_npu.models.qwen3_vl import (
     Grids,
     Qwen3VLModel,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from tests import layouts
-from tests.converters.models import full
-from tests.multirank import run_on_ranks
-from tests.training import Record, assert_same_gradients, recording
-from torchtitan_npu.config import JobConfig
+from tests._helpers import layouts
+from tests._helpers.converted_models import full
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import Record, assert_same_gradients, recording
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import Qwen3VLStateDictAdapter, qwen3_vl_args
 
@@ -39,7 +39,7 @@ DATA = {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
 
 
 def add_flavor(flavor: str) -> str:
-    """The name under which :mod:`tests.layouts` then trains the small model: dense, tied or moe."""
+    """The name under which :mod:`tests._helpers.layouts` then trains the small model: dense, tied or moe."""
     base = "debugmodel_moe" if flavor == "moe" else "debugmodel"
     layouts.TINY[f"qwen3_vl_{flavor}"] = ("qwen3_vl", base, {**SIZES, "enable_weight_tying": flavor == "tied"})
     return f"qwen3_vl_{flavor}"

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import attention_oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,10 +20,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.multirank import run_on_ranks
+from tests._helpers import attention_oracle
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.reference import fusion_attention as reference
+from torchtitan_npu.ops.fusion_attention import reference as reference
 
 npu_fusion_attention = torch.ops.npu.npu_fusion_attention
 npu_fusion_attention_grad = torch.ops.npu.npu_fusion_attention_grad

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,11 +15,12 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.multirank import run_on_ranks
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.arguments import by_name
-from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
+from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
 
 npu_grouped_matmul = torch.ops.npu.npu_grouped_matmul
 npu_grouped_matmul_add_ = torch.ops.npu.npu_grouped_matmul_add_

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from tests.multirank import run_on_ranks
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.indexer_loss import with_indexer_loss
-from torchtitan_npu.ops.reference import selected_keys
+from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
+from torchtitan_npu.ops.sparse_flash_attention import selected_keys
 
 npu_loss = torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss
 

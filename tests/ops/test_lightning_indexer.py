@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_oracle import Documents, Scores, documents, leaf
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.multirank import run_on_ranks
-from tests.ops.cases.sparse_attention import CASES
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.op_cases.sparse_attention import CASES
+from tests._helpers.sparse_oracle import Documents, Scores, documents, leaf
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.reference import selected_keys
+from torchtitan_npu.ops.sparse_flash_attention import selected_keys
 
 npu_lightning_indexer = torch.ops.npu.npu_lightning_indexer
 npu_lightning_indexer_grad = torch.ops.npu.npu_lightning_indexer_grad

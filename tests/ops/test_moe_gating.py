@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +17,8 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tests.multirank import run_on_ranks
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 

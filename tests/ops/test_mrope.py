@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotation import cos_sin, neighbours_apart, rotated, unrotated
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,10 +17,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
 
-from tests.multirank import run_on_ranks
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.rotation import cos_sin, neighbours_apart, rotated, unrotated
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.mrope_function import mrope
+from torchtitan_npu.ops.mrope.function import mrope
 
 npu_mrope = torch.ops.npu.npu_mrope
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotation import cos_sin, neighbours_apart, partners, rotated, unrotated
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +17,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.multirank import run_on_ranks
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.rotation import cos_sin, neighbours_apart, partners, rotated, unrotated
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 

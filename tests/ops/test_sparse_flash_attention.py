@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_attention_check import assert_agrees, attention
-from sparse_oracle import Documents, documents
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.multirank import run_on_ranks
-from tests.ops.cases.sparse_attention import CASES
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.op_cases.sparse_attention import CASES
+from tests._helpers.sparse_attention_check import assert_agrees, attention
+from tests._helpers.sparse_oracle import Documents, documents
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.reference import selected_keys
+from torchtitan_npu.ops.sparse_flash_attention import selected_keys
 
 npu_sparse_flash_attention = torch.ops.npu.npu_sparse_flash_attention
 npu_sparse_flash_attention_grad = torch.ops.npu.npu_sparse_flash_attention_grad

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.multirank import run_on_ranks
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 

@@ -27,7 +27,7 @@ import op_rows
 import sparse_attention
 import token_kernels
 
-from torchtitan_npu.ops.triton import grouped_matmul
+from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
 
 MACHINE = gpu_timing.Machine(copy_rate=1e9, matmul_rate=1e12)
 LENGTH = 40

@@ -18,7 +18,8 @@ from record import need_gpu
 from sparse_attention import TOP_K, backward, forward, head_by_head, tensors
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.triton import sparse_flash_attention, sparse_flash_attention_grad
+from torchtitan_npu.ops.sparse_flash_attention import triton as sparse_flash_attention
+from torchtitan_npu.ops.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
 
 LENGTH = 4096
 Tiles = dict[str, int]

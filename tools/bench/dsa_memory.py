@@ -32,9 +32,9 @@ def measure(converters: list[str], flavor: str, seq_len: int, stage: str) -> int
     from torchtitan.protocols.model_converter import build_model_converters
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_npu.auxiliary_loss import auxiliary_losses
-    from torchtitan_npu.config import JobConfig
-    from torchtitan_npu.distributed.parallel_dims import ParallelDims
+    from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+    from torchtitan_npu.config.job_config import JobConfig
+    from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
     config = JobConfig()
     config.model.name, config.model.flavor, config.model.converters = "deepseek_v32", flavor, converters

@@ -158,8 +158,8 @@ def product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> T
 
 
 def grouped_matmul(machine: Machine) -> Iterator[Row]:
-    from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul as differentiable
-    from torchtitan_npu.ops.triton import grouped_matmul as kernels
+    from torchtitan_npu.ops.grouped_matmul import triton as kernels
+    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul as differentiable
 
     sizes = [513, 0, 1023, 7, 128, 0]
     counts = torch.tensor(sizes, device="cuda")

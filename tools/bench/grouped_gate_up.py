@@ -40,7 +40,7 @@ def gate_and_up(row: str, product: Product, x: Tensor, w1: Tensor, w3: Tensor, c
 
 
 def choose_product(device: str) -> Product:
-    from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
+    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
 
     def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return torch._grouped_mm(x, weight, offs=counts.cumsum(0).int())

@@ -57,7 +57,7 @@ WARM_UP, ROUNDS, CALLS = 3, 9, 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if platform.home() == "cuda" else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if platform.backend() == "cuda" else "cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["eager", "bypassed", "inductor"])
     parser.add_argument("--weights", nargs="+", choices=["tp", "local"], default=["tp", "local"])

@@ -16,15 +16,15 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_npu.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.compile.regions import compile_block
-from torchtitan_npu.config import JobConfig
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.rotary_tables import ForwardTables
-from torchtitan_npu.distributed.moe_gradients import mend_moe_gradients
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.arguments import by_name
+from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.upstream.moe_gradients import mend_moe_gradients
 
 SEQUENCE = 8
 TINY = {"n_layers": 1, "dim": 16, "inter_dim": 16, "moe_inter_dim": 16, "n_heads": 2, "vocab_size": 64}

@@ -16,8 +16,9 @@ from gpu_timing import timed
 from indexer_kernels import HEADS, SIZE, TOP_K, inputs
 from record import need_gpu
 
-from torchtitan_npu.ops.triton import lightning_indexer, top_k
-from torchtitan_npu.ops.triton.rows import Rows
+from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
+from torchtitan_npu.ops.lightning_indexer import triton_top_k as top_k
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 
 SCORE_TILES = [  # rows, keys, warps, stages
     (4, 64, 4, 2),

@@ -22,8 +22,8 @@ import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
 
 def sweep(machine: Machine) -> None:
     """Other configurations of our kernels, best first; one that does not compile is reported and left out."""
-    from torchtitan_npu.ops.triton import grouped_matmul as gmm
-    from torchtitan_npu.ops.triton import rms_norm as norm
+    from torchtitan_npu.ops.grouped_matmul import triton as gmm
+    from torchtitan_npu.ops.rms_norm import triton as norm
 
     def of(
         name: str, run: Callable[..., Any], configs: list[dict[str, Any]], limit: float, expected: Tensor | None = None

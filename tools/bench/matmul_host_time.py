@@ -27,8 +27,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 
 from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul
-from torchtitan_npu.ops.sharding import has_sharding_rule
-from torchtitan_npu.rehearsal import fake_ranks
+from torchtitan_npu.ops.core.sharding import has_sharding_rule
+from torchtitan_npu.planner import fake_ranks
 
 aten = torch.ops.aten
 Shapes = Sequence[tuple[int, ...]]

@@ -31,18 +31,18 @@ torchtitan_npu.register()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_npu.auxiliary_loss import auxiliary_losses  # noqa: E402
-from torchtitan_npu.config import JobConfig  # noqa: E402
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
+from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.distributed.collectives import Collective, Collectives  # noqa: E402
 from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul  # noqa: E402
-from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
-from torchtitan_npu.ops.sharding import has_sharding_rule  # noqa: E402
-from torchtitan_npu.rehearsal import StatedLoad, fake_device, fake_ranks  # noqa: E402
+from torchtitan_npu.ops.core.sharding import has_sharding_rule  # noqa: E402
+from torchtitan_npu.planner import StatedLoad, fake_device, fake_ranks  # noqa: E402
+from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 RANKS, TOKENS, DIM, Q_LORA, VOCABULARY = 4, 4096, 7168, 1536, 129280
-DEVICE = "npu" if platform.home() == "npu" else "cpu"
+DEVICE = "npu" if platform.backend() == "npu" else "cpu"
 """The CPU has no all-to-all: DTensor gathers there instead."""
 
 LATENTS = {"n_layers": 2, "q_lora_rank": 24, "moe_args.num_experts": 4, "moe_args.top_k": 2}

@@ -81,7 +81,7 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
     import torch
 
     import torchtitan_npu.train as entry
-    from torchtitan_npu.config_manager import JobConfigManager
+    from torchtitan_npu.config.parser import JobConfigManager
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
     flavor = "671B_8layers"

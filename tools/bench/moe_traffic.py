@@ -19,9 +19,9 @@ platform.prepare()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from torchtitan_npu.config import JobConfig  # noqa: E402
-from torchtitan_npu.config_manager import shipped  # noqa: E402
-from torchtitan_npu.rehearsal.rank import rehearse_rank  # noqa: E402
+from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
+from torchtitan_npu.config.parser import shipped  # noqa: E402
+from torchtitan_npu.planner.rank import rehearse_rank  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "moe-tensor-parallel.md"
 START, END = "<!-- made by tools/bench/moe_traffic.py -->\n", "<!-- end -->\n"

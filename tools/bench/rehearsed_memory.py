@@ -31,7 +31,7 @@ def measure(config_file: str, steps: int, options: list[str]) -> int:
     import torch
 
     import torchtitan_npu.train as entry
-    from torchtitan_npu.config_manager import JobConfigManager
+    from torchtitan_npu.config.parser import JobConfigManager
 
     with tempfile.TemporaryDirectory() as folder:
         config = JobConfigManager().parse_args(["--job.config_file", config_file, *options])

@@ -34,8 +34,8 @@ from gpu_timing import Machine, compiled, measure_machine, size, timed, timed_ba
 from record import need_gpu, write, write_partial
 from torch import Tensor
 
-from torchtitan_npu.ops.triton import sparse_flash_attention as kernels
-from torchtitan_npu.ops.triton import sparse_flash_attention_grad as of_gradient
+from torchtitan_npu.ops.sparse_flash_attention import triton as kernels
+from torchtitan_npu.ops.sparse_flash_attention import triton_grad as of_gradient
 
 HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
 SCALE = (SIZE + ROPE) ** -0.5

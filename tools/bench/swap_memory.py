@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
+from torchtitan_npu.components.swap_optimizer.host_memory import allocate
+from torchtitan_npu.components.swap_optimizer.plan import BUFFERS, MIB
+from torchtitan_npu.components.swap_optimizer.swap import SwapAdam, SwapAdamW
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.optimizer.host_memory import allocate
-from torchtitan_npu.optimizer.plan import BUFFERS, MIB
-from torchtitan_npu.optimizer.swap import SwapAdam, SwapAdamW
 
 SLICE_MIB = 16
 

@@ -26,10 +26,10 @@ import swap_trace
 import torch
 from record import machine, write, write_partial
 
-from torchtitan_npu.optimizer.link import link_bandwidth
-from torchtitan_npu.optimizer.pipeline import Pipeline, Turn
-from torchtitan_npu.optimizer.plan import MIB
-from torchtitan_npu.optimizer.swap import SwapAdamW
+from torchtitan_npu.components.swap_optimizer.link import link_bandwidth
+from torchtitan_npu.components.swap_optimizer.pipeline import Pipeline, Turn
+from torchtitan_npu.components.swap_optimizer.plan import MIB
+from torchtitan_npu.components.swap_optimizer.swap import SwapAdamW
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
 SLICES = (4, 16, 32, 64, 128, 256)

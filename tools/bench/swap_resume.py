@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from loss_compare.compare import Tolerance, compare
-from loss_compare.read import read_curve
+from torchtitan_npu.cli.compare.compare import Tolerance, compare
+from torchtitan_npu.cli.compare.read import read_curve
 
 STEPS, SAVED = 16, 8
-CONFIG = "torchtitan_npu/train_configs/llama3_debugmodel.toml"
+CONFIG = "train_configs/llama3_debugmodel.toml"
 
 
 @dataclass

@@ -24,7 +24,7 @@ platform.prepare()
 
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 
-from torchtitan_npu.optimizer.container import SwapContainer  # noqa: E402
+from torchtitan_npu.components.swap_optimizer.container import SwapContainer  # noqa: E402
 
 STEPS, SAVED = 8, 4
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}

@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_npu.compile.backend import bypassed, bypassing
 from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.compile.progress import Progress
-from torchtitan_npu.config import npu_options
+from torchtitan_npu.config.job_config import npu_options
 
 OPTIONS: dict[str, Any] = {"backend": bypassed, "fullgraph": True}
 

@@ -20,7 +20,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 
 from torchtitan_npu import platform
-from torchtitan_npu.config import npu_options
+from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 
@@ -119,7 +119,7 @@ class Converter(ABC):
         message = f"{self.name}: an NPU would refuse {refused[0]}"
         if len(refused) > 1:
             message += f" (and {len(refused) - 1} more)"
-        if npu_options(self.job_config).strict_limits or platform.job_home() == "npu":
+        if npu_options(self.job_config).strict_limits or platform.job_backend() == "npu":
             raise UsageError(message)
         return message
 

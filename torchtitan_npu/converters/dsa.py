@@ -19,8 +19,8 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.inner_attention import SparseAttention
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.indexer_loss import with_indexer_loss
-from torchtitan_npu.ops.sparse_flash_attention import MLA_ABSORBED
+from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
+from torchtitan_npu.ops.sparse_flash_attention.op import MLA_ABSORBED
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
@@ -139,7 +139,7 @@ class DsaConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         attention = retyped(module, NpuSparseAttention)
-        attention.any_strides = platform.job_home() == "cuda"
+        attention.any_strides = platform.job_backend() == "cuda"
         return attention
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:

@@ -13,9 +13,9 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.converters.permute import deepep_objection
-from torchtitan_npu.local import local
+from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.grouped_matmul_function import grouped_matmul
+from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
 
 
 class NpuGroupedExperts(GroupedExperts):

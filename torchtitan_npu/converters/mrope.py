@@ -3,7 +3,7 @@
 Training: the cosines and sines of the axes are arranged once a forward, and ``npu_rotary_mul`` rotates by them in each
 layer. Without gradients (validation, evaluation): ``npu_mrope`` looks them up, arranges them and rotates queries and
 keys in one call a layer. torch_npu has no gradient for it, so in training it runs behind ours
-(:mod:`torchtitan_npu.ops.mrope_function`), and only if the job asks for it.
+(:mod:`torchtitan_npu.ops.mrope.function`), and only if the job asks for it.
 
 Two things are called "interleave". ``rotary_mode`` is which two elements of a head rotate together: always "half" here.
 ``cache_mode`` is how the axes share out the angles, :attr:`MRoPERotation.interleaved`.
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_npu.config import npu_options
+from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
 from torchtitan_npu.converters.rotary_tables import HALF_OF_TABLE, pack, rotated
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.mrope_function import mrope
-from torchtitan_npu.rotary.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.ops.mrope.function import mrope
 
 
 def cache_mode(module: MRoPERotation | MRoPETables) -> str:

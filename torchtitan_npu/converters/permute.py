@@ -15,10 +15,10 @@ from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
-from torchtitan_npu.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
 
 
 class NpuTokenReorderer(TokenReorderer):
@@ -40,7 +40,7 @@ class NpuMoE(MoE):
 
     counts_again = True
     """Whether a forward that is repeated for the backward pass counts too, as TorchTitan's optimizer expects. One that
-    takes the counts as they are says otherwise: :mod:`torchtitan_npu.expert_counts`."""
+    takes the counts as they are says otherwise: :mod:`torchtitan_npu.components.expert_balance`."""
     told_to_count: bool | None = None
     """Whether the next forward counts. A compiled one is told, since it cannot ask; others ask. See
     :mod:`torchtitan_npu.compile.regions`."""
@@ -126,7 +126,7 @@ class PermuteConverter(Converter):
             return None
         return (
             f"{self.name} with expert parallel needs a train spec that brings its dispatch: register that of {name} as "
-            "torchtitan_npu.train_specs.adapt(spec)"
+            "torchtitan_npu.upstream.train_specs.adapt(spec)"
         )
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -21,7 +21,7 @@ from torchtitan_npu.converters.rotary_tables import (
     rotated,
 )
 from torchtitan_npu.models.deepseek_v32.indexer import apply_rotary_half
-from torchtitan_npu.rotary.patches import apply_rotary_vision
+from torchtitan_npu.models.rotary.vision import apply_rotary_vision
 
 
 def rotate_pairs(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan_npu.converters.rotary_functions import PAIRINGS, ROTATIONS
 from torchtitan_npu.converters.rotary_tables import FROM_COMPLEX, Pairing
 from torchtitan_npu.models import deepseek_v32
-from torchtitan_npu.rebind import rebound, refers_to
+from torchtitan_npu.upstream.rebind import rebound, refers_to
 
 HAND_ON = tuple(package.__name__ for package in (llama3, llama4, deepseek_v3, qwen3, gpt_oss, deepseek_v32))
 """Whose methods do nothing with positions and angles but to hand them on, or to rotate by them."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_npu.local import local
+from torchtitan_npu.distributed.local_tensor import local
 
 
 @dataclass(frozen=True)

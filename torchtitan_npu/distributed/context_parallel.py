@@ -20,10 +20,10 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
-from torchtitan_npu.config import npu_options
+from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rebind import rebound
+from torchtitan_npu.upstream.rebind import rebound
 
 
 class ContextParallel:

@@ -19,7 +19,7 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.rebind import rebound, refers_to
+from torchtitan_npu.upstream.rebind import rebound, refers_to
 
 
 def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> ParallelizeFunction:

@@ -33,8 +33,8 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from torchtitan_npu.config import npu_options
-from torchtitan_npu.rebind import rebound, refers_to
+from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.upstream.rebind import rebound, refers_to
 
 
 def routes_own_tokens(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from forbidden_pages import forbidden_pages
-from kernel_checks import DEVICE, dtype_on
 
+from tests._helpers.forbidden_pages import forbidden_pages
+from tests._helpers.kernel_checks import DEVICE, dtype_on
 from torchtitan_npu.ops import OPS, define
 
 

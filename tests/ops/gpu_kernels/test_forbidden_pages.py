@@ -27,6 +27,6 @@ assert x.tolist() == [1] * 5
 @pytest.mark.parametrize(("size", "ends"), [(5, 0), (4, -signal.SIGSEGV)], ids=["within", "beyond"])
 def test_beyond_a_tensor_is_out_of_reach(size: int, ends: int) -> None:
     """Though the memory after it is there: the tensor is a part of a larger one."""
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(size)], env=variables, capture_output=True, text=True)
     assert done.returncode == ends, done.stderr

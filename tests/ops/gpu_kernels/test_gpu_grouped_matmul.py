@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget
-from kernel_checks import dtype_on
-from test_grouped_matmul import Problem, by_rows, by_summed_dimension, group_list, problem
 from torch import Tensor
 
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.kernel_checks import dtype_on
+from tests.ops.test_grouped_matmul import Problem, by_rows, by_summed_dimension, group_list, problem
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.grouped_matmul import warn_of_waiting
-from torchtitan_npu.ops.triton import grouped_matmul as kernels
+from torchtitan_npu.ops.grouped_matmul import triton as kernels
+from torchtitan_npu.ops.grouped_matmul.op import warn_of_waiting
 
 COUNTS = [[5, 0, 33, 16, 1], [0, 0, 20], [7], [0, 0, 0], [16, 16]]
 """Groups without rows, of fewer than a tile, of several tiles and of whole tiles; one group; nothing at all."""

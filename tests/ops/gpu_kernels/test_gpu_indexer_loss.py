@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_checks import DEVICE, dtype_on, kernel_documents
-from sparse_oracle import ARRANGEMENTS, Attention, Documents, Loss, Scores, dense_mask
 from torch import Tensor
 
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.kernel_checks import DEVICE, dtype_on, kernel_documents
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents, Loss, Scores, dense_mask
 from torchtitan_npu.ops import OPS
 
 GRADIENT: Any = OPS["npu_lightning_indexer_grad"]
@@ -25,7 +25,7 @@ LEARNS = ("query_index", "key_index", "weights")
 @pytest.fixture(params=[False, True], ids=["atomic", "in order"])
 def in_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether torch is to be deterministic; then in chunks of three rows or six."""
-    monkeypatch.setattr("torchtitan_npu.ops.triton.lightning_indexer_grad.WORKSPACE", 8040)
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton_grad.WORKSPACE", 8040)
     torch.use_deterministic_algorithms(request.param)
     yield request.param
     torch.use_deterministic_algorithms(False)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DEVICE, kernel_documents
-from sparse_oracle import ARRANGEMENTS, Documents, Scores
 from torch import Tensor
 
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.kernel_checks import DEVICE, kernel_documents
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents, Scores
 from torchtitan_npu.ops import OPS
 
 INDEXER: Any = OPS["npu_lightning_indexer"]
@@ -77,9 +77,9 @@ def test_agrees_with_the_oracle(docs: Documents, heads: tuple[int, int], top_k: 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 def test_pieces_do_not_matter(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, their keys and the values of a row are cut; a program's rows belong to several documents."""
-    monkeypatch.setattr("torchtitan_npu.ops.triton.lightning_indexer.WORKSPACE", 0)
-    monkeypatch.setattr("torchtitan_npu.ops.triton.lightning_indexer.SPAN", 32)
-    monkeypatch.setattr("torchtitan_npu.ops.triton.top_k.SEGMENT", 16)
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton.WORKSPACE", 0)
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton.SPAN", 32)
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton_top_k.SEGMENT", 16)
     sizes = [(4, 3), (1, 40), (0, 2), (1, 0), (1, 35)]
     docs = Documents(layout, sizes, True, torch.float32, torch.Generator().manual_seed(0), ARRANGEMENTS["strided"])
     check(docs, parts_of(docs, (2, 1), 20), 5)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_checks import dtype_on, has_strides_of
-from test_moe_permute import any_strides, places_of, routes
 from torch import Tensor
 
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.kernel_checks import dtype_on, has_strides_of
+from tests.ops.test_moe_permute import any_strides, places_of, routes
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.triton import moe_permute as kernels
+from torchtitan_npu.ops.moe_permute import triton as kernels
 
 
 def run(name: str, reference: bool = False, **arguments: Any) -> Any:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget
 from hypothesis import HealthCheck, given, settings
-from kernel_checks import has_strides_of, on
-from test_npu_rms_norm import Oracle, cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.kernel_checks import has_strides_of, on
+from tests.ops.test_npu_rms_norm import Oracle, cases
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.triton import rms_norm as kernels
-from torchtitan_npu.ops.triton.launch import in_strides_of
+from torchtitan_npu.ops.core.triton_launch import in_strides_of
+from torchtitan_npu.ops.rms_norm import triton as kernels
 
 Case = tuple[Tensor, Tensor, float, Tensor]
 

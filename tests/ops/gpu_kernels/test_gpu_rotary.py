@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget, unit_roundoff
 from hypothesis import HealthCheck, given, settings
-from kernel_checks import has_strides_of, on
-from rotation import partners, rotated, unrotated
-from test_rotary import cases, compute_dtype
 from torch import Tensor
 
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.kernel_checks import has_strides_of, on
+from tests._helpers.rotation import partners, rotated, unrotated
+from tests.ops.test_rotary import cases, compute_dtype
 from torchtitan_npu.ops import OPS
 
 Case = tuple[Tensor, Tensor, Tensor, str, Tensor]

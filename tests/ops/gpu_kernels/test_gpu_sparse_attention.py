@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_attention_check import assert_agrees
-from sparse_oracle import ARRANGEMENTS, Documents
 
-from torchtitan_npu.ops.triton import segments
-from torchtitan_npu.ops.triton import sparse_flash_attention as forward
-from torchtitan_npu.ops.triton import sparse_flash_attention_grad as gradient
+from tests._helpers.sparse_attention_check import assert_agrees
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
+from torchtitan_npu.ops.sparse_flash_attention import triton as forward
+from torchtitan_npu.ops.sparse_flash_attention import triton_grad as gradient
+from torchtitan_npu.ops.sparse_flash_attention import triton_segments as segments
 
 CASES = {
     "documents of a batch, some shorter": ("BSND", [(5, 7), (2, 3)], True, (4, 1), 3, True, False),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_budget import assert_within, rounding_budget
 from hypothesis import HealthCheck, given, settings
-from kernel_checks import has_strides_of, on
-from test_swiglu import Oracle, cases
 from torch import Tensor
 
+from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.kernel_checks import has_strides_of, on
+from tests.ops.test_swiglu import Oracle, cases
 from torchtitan_npu.ops import OPS
 
 

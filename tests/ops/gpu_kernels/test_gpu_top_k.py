@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchtitan_npu.ops.lightning_indexer import takes
-from torchtitan_npu.ops.triton.top_k import select_top_k
+from torchtitan_npu.ops.lightning_indexer.op import takes
+from torchtitan_npu.ops.lightning_indexer.triton_top_k import select_top_k
 
 
 @pytest.mark.parametrize("segment", [16, 64])
 def test_selects_what_a_stable_sort_puts_first(segment: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many equal values, both zeros, infinities and NaN; in one piece and in rounds."""
-    monkeypatch.setattr("torchtitan_npu.ops.triton.top_k.SEGMENT", segment)
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton_top_k.SEGMENT", segment)
     count, heads, width = 4, 2, 45
     generator = torch.Generator().manual_seed(0)
     choice = torch.tensor([-torch.inf, -2.0, -1e-40, -0.0, 0.0, 1e-45, 1.0, 3.4e38, torch.inf, torch.nan])

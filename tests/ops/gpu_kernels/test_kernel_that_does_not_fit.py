@@ -8,7 +8,8 @@ import pytest
 from triton.runtime.errors import OutOfResources
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.triton import kernel, swiglu
+from torchtitan_npu.ops.core.triton_kernel import kernel
+from torchtitan_npu.ops.swiglu import triton as swiglu
 
 
 def test_the_refusal_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_checks import DEVICE
-from sparse_oracle import Documents, documents
 
-from torchtitan_npu.ops.triton.rows import BLOCK, rows_of
+from tests._helpers.kernel_checks import DEVICE
+from tests._helpers.sparse_oracle import Documents, documents
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import BLOCK, rows_of
 
 
 @settings(max_examples=12, deadline=None)

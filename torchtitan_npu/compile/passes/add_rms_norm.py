@@ -12,7 +12,7 @@ import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not
 from torchtitan_npu.compile.passes.graphs import aten, call, has_backward, static_shape, value
 from torchtitan_npu.compile.passes.limits import Limits
 from torchtitan_npu.compile.passes.no_ops import no_ops
-from torchtitan_npu.ops.arguments import by_name
+from torchtitan_npu.ops.core.arguments import by_name
 
 npu = torch.ops.npu
 

@@ -11,7 +11,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
-from torchtitan_npu.config import Dsa, Mtp, dsa_options, mtp_options
+from torchtitan_npu.config.job_config import Dsa, Mtp, dsa_options, mtp_options
 from torchtitan_npu.errors import UsageError
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
 from torchtitan.models.utils import trunc_normal_
 
-from torchtitan_npu.local import local
+from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, einsum, nn
 
-from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.indexer import at_least_float32

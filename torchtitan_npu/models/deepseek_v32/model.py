@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
-from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs

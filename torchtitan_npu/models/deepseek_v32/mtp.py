@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.models.utils import trunc_normal_
 
-from torchtitan_npu.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.documents import Documents

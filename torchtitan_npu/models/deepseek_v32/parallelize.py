@@ -18,7 +18,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 
 from torchtitan_npu.compile.regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
-from torchtitan_npu.rebind import rebound
+from torchtitan_npu.upstream.rebind import rebound
 
 
 def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
+from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.local import local
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")

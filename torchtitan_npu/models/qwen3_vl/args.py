@@ -10,7 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.mrope import section_problem
+from torchtitan_npu.ops.mrope.op import section_problem
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
 from torchtitan_npu.models.qwen3_vl.grids import Grids, patch_places, patches_of
 from torchtitan_npu.models.qwen3_vl.positions import document_mask, position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
-from torchtitan_npu.rotary.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
 
 
 class Attention(Qwen3Attention):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchtitan_npu.data.shapes_loader import build_image_text_validation_dataloader
-from torchtitan_npu.validate import Validator
+from torchtitan_npu.components.validation import Validator
+from torchtitan_npu.models.qwen3_vl.dataloader import build_image_text_validation_dataloader
 
 
 class ImageTextValidator(Validator):

@@ -11,7 +11,7 @@ from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.models.qwen3_vl.args import VisionArgs
 from torchtitan_npu.models.qwen3_vl.grids import Grid, frame_runs, interpolation
-from torchtitan_npu.rotary.patches import apply_rotary_vision
+from torchtitan_npu.models.rotary.vision import apply_rotary_vision
 
 
 class VisionAttention(nn.Module):

@@ -1,0 +1,239 @@
+"""One training step of TorchTitan's models on fake npu tensors, built as the Trainer builds it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.distributed import utils as titan
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+
+from tests._helpers.layouts import DEGREES
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.config.job_config import Dsa, JobConfig
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.distributed.context_parallel import context_parallel
+from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
+from torchtitan_npu.models.deepseek_v32.documents import Documents, Ends
+from torchtitan_npu.planner import Calls, StatedLoad, fake_device, fake_ranks
+from torchtitan_npu.upstream.parallel_dims import ParallelDims
+from torchtitan_npu.upstream.tied_weights import ties_weights
+
+RANKS = 8
+BATCH, SEQUENCE = 2, 2048
+ONE_RANK = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+
+# What people train, each layer in full size: fake tensors take no memory. Two layers, one of each kind where there are
+# two kinds, and few experts, since each takes a handful of small operators.
+FEW_EXPERTS = {"n_layers": 2, "moe_args.num_experts": 16}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama3": ("llama3", "8B", {"n_layers": 2}),
+    "llama4": ("llama4", "17bx128e", FEW_EXPERTS),
+    "qwen3": ("qwen3", "0.6B", {"n_layers": 2}),
+    "qwen3_moe": ("qwen3", "30B-A3B", FEW_EXPERTS),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "671B",
+        {**FEW_EXPERTS, "n_dense_layers": 1, "attn_type": "sdpa", "attn_mask_type": "causal"},
+    ),
+    "deepseek_v32": ("deepseek_v32", "671B", {**FEW_EXPERTS, "n_dense_layers": 1}),
+    "gpt_oss": ("gpt_oss", "20b", FEW_EXPERTS),
+}
+"""By name: TorchTitan's model, its flavor, what is changed."""
+
+
+@dataclass
+class Step:
+    """What a step showed."""
+
+    targets: dict[str, int]
+    """How many modules each converter replaced."""
+    calls: Calls
+    """The operators called, in forward, backward, gradient clipping and optimizer."""
+    gradients: set[str]
+    """The parameters that have a gradient."""
+    outputs: dict[str, list[Any]]
+    """By module, the shape and dtype of each output it gave."""
+    model: nn.Module
+    """What was trained: the model, or the part of it in this rank's pipeline stage."""
+
+
+def rehearse(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
+    """A step of ``model``, on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
+
+    ``layout`` goes by the names of :data:`tests._helpers.layouts.DEGREES`; the ranks left are shards of data parallel.
+    ``dsa`` is the job's section of that name.
+    """
+    config = job(model, converters, layout)
+    config.dsa = Dsa(**(dsa or {}))
+    with fake_ranks(RANKS if layout else 1):
+        return train_step(config, model_args(model, config))
+
+
+@functools.cache
+def matching(model: str) -> tuple[str, ...]:
+    """The converters that find something to replace in ``model``."""
+    config = job(model, (), {})
+    whole = _build(config, model_args(model, config))
+    return tuple(name for name, converter in CONVERTERS.items() if converter(config, ONE_RANK).targets(whole))
+
+
+def job(model: str, converters: tuple[str, ...], layout: dict[str, int]) -> JobConfig:
+    config = JobConfig()
+    config.model.name, config.model.flavor = MODELS[model][:2]
+    config.model.converters = list(converters)
+    config.training.local_batch_size, config.training.seq_len = BATCH, SEQUENCE
+    config.activation_checkpoint.mode = "none"
+    for name, degree in layout.items():
+        setattr(config.parallelism, DEGREES[name], degree)
+    return config
+
+
+def model_args(model: str, config: JobConfig) -> Any:
+    name, flavor, changes = MODELS[model]
+    args = copy.deepcopy(get_train_spec(name).model_args[flavor])
+    for path, value in changes.items():
+        *parents, field = path.split(".")
+        owner = args
+        for parent in parents:
+            owner = getattr(owner, parent)
+        assert hasattr(owner, field), path
+        setattr(owner, field, value)
+    args.update_from_config(config)
+    return args
+
+
+def train_step(config: JobConfig, args: Any) -> Step:
+    """A step as this rank takes it; of a pipeline, one microbatch through the rank's stage.
+
+    A stage then takes its activations and its gradient from nowhere: the schedule, and what it sends and receives, stay
+    out, since ranks agree on shapes by sending each other objects, and fake tensors carry none.
+    """
+    use_matmul_sharding(config.npu.matmul_sharding)
+    spec = get_train_spec(config.model.name)
+    dims = _dims(config)
+    model = _build(config, args)
+    targets = {name: len(CONVERTERS[name](config, dims).targets(model)) for name in config.model.converters}
+    build_model_converters(config, dims).convert(model)
+    masks = _without_flex(model) if config.model.name == "gpt_oss" else {}
+    loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+    device = torch.device("npu")
+    if dims.pp_enabled:
+        _, (model,), *_ = spec.pipelining_fn(model, dims, config, device, args, spec.parallelize_fn, loss_fn)
+    else:
+        model = spec.parallelize_fn(model, dims, config)
+    outputs = _record_outputs(model)
+
+    batch = config.training.local_batch_size
+    if dims.pp_enabled:
+        batch = config.parallelism.pipeline_parallel_microbatch_size
+    context = titan.get_train_context(dims.tp_enabled)
+    # a device's backward pass has a thread of its own, where DTensor would remember the meshes of an earlier step
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with fake_device(), StatedLoad(), one_thread:
+        model.to_empty(device=device)
+        # no initial weights, since there are no values; but init_weights also ties what to_empty has untied
+        if ties_weights(model):
+            model.output.weight = model.tok_embeddings.weight
+        model.train()
+        optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
+
+        def forward_and_backward() -> None:
+            for loss in auxiliary_losses([model]):
+                loss.start_step()
+                loss.start_batch(torch.ones((), device=device))
+            tokens = torch.zeros(batch, config.training.seq_len + 1, dtype=torch.int64, device=device)
+            inputs, labels = tokens[:, :-1], tokens[:, 1:]
+            extra: dict[str, Any] = dict(masks)
+            if getattr(args, "attn_type", "sdpa") == "varlen":
+                extra["attention_masks"] = _documents(batch, config.training.seq_len, device)
+            if dims.cp_enabled:
+                own = context_parallel(config, dims, getattr(args, "context_parallel", None))
+                prepare = own.prepare if own else prepare_context_parallel_input
+                balancer = config.parallelism.context_parallel_load_balancer
+                inputs, labels, extra = prepare(inputs, labels, extra, dims.get_mesh("cp"), device, balancer)
+            outputs.clear()
+            with context(), titan.maybe_enable_amp(dims, config.training.mixed_precision_param, device.type):
+                if model.tok_embeddings is None:
+                    length = inputs.shape[1] // dims.tp  # tensor parallel splits the sequence between the layers
+                    inputs = torch.zeros(batch, length, args.dim, dtype=torch.bfloat16, device=device)
+                    inputs.requires_grad_()
+                output = model(inputs, **extra)
+                (output.sum() if model.output is None else loss_fn(output, labels)).backward()
+
+        if dims.tp_enabled or dims.cp_enabled:
+            # when DTensor meets an operator for the first time, it runs it once more to learn the output's shape
+            forward_and_backward()
+        with Calls() as calls:
+            forward_and_backward()
+            parameters = list(model.parameters())
+            pp_mesh = dims.get_optional_mesh("pp")
+            titan.clip_grad_norm_(parameters, 1.0, foreach=True, pp_mesh=pp_mesh, ep_enabled=dims.ep_enabled)
+            optimizers.step()
+    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return Step(targets, calls, gradients, outputs, model)
+
+
+def _build(config: JobConfig, args: Any) -> Any:
+    with torch.device("meta"):
+        return get_train_spec(config.model.name).model_cls(args)
+
+
+class SmallOpAttention(nn.Module):
+    """In place of flex attention, which needs Triton on the device: the same outputs, unmasked, by small operators."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = (q @ k.mT).float() * scale
+        return scores.softmax(dim=-1).to(v.dtype) @ v, scores.logsumexp(dim=-1)
+
+
+def _without_flex(model: Any) -> dict[str, Any]:
+    """Let gpt_oss, which has no other, do without flex attention; return the masks that it insists on."""
+    for block in model.layers.values():
+        block.attention.inner_attention = SmallOpAttention()
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    return {"attention_masks": {"basic_mask": mask, "sliding_window_mask": mask}}
+
+
+def _documents(batch: int, sequence: int, device: torch.device) -> Documents:
+    """Three in each sequence; the model would read on the host where they end."""
+    ends = [row * sequence + end for row in range(batch) for end in (sequence // 4, sequence // 3, sequence)]
+    return Documents(Ends.of(ends, device), Ends.of(ends, device))
+
+
+def _dims(config: JobConfig) -> ParallelDims:
+    p = config.parallelism
+    dims = ParallelDims(
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=p.data_parallel_shard_degree,
+        cp=p.context_parallel_degree,
+        tp=p.tensor_parallel_degree,
+        pp=p.pipeline_parallel_degree,
+        ep=p.expert_parallel_degree,
+        etp=p.expert_tensor_parallel_degree,
+        world_size=torch.distributed.get_world_size(),
+    )
+    dims.build_mesh()  # now, because later there are only fake tensors, and a mesh holds the numbers of its ranks
+    return dims
+
+
+def _record_outputs(model: nn.Module) -> dict[str, list[Any]]:
+    outputs: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+
+        def record(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            if isinstance(output, torch.Tensor):
+                outputs.setdefault(name, []).append((tuple(output.shape), output.dtype))
+
+        module.register_forward_hook(record)
+    return outputs

@@ -1,0 +1,135 @@
+"""A small DeepSeek-V3.2, configured for us and for Hugging Face transformers.
+
+Sizes are odd enough that a mixed-up dimension shows.
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.moe import MoEArgs
+from transformers import DeepseekV32Config
+
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs
+
+VOCABULARY, POSITIONS = 96, 1024
+BATCH, SEQUENCE = 2, 24
+TOP_K = 7
+STAGE = {"indexer_loss", "indexer_loss_weight", "warmup"}
+
+
+def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
+    """As a job of :data:`POSITIONS` tokens would have them; ``changes`` are of the model or of its experts."""
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "top_k": 3,
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 2.5,
+        "score_before_experts": False,
+        "num_expert_groups": 4,
+        "num_limited_groups": 2,
+        "use_grouped_mm": False,  # torch's, which TorchTitan calls in bfloat16
+    }
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "dim": 48,
+        "inter_dim": 80,
+        "moe_inter_dim": 24,
+        "n_layers": 3,
+        "n_dense_layers": 1,
+        "n_heads": 4,
+        "q_lora_rank": 18,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 10,
+        "original_seq_len": POSITIONS,
+        "rope_factor": 1.0,
+        # few, with ReLU, make scores of exactly 0, and of equal ones transformers may take another
+        "index_n_heads": 16,
+        "index_head_dim": 26,
+        "index_topk": TOP_K,
+    }
+    for name, value in changes.items():
+        (experts if name in experts else sizes)[name] = value
+    args = DeepSeekV32ModelArgs(**sizes, moe_args=MoEArgs(**experts))
+    config = JobConfig()
+    config.training.seq_len = POSITIONS
+    args.update_from_config(config)
+    for name in STAGE & changes.keys():  # which the job has just set
+        setattr(args, name, changes[name])
+    return args
+
+
+def hugging_face_config(yarn: int = 0, **changes: Any) -> DeepseekV32Config:
+    """The same model for transformers; ``yarn`` is ``original_seq_len`` for us, with ``rope_factor=4.0``."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if yarn:
+        # TorchTitan's mscale is both of these: cosines and sines keep length 1, the softmax takes the square
+        scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn, **scales}
+    fields: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 18,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 10,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "index_n_heads": 16,
+        "index_head_dim": 26,
+        "index_topk": TOP_K,
+        "rope_parameters": rope,
+        "max_position_embeddings": POSITIONS,
+    }
+    return DeepseekV32Config(**{**fields, **changes})
+
+
+def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
+    """The model with weights, the same for the same sizes: as initialised, but with gains that are not 1."""
+    with torch.device("meta"):
+        model = DeepSeekV32Model(args)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def start_batch(model: nn.Module, tokens: int = BATCH * SEQUENCE, dtype: torch.dtype = torch.float32) -> None:
+    """What the Trainer says to the losses beside the main one before it runs the model."""
+    for loss in auxiliary_losses([model]):
+        loss.start_step()
+        loss.start_batch(torch.tensor(tokens, dtype=dtype))
+
+
+def counted(model: nn.Module) -> float:
+    """What the backward pass has counted: the mean over layers and tokens."""
+    return mean(float(loss.total / loss.tokens) for loss in auxiliary_losses([model]))  # type: ignore[operator, arg-type]
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))

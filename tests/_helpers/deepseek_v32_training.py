@@ -1,0 +1,93 @@
+"""Trains a tiny DeepSeek-V3.2 on any layout."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests._helpers.layouts import add_flavor, job_config
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import (
+    TOLERANCE,
+    Record,
+    assert_same_balance,
+    assert_same_gradients,
+    recording,
+    state,
+    together,
+    train_until,
+)
+
+STEPS = 20
+SEQUENCE = 32
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+
+SMALLER = {
+    "n_layers": 2,
+    "dim": 64,
+    "inter_dim": 128,
+    "moe_inter_dim": 32,
+    "n_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
+DIVERGENCE_TOLERANCE = TOLERANCE * math.log(SEQUENCE)
+"""A divergence is a difference of entropies, which are up to the logarithm of the number of keys."""
+CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"]
+
+
+def train(layout: dict[str, int], options: dict[str, Any], stop: int = 2) -> Record:
+    """Train on this rank up to step ``stop``, from the last checkpoint if ``options`` ask for them."""
+    add_flavor("deepseek_v32", "tiny", SMALLER)
+    model = {"model.name": "deepseek_v32", "model.flavor": "tiny"}
+    training = {"training.seq_len": SEQUENCE, "training.steps": STEPS, "optimizer.lr": 3e-3}
+    validation = {"validation.seq_len": SEQUENCE, "validation.steps": 1}
+    config = job_config("deepseek_v3", layout, {**model, **training, **validation, **options})
+    with recording(config) as (trainer, record):
+        before = state(trainer.model_parts)
+        train_until(trainer, stop)
+        after = state(trainer.model_parts)
+        record.changed = {name for name in before if not torch.equal(before[name], after[name])}
+    return record
+
+
+def train_on(ranks: int, layout: dict[str, int], options: dict[str, Any], stop: int = 2) -> list[Record]:
+    return run_on_ranks(ranks, train, layout, options, stop, process_group=False)
+
+
+WARMUP = {"dsa.stage": "warmup"}
+
+
+@functools.cache
+def one_rank(stage: str = "sparse", document_mask: bool = False) -> Record:
+    return train_on(1, {}, {"dsa.stage": stage, "dsa.document_mask": document_mask}, 2 if document_mask else STEPS)[0]
+
+
+def assert_as_on_one_rank(records: list[Record], expected: Record, split_heads: bool = False) -> None:
+    """The losses of the first two steps; the gradient of every parameter and the balance of experts in the first.
+
+    With ``split_heads`` the indexers' loss is the mean of the divergences from each rank's heads, which is at least the
+    divergence from the mean of them: a little more.
+    """
+    actual = together(records)
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE)
+    # Adam's first step divides a gradient by itself: where it is nearly 0, rounding decides the direction
+    assert actual.losses[1] == pytest.approx(expected.losses[1], rel=1e-5)
+    assert_same_gradients(actual, expected)
+    assert_same_balance(actual, expected)
+    for record in records:
+        for step, (loss, whole) in enumerate(zip(record.indexer_losses, expected.indexer_losses[:2], strict=True)):
+            if split_heads:
+                assert whole < loss < 1.01 * whole, f"step {step + 1}"
+            else:
+                assert loss == pytest.approx(whole, abs=DIVERGENCE_TOLERANCE), f"step {step + 1}"

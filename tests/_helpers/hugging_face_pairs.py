@@ -1,0 +1,205 @@
+"""Small models, each configured twice: for TorchTitan and for Hugging Face transformers.
+
+Sizes are odd enough that a mixed-up dimension shows. A comment says where the two libraries mean different things by
+the same number, or where TorchTitan's defaults are another model.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.protocols.model import BaseModelArgs
+from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests._helpers.converted_models import job
+from tests._helpers.deepseek_v32_models import hugging_face_config, model_args
+
+VOCABULARY = 96
+POSITIONS = 1024
+"""What the models are made for; the tests' sequences are shorter."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model in both libraries."""
+
+    train_spec: str
+    args: BaseModelArgs
+    config: PreTrainedConfig
+
+    def changed(self, **fields: Any) -> Pair:
+        """The pair with other ``fields`` on TorchTitan's side, of the model or of its experts."""
+        args = copy.deepcopy(self.args)
+        for name, value in fields.items():
+            setattr(args if hasattr(args, name) else args.moe_args, name, value)
+        return Pair(self.train_spec, args, self.config)
+
+
+def llama3() -> Pair:
+    args = TransformerModelArgs(
+        dim=48,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=VOCABULARY,
+        multiple_of=16,
+        # TorchTitan always scales rotations, as Llama 3.1 does
+        rope_scaling_args=RoPEScalingArgs(original_max_position_embeddings=64),
+    )
+    config = LlamaConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        intermediate_size=128,  # 2 / 3 of 4 * 48, to a multiple of 16
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        max_position_embeddings=512,
+    )
+    return pair("llama3", args, config)
+
+
+QWEN3_ARGS: dict[str, Any] = {
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+}
+QWEN3_CONFIG: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "max_position_embeddings": POSITIONS,
+}
+
+
+def qwen3(tied: bool) -> Pair:
+    args = Qwen3ModelArgs(**QWEN3_ARGS, hidden_dim=80, enable_weight_tying=tied)
+    config = Qwen3Config(**QWEN3_CONFIG, intermediate_size=80, tie_word_embeddings=tied)
+    return pair("qwen3", args, config)
+
+
+def qwen3_moe() -> Pair:
+    experts = MoEArgs(
+        num_experts=8,
+        num_shared_experts=0,
+        top_k=3,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        # a released model has no bias for balance; with it, a checkpoint's weights would not be all of the model's
+        load_balance_coeff=None,
+        use_grouped_mm=False,  # torch's, which TorchTitan calls in bfloat16
+    )
+    args = Qwen3ModelArgs(**QWEN3_ARGS, moe_enabled=True, moe_inter_dim=24, moe_args=experts)
+    config = Qwen3MoeConfig(
+        **QWEN3_CONFIG, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, moe_intermediate_size=24
+    )
+    return pair("qwen3", args, config)
+
+
+def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yarn: bool = False) -> Pair:
+    """``groups``: so many groups of experts, of which a token's are in so many."""
+    experts = MoEArgs(
+        num_experts=8,
+        num_shared_experts=2,
+        top_k=3,
+        # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, of which transformers has another model
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=2.5,
+        score_before_experts=False,
+        num_expert_groups=groups[0] if groups else None,
+        num_limited_groups=groups[1] if groups else None,
+        use_grouped_mm=False,  # torch's, which TorchTitan calls in bfloat16
+    )
+    args = DeepSeekV3ModelArgs(
+        dim=48,
+        n_layers=3,
+        n_dense_layers=1,
+        n_heads=4,
+        vocab_size=VOCABULARY,
+        inter_dim=80,
+        moe_inter_dim=24,
+        norm_eps=1e-6,  # as released, and transformers' for the latents whatever its config says; TorchTitan's is 1e-5
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=16,
+        v_head_dim=10,
+        # TorchTitan scales rotations when a job's sequences are longer than these, transformers when its config says so
+        original_seq_len=256 if yarn else POSITIONS,
+        rope_factor=4.0,
+        moe_args=experts,
+    )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if yarn:
+        # TorchTitan's mscale is both of these: cosines and sines keep length 1, the softmax takes the square
+        scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        rope |= {"rope_type": "yarn", "original_max_position_embeddings": 256, **scales}
+    config = DeepseekV3Config(
+        hidden_size=48,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        intermediate_size=80,
+        moe_intermediate_size=24,
+        q_lora_rank=q_lora_rank or None,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=16,
+        v_head_dim=10,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=groups[0] if groups else 1,
+        topk_group=groups[1] if groups else 1,
+        rope_parameters=rope,
+        max_position_embeddings=POSITIONS,
+    )
+    return pair("deepseek_v3", args, config)
+
+
+def pair(train_spec: str, args: BaseModelArgs, config: PreTrainedConfig) -> Pair:
+    """The pair, its TorchTitan side as a job of :data:`POSITIONS` tokens would have it."""
+    job_config = job()
+    job_config.training.seq_len = POSITIONS
+    args.update_from_config(job_config)
+    return Pair(train_spec, args, config)
+
+
+PAIRS = {
+    "llama3": llama3(),
+    "qwen3": qwen3(tied=False),
+    "qwen3_tied": qwen3(tied=True),
+    "qwen3_moe": qwen3_moe(),
+    "deepseek_v3": deepseek_v3(),
+    "deepseek_v3_q_lora": deepseek_v3(q_lora_rank=18),
+    "deepseek_v3_groups": deepseek_v3(q_lora_rank=18, groups=(4, 2)),
+    "deepseek_v3_yarn": deepseek_v3(groups=(4, 2), yarn=True),
+    "deepseek_v32": Pair("deepseek_v32", model_args(), hugging_face_config()),
+}

@@ -1,0 +1,40 @@
+"""What the tests of the kernels share: where they run, in which dtypes, and whether strides are as they must be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests._helpers.sparse_oracle import Documents, documents
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_on(device: str, dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, but float16 for bfloat16 on the CPU: Triton's interpreter cuts float32 to it where a GPU rounds,
+    and multiplies no matrices of it."""
+    return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+def kernel_documents(causal: bool | None = None, uneven: bool = True) -> st.SearchStrategy[Documents]:
+    """``documents`` in the dtypes that kernels take here: float32 for float64, which goes to the reference."""
+
+    def in_kernel_dtype(docs: Documents) -> Documents:
+        dtype = torch.float32 if docs.dtype == torch.float64 else dtype_on(DEVICE, docs.dtype)
+        return dataclasses.replace(docs, dtype=dtype)
+
+    return documents(causal, uneven).map(in_kernel_dtype)
+
+
+def on(device: str, tensor: Tensor) -> Tensor:
+    return tensor.to(device, dtype_on(device, tensor.dtype))
+
+
+def has_strides_of(result: Tensor, tensor: Tensor) -> bool:
+    """Whether ``result`` has the strides of ``torch.empty_like(tensor)``, where they mean something."""
+    expected = torch.empty_like(tensor)
+    strides = zip(result.shape, result.stride(), expected.stride(), strict=True)
+    return result.shape == tensor.shape and all(not result.numel() or n == 1 or a == b for n, a, b in strides)

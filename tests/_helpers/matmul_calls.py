@@ -1,0 +1,110 @@
+"""Calls of matmul and matmul_backward with whole inputs and outputs, and what DTensor decides for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
+
+from tests._helpers.shards import Placements, integers
+from torchtitan_npu.distributed.matmul_whole import matmul_backward
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+
+SHAPES = {
+    "2d2d": ((3, 5), (5, 7)),
+    "3d2d": ((6, 3, 5), (5, 7)),
+    "2d3d": ((3, 5), (6, 5, 7)),
+    "batched": ((6, 3, 5), (6, 5, 7)),
+    "broadcast": ((1, 3, 5), (6, 5, 7)),
+    "3d4d": ((6, 3, 5), (4, 1, 5, 7)),
+    "3d1d": ((6, 3, 5), (5,)),
+    "1d3d": ((5,), (6, 5, 7)),
+    "2d1d": ((3, 5), (5,)),
+    "1d1d": ((5,), (5,)),
+    "even": ((4, 6, 8), (8, 12)),
+    "wide": ((3, 9), (9, 2)),
+}
+"""All but one uneven over two ranks, and each size unlike the others, so that a mix-up does not fit."""
+
+
+class Call(NamedTuple):
+    """A call of one of the two operators: whole inputs, whole outputs, and the mask, where there is one."""
+
+    op: Any
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor | None, ...]
+    mask: tuple[list[bool], ...] = ()
+
+    def local(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        if not self.mask:
+            left, right = inputs
+            return (left @ right,)
+        grad, left, right = inputs
+        return matmul_backward(grad, left, right, self.mask[0])
+
+
+def forward(shapes: str) -> Call:
+    left, right = (integers(*shape, seed=i) for i, shape in enumerate(SHAPES[shapes]))
+    return Call(aten.matmul.default, (left, right), (left @ right,))
+
+
+def backward(shapes: str, mask: tuple[bool, bool] = (True, True)) -> Call:
+    _, (left, right), (product,), _ = forward(shapes)
+    assert product is not None
+    grad = integers(*product.shape, seed=2)
+    left.requires_grad_()
+    right.requires_grad_()
+    grads = torch.autograd.grad(left @ right, (left, right), grad)
+    inputs = (grad, left.detach(), right.detach())
+    outputs = tuple(x if wanted else None for x, wanted in zip(grads, mask, strict=True))
+    return Call(aten.matmul_backward.default, inputs, outputs, (list(mask),))
+
+
+def spec_of(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+
+
+def specs(call: Call, mesh: DeviceMesh, placements: tuple[Placements, ...]) -> tuple[DTensorSpec, ...]:
+    return tuple(spec_of(x, mesh, here) for x, here in zip(call.inputs, placements, strict=True))
+
+
+class Choice(NamedTuple):
+    targets: tuple[Placements, ...]
+    """Where the inputs are brought."""
+    results: tuple[Placements, ...]
+    cost: float
+
+
+def choice(call: Call, mesh: DeviceMesh, placements: tuple[Placements, ...]) -> Choice:
+    """What DTensor does with inputs placed like ``placements``, by the strategies it has now."""
+    inputs = specs(call, mesh, placements)
+    targets, results = chosen_for(call, inputs)
+    return Choice(targets, results, sum(cost_of(spec, target) for spec, target in zip(inputs, targets, strict=True)))
+
+
+def chosen_for(call: Call, inputs: tuple[DTensorSpec, ...]) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
+    """Where DTensor brings ``inputs``, and where the outputs then are."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    schema = OpSchema(call.op, (*inputs, *call.mask), {}, propagator.op_to_schema_info[call.op])
+    offered: Any = propagator.op_strategy_funcs[call.op](propagator._wrap_with_op_strategy(schema))
+    chosen = _select_min_cost_strategy(offered, schema)
+    outputs = chosen.output_specs if isinstance(chosen.output_specs, tuple) else (chosen.output_specs,)
+    return (
+        tuple(spec.placements for spec in chosen.input_specs or ()),
+        tuple(spec.placements for spec in outputs if spec is not None),
+    )
+
+
+@functools.cache
+def cost_of(spec: DTensorSpec, target: Placements) -> float:
+    return redistribute_cost(spec, DTensorSpec(spec.mesh, target, tensor_meta=spec.tensor_meta))

@@ -1,0 +1,39 @@
+"""Calls of products that overlap with a collective. The group's name means nothing where no kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests._helpers.op_cases import Case
+
+Arguments = Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def call(
+    *shapes: tuple[int, ...], ranks: int = 4, dtype: torch.dtype = torch.bfloat16, turned: bool = False, **others: Any
+) -> Arguments:
+    """The product of two matrices; ``turned``: the second lies transposed in memory, as a layer's weight does."""
+
+    def build(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left, right = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+        return (left, right.t() if turned else right, "group", ranks), others
+
+    return build
+
+
+CASES = [
+    Case("npu_all_gather_base_mm", "bf16", call((16, 256), (256, 64))),
+    Case("npu_all_gather_base_mm", "float16", call((16, 256), (256, 64), dtype=torch.float16)),
+    Case("npu_all_gather_base_mm", "a layer's weight", call((16, 256), (64, 256), turned=True)),
+    Case("npu_all_gather_base_mm", "columns that do not fit", call((16, 256), (64, 256)), rejected_by="torch_npu"),
+    Case("npu_mm_reduce_scatter_base", "bf16", call((16, 256), (256, 64))),
+    Case("npu_mm_reduce_scatter_base", "a layer's weight", call((16, 256), (64, 256), turned=True)),
+    Case("npu_mm_reduce_scatter_base", "columns that do not fit", call((16, 256), (64, 256)), rejected_by="torch_npu"),
+    Case("npu_mm_reduce_scatter_base", "rows left over", call((18, 256), (256, 64)), rejected_by="torch_npu"),
+    Case(
+        "npu_mm_reduce_scatter_base", "another reduction", call((16, 256), (256, 64), reduce_op="max"), rejected_by="us"
+    ),
+]

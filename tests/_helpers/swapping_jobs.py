@@ -1,0 +1,34 @@
+"""Jobs whose optimizer swaps on the CPU, where a user's job would not: the same code, streams that do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tests._helpers.layouts import TINY, job_config
+
+SLICE_MIB = 1
+
+
+def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]) -> Any:
+    """The config of a job on the model's spec with states in host memory, registered here as ``<name>_swapping``."""
+    from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
+    from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
+
+    import torchtitan_npu
+    from torchtitan_npu.components.expert_balance import counting_once
+    from torchtitan_npu.components.swap_optimizer.container import swapping
+    from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
+
+    def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
+        upstream = build_optimizers if model == "llama3" else build_optimizers_with_moe_load_balancing
+        return counting_once(swapping(upstream, config))(model_parts, config, *args)
+
+    torchtitan_npu.register()
+    name = f"{TINY[model][0]}_swapping"
+    if name not in _extra_train_specs:
+        spec = get_train_spec(TINY[model][0])
+        register_train_spec(name, AdaptedTrainSpec(**{**vars(spec), "build_optimizers_fn": build}))
+    swap = {"model.name": name, "optimizer.swap": True, "optimizer.swap_slice_mib": SLICE_MIB}
+    return job_config(model, degrees, {**swap, **options})

@@ -1,0 +1,169 @@
+"""``compare_loss.py run``: real torchrun launches of a stand-in trainer, the logs, the progress bar, the folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_npu.cli.compare.command import main
+from torchtitan_npu.cli.compare.curves import Unusable
+from torchtitan_npu.cli.compare.launch import MARKER, RunPair, last_error_line, launch_both, prepare_out, train_command
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_loss.py"
+# Trains nothing, but takes TorchTitan's arguments, prints its lines from every rank and writes its events from rank 0.
+# As ``torchtitan_npu.train`` in the working directory it hides the installed one, so the command line is the real one.
+TRAINER = """
+import json, os, sys
+from pathlib import Path
+
+given = sys.argv[1:]
+option = lambda name: given[given.index(name) + 1]
+converters = next(a for a in given if a.startswith("--model.converters=")).partition("=")[2]
+plan = json.loads(Path(option("--job.config_file")).read_text())
+dump = Path(option("--job.dump_folder"))
+if plan.get("fail"):
+    raise RuntimeError("npu_rms_norm: unknown epsilon")
+writer = None
+if os.environ["RANK"] == "0":
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    writer = EventFileWriter(str(dump / option("--metrics.save_tb_folder") / "20260131-1200"))
+for step in range(1, int(option("--training.steps")) + 1):
+    loss = 8.0 / step * (1 + (plan["off"] if converters else 0.0))
+    print(f"[titan] - root - INFO - \\033[31mstep: {step:2}  \\033[32mloss: {loss:8.5f}  grad_norm: {1 / step:7.4f}  x")
+    if writer:
+        for tag, value in (("loss_metrics/global_avg_loss", loss), ("grad_norm", 1 / step)):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            writer.add_event(Event(step=step, wall_time=step, summary=summary))
+if writer:
+    writer.close()
+    (dump / "given.json").write_text(json.dumps(given))
+"""
+
+
+def make_job(folder: Path, plan: dict[str, object]) -> list[str]:
+    """The stand-in trainer and its plan in ``folder``; returns the arguments that start it from there."""
+    package = folder / "torchtitan_npu"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(TRAINER)
+    (folder / "job.toml").write_text(json.dumps(plan))
+    return ["run", "--config", "job.toml", "--candidate-converters", "a,b"]
+
+
+def test_two_runs_and_their_comparison(tmp_path: Path) -> None:
+    options = ["--nproc", "2", "--steps", "5", "--", "--training.seq_len", "128"]
+    command = [sys.executable, str(TOOL), *make_job(tmp_path, {"off": 1e-4}), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "within tolerance"
+    for side in ("baseline", "candidate"):
+        assert f"{side} " in done.stderr  # its progress bar
+    assert "5/5" in done.stderr
+
+    out = tmp_path / "outputs" / "compare"
+    report = json.loads((out / "report.json").read_text())
+    assert report["metrics"]["loss"]["step"] == [1, 2, 3, 4, 5]
+    assert report["metrics"]["loss"]["largest_relative_difference"] == pytest.approx(1e-4, rel=1e-2)
+    assert report["metrics"]["grad_norm"]["largest_relative_difference"] == 0.0
+    assert (out / "report.md").is_file()
+    assert (out / "comparison.png").is_file()
+    for side, converters in (("baseline", ""), ("candidate", "a,b")):
+        log = (out / f"{side}.log").read_text()
+        assert log.count("step:") == 10  # five from each of two ranks
+        given = json.loads((out / side / "given.json").read_text())
+        assert f"--model.converters={converters}" in given
+        assert given[-2:] == ["--training.seq_len", "128"]
+
+    # the runs stay as they are: again without --force is refused, and the logs can be compared as well
+    again = RunPair(tmp_path / "job.toml", ["a"], out, nproc=1, steps=5)
+    with pytest.raises(Unusable, match="holds an earlier run"):
+        launch_both(again)
+    logs = [str(out / "baseline.log"), str(out / "candidate.log")]
+    assert main([*logs, "--rtol", "1e-5", "--out", str(tmp_path / "logs")]) == 1
+
+
+def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*make_job(tmp_path, {"fail": True}), "--steps", "2", "--out", "o"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1] == (
+        "compare_loss: the baseline run failed (exit code 1): RuntimeError: npu_rms_norm: unknown epsilon; "
+        "see o/baseline.log"
+    )
+    assert not (tmp_path / "o" / "report.json").exists()
+
+
+def test_the_command_line_of_each_side() -> None:
+    pair = RunPair(Path("x.toml"), ["a", "b"], Path("out"), nproc=2, steps=20, seed=7, extra=("--foo", "1"))
+    baseline, candidate = train_command(pair, "baseline"), train_command(pair, "candidate")
+    assert baseline[:7] == [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+        *("-m", "torchtitan_npu.train"),
+    ]
+    differing = [(ours, theirs) for ours, theirs in zip(baseline, candidate, strict=True) if ours != theirs]
+    assert differing == [("out/baseline", "out/candidate"), ("--model.converters=", "--model.converters=a,b")]
+    line = " ".join(baseline)
+    for part in ("--job.config_file x.toml", "--training.steps 20", "--debug.seed 7", "--debug.deterministic"):
+        assert part in line
+    for part in ("--metrics.enable_tensorboard", "--metrics.log_freq 1"):
+        assert part in line
+    assert line.endswith("--foo 1")
+
+
+def test_a_missing_config_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Unusable, match="no such file"):
+        launch_both(RunPair(tmp_path / "absent.toml", ["a"], out, nproc=1, steps=1))
+    assert not out.exists()
+
+
+def test_force_removes_what_the_tool_made_and_nothing_else(tmp_path: Path) -> None:
+    prepare_out(tmp_path, force=False)
+    (tmp_path / "baseline" / "tb").mkdir()
+    for name in ("candidate.log", "report.json", "mine.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(Unusable, match="--force"):
+        prepare_out(tmp_path, force=False)
+    assert (tmp_path / "baseline" / "tb").is_dir()
+    prepare_out(tmp_path, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["baseline", "candidate", "mine.txt"]
+    assert [path.name for path in (tmp_path / "baseline").iterdir()] == [MARKER]
+
+
+def test_force_keeps_a_folder_that_the_tool_did_not_make(tmp_path: Path) -> None:
+    prepare_out(tmp_path, force=False)
+    (tmp_path / "candidate" / MARKER).unlink()
+    (tmp_path / "candidate" / "checkpoint").touch()
+    (tmp_path / "report.json").touch()
+    with pytest.raises(Unusable, match="was not made by this tool"):
+        prepare_out(tmp_path, force=True)
+    assert (tmp_path / "candidate" / "checkpoint").exists()
+    assert (tmp_path / "baseline" / MARKER).exists()
+    assert (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("ValueError: no such flavor", True),
+        ("[rank1]:torch.OutOfMemoryError: NPU out of memory", True),
+        ("torchtitan_npu: error: model.converters: unknown name 'npu_rms'", True),
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", False),
+        ("E1115 01:57:32 5758 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)", False),
+        ("  error_file: <N/A>", False),
+        ("step: 3  loss: 8.0", False),
+    ],
+)
+def test_which_line_names_the_error(line: str, found: bool) -> None:
+    assert last_error_line(["Error: earlier", f"{line}\n", "\n"]) == (line if found else "Error: earlier")
+
+
+def test_a_log_without_an_error_says_so() -> None:
+    assert last_error_line(["step: 1\n"]) == "its log names no error"

@@ -1,0 +1,272 @@
+"""Every kind of input of tools/compare_loss.py: what is read from it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from torchtitan_npu.cli.compare.console import parse_step_line
+from torchtitan_npu.cli.compare.curves import Curve, Unusable
+from torchtitan_npu.cli.compare.read import read_curve
+
+# Examples are not timed: a busy machine is no fault of the code.
+untimed = settings(deadline=None, max_examples=50)
+COLOURS = ("\033[31m", "\033[32m", "\033[38;2;180;60;0m", "\033[38;2;54;234;195m", "\033[39m")
+
+
+def values(curve: Curve, metric: str = "loss") -> dict[int, float]:
+    return {step: point.value for step, point in curve.metrics[metric].items()}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def refused(path: Path) -> str:
+    """The message with which a source is refused."""
+    with pytest.raises(Unusable) as error:
+        read_curve(path)
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+# --- JSON and CSV ---
+
+
+def test_json_columns_and_records_are_the_same(tmp_path: Path) -> None:
+    columns = write(
+        tmp_path / "a.json", '{"step": [2, 1], "loss": [NaN, 8.5], "grad_norm": [Infinity, 1.5], "lr": [0]}'
+    )
+    records = write(
+        tmp_path / "b.json",
+        '[{"step": 1, "loss": 8.5, "grad_norm": 1.5}, {"step": 2, "loss": "nan", "grad_norm": "inf"}]',
+    )
+    for path in (columns, records):
+        curve = read_curve(path)
+        assert list(curve.metrics["loss"]) == [1, 2]
+        assert values(curve)[1] == 8.5
+        assert math.isnan(values(curve)[2])
+        assert values(curve, "grad_norm") == {1: 1.5, 2: math.inf}
+
+
+@untimed
+@given(st.dictionaries(st.integers(0, 1000), st.floats(allow_nan=False), min_size=1), st.randoms())
+def test_the_order_of_records_changes_nothing(tmp_path_factory, points: dict[int, float], rng: random.Random) -> None:
+    records = [{"step": step, "loss": loss} for step, loss in points.items()]
+    rng.shuffle(records)
+    path = tmp_path_factory.mktemp("order") / "a.json"
+    path.write_text(json.dumps(records))
+    curve = read_curve(path)
+    assert values(curve) == points
+    assert list(curve.metrics["loss"]) == sorted(points)
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "step, loss, lr, grad_norm\n1,8.5,0.1,1.5\n2.0,nan,0.1,-inf\n")
+    curve = read_curve(path)
+    assert list(curve.metrics["loss"]) == [1, 2]
+    assert math.isnan(values(curve)[2])
+    assert values(curve, "grad_norm") == {1: 1.5, 2: -math.inf}
+    assert "grad_norm" not in read_curve(write(tmp_path / "b.csv", "step,loss\n1,8.5\n")).metrics
+
+
+def test_recorded_values_are_exact(tmp_path: Path) -> None:
+    loss = 8.123456001281738
+    curve = read_curve(write(tmp_path / "a.csv", f"step,loss\n1,{loss!r}\n"))
+    assert (values(curve), curve.printed) == ({1: loss}, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "", "not valid JSON"),
+        ("a.json", "[1, 2]", "a list of records"),
+        ("a.json", '{"loss": [1]}', "expected lists under 'step' and 'loss'"),
+        ("a.json", '{"step": [1, 2], "loss": [1]}', "differ in length"),
+        ("a.json", "[]", "no loss found"),
+        ("a.json", '[{"step": 1, "loss": null}]', "record 1: loss is None"),
+        ("a.json", '[{"step": 1, "loss": true}]', "record 1: loss is True"),
+        ("a.json", '[{"step": 1.5, "loss": 8}]', "step 1.5 is not a whole number"),
+        ("a.json", '[{"step": 1, "loss": 8}, {"step": 1, "loss": 9}]', "step 1 occurs twice"),
+        ("a.csv", "", "must name the columns"),
+        ("a.csv", "1,8.5\n", "must name the columns"),
+        ("a.csv", "step,loss\n", "no loss found"),
+        ("a.csv", "step,loss\n1,\n", "record 1: loss is ''"),
+        ("a.csv", "step,loss\n1,high\n", "record 1: loss is 'high'"),
+        ("a.csv", "step,loss\n3,8\n3,9\n", "step 3 occurs twice with different values of loss: 8 and 9"),
+        ("a.log", "", "no line 'step: ... loss: ...' found"),
+        ("a.log", "step: 1  loss: -1.00000  grad_norm: 1.0\n", "log the last stage's rank"),
+        ("a.log", "step: 7  loss: 8.0  grad_norm: 1.0\nstep: 7  loss: 8.1  grad_norm: 1.0\n", "step 7 occurs twice"),
+    ],
+)
+def test_what_is_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(write(tmp_path / name, text))
+
+
+def test_the_same_step_with_the_same_value_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "step,loss\n1,nan\n2,8.5\n1,nan\n2,8.5\n")
+    assert list(values(read_curve(path))) == [1, 2]
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    assert "no such file or folder" in refused(tmp_path / "absent.json")
+
+
+# --- console logs ---
+
+
+def step_line(step: int, loss: float, grad_norm: float, prefix: str = "", colours: tuple[str, ...] = COLOURS) -> str:
+    """The line as torchtitan.components.metrics.MetricsProcessor.log formats it."""
+    red, green, orange, turquoise, reset = colours
+    return (
+        f"{prefix}[titan] 2026-01-31 12:00:00,123 - root - INFO - {red}step: {step:2}  {green}loss: {loss:8.5f}  "
+        f"{orange}grad_norm: {grad_norm:7.4f}  {turquoise}memory:  1.50GiB(1.87%)  tps: 1,234  mfu: 0.12%{reset}\n"
+    )
+
+
+@pytest.mark.parametrize("colours", [COLOURS, ("",) * 5])
+@pytest.mark.parametrize("prefix", ["", "[rank0]:", "[default0]:"])
+def test_console_log(colours: tuple[str, ...], prefix: str, tmp_path: Path) -> None:
+    lines = [step_line(step, 8.0 / step, 1234.5678 / step, prefix, colours) for step in (1, 2, 100)]
+    lines.insert(1, f"{prefix}[titan] - root - INFO - {colours[0]}validate step:  2  loss:  9.9999  memory: 1GiB\n")
+    lines.insert(0, "Training starts at step 1\n")
+    curve = read_curve(write(tmp_path / "train.log", "".join(lines)))
+    assert values(curve) == {1: 8.0, 2: 4.0, 100: 0.08}
+    assert values(curve, "grad_norm") == {1: 1234.5678, 2: 617.2839, 100: 12.3457}
+    assert curve.printed
+    assert curve.metrics["loss"][1].resolution == pytest.approx(0.5e-5)
+    assert curve.metrics["grad_norm"][1].resolution == pytest.approx(0.5e-4)
+
+
+def test_console_log_takes_the_metrics_rank(tmp_path: Path) -> None:
+    # ranks 0 and 1 are a pipeline stage without the loss: -1 each, summed over both
+    ranks = {0: -2.0, 1: -2.0, 2: 8.0, 3: 8.00001}
+    lines = [step_line(1, loss, 1.0, f"[rank{rank}]:") for rank, loss in reversed(ranks.items())]
+    curve = read_curve(write(tmp_path / "train.log", "".join(lines)))
+    assert values(curve) == {1: 8.0}
+    assert "rank 2's" in curve.notes[0]
+
+
+def test_console_log_of_several_ranks_without_prefix(tmp_path: Path) -> None:
+    lines = [step_line(1, 8.0, 1.0), step_line(1, 8.0, 1.0), step_line(1, -1.0, 1.0), step_line(2, 7.0, 1.0)]
+    assert values(read_curve(write(tmp_path / "train.log", "".join(lines)))) == {1: 8.0, 2: 7.0}
+
+
+def test_console_log_with_nan(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.log", step_line(1, math.nan, math.inf) + step_line(2, -math.inf, math.nan))
+    curve = read_curve(path)
+    assert math.isnan(values(curve)[1])
+    assert values(curve)[2] == -math.inf
+    assert values(curve, "grad_norm")[1] == math.inf
+
+
+@untimed
+@given(st.integers(0, 10**7), st.floats(-1e9, 1e9), st.floats(0, 1e9), st.sampled_from(["", "[rank12]:"]))
+def test_a_step_line_is_read_back(step: int, loss: float, grad_norm: float, prefix: str) -> None:
+    parsed = parse_step_line(step_line(step, loss, grad_norm, prefix))
+    assert parsed is not None
+    assert (parsed.step, parsed.rank) == (step, 12 if prefix else None)
+    assert abs(parsed.metrics["loss"].value - loss) <= parsed.metrics["loss"].resolution
+    assert abs(parsed.metrics["grad_norm"].value - grad_norm) <= parsed.metrics["grad_norm"].resolution
+
+
+# --- TensorBoard events ---
+
+LOSS_TAG, GRAD_NORM_TAG = "loss_metrics/global_avg_loss", "grad_norm"
+
+
+def write_events(folder: Path, losses: dict[int, float], started: float = 0.0, grad_norm: bool = True) -> None:
+    """An event file in ``folder``, as torch's SummaryWriter writes it for TorchTitan (without importing torch)."""
+    writer = EventFileWriter(str(folder), filename_suffix=f".{len(list(folder.glob('*')))}")
+    for step, loss in losses.items():
+        scalars = {LOSS_TAG: loss, "memory/num_ooms": 0.0} | ({GRAD_NORM_TAG: loss / 2} if grad_norm else {})
+        for tag, value in scalars.items():
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            writer.add_event(Event(step=step, wall_time=started + step, summary=summary))
+    writer.close()
+
+
+def test_run_folder_at_any_depth(tmp_path: Path) -> None:
+    run = tmp_path / "dump" / "tb" / "20260131-1200"
+    write_events(run, {1: 8.5, 2: math.nan, 10: 0.1})
+    for path in (tmp_path / "dump", run, next(run.iterdir())):
+        curve = read_curve(path)
+        assert list(curve.metrics["loss"]) == [1, 2, 10]
+        assert values(curve)[1] == 8.5
+        assert math.isnan(values(curve)[2])
+        assert values(curve)[10] == pytest.approx(0.1, rel=2**-24)  # events hold float32
+        assert values(curve, "grad_norm")[1] == 4.25
+        assert not curve.printed
+
+
+def test_more_steps_than_tensorboard_shows_by_default(tmp_path: Path) -> None:
+    write_events(tmp_path, {step: 1.0 for step in range(1, 1502)}, grad_norm=False)
+    assert len(read_curve(tmp_path).metrics["loss"]) == 1501
+
+
+def test_a_resume_in_the_same_folder_replaces_what_it_repeats(tmp_path: Path) -> None:
+    run = tmp_path / "20260131-1200"
+    write_events(run, {6: 6.5, 7: 7.5}, started=1000.0)
+    write_events(run, {5: 5.0, 6: 6.0, 7: 7.0, 8: 8.0}, started=0.0)
+    curve = read_curve(tmp_path)
+    # step 8 belongs to the run that was given up: keeping it would splice two runs
+    assert values(curve) == {5: 5.0, 6: 6.5, 7: 7.5}
+    assert "replaces steps 6-8" in curve.notes[0]
+
+
+def test_a_resume_in_a_later_folder_is_joined(tmp_path: Path) -> None:
+    write_events(tmp_path / "tb" / "20260131-1205", {3: 6.0, 4: 5.0}, started=1000.0)
+    write_events(tmp_path / "tb" / "20260131-1200", {1: 8.0, 2: 7.0, 3: 6.0}, started=0.0)
+    curve = read_curve(tmp_path)
+    assert values(curve) == {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0}
+    assert "joined from 20260131-1200, 20260131-1205" in curve.notes[0]
+
+
+def test_runs_that_disagree_must_be_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "tb" / "20260131-1200", tmp_path / "tb" / "20260131-1205"
+    write_events(first, {1: 8.0, 2: 7.0})
+    write_events(second, {1: 8.0, 2: 7.5}, started=1000.0)
+    message = refused(tmp_path)
+    assert "disagree at steps 2" in message
+    assert str(first) in message
+    assert str(second) in message
+    assert values(read_curve(second))[2] == 7.5
+
+
+def test_of_all_ranks_the_lowest_with_the_loss_is_read(tmp_path: Path) -> None:
+    run = tmp_path / "tb" / "20260131-1200"
+    for rank, loss in enumerate((-1.0, -1.0, 8.0, 8.5)):
+        write_events(run / f"rank_{rank}", {1: loss})
+    curve = read_curve(tmp_path)
+    assert values(curve) == {1: 8.0}
+    assert "rank 2's" in curve.notes[0]
+
+
+def test_folders_without_a_loss_are_refused(tmp_path: Path) -> None:
+    assert "enable_tensorboard" in refused(tmp_path)
+    writer = EventFileWriter(str(tmp_path))
+    writer.add_event(Event(step=1, wall_time=1.0, summary=Summary(value=[Summary.Value(tag="lr", simple_value=0.1)])))
+    writer.close()
+    assert "hold no loss_metrics/global_avg_loss" in refused(tmp_path)
+
+
+def test_the_end_of_a_killed_run_may_be_cut_off(tmp_path: Path) -> None:
+    write_events(tmp_path, {1: 8.0, 2: 7.0}, grad_norm=False)
+    path = next(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes()[:-3])
+    assert values(read_curve(tmp_path)) == {1: 8.0, 2: 7.0}
+
+
+def test_a_damaged_event_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"not an event file at all")
+    assert "hold no loss" in refused(tmp_path)

@@ -1,0 +1,290 @@
+"""The doctor on this machine, and on machines that are not right: the right line is red."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan_npu.cli.doctor import host, versions
+from torchtitan_npu.cli.doctor.check import Line
+from torchtitan_npu.cli.doctor.conflicts import cautions, conflicts
+from torchtitan_npu.cli.doctor.devices import memory_of
+from torchtitan_npu.cli.doctor.imports import error_in
+from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS
+from torchtitan_npu.cli.doctor.versions import numbers
+from torchtitan_npu.components import available_memory
+from torchtitan_npu.ops import OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+Lines = dict[str, dict[str, str]]
+
+
+def doctor(*options: str, environment: dict[str, str] | None = None, before: str = "") -> tuple[int, Lines]:
+    """The exit code, and the lines by what they are about; ``before`` is run by the shell first."""
+    command = f"{before} exec {sys.executable} tools/doctor.py --json {' '.join(options)}"
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert result.stdout, result.stderr[-2000:]
+    return result.returncode, {line["check"]: line for line in json.loads(result.stdout)}
+
+
+def statuses(lines: Lines, status: str) -> set[str]:
+    found = {check for check, line in lines.items() if line["status"] == status}
+    assert status == "green" or all(lines[check]["advice"] for check in found)
+    return found
+
+
+def test_this_machine_trains() -> None:
+    code, lines = doctor()
+    assert (code, statuses(lines, "red")) == (0, set())
+    for name in OPS:
+        assert lines[name]["status"] == "green"
+        if name in OF_SEVERAL_RANKS:
+            continue
+        error = float(re.fullmatch(r"error (\S+) of the largest value", lines[name]["what"])[1])  # type: ignore[index]
+        assert error <= 2**-8
+    # an operator that rounds its output has an error, and the doctor shows it
+    assert "error 0" not in lines["npu_swiglu"]["what"]
+    assert lines["gloo all-reduce"] == {
+        "status": "green",
+        "check": "gloo all-reduce",
+        "what": "2 ranks agree on the sum",
+        "advice": "",
+    }
+
+
+def test_no_npu_where_one_is_wanted() -> None:
+    code, lines = doctor("--home", "npu", "--only", "versions,devices,operators,collectives")
+    assert (code, statuses(lines, "red")) == (1, {"torch_npu", "CANN", "devices"})
+    assert "pip install torch_npu==2.13.0" in lines["torch_npu"]["advice"]
+    assert "no npu: PyTorch finds cpu only" in lines["devices"]["what"]
+    assert {"operators", "all-reduce"} <= statuses(lines, "yellow")  # not run, which is no success
+
+
+def install(folder: Path, name: str, version: str, files: dict[str, str] | None = None) -> None:
+    """A package as pip leaves it, with its metadata."""
+    info = folder / f"{name}-{version}.dist-info"
+    for path, text in {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        **(files or {}),
+    }.items():
+        target = folder / path if "/" in path else info / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+
+def install_cann(folder: Path, version: str) -> dict[str, str]:
+    """The file that CANN's installer leaves, and the variable that its ``set_env.sh`` sets."""
+    info = folder / "cann/aarch64-linux/ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\narch=aarch64\n")
+    return {"ASCEND_TOOLKIT_HOME": str(folder / "cann")}
+
+
+def test_versions_and_variables_that_do_not_go_together(tmp_path: Path) -> None:
+    install(tmp_path, "torch_npu", "2.9.0.post2")
+    environment = install_cann(tmp_path, "8.3.RC1") | {"PYTHONPATH": str(tmp_path)}
+    environment |= {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "2"}
+    code, lines = doctor("--only", "versions,environment", environment=environment)
+    assert code == 1
+    assert statuses(lines, "red") == {"torch_npu", "CANN", "ASCEND_LAUNCH_BLOCKING TASK_QUEUE_ENABLE"}
+    assert lines["torch_npu"]["what"].startswith("2.9.0.post2 with torch 2.13.0")
+    assert lines["torch_npu"]["advice"] == "pip install torch_npu==2.13.0"
+    assert (lines["CANN"]["what"], lines["CANN"]["advice"]) == ("8.3.RC1, older than 9.2.0", "install CANN 9.2.0")
+    imports = {"import torch", "import torchtitan_npu.train", "import torchao"}
+    assert {"torch", "torchtitan", *imports} <= statuses(lines, "green")
+
+
+def test_packages_that_do_not_import(tmp_path: Path) -> None:
+    """Their metadata says nothing of it."""
+    for package, text in (("torchtitan", "import no_such_module"), ("torchao", "raise ValueError('old\\npages more')")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"{text}\n")
+    code, lines = doctor("--only", "versions", environment={"PYTHONPATH": str(tmp_path)})
+    assert (code, statuses(lines, "red")) == (1, {"import torchtitan_npu.train"})
+    line, other = lines["import torchtitan_npu.train"], lines["import torchao"]
+    broken = tmp_path / "torchtitan/__init__.py:1"
+    assert line["what"] == f"ModuleNotFoundError: No module named 'no_such_module' ({broken})"
+    assert line["advice"].startswith("pip install .")
+    assert (other["status"], other["what"]) == ("yellow", f"ValueError: old ({tmp_path / 'torchao/__init__.py:1'})")
+    assert {"torchtitan", "torchao"} <= statuses(lines, "green")
+
+
+def test_an_import_that_ends_its_process() -> None:
+    assert error_in("", -11) == "its process ended with signal 11"
+    assert error_in("not enough memory\n", 3) == "its process ended with exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_npu", "advised"),
+    [
+        ("2.10.0", "2.10.0", {"torch": "2.13.0", "torch_npu": "2.13.0"}),
+        ("2.10.0", "2.9.0", {"torch": "2.13.0", "torch_npu": "2.13.0"}),
+        ("2.10.0", "2.12.0", {"torch": "2.12.0"}),
+        ("2.14.0.dev20261101", "2.13.0", {"torch": "2.13.0"}),
+        ("2.12.0", "2.13.0", {"torch_npu": "2.12.0"}),
+        ("2.13.1", "2.13.0", {"torch": "2.13.0"}),
+        (None, "2.11.0", {"torch": "2.11.0"}),
+    ],
+)
+def test_advice_that_is_followed_mends(
+    torch: str | None, torch_npu: str, advised: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this torch is none of the table's."""
+    installed = {"torch": torch, "torch_npu": torch_npu}
+    monkeypatch.setattr(versions, "version_of", installed.get)
+
+    def reds() -> list[Line]:
+        lines = versions.check_versions(on_npu=True, loaded_cann="9.2.0")
+        return [line for line in lines if line.check in installed and line.status == "red"]
+
+    packages = [line.advice.removeprefix("pip install ").split("==") for line in reds()]
+    assert dict(packages) == advised
+    installed |= advised
+    assert reds() == []
+
+
+def test_a_device_that_fails_is_a_line() -> None:
+    def failed(index: int) -> tuple[int, int]:
+        if index == 1:
+            raise RuntimeError("device lost\nand pages more")
+        return 60 << 30, 64 << 30
+
+    module = SimpleNamespace(mem_get_info=failed)
+    assert memory_of(module, "npu:0").status == "green"
+    lost = memory_of(module, "npu:1")
+    assert (lost.status, lost.what) == ("red", "RuntimeError: device lost") and "npu-smi" in lost.advice
+
+
+def test_a_torch_npu_that_does_not_load(tmp_path: Path) -> None:
+    files = {
+        "entry_points.txt": "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
+        "torch_npu/__init__.py": "print('a warning')\nraise ImportError('libascendcl.so: cannot open shared object')\n",
+    }
+    install(tmp_path, "torch_npu", "2.13.0", files)
+    environment = install_cann(tmp_path, "9.2.0") | {"PYTHONPATH": str(tmp_path)}
+    code, lines = doctor("--only", "versions,devices,host", environment=environment)
+    assert (code, statuses(lines, "red")) == (1, {"import torch", "devices"})
+    assert "torch_npu" in lines["import torch"]["what"] and "set_env.sh" in lines["import torch"]["advice"]
+    assert {"torch", "torch_npu", "CANN"} <= statuses(lines, "green") and "host memory" in lines
+
+
+def test_limits_of_the_host() -> None:
+    code, lines = doctor("--only", "host", before="ulimit -n 512;")
+    assert code == 0 and lines["open files"]["status"] == "yellow"
+    assert "at most 512 a process" in lines["open files"]["what"] and "ulimit -n 8192" in lines["open files"]["advice"]
+    assert {"cores", "host memory", "pinned memory", "shared memory"} < set(lines)
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The swap optimizer is refused by what it may still have, not by what the machine has."""
+    files = {"memory.max": 8 << 30, "memory.current": 6 << 30, "memory.stat": "active_file 0"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "membership").write_text("0::/\n")
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
+    monkeypatch.setattr(available_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(available_memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(available_memory, "MEMINFO", tmp_path / "meminfo")
+    line = host.memory()
+    assert line.status == "yellow"
+    assert line.what == "2 of 8 GiB free, the limit of a control group; the machine has 64 GiB"
+    (tmp_path / "membership").unlink()
+    assert host.memory() == Line("green", "host memory", "60 of 64 GiB free")
+
+
+def test_ranks_that_do_not_reach_each_other() -> None:
+    code, lines = doctor("--only", "collectives", environment={"GLOO_SOCKET_IFNAME": "nowhere"})
+    assert (code, statuses(lines, "red")) == (1, {"gloo all-reduce"})
+    assert "nowhere" in lines["gloo all-reduce"]["what"]
+
+
+def test_an_unknown_check_is_a_usage_error() -> None:
+    command = [sys.executable, "tools/doctor.py", "--only", "host,weather"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and "weather is none of versions, devices, host" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "1"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"},
+        {"PYTORCH_NPU_ALLOC_CONF": "garbage_collection_threshold:0.9,expandable_segments:True"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "PYTORCH_NO_NPU_MEMORY_CACHING": "1"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_DETERMINISTIC": "true"},
+        {"HCCL_ALGO": "level0:ring"},
+        {"HCCL_ALGO": "allreduce=level0:NA;level1:ring/allgather=level0:fullmesh;level1:NHR"},
+        {"HCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"},
+        {"TASK_QUEUE_ENABLE": "3"},
+        {"HCCL_OP_EXPANSION_MODE": "aiv"},
+        {"HCCL_BUFFSIZE": "0"},
+        {"OMP_NUM_THREADS": "many"},
+    ],
+    ids=str,
+)
+def test_conflicts(environment: dict[str, str]) -> None:
+    (conflict,) = conflicts(environment)
+    assert set(conflict.names) == set(environment)
+    # one variable alone conflicts with nothing
+    for name in environment if len(environment) > 1 else ():
+        assert conflicts({name: environment[name]}) == []
+
+
+def test_no_conflict() -> None:
+    harmless = {
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "TASK_QUEUE_ENABLE": "0",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64",
+        "HCCL_OP_EXPANSION_MODE": "AIV",
+        "HCCL_DETERMINISTIC": "false",
+        "HCCL_ALGO": "allreduce=level0:NA;level1:ring/allgather=level0:NA;level1:NHR",
+        "HCCL_BUFFSIZE": "120",
+        "OMP_NUM_THREADS": "4,2",
+    }
+    assert conflicts(harmless) == []
+    assert [caution.names for caution in cautions(harmless)] == [
+        ("ASCEND_LAUNCH_BLOCKING",),
+        ("HCCL_OP_EXPANSION_MODE",),
+    ]
+
+
+def test_the_docs_show_the_table_that_the_doctor_checks() -> None:
+    table: dict[str, Any] = tomllib.loads((ROOT / "tools/machine/versions.toml").read_text())
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs/install.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    documented = {(row[0], row[1]): row for row in rows}
+    for stack in table["stack"]:
+        _, _, cann, _, seen = documented[stack["torch"], stack["torch_npu"]]
+        assert (cann.split()[0], seen) == (stack["cann"], stack["seen"])
+    for other in table["other"]:
+        version = other["version"] if other.get("exact") else f"{other['version']} or newer"
+        assert documented[other["name"], version][2] == other["why"]
+    assert '"torchtitan==0.2.2"' in (ROOT / "pyproject.toml").read_text()
+    assert "torchtitan is pinned to 0.2.2" in (ROOT / "docs/install.md").read_text()
+
+
+def test_version_numbers() -> None:
+    assert numbers("2.12.0.post2+cpu") == (2, 12, 0)
+    assert numbers("8.3.RC1") == (8, 3)
+    assert numbers("9.2.0") > numbers("9.1.0") > numbers("8.5.0")

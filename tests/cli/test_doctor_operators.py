@@ -1,0 +1,85 @@
+"""The doctor's calls of the operators: each is there, an NPU would take it, and a wrong kernel does not pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan_npu.cli.doctor import operators
+from torchtitan_npu.cli.doctor.samples import Sample, gates, permutation
+from torchtitan_npu.ops import OPS
+
+_library = torch.library.Library("npu", "FRAGMENT")
+_library.define("npu_doctor_test(Tensor input, int dim=-1) -> Tensor")
+_library.impl("npu_doctor_test", lambda input, dim: input, "CPU")
+
+
+def test_one_call_of_each_operator_that_no_npu_refuses() -> None:
+    samples = list(operators.samples())
+    assert sorted([*(sample.op for sample in samples), *operators.OF_SEVERAL_RANKS]) == sorted(OPS)
+    for sample in samples:
+        OPS[sample.op].check(**sample.arguments)
+        assert OPS[sample.op].refusals(**sample.arguments) == []
+
+
+def line_with_reference(sample: Sample, change: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The status when the reference, so to speak the kernel, computes something else."""
+    op = OPS[sample.op]
+    other = dataclasses.replace(op, reference=lambda **arguments: change(op.reference(**arguments)))
+    monkeypatch.setitem(OPS, sample.op, other)
+    return operators._numbers(sample, "cpu").status
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        (lambda y: y, "green"),
+        (lambda y: y * (1 + 2**-6), "yellow"),
+        (lambda y: y * 1.5, "red"),
+        (lambda y: -y, "red"),
+        (lambda y: y.roll(1, 0), "red"),
+        (lambda y: y[:-1], "red"),
+    ],
+)
+def test_what_is_not_rounding_is_not_green(change: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    swiglu, _ = gates()
+    assert line_with_reference(swiglu, change, monkeypatch) == status
+
+
+def test_a_whole_number_that_differs_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    permute = next(permutation())
+    wrong = lambda outputs: (outputs[0], outputs[1].flip(0))  # noqa: E731
+    assert line_with_reference(permute, wrong, monkeypatch) == "red"
+
+
+def test_errors_that_cannot_be_divided() -> None:
+    one, nan, inf = torch.ones(3).double(), torch.full((3,), torch.nan), torch.full((3,), -torch.inf)
+    assert operators.largest_error(nan, one) == torch.inf
+    assert operators.largest_error(one.float(), nan.double()) == torch.inf
+    assert operators.largest_error(inf, inf.double()) == 0
+    assert operators.largest_error(one.float(), inf.double()) == torch.inf
+    assert operators.largest_error([one.float(), 3], [torch.tensor([1.0, 1, 2]).double(), 3]) == 0.5
+    shuffled: tuple[Tensor, Tensor] = (torch.tensor([[2, 0, 1]]), torch.tensor([[0, 1, 2]]))
+    assert operators.largest_error(*shuffled, any_order=True) == 0
+    assert operators.largest_error(*shuffled) == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("expected", "home", "status"),
+    [
+        ("npu::npu_doctor_test(Tensor input, int dim=-1) -> Tensor", "cpu", None),
+        ("npu::npu_doctor_test(Tensor input) -> Tensor", "cpu", "yellow"),
+        ("npu::npu_doctor_test(Tensor input, int dim=-1, int more=0) -> Tensor", "cpu", "red"),
+        ("npu::npu_doctor_test(Tensor input, int dim=-1) -> (Tensor, Tensor)", "cpu", "red"),
+        ("npu::npu_doctor_test(Tensor input, int dim=-1) -> Tensor", "npu", "red"),  # no kernel for it
+    ],
+)
+def test_schemas(expected: str, home: Any, status: str | None) -> None:
+    line = operators._registration(dataclasses.replace(OPS["npu_swiglu"], schema=expected), home)
+    assert (line and line.status) == status

@@ -1,0 +1,112 @@
+"""The examples of docs/launch.md: each node of a cluster would be asked for what it should."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from torchtitan_npu.cli.doctor.command import CHECKS
+from torchtitan_npu.cli.launch.asked import Asked, asked
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/launch.md").read_text()
+JOB = "--job.config_file my_job.toml"
+
+
+def block(language: str, words: str) -> str:
+    """The example with these ``words``."""
+    (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if words in text)
+    return found
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder to run examples in, whose tools write down how they were called; ``DOCTOR`` is one's exit code."""
+    for path, text in {
+        "tools/launch.sh": 'echo "$@" > launched; env > environment',
+        "tools/doctor.py": 'echo "$@" > examined; exit $DOCTOR',
+        ".venv/bin/activate": "",
+        "bin/python": 'bash "$@"',
+        "bin/scontrol": '[ "$*" = "show hostnames node[3-10]" ] && seq -f node%g 3 10',
+        "bin/srun": 'SLURM_NODEID=7 exec "$@"',
+    }.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+    return tmp_path
+
+
+def run(command: list[str], checkout: Path, **environment: str) -> int:
+    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
+    return subprocess.run(command, cwd=checkout, env={"PATH": path, "DOCTOR": "0"} | environment).returncode
+
+
+def launched(checkout: Path) -> tuple[str, Asked]:
+    """The arguments of tools/launch.sh, and what it was asked for."""
+    lines = (checkout / "environment").read_text().splitlines()
+    return (checkout / "launched").read_text().strip(), asked(dict(line.split("=", 1) for line in lines))
+
+
+SLURM = {"SLURM_NNODES": "8", "SLURM_JOB_NODELIST": "node[3-10]", "SLURM_SUBMIT_DIR": "/home", "SLURM_JOB_ID": "12"}
+
+
+def test_slurm(checkout: Path) -> None:
+    script = block("bash", "#SBATCH")
+    assert "#SBATCH --nodes=8 --ntasks-per-node=1" in script
+    assert run(["bash", "-c", script], checkout, **SLURM) == 0
+    job, wanted = launched(checkout)
+    assert job == JOB
+    assert (wanted.nodes, wanted.node, wanted.master, wanted.logs) == (8, 7, "node3", Path("/home/logs/12"))
+    option, checks = (checkout / "examined").read_text().split()
+    assert option == "--only" and set(checks.split(",")) <= set(CHECKS)
+
+
+def test_a_red_line_ends_a_slurm_job(checkout: Path) -> None:
+    assert run(["bash", "-c", block("bash", "#SBATCH")], checkout, **SLURM, DOCTOR="1") == 1
+    assert not (checkout / "launched").exists()
+
+
+def test_kubernetes(checkout: Path) -> None:
+    service, job = yaml.safe_load_all(block("yaml", "kind: Job"))
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}  # the label of an Indexed Job's pods
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    environment = container_environment(container["env"], {"batch.kubernetes.io/controller-uid": "9a3c"})
+    assert run(container["command"], checkout, **environment, JOB_COMPLETION_INDEX="7") == 0
+    arguments, wanted = launched(checkout)
+    assert arguments == JOB and (wanted.nodes, wanted.node) == (spec["completions"], 7)
+    assert spec["completions"] == spec["parallelism"] and spec["completionMode"] == "Indexed"
+    # an Indexed Job's pods are called by its name and their number, in the domain of the service
+    assert wanted.master == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert wanted.logs == Path(container["volumeMounts"][0]["mountPath"]) / "logs" / "9a3c"  # each job its own
+
+
+def container_environment(variables: list[dict[str, Any]], labels: dict[str, str]) -> dict[str, str]:
+    """As Kubernetes makes it: a label of the pod, or a text in which ``$(NAME)`` stands for an earlier variable."""
+    environment: dict[str, str] = {}
+    for variable in variables:
+        if "valueFrom" in variable:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            value = labels[path.removeprefix("metadata.labels['").removesuffix("']")]
+        else:
+            value = re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], variable["value"])
+        environment[variable["name"]] = value
+    return environment
+
+
+def test_two_nodes_by_hand(checkout: Path) -> None:
+    lines = block("bash", "two nodes").splitlines()
+    for node, line in enumerate(line for line in lines if not line.startswith("#")):
+        assert run(["bash", "-c", line], checkout) == 0
+        job, wanted = launched(checkout)
+        assert job == JOB and (wanted.nodes, wanted.node, wanted.master) == (2, node, "host0")

@@ -1,0 +1,121 @@
+"""The tool that compares converted training with eager and many ranks with one: it runs, and its yardstick is one."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+PIPELINES = ["PP2", "PP2, interleaved", "PP2, zero-bubble"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_row_for_each_converter_and_for_a_nudge(tmp_path: Path) -> None:
+    out = tmp_path / "parity.json"
+    options = ["--models", "llama3", "--steps", "2", "--seq-len", "32", "--out", str(out)]
+    subprocess.run([sys.executable, ROOT / "tools" / "parity.py", *options], check=True, cwd=ROOT, timeout=300)
+    rows = {row["converters"]: row for row in json.loads(out.read_text())}
+    *converted, nudged = rows
+    assert converted == ["npu_rms_norm", "npu_rope", "all"]
+    assert all(row["loss"] < 1e-6 and row["gradient norm"] < 1e-5 for row in rows.values())
+    assert rows[nudged]["gradient norm"] > 0
+    assert_judged(rows["all"], rows[nudged])
+
+
+def assert_judged(all_converters: dict[str, Any], nudged: dict[str, Any]) -> None:
+    """What is too far off, or nowhere, is said and makes the exit code; the yardstick may be as far as it is."""
+    from torchtitan_npu.cli.parity.command import parse_args, report
+
+    def judge(row: dict[str, Any], *options: str) -> tuple[int, str]:
+        console = Console(record=True, width=200)
+        return report([row], parse_args(list(options)), console), console.export_text()
+
+    assert judge(all_converters)[0] == judge(nudged)[0] == 0
+    for what, wrong in (("loss", 2e-5), ("gradient norm", 2e-4)):
+        code, text = judge({**all_converters, what: wrong})
+        assert code == 1 and f"llama3, all: {what} {wrong:.1e} is above {wrong / 2:g}" in text
+        assert judge({**nudged, what: wrong})[0] == 0
+        assert judge({**all_converters, what: wrong}, "--dtype", "bfloat16")[0] == 0
+    for row in (all_converters, nudged):
+        for options in ([], ["--dtype", "bfloat16"]):
+            code, text = judge({**row, "loss": math.nan}, *options)
+            assert code == 1 and "loss nan is no finite number" in text
+
+
+def test_a_run_that_ends_nowhere_is_the_farthest() -> None:
+    from torchtitan_npu.cli.parity.converters import from_float32
+    from torchtitan_npu.cli.parity.training import Curve
+
+    exact, *curves = (Curve([1.0, loss], [], []) for loss in (2.0, 3.0, math.nan, 2.0))
+    assert from_float32(curves, exact)[:2] == [0, 0.5] and math.isnan(from_float32(curves, exact)[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layouts", "--ranks", "1"], "--ranks: invalid choice: 1"),
+        (["--models", "llama3", "gpt_oss"], "--models gpt_oss: trains on CUDA only"),
+        (["--layouts", "FSDP2", "--models", "gpt_oss"], "--models gpt_oss: trains on CUDA only"),
+        (["--converters"], "--converters goes with --layouts"),
+        (["--documents"], "--documents goes with --layouts"),
+        (["--ranks", "2"], "--ranks goes with --layouts"),
+        (["--layouts", "TP2", "--ranks", "2"], "--ranks is for --layouts without names"),
+        (["--samples", "2"], "--samples goes with --dtype bfloat16"),
+        (["--dtype", "bfloat16", "--samples", "0"], "--samples must be at least 1"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--layouts", "--dtype", "bfloat16"], "--layouts are compared in float32"),
+    ],
+)
+def test_arguments_that_cannot_be_are_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan_npu.cli.parity.command import parse_args
+
+    with pytest.raises(SystemExit) as ended:
+        parse_args(options)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_job_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from torchtitan_npu.cli.parity.command import main
+
+    assert main(["--layouts", "FSDP2", "--models", "llama3", "--documents"]) == 2
+    error = capsys.readouterr().err
+    assert error == "parity.py: error: [dsa] is for models that have it, and llama3 does not: take it out\n"
+
+
+def test_a_row_for_each_layout() -> None:
+    from torchtitan_npu.cli.parity.command import parse_args
+    from torchtitan_npu.cli.parity.goals import missed
+    from torchtitan_npu.cli.parity.layouts import compare_layouts
+
+    args = parse_args(["--layouts", "PP2", "--steps", "2", "--seq-len", "32"])
+    assert args.models == ["deepseek_v32"]
+    (row,) = compare_layouts("deepseek_v32", args, Console())
+    assert (row["layout"], row["ranks"]) == ("PP2", 2)
+    assert missed([row]) == []
+    for what, wrong in (("loss", 2e-5), ("gradient norm", 2e-4), ("loss", math.nan)):
+        assert len(missed([{**row, what: wrong}])) == 1
+
+
+def test_a_curve_that_ends_nowhere_is_not_near() -> None:
+    from torchtitan_npu.cli.parity.training import apart
+
+    assert apart([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
+    assert math.isnan(apart([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+
+
+def test_ranks_are_those_that_degrees_multiply_to() -> None:
+    from torchtitan_npu.cli.parity.layouts import LAYOUTS, ranks_of
+
+    on = {ranks: [layout for layout in LAYOUTS if ranks_of(layout) == ranks] for ranks in (2, 4, 8)}
+    assert on[2] == ["FSDP2", "TP2", "EP2", "CP2, contiguous", "CP2, head-tail", *PIPELINES, "TP2·EP2"]
+    assert sum(map(len, on.values())) == len(LAYOUTS)

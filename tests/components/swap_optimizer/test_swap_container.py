@@ -1,0 +1,86 @@
+"""The swap optimizer in a job: what is refused, what is said, what is measured."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+
+from tests.config.test_preflight import job
+from torchtitan_npu.components.swap_optimizer.container import SwapContainer, swapping, swapping_if_asked
+from torchtitan_npu.config.job_config import Optimizer
+from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optimizer__early_step_in_backward": True},
+            "optimizer.swap does not go with optimizer.early_step_in_backward",
+        ),
+        ({"training__enable_cpu_offload": True}, "optimizer.swap does not go with training.enable_cpu_offload"),
+        ({"fault_tolerance__enable": True}, "optimizer.swap does not go with fault_tolerance.enable"),
+        ({"optimizer__swap_slice_mib": 0}, "optimizer.swap_slice_mib is 0; it must be at least 1"),
+        ({"optimizer__swap_fraction": 0.0}, "optimizer.swap_fraction is 0.0; it must be above 0 and at most 1"),
+        ({"optimizer__swap_fraction": 1.5}, "optimizer.swap_fraction is 1.5"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    check_job(job(optimizer__swap=True), world_size=1)
+    with pytest.raises(UsageError) as raised:
+        check_job(job(optimizer__swap=True, **options), world_size=1)
+    assert message in str(raised.value)
+
+
+def test_a_spec_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"model.name 'simple_fsdp.llama3' to be registered as"):
+        check_job(job(optimizer__swap=True, model__name="simple_fsdp.llama3"), world_size=1)
+
+
+def test_a_builder_of_other_optimizers_is_refused() -> None:
+    with pytest.raises(UsageError, match="makes no OptimizersContainer"):
+        swapping(lambda parts, config: None, Optimizer(swap=True))  # type: ignore[arg-type,return-value]
+
+
+def test_on_the_cpu_the_states_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 3)
+    with caplog.at_level(logging.INFO):
+        assert swapping_if_asked(build_optimizers, [model], Optimizer(swap=False)) is build_optimizers
+        assert not caplog.messages
+        assert swapping_if_asked(build_optimizers, [model], Optimizer(swap=True)) is build_optimizers
+    assert caplog.messages == ["optimizer.swap: the parameters are on the CPU, and the states stay with them"]
+
+
+def test_host_memory_too_small_for_the_model() -> None:
+    """An error at the start, from the parameters' sizes alone; nothing has been allocated."""
+    model = nn.ModuleList([nn.Linear(1 << 22, 1 << 20, bias=False, device="meta"), nn.Linear(4, 4, device="meta")])
+    with pytest.raises(UsageError, match=r"needs 32768\.\d\d GiB of host memory for the 1 rank .* would fit"):
+        SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1 << 20, fraction=1.0)
+
+
+def test_the_container_measures_what_it_moves() -> None:
+    """Loaded and stored, two moments each; a parameter without a gradient is not moved."""
+    model = nn.ModuleList([nn.Linear(600, 500, bias=False), nn.Linear(640, 500, bias=False)])
+    container = SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1, fraction=1.0)
+    assert container.metrics() == {"swap_optimizer/moved(GiB)": 0.0}
+    model[1].weight.grad = torch.ones(500, 640)
+    container.step()
+    assert container.metrics() == {"swap_optimizer/moved(GiB)": 500 * 640 * 4 * 2 * 2 / 2**30}
+
+
+def test_hooks_run_once() -> None:
+    """torch wraps the step of each class it meets; TorchTitan's own container in the same process wraps the base's."""
+    model = nn.Linear(3, 3)
+    OptimizersContainer([model], torch.optim.AdamW, {"fused": True})
+    container = SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1, fraction=1.0)
+    calls: list[str] = []
+    container.register_step_pre_hook(lambda *_: calls.append("before"))
+    container.register_step_post_hook(lambda *_: calls.append("after"))
+    container.step()
+    assert calls == ["before", "after"]

@@ -1,0 +1,112 @@
+"""What is swapped, how it is cut, and where it lies in host memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_npu.components.swap_optimizer.host_memory import ALIGNMENT, SMALLEST_BLOCK, pack
+from torchtitan_npu.components.swap_optimizer.plan import BUFFERS, MIB, _slice_numel, plan
+
+SIZES = st.lists(st.integers(1, 400_000), min_size=1, max_size=12)
+
+
+def group(sizes: list[int], **options: Any) -> dict[str, Any]:
+    parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+    return {"params": parameters, "fused": True, "amsgrad": False, **options}
+
+
+@given(SIZES, SIZES, st.booleans(), st.booleans())
+def test_every_element_is_in_one_slice(first: list[int], second: list[int], fused: bool, amsgrad: bool) -> None:
+    groups = [group(first, fused=fused, amsgrad=amsgrad), group(second)]
+    bundles = plan(groups, MIB, 1.0)
+    covered: dict[torch.Tensor, int] = {}
+    for bundle in bundles:
+        end = 0
+        for part in bundle.slices:
+            assert (part.begin, part.begin % 128) == (end, 0)
+            end = part.end
+            for segment in part.segments:
+                assert covered.get(segment.parameter, 0) == segment.begin < segment.end
+                assert part.begin + segment.offset == bundle.offsets[segment.parameter] + segment.begin
+                covered[segment.parameter] = segment.end
+                assert segment.parameter in set(groups[bundle.group]["params"])
+        assert end == bundle.numel
+    assert covered == {p: p.numel() for g in groups for p in g["params"]}
+
+
+@given(SIZES, st.booleans(), st.booleans(), st.integers(1, 4))
+def test_three_slices_and_the_temporaries_fit(sizes: list[int], fused: bool, amsgrad: bool, mib: int) -> None:
+    """Three slices; for fused a step count a parameter, rounded up, else three temporaries of the slice's size."""
+    for bundle in plan([group(sizes, fused=fused, amsgrad=amsgrad)], mib * MIB, 1.0):
+        for part in bundle.slices:
+            of_one = (part.end - part.begin) * 4
+            beside = 512 + 4 * len(part.segments) if fused else 3 * of_one
+            assert BUFFERS * (3 if amsgrad else 2) * of_one + beside <= BUFFERS * mib * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)
+def test_a_full_slice_of_the_smallest_parameters_fits(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """With all that is rounded up to 512 bytes, and the step counts of two updates at once."""
+    for mib in range(1, 257):
+        numel = _slice_numel(group([], **options), dtype, mib * MIB)
+        tensors = BUFFERS * (3 if options.get("amsgrad") else 2) + (0 if options["fused"] else 3)
+        state = -(-numel * dtype.itemsize // 512) * 512
+        counts = (numel // 128) * 4 + 2 * 512 if options["fused"] else 0
+        assert 0.99 * BUFFERS * mib * MIB < tensors * state + counts <= BUFFERS * mib * MIB
+
+
+def test_a_large_parameter_is_cut_evenly_and_small_ones_share() -> None:
+    bundles = plan([group([100, 1_000_000, 100, 100])], MIB, 1.0)
+    assert [len(bundle.offsets) for bundle in bundles] == [3, 1]
+    assert [part.end - part.begin for part in bundles[1].slices] == [125_056] * 7 + [124_672]
+    assert bundles[1].slices[-1].segments[0].end == 1_000_000  # the rest is rounding
+
+
+@pytest.mark.parametrize(
+    ("fraction", "swapped"), [(1.0, {500, 300, 200}), (0.5, {500}), (0.7, {500, 200}), (0.1, set())]
+)
+def test_fraction_takes_the_largest_that_fit(fraction: float, swapped: set[int]) -> None:
+    bundles = plan([group([300, 500, 200])], MIB, fraction)
+    assert {p.numel() for bundle in bundles for p in bundle.offsets} == swapped
+
+
+def test_frozen_parameters_and_other_dtypes() -> None:
+    given = group([300, 500])
+    given["params"][0].requires_grad_(False)
+    given["params"].append(torch.nn.Parameter(torch.empty(70, device="meta", dtype=torch.bfloat16)))
+    bundles = plan([given], MIB, 1.0)
+    assert [(b.dtype, b.numel, b.state_bytes) for b in bundles] == [
+        (torch.float32, 512, 2048),
+        (torch.bfloat16, 128, 256),
+    ]
+
+
+@given(st.lists(st.integers(1, 1 << 31), min_size=1, max_size=30))
+def test_regions_do_not_overlap_and_blocks_are_few_and_full(sizes: list[int]) -> None:
+    blocks, places = pack(sizes)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for size, (block, offset) in zip(sizes, places, strict=True):
+        assert offset % ALIGNMENT == 0 and offset + size <= blocks[block]
+        spans.setdefault(block, []).append((offset, offset + size))
+    for ranges in spans.values():
+        ranges.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+    assert all(block & (block - 1) == 0 for block in blocks)
+    assert len(blocks) <= len(sizes)
+    # one region may fill little more than half of the power of two that it needs; many together do better
+    assert sum(blocks) <= 2 * (sum(sizes) + ALIGNMENT * len(sizes)) + SMALLEST_BLOCK
+
+
+def test_a_model_takes_few_blocks_and_little_more_than_its_states() -> None:
+    matrix, embedding = 4096 * 4096 * 4, 128256 * 4096 * 4
+    sizes = [embedding] * 4 + [matrix] * 448
+    blocks, _ = pack(sizes)
+    assert len(blocks) <= 12
+    assert sum(blocks) <= 1.05 * sum(sizes)

@@ -1,0 +1,110 @@
+"""The shipped corpus and tokenizer: what the script writes, true to itself, and as TorchTitan's tokenizer wants it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import operator
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from torchtitan_npu.components.corpus import ASSETS
+
+TOKENIZER = HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
+
+
+def texts(name: str) -> list[str]:
+    return [json.loads(line)["text"] for line in (ASSETS / "corpus" / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def make_corpus(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "make_corpus.py"
+    spec = importlib.util.spec_from_file_location("make_corpus", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_shipped_files_are_what_the_script_writes(make_corpus: ModuleType) -> None:
+    assert make_corpus.main(["--check"]) == 0
+
+
+def test_check_names_a_file_that_differs(make_corpus, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(make_corpus, "ASSETS", tmp_path)
+    monkeypatch.setattr(make_corpus, "CORPORA", [("corpus.jsonl", 1, 20_000), ("validation.jsonl", 2, 2_000)])
+    assert make_corpus.main([]) == 0
+    assert make_corpus.main(["--check"]) == 0
+    with (tmp_path / "corpus" / "corpus.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    assert make_corpus.main(["--check"]) == 1
+    reported = capsys.readouterr().err
+    assert "corpus/corpus.jsonl" in reported
+    assert "tokenizer/tokenizer_config.json" in reported
+    assert "validation.jsonl" not in reported
+
+
+def test_assets_are_small() -> None:
+    assert sum(file.stat().st_size for file in ASSETS.rglob("*") if file.is_file()) < 2_000_000
+
+
+def test_documents_are_many_different_and_of_all_lengths() -> None:
+    corpus, validation = texts("corpus.jsonl"), texts("validation.jsonl")
+    assert len(set(corpus + validation)) == len(corpus) + len(validation) > 2_500
+    lengths = sorted(map(len, corpus))
+    assert lengths[0] < 20
+    assert lengths[-1] > 2_000
+
+
+def test_no_template_is_left_in_the_text() -> None:
+    assert not [text for text in texts("corpus.jsonl") if re.search(r"[\[\]{}|]|\(n\)", text)]
+
+
+def test_sums_in_the_text_are_right() -> None:
+    does = {"+": operator.add, "-": operator.sub, "x": operator.mul}
+    sums = re.findall(r"(\d+) ([+x-]) (\d+) = (\d+)", "\n".join(texts("corpus.jsonl")))
+    assert len(sums) > 500
+    assert all(does[sign](int(x), int(y)) == int(result) for x, sign, y, result in sums)
+
+
+def test_totals_of_shopping_lists_are_right() -> None:
+    lists = [text for text in texts("corpus.jsonl") if "\nTotal: " in text]
+    assert len(lists) > 50
+    for text in lists:
+        *lines, total = [int(n) for n in re.findall(r": (\d+)", text)]
+        assert sum(lines) == total
+
+
+def test_ids_fit_the_debug_models_and_leave_eight_free() -> None:
+    assert TOKENIZER.get_vocab_size() == 2040
+    assert sorted(TOKENIZER.get_vocab().values()) == list(range(2040))
+
+
+def test_corpus_round_trips() -> None:
+    for text in texts("corpus.jsonl") + texts("validation.jsonl"):
+        assert TOKENIZER.decode(TOKENIZER.encode(text, add_bos=True, add_eos=True)) == text
+
+
+@given(st.text())
+def test_any_text_round_trips(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_bos=True, add_eos=True)
+    assert TOKENIZER.decode(ids) == text
+    assert all(0 <= i < 2040 for i in ids)
+
+
+@given(st.text())
+def test_bos_and_eos_are_added_when_asked(text: str) -> None:
+    bare = TOKENIZER.encode(text, add_bos=False, add_eos=False)
+    assert TOKENIZER.bos_id not in bare
+    assert TOKENIZER.eos_id not in bare
+    assert TOKENIZER.encode(text, add_bos=True, add_eos=True) == [TOKENIZER.bos_id, *bare, TOKENIZER.eos_id]
+    assert TOKENIZER.encode(text) == [TOKENIZER.bos_id, *bare]

@@ -1,0 +1,244 @@
+"""Batches that do not depend on the layout: same samples on every layout, exact resume on any other, loud refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets import DatasetConfig, text_datasets
+
+from torchtitan_npu.components.corpus import ASSETS, load_texts
+from torchtitan_npu.components.dataset_registry import build_text_dataloader, build_text_validation_dataloader
+from torchtitan_npu.errors import UsageError
+
+TOKENIZER = HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
+SEQ_LEN = 16
+GLOBAL_BATCH = 12
+LAYOUTS = [  # data-parallel degree, local batch size, accumulated batches: their product is the global batch
+    (dp, local, GLOBAL_BATCH // (dp * local))
+    for dp in (1, 2, 3, 4)
+    for local in (1, 2, 3)
+    if GLOBAL_BATCH % (dp * local) == 0
+]
+# A map-style set, a stream, and a stream in shards, whose order Hugging Face changes from epoch to epoch.
+DATASETS = ("tiny_corpus", "tiny_corpus_validation", "shards")
+text_datasets.DATASETS["shards"] = DatasetConfig(
+    path="",
+    loader=lambda path: load_texts(path).to_iterable_dataset(num_shards=4),
+    sample_processor=lambda doc: doc["text"],
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small one, so that a few steps pass its end: short documents and, as the last, one of many samples."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(16):
+        words = " ".join(f"word {i} {j}" for j in range(60 if i == 15 else 1 + i % 5))
+        (folder / f"{i:02}.txt").write_text(words)
+    return str(folder)
+
+
+def job(corpus: str | None, dataset: str = "tiny_corpus", local: int = 1, **dataloader: object) -> JobConfig:
+    config = JobConfig()
+    config.npu = SimpleNamespace(layout_independent_data=True)
+    for section in (config.training, config.validation):
+        section.dataset, section.dataset_path = dataset, corpus
+        section.seq_len, section.local_batch_size = SEQ_LEN, local
+        for name, value in dataloader.items():
+            setattr(section.dataloader, name, value)
+    return config
+
+
+def ranks(config: JobConfig, dp: int, infinite: bool = True) -> list[BaseDataLoader]:
+    return [build_text_dataloader(dp, rank, TOKENIZER, config, infinite) for rank in range(dp)]
+
+
+def take(iterators: list[Iterator], accumulate: int) -> torch.Tensor:
+    """One optimizer step's samples, all ranks together, in the order of the stream: (global batch, seq_len + 1)."""
+    rows = []
+    for _ in range(accumulate):
+        for iterator in iterators:
+            inputs, labels = next(iterator)
+            rows.append(torch.cat([inputs["input"], labels[:, -1:]], dim=1))
+            assert rows[-1][:, 1:].equal(labels)
+    return torch.cat(rows)
+
+
+def reference(corpus: str, dataset: str, n: int, infinite: bool = True) -> torch.Tensor:
+    """The first ``n`` samples of TorchTitan's own stream."""
+    stream = text_datasets.HuggingFaceTextDataset(dataset, corpus, TOKENIZER, SEQ_LEN, infinite=infinite)
+    samples = [torch.cat([inputs["input"], labels[-1:]]) for (inputs, labels), _ in zip(stream, range(n), strict=False)]
+    return torch.stack(samples)
+
+
+def test_the_steps_below_pass_the_end_of_the_small_corpus_more_than_once(corpus: str) -> None:
+    assert 2 * len(reference(corpus, "tiny_corpus", 1000, infinite=False)) < 8 * GLOBAL_BATCH
+
+
+@settings(deadline=None, max_examples=20)
+@given(layout=st.sampled_from(LAYOUTS), steps=st.integers(1, 8), dataset=st.sampled_from(DATASETS))
+def test_every_layout_gets_the_same_samples_a_step(
+    corpus: str, layout: tuple[int, int, int], steps: int, dataset: str
+) -> None:
+    dp, local, accumulate = layout
+    iterators = [iter(loader) for loader in ranks(job(corpus, dataset, local), dp)]
+    got = torch.cat([take(iterators, accumulate) for _ in range(steps)])
+    assert got.equal(reference(corpus, dataset, steps * GLOBAL_BATCH))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    before=st.sampled_from(LAYOUTS),
+    after=st.sampled_from(LAYOUTS),
+    steps=st.integers(0, 7),
+    dataset=st.sampled_from(DATASETS),
+    rank=st.integers(0, 3),
+)
+def test_any_other_layout_resumes_with_the_next_sample(
+    corpus: str, before: tuple[int, int, int], after: tuple[int, int, int], steps: int, dataset: str, rank: int
+) -> None:
+    dp, local, accumulate = before
+    loaders = ranks(job(corpus, dataset, local), dp)
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(steps):
+        take(iterators, accumulate)
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    take(iterators, accumulate)  # the run goes on; its checkpoint must not
+
+    dp, local, accumulate = after
+    resumed = ranks(job(corpus, dataset, local), dp)
+    for loader in resumed:
+        loader.load_state_dict(states[rank % len(states)])
+    iterators = [iter(loader) for loader in resumed]
+    got = torch.cat([take(iterators, accumulate) for _ in range(4)])
+    assert got.equal(reference(corpus, dataset, (steps + 4) * GLOBAL_BATCH)[steps * GLOBAL_BATCH :])
+
+
+@settings(deadline=None, max_examples=20)
+@given(dp=st.integers(1, 4), local=st.integers(1, 3), dataset=st.sampled_from(DATASETS), data=st.data())
+def test_without_repetition_all_ranks_stop_at_the_same_batch_and_resume_there(
+    corpus: str, dp: int, local: int, dataset: str, data: st.DataObject
+) -> None:
+    samples = reference(corpus, dataset, 1000, infinite=False)
+    batches = len(samples) // (dp * local)
+    loaders = ranks(job(corpus, dataset, local), dp, infinite=False)
+    for _ in range(2):  # after the end it begins again
+        iterators = [iter(loader) for loader in loaders]
+        got = torch.cat([take(iterators, 1) for _ in range(batches)])
+        assert got.equal(samples[: batches * dp * local])
+        assert [next(iterator, None) for iterator in iterators] == [None] * dp
+
+    consumed = data.draw(st.integers(0, batches))
+    loader = loaders[0]
+    iterator = iter(loader)
+    for _ in range(consumed):
+        next(iterator)
+    rest = build_text_dataloader(dp, 0, TOKENIZER, job(corpus, dataset, local), infinite=False)
+    rest.load_state_dict(loader.state_dict())
+    assert sum(1 for _ in rest) == batches - consumed
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_a_worker_that_reads_ahead_changes_neither_batches_nor_state(corpus: str, dataset: str) -> None:
+    samples = reference(corpus, dataset, 40)
+    options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
+    with_worker = build_text_dataloader(1, 0, TOKENIZER, job(corpus, dataset, 2, **options))
+    iterator = iter(with_worker)
+    got = torch.cat([take([iterator], 1) for _ in range(13)])
+    assert got.equal(samples[:26])
+
+    without = build_text_dataloader(1, 0, TOKENIZER, job(corpus, dataset, 2))
+    without.load_state_dict(with_worker.state_dict())
+    resumed = iter(without)
+    assert take([resumed], 3).equal(samples[26:32])
+
+    with_worker.load_state_dict(without.state_dict())
+    assert take([iter(with_worker)], 4).equal(samples[32:40])
+
+
+def test_iterating_again_goes_on_after_the_last_batch(corpus: str) -> None:
+    loader = build_text_dataloader(1, 0, TOKENIZER, job(corpus))
+    rows = [take([iter(loader)], 1) for _ in range(5)]
+    assert torch.cat(rows).equal(reference(corpus, "tiny_corpus", 5))
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+def test_every_validation_sees_the_same_batches(corpus: str, infinite: bool) -> None:
+    config = job(corpus, "tiny_corpus", local=2)
+    config.training.dataset, config.training.seq_len = "c4", 2048  # not what validation reads
+    loader = build_text_validation_dataloader(2, 1, TOKENIZER, config, infinite)
+    samples = reference(corpus, "tiny_corpus", 12)
+    for _ in range(2):
+        iterator = iter(loader)
+        assert take([iterator], 3).equal(torch.cat([samples[2:4], samples[6:8], samples[10:12]]))
+
+
+def test_batches_of_the_shipped_corpus_equal_those_of_upstream_on_one_rank() -> None:
+    config = job(None, "tiny_corpus", local=4)
+    config.training.seq_len = 256
+    ours = iter(build_text_dataloader(1, 0, TOKENIZER, config))
+    theirs = iter(text_datasets.build_text_dataloader(1, 0, TOKENIZER, config))
+    assert take([ours], 20).equal(take([theirs], 20))
+
+
+def test_the_option_turned_off_gives_the_loaders_of_upstream(corpus: str) -> None:
+    config = job(corpus, local=2, num_workers=2)
+    config.npu.layout_independent_data = False
+    for build in (build_text_dataloader, build_text_validation_dataloader):
+        assert isinstance(build(2, 1, TOKENIZER, config), ParallelAwareDataloader)
+
+
+def test_a_checkpoint_on_disk_resumes_at_another_degree(corpus: str, tmp_path: Path) -> None:
+    saved = ranks(job(corpus, local=3), dp=4)
+    take([iter(loader) for loader in saved], 3)
+    dcp.save({"dataloader": saved[2]}, checkpoint_id=tmp_path, no_dist=True)
+
+    resumed = ranks(job(corpus, local=6), dp=2)
+    for loader in resumed:
+        dcp.load({"dataloader": loader}, checkpoint_id=tmp_path, no_dist=True)
+    wanted = reference(corpus, "tiny_corpus", 60)[36:]
+    assert take([iter(loader) for loader in resumed], 2).equal(wanted)
+
+
+def test_a_checkpoint_of_the_upstream_loader_is_refused(corpus: str, tmp_path: Path) -> None:
+    theirs = text_datasets.build_text_dataloader(1, 0, TOKENIZER, job(corpus))
+    next(iter(theirs))
+    ours = build_text_dataloader(1, 0, TOKENIZER, job(corpus))
+    with pytest.raises(UsageError, match=r"npu\.layout_independent_data = false.*exclude_from_loading"):
+        ours.load_state_dict(theirs.state_dict())
+    # DCP looks for our key before it hands us anything: the message is its own, the key's name is ours
+    dcp.save({"dataloader": theirs}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException, match=r"dataloader\.layout_independent_data"):
+        dcp.load({"dataloader": ours}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_a_position_in_another_text_is_refused(corpus: str) -> None:
+    state = build_text_dataloader(1, 0, TOKENIZER, job(None)).state_dict()
+    with pytest.raises(UsageError, match=r"in tiny_corpus of \d+ documents, the job reads tiny_corpus of 16 documents"):
+        build_text_dataloader(1, 0, TOKENIZER, job(corpus)).load_state_dict(state)
+    with pytest.raises(UsageError, match="the job reads shards"):
+        build_text_dataloader(1, 0, TOKENIZER, job(corpus, "shards")).load_state_dict(state)
+
+
+def test_more_than_one_worker_is_refused(corpus: str) -> None:
+    with pytest.raises(UsageError, match=r"training\.dataloader\.num_workers is 2; it must be 0 or 1"):
+        build_text_dataloader(1, 0, TOKENIZER, job(corpus, num_workers=2))
+    with pytest.raises(UsageError, match=r"validation\.dataloader\.num_workers is 3"):
+        build_text_validation_dataloader(1, 0, TOKENIZER, job(corpus, num_workers=3))
+
+
+def test_an_unknown_dataset_is_refused(corpus: str) -> None:
+    with pytest.raises(UsageError, match=r"training\.dataset 'tiny_corpse' is not known; did you mean 'tiny_corpus'\?"):
+        build_text_dataloader(1, 0, TOKENIZER, job(corpus, "tiny_corpse"))

@@ -1,0 +1,121 @@
+"""The job's configuration: command line over file over defaults, and clear errors for what is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_npu.config.parser import PACKAGE, JobConfigManager, shipped
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.platform import job_for
+
+TOKENIZER = ["--model.hf_assets_path", "torchtitan_npu/assets/tokenizer"]
+
+
+def parse(tmp_path: Path, toml: str, *args: str):
+    file = tmp_path / "job.toml"
+    file.write_text(toml)
+    return JobConfigManager().parse_args(["--job.config_file", str(file), *TOKENIZER, *args])
+
+
+def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
+    toml = (
+        '[training]\nsteps = 7\nseq_len = 64\n[npu]\nlayout_independent_data = false\n[model]\nconverters = ["a", "b"]'
+    )
+    config = parse(tmp_path, toml, "--training.seq_len", "32")
+    assert (config.training.steps, config.training.seq_len) == (7, 32)
+    assert config.npu.layout_independent_data is False and config.npu.strict_limits is False
+    assert config.model.converters == ["a", "b"]
+    assert parse(tmp_path, toml, "--model.converters=").model.converters == []
+
+
+def test_the_cpu_defaults_to_float32_and_determinism(tmp_path: Path) -> None:
+    config = parse(tmp_path, "")
+    assert config.training.mixed_precision_param == "float32" and config.debug.deterministic is True
+    config = parse(tmp_path, '[training]\nmixed_precision_param = "bfloat16"\n[debug]\ndeterministic = false')
+    assert config.training.mixed_precision_param == "bfloat16" and config.debug.deterministic is False
+
+
+def test_a_rehearsed_npu_job_has_the_npus_way_to_compile(tmp_path: Path) -> None:
+    assert not parse(tmp_path, "").npu.bypass_codegen
+    with job_for("npu"):
+        assert parse(tmp_path, "").npu.bypass_codegen
+
+
+def test_a_users_own_config_module_is_merged_with_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_options.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\nclass Mine:\n    colour: str = 'red'\n"
+        "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse(tmp_path, '[job]\ncustom_config_module = "my_options"\n[mine]\ncolour = "blue"')
+    assert config.mine.colour == "blue" and config.npu.layout_independent_data is True
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[trainig]\nsteps = 1", "unknown section 'trainig'; did you mean 'training'?"),
+        ("[training]\nsteps = 1\nseq_length = 3", "unknown key 'training.seq_length'; did you mean 'seq_len'?"),
+        ("[model]\ntensor_parallel_degree = 2", "there is 'parallelism.tensor_parallel_degree'"),
+        ("[npu]\nlayout_independant_data = true", "did you mean 'layout_independent_data'?"),
+        ("steps = 3", "unknown key 'steps'; there is 'training.steps'"),
+        ("training = 3", "'training' is a section, not a key"),
+        ("[training.steps]\nx = 1", "'training.steps' is a key, not a section"),
+        ('[training]\nsteps = "ten"', "training.steps = 'ten' is not int"),
+        ("[training]\nsteps = true", "training.steps = True is not int"),
+        ('[model]\nconverters = "npu_rms_norm"', "model.converters = 'npu_rms_norm' is not list[str]"),
+        ('[activation_checkpoint]\nmode = "selectiv"', "did you mean 'selective'?"),
+        ("[optimizer]\nlr = [1]", "optimizer.lr = [1] is not float"),
+        ("[training\nsteps = 1", "no valid TOML"),
+        ("[training]\nsteps = 1\nsteps = 2", "no valid TOML"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(tmp_path, toml)
+    assert message in str(error.value)
+    assert "job.toml" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_whole_numbers_are_floats_and_nested_sections_work(tmp_path: Path) -> None:
+    config = parse(tmp_path, "[optimizer]\nlr = 1\n[training.dataloader]\nnum_workers = 1")
+    assert config.optimizer.lr == 1 and config.training.dataloader.num_workers == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--job.config_file", "no/such.toml"], "job.config_file no/such.toml: No such file or directory"),
+        (["--job.config-file=."], "job.config_file .: Is a directory"),
+        (["--job.config_file"], "--job.config_file needs a value"),
+        (
+            [
+                "--job.config_file",
+                "train_configs/llama3_debugmodel.toml",
+                "--job.custom_config_module=nix",
+            ],
+            "job.custom_config_module 'nix': No module named 'nix'",
+        ),
+        (["--model.hf_assets_path", "no/such/folder"], "model.hf_assets_path no/such/folder: no such folder"),
+    ],
+)
+def test_what_a_command_line_may_not_say(args: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        JobConfigManager().parse_args(args)
+    assert message in str(error.value)
+
+
+def test_shipped_files_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped("torchtitan_npu/assets/tokenizer") == str(PACKAGE / "assets/tokenizer")
+    assert shipped("elsewhere/assets") == "elsewhere/assets"
+    (tmp_path / "torchtitan_npu").mkdir()
+    assert shipped("torchtitan_npu") == "torchtitan_npu"  # what is there goes first
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_shipped_configs_parse(file: Path) -> None:
+    JobConfigManager().parse_args(["--job.config_file", str(file)])

@@ -1,0 +1,298 @@
+"""What cannot run is refused before anything starts, in one line that names the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import torchtitan_npu
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.distributed.context_parallel import ContextParallel
+from torchtitan_npu.errors import UsageError
+
+torchtitan_npu.register()
+
+
+class WithoutMasks(ContextParallel):
+    def parallelize(self, model: Any) -> None:
+        """No attention is changed: the class is named in a job, and looked at."""
+
+
+def job(**options: Any) -> JobConfig:
+    """A valid job with ``section__key`` options changed."""
+    config = JobConfig()
+    config.training.dataset = "tiny_corpus"
+    config.training.seq_len = config.validation.seq_len = 64
+    for key, value in options.items():
+        section, _, name = key.partition("__")
+        assert hasattr(getattr(config, section), name)
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+@pytest.mark.parametrize("model", ["llama3", "llama4", "qwen3", "deepseek_v3"])
+def test_a_good_job_passes(model: str) -> None:
+    check_job(job(model__name=model, model__converters=["npu_rms_norm"]), world_size=4)
+    check_job(job(model__name=model, parallelism__tensor_parallel_degree=2), world_size=4)
+    check_job(job(model__name=model, training__dataset="TINY_CORPUS"), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch", "layers_per_stage"),
+    [
+        ("1F1B", 2, None),
+        ("1F1B", 2, 4),
+        ("GPipe", 1, None),
+        ("Interleaved1F1B", 4, 2),
+        ("InterleavedZeroBubble", 6, 1),
+        ("ZBVZeroBubble", 1, 2),
+    ],
+)
+def test_a_good_pipeline_passes(schedule: str, batch: int, layers_per_stage: int | None) -> None:
+    pipeline = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": schedule,
+        "parallelism__pipeline_parallel_layers_per_stage": layers_per_stage,
+    }
+    config = job(**pipeline, training__local_batch_size=batch, activation_checkpoint__mode="none")
+    check_job(config, world_size=2)
+
+
+def test_torchtitans_own_converters_and_experiments_are_known() -> None:
+    check_job(job(model__converters=["quantize.linear.float8"]), world_size=1)
+    with pytest.raises(UsageError, match=r"model\.flavor 'nonsense' is not known"):
+        check_job(job(model__name="simple_fsdp.llama3", model__flavor="nonsense"), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        ({"model__name": "lama3"}, 1, "model.name 'lama3' is not known; did you mean 'llama3'?"),
+        ({"model__flavor": "debugmodle"}, 1, "model.flavor 'debugmodle' is not known; did you mean 'debugmodel'?"),
+        ({"training__dataset": "tiny_corpsu"}, 1, "did you mean 'tiny_corpus'?"),
+        ({"optimizer__name": "Adamw"}, 1, "did you mean 'AdamW'?"),
+        ({"model__converters": ["npu_rmsnorm"]}, 1, "model.converters: 'npu_rmsnorm' is not known; did you mean"),
+        ({"model__converters": ["npu_rms_norm"] * 2}, 1, "model.converters lists 'npu_rms_norm' 2 times"),
+        (
+            {"parallelism__tensor_parallel_degree": 2, "parallelism__pipeline_parallel_degree": 2},
+            3,
+            "3 ranks (torchrun's --nproc_per_node × --nnodes) do not fit the layout: "
+            "tensor_parallel_degree 2 × pipeline_parallel_degree 2 takes a multiple of 4",
+        ),
+        ({"parallelism__data_parallel_shard_degree": 2}, 1, "data_parallel_shard_degree 2 takes 2"),
+        ({"parallelism__context_parallel_degree": 0}, 1, "parallelism.context_parallel_degree is 0"),
+        (
+            {"parallelism__expert_parallel_degree": 3, "model__name": "deepseek_v3"},
+            4,
+            "expert_parallel_degree 3 × expert_tensor_parallel_degree 1 does not divide the 4 ranks",
+        ),
+        (
+            {
+                "parallelism__expert_parallel_degree": 2,
+                "parallelism__expert_tensor_parallel_degree": 2,
+                "model__name": "deepseek_v3",
+            },
+            4,
+            "parallelism.expert_tensor_parallel_degree is 2; it must be 1",
+        ),
+        ({"parallelism__expert_parallel_degree": 2}, 2, "model.flavor 'debugmodel' of llama3 has no experts"),
+        (
+            {"parallelism__expert_parallel_degree": 3, "model__name": "deepseek_v3"},
+            3,
+            "parallelism.expert_parallel_degree 3 does not divide the 8 experts",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "model__name": "qwen3"},
+            2,
+            "parallelism.pipeline_parallel_degree must be 1: model.flavor 'debugmodel' ties its output",
+        ),
+        ({"training__local_batch_size": 0}, 1, "training.local_batch_size is 0; it must be at least 1"),
+        ({"training__dataset_path": "no/such"}, 1, "training.dataset_path no/such: no such file or folder"),
+        (
+            {"validation__enable": True, "validation__dataset": "tiny"},
+            1,
+            "validation.dataset 'tiny' is not known; did you",
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 3, "training__seq_len": 60},
+            3,
+            "tensor_parallel_degree 3 does not divide",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 8},
+            8,
+            "parallelism.pipeline_parallel_degree 8 exceeds the 6 layers",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "1F1BB"},
+            2,
+            "parallelism.pipeline_parallel_schedule '1F1BB'",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "DualPipeV"},
+            2,
+            "needs an accelerator",
+        ),
+        ({"training__global_batch_size": 6, "training__local_batch_size": 4}, 1, "training.global_batch_size 6"),
+        ({"training__seq_len": 65}, 1, "training.seq_len 65 is no multiple of 2"),
+        (
+            {"validation__enable": True, "validation__seq_len": 62, "parallelism__context_parallel_degree": 2},
+            2,
+            "validation.seq_len 62 is no multiple of 4",
+        ),
+        (
+            {"validation__enable": True, "validation__seq_len": 66, "training__seq_len": 64},
+            1,
+            "validation.seq_len is 66; it must be at most training.seq_len, 64",
+        ),
+        (
+            {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "ptrr"},
+            2,
+            "parallelism.context_parallel_load_balancer 'ptrr' is not known (known: \"\", headtail)",
+        ),
+        (
+            {
+                "model__name": "deepseek_v32",
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__context_parallel_load_balancer": "ptrr",
+            },
+            2,
+            "parallelism.context_parallel_load_balancer 'ptrr' is not for DSAContextParallel",
+        ),
+        (
+            {
+                "model__name": "deepseek_v32",
+                "npu__context_parallel": "tests.config.test_preflight:WithoutMasks",
+                "dsa__document_mask": True,
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__context_parallel_load_balancer": None,
+            },
+            2,
+            "dsa.document_mask must be false: npu.context_parallel WithoutMasks takes no masks",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 4,
+                "parallelism__pipeline_parallel_microbatch_size": 2,
+                "training__local_batch_size": 6,
+            },
+            4,
+            "training.local_batch_size 6 / parallelism.pipeline_parallel_microbatch_size 2 = 3 microbatches are too "
+            "few for 1F1B: it takes one for each of the 4 stages",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+                "training__local_batch_size": 5,
+            },
+            2,
+            "= 5 microbatches are not for Interleaved1F1B: with 2 pipeline ranks it takes a multiple of 2",
+        ),
+        (
+            {
+                "model__name": "deepseek_v32",
+                "dsa__stage": "warmup",
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+                "parallelism__pipeline_parallel_last_stage_less_layers": 2,
+                "training__local_batch_size": 4,
+            },
+            2,
+            'dsa.stage = "warmup" trains the indexers of layers only, and stage 4 of 4 has no layer (norm, output): '
+            "parallelism.pipeline_parallel_first_stage_less_layers = 0 and",
+        ),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_layers_per_stage": 2},
+            2,
+            "parallelism.pipeline_parallel_layers_per_stage 2 makes 4 stages of 6 layers, the embedding and the output"
+            "; 1F1B takes one on each of 2 pipeline ranks",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "parallelism__pipeline_parallel_layers_per_stage": 1,
+                "activation_checkpoint__mode": "none",
+            },
+            2,
+            "parallelism.pipeline_parallel_layers_per_stage 1 makes 8 stages of 6 layers, the embedding and the output"
+            "; ZBVZeroBubble takes two on each of 2 pipeline ranks",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "activation_checkpoint__mode": "full",
+            },
+            2,
+            'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule ZBVZeroBubble',
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_microbatch_size": 3,
+                "training__local_batch_size": 4,
+            },
+            2,
+            "parallelism.pipeline_parallel_microbatch_size 3",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "training__local_batch_size": 4,
+                "validation__enable": True,
+                "validation__local_batch_size": 6,
+            },
+            2,
+            "validation.local_batch_size 6 is no multiple of training.local_batch_size 4 / ",
+        ),
+        ({"checkpoint__create_seed_checkpoint": True}, 2, "checkpoint.create_seed_checkpoint wants one rank"),
+        ({"checkpoint__create_seed_checkpoint": True}, 1, "needs checkpoint.enable"),
+        ({"profiling__enable_profiling": True}, 1, "profiling.enable_profiling needs an accelerator"),
+        ({"profiling__enable_memory_snapshot": True}, 1, "profiling.enable_memory_snapshot needs an accelerator"),
+        ({"training__enable_cpu_offload": True}, 1, "training.enable_cpu_offload needs an accelerator"),
+        ({"checkpoint__async_mode": "async_with_pinned_mem"}, 1, "async_with_pinned_mem"),
+        (
+            {"model__name": "deepseek_v3", "model__converters": ["npu_gmm", "quantize.grouped_mm.float8"]},
+            1,
+            "npu_gmm and quantize.grouped_mm.float8 collide",
+        ),
+        (
+            {
+                "model__name": "deepseek_v3",
+                "model__converters": ["npu_permute"],
+                "parallelism__expert_parallel_comm_backend": "deepep",
+            },
+            1,
+            'npu_permute and parallelism.expert_parallel_comm_backend = "deepep" collide',
+        ),
+        ({"model__flavor": "debugmodel_flex_attn"}, 1, "flex attention"),
+        ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
+    ],
+)
+def test_a_bad_job_is_refused(options: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_job(job(**options), world_size)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dsa__stage": "warmup"}, r"\[dsa\] is for models that have it, and llama3 does not"),
+        ({"mtp__layers": 1}, r"\[mtp\] is for models that have it, and llama3 does not"),
+    ],
+    ids=str,
+)
+def test_options_of_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_job(job(**changes), world_size=1)
+
+
+def test_a_context_parallel_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"npu\.context_parallel 'nowhere:Class' is no"):
+        check_job(job(npu__context_parallel="nowhere:Class", parallelism__context_parallel_degree=2), world_size=2)

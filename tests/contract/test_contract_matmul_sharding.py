@@ -1,0 +1,127 @@
+"""Matrix products under tensor parallel, on torch_npu's own path: every collective has a reason, none is a product's.
+
+torch_npu brings strategies of its own for the two operators. Ours may take their place because no choice of theirs
+costs less.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests._helpers.contract_step import rehearse
+from tests._helpers.matmul_brute_force import is_valid
+from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
+from tests._helpers.matmul_calls import Call, R, backward, choice, forward
+from tests._helpers.shards import every_placement
+from tools.bench.matmul_sharding import SIZES, aten, both, bytes_moved, step, step_row
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.distributed.matmul_sharding import OPS, matmul_strategy, use_matmul_sharding
+from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding
+from torchtitan_npu.planner import fake_device, fake_ranks
+
+PAGE = (Path(__file__).parents[2] / "docs" / "matmul-sharding.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def torch_npus_strategies() -> None:
+    """A job rehearsed before may have left ours."""
+    use_matmul_sharding(False)
+
+
+def test_jobs_have_ours_unless_they_ask_for_torch_npus() -> None:
+    assert JobConfig().npu.matmul_sharding
+    strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    theirs = strategies[OPS[0]]
+    rehearse("llama3", tp=2)
+    assert strategies[OPS[0]] is matmul_strategy
+    use_matmul_sharding(False)
+    assert strategies[OPS[0]] is theirs
+
+
+CALLS = {
+    "matmul": forward("even"),
+    "matmul_uneven": forward("3d2d"),
+    "matmul_backward": backward("even"),
+    "matmul_backward_uneven": backward("3d2d"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_torch_npus_choices_are_valid_too(call: Call) -> None:
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for placements in itertools.product(*(every_placement(x.ndim, 1) for x in call.inputs)):
+            chosen = choice(call, mesh, placements)
+            assert is_valid(call, (2,), chosen.targets, chosen.results)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("op", [aten.matmul, aten.matmul_backward])
+def test_torch_npus_strategies_never_send_less(op: torch._ops.OpOverloadPacket, sizes: str) -> None:
+    theirs, ours = both(lambda: bytes_moved(op, sizes))
+    assert all(our <= their for our, their in zip(ours, theirs, strict=True))
+    # a factor that is a sum, and uneven cuts, are what they do not know
+    assert ours.count(0) > theirs.count(0)
+
+
+@pytest.mark.parametrize(("mesh_shape", "samples"), [((2,), 100), ((2, 2), 60)])
+@pytest.mark.parametrize("widths", [(WIDE, NARROW), (NARROW, WIDE)])
+def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
+    mesh_shape: tuple[int, ...], widths: tuple[int, int], samples: int
+) -> None:
+    totals = ours_and_cheapest("npu", mesh_shape, widths, lambda *placements: True, samples)
+    assert totals and all(our <= other for our, other in totals)
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", None])
+def test_frozen_operands(frozen: str | None) -> None:
+    """torch_npu's shape function gives a gradient for a frozen operand too."""
+    with fake_ranks(2), our_matmul_sharding():
+        mesh = init_device_mesh("npu", (2,))
+        with fake_device():
+            operands = {
+                name: DTensor.from_local(torch.ones(4, 4, device="npu"), mesh, (R,), run_check=False).requires_grad_(
+                    name != frozen
+                )
+                for name in ("input", "weight")
+            }
+            nn.functional.linear(**operands).sum().backward()
+            assert [name for name, x in operands.items() if x.grad is None] == ([frozen] if frozen else [])
+
+
+@pytest.mark.parametrize(("model", "norms"), [("llama3", 13), ("qwen3", 33)])
+def test_every_collective_of_a_step(model: str, norms: int) -> None:
+    (_, theirs), (parallel, calls) = both(lambda: step(model))
+    # the tokens' sequence is gathered before attention, feed-forward and output, and scattered after embedding,
+    # attention and feed-forward, as sums; backward does the reverse
+    sections = 2 * len(parallel.layers) + 1
+    # norms work on a rank's own tokens or heads: their weights' gradients are sums, and FSDP wants them whole
+    weights = [tuple(parameter.shape) for name, parameter in parallel.named_parameters() if "norm" in name]
+    assert len(weights) == norms
+    assert Counter(call.shape for call in calls if call.kind == "all_reduce") == Counter(weights)
+    assert Counter(call.kind for call in calls) == {
+        "all_gather_into_tensor": 2 * sections,
+        "reduce_scatter_tensor": 2 * sections,
+        "all_reduce": norms,
+    }
+    assert theirs == calls  # torch_npu's strategies do as well here
+    assert step_row(model, theirs, calls) in PAGE
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v32"])
+def test_deepseeks_latents_send_less_than_with_torch_npus_strategies(model: str) -> None:
+    """It scatters those sums over the batch, and has to exchange the input's gradient for one cut by the sequence."""
+    (parallel, theirs), (_, ours) = both(lambda: step(model))
+    assert Counter(x.kind for x in theirs)["shard_dim_alltoall"] == len(parallel.layers)
+    assert Counter(x.kind for x in ours)["shard_dim_alltoall"] == 0
+    assert len(ours) == len(theirs) - len(parallel.layers)
+    assert sum(x.sent for x in ours) < sum(x.sent for x in theirs)
+    assert step_row(model, theirs, ours) in PAGE

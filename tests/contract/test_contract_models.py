@@ -1,0 +1,198 @@
+"""Whole models on fake npu tensors: each converter calls what it promises, and every gradient is there."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests._helpers.contract_step import MODELS, Step, job, matching, model_args, rehearse, train_step
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.planner import fake_ranks
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a converter does to a training step."""
+
+    per_target: dict[str, int]
+    """How often each replaced module calls an operator of ``npu::`` in forward and backward."""
+    instead_of: tuple[str, ...]
+    """Small operators that it replaces; the first that the eager model calls is then called less often."""
+    gone: tuple[str, ...] = ()
+    """Those of them that nothing else calls."""
+    under_ep: dict[str, int] = field(default_factory=dict)
+    """What it calls besides where expert parallel moves the tokens."""
+
+
+PERMUTE = {"npu_moe_token_permute": 1, "npu_moe_token_permute_grad_v2": 1}
+UNPERMUTE = {"_npu_moe_token_unpermute": 1, "npu_moe_token_unpermute_grad_v2": 1}
+
+# A new converter is a line here, a new model one in step.py, a new layout one in LAYOUTS.
+PROMISES = {
+    "npu_rms_norm": Promise(
+        {"npu_rms_norm": 1, "npu_rms_norm_backward": 1}, instead_of=("aten::rsqrt",), gone=("aten::rsqrt",)
+    ),
+    "npu_rope": Promise(
+        {"npu_rotary_mul": 2, "npu_rotary_mul_backward": 2},
+        instead_of=("aten::view_as_complex", "aten::neg"),
+        gone=("aten::view_as_complex",),
+    ),
+    "npu_permute": Promise(
+        {**PERMUTE, **UNPERMUTE},
+        instead_of=("aten::sort",),
+        gone=("aten::sort",),
+        under_ep={**PERMUTE, **UNPERMUTE},
+    ),
+    # three products and, in the backward pass, two for each
+    "npu_gmm": Promise(
+        {"npu_grouped_matmul": 9, "npu_swiglu": 1, "npu_swiglu_backward": 1}, instead_of=("aten::_local_scalar_dense",)
+    ),
+    "npu_dsa": Promise(
+        {
+            "npu_lightning_indexer": 1,
+            "npu_sparse_flash_attention": 1,
+            "npu_sparse_flash_attention_grad": 1,
+            "npu_sparse_lightning_indexer_grad_kl_loss": 1,
+        },
+        instead_of=("aten::_softmax",),
+        gone=("aten::_softmax",),
+    ),
+}
+
+
+def promised(model: str, step: Step, ep: bool = False) -> Counter[str]:
+    """How often ``step`` should call each operator for the modules that were replaced in it."""
+    calls: Counter[str] = Counter()
+    for name, modules in step.targets.items():
+        per_target = PROMISES[name].per_target
+        if (name, model) == ("npu_gmm", "gpt_oss"):
+            per_target = {"npu_grouped_matmul": 6}  # two products; its gate is clamped, and no SwiGLU
+        for ops in (per_target, PROMISES[name].under_ep if ep else {}):
+            calls.update({op: modules * times for op, times in ops.items()})
+    return calls
+
+
+def gone(model: str, converters: tuple[str, ...]) -> set[str]:
+    """Small operators that a step with ``converters`` does not call any more."""
+    ops = {op for name in converters for op in PROMISES[name].gone}
+    if model == "deepseek_v32" and "npu_dsa" not in converters:
+        ops -= {"aten::sort"}  # of keys by their scores, in attention
+    return ops
+
+
+CONVERTED = [
+    (model, converters)
+    for model in MODELS
+    for converters in dict.fromkeys([*((name,) for name in matching(model)), matching(model)])
+]
+"""Each model with each converter that has something to replace in it, and with all of them."""
+
+
+@functools.cache
+def eager(model: str) -> Step:
+    return rehearse(model)
+
+
+def test_every_converter_has_a_promise() -> None:
+    others = {"npu_mrope"}  # of qwen3_vl, which has a file of its own
+    assert set(PROMISES) == set(CONVERTERS) - others
+    assert {name for model in MODELS for name in matching(model)} == set(CONVERTERS) - others
+
+
+@pytest.mark.parametrize(("model", "converters"), CONVERTED, ids=str)
+def test_converted(model: str, converters: tuple[str, ...]) -> None:
+    plain, converted = eager(model), rehearse(model, converters)
+    assert plain.gradients and converted.gradients == plain.gradients
+    assert all(converted.targets.values())
+    assert converted.calls.count("npu") == plain.calls.count("npu") + promised(model, converted)
+    before, after = Counter(plain.calls.names), Counter(converted.calls.names)
+    for name in converters:
+        small = next(op for op in PROMISES[name].instead_of if op in before)
+        assert after[small] < before[small]
+    assert not gone(model, converters) & set(after)
+    assert converted.outputs == {name: plain.outputs[name] for name in converted.outputs}
+
+
+@pytest.mark.parametrize(
+    ("dsa", "learns", "not_called"),
+    [
+        # nothing learns but indexers, and those from their own losses
+        ({"stage": "warmup"}, {"indexer"}, {"npu_sparse_flash_attention_grad": 2}),
+        ({"document_mask": True}, {"indexer", "rest"}, {}),
+        ({"indexer_loss": False}, {"rest"}, {"npu_sparse_lightning_indexer_grad_kl_loss": 2}),
+    ],
+    ids=["warmup", "documents", "without_loss"],
+)
+def test_stages_of_sparse_attention(
+    dsa: dict[str, Any], learns: set[str], not_called: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, packed = NpuSparseAttention.forward, []
+
+    def recorded(self: NpuSparseAttention, *args: Any, documents: Documents | None, **kwargs: Any) -> Any:
+        packed.append(documents is not None)
+        return forward(self, *args, documents=documents, **kwargs)
+
+    monkeypatch.setattr(NpuSparseAttention, "forward", recorded)
+    step = rehearse("deepseek_v32", matching("deepseek_v32"), dsa)
+    expected = {n for n in eager("deepseek_v32").gradients if ("indexer" if ".indexer." in n else "rest") in learns}
+    assert expected and step.gradients == expected
+    assert packed == [dsa.get("document_mask", False)] * 2
+    called = step.calls.count("npu")
+    attention = {op: 2 * times - not_called.get(op, 0) for op, times in PROMISES["npu_dsa"].per_target.items()}
+    assert {op: called[op] for op in attention} == attention
+
+
+def test_multi_token_prediction() -> None:
+    config = job("deepseek_v32", matching("deepseek_v32"), {})
+    config.mtp.layers = 1
+    with fake_ranks(1):
+        step = train_step(config, model_args("deepseek_v32", config))
+    further = {name for name in step.gradients if name.startswith("layers.2.")}
+    assert {"layers.2.eh_proj.weight", "layers.2.attention.indexer.wk.weight", "layers.2.moe.experts.w1"} <= further
+    assert step.gradients - further == eager("deepseek_v32").gradients
+    assert step.gradients == {name for name, _ in step.model.named_parameters()}
+    assert step.targets["npu_dsa"] == 3
+    called, expected_calls = step.calls.count("npu"), promised("deepseek_v32", step)
+    assert {op: called[op] for op in expected_calls} == expected_calls
+
+
+LAYOUTS: list[tuple[str, dict[str, int]]] = [
+    ("llama3", {"shard": 8}),
+    ("llama3", {"replicate": 2, "shard": 2, "tp": 2}),
+    ("llama3", {"cp": 4, "tp": 2}),
+    ("llama4", {"tp": 2, "ep": 4}),
+    ("qwen3", {"shard": 4, "tp": 2}),
+    ("qwen3", {"cp": 2, "tp": 2}),
+    ("qwen3_moe", {"ep": 4}),
+    ("deepseek_v3", {"cp": 2, "ep": 8}),
+    ("deepseek_v3", {"tp": 2, "ep": 4, "etp": 2}),
+    ("gpt_oss", {"ep": 8}),
+    ("gpt_oss", {"tp": 2, "ep": 4, "etp": 2}),
+]
+
+EVIDENCE = {
+    "shard": "c10d::_reduce_scatter_base_",
+    "replicate": "c10d::allreduce_",
+    "tp": "_c10d_functional::reduce_scatter_tensor",
+    "cp": "npu::npu_ring_attention_update",
+    "ep": "_c10d_functional::all_to_all_single",
+    "etp": "_c10d_functional::all_to_all_single",
+}
+"""By dimension of a layout, what a step calls only where the ranks share the work in it."""
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
+def test_parallel(model: str, layout: dict[str, Any]) -> None:
+    step = rehearse(model, matching(model), **layout)
+    assert step.gradients == eager(model).gradients
+    called = step.calls.count("npu")
+    expected = promised(model, step, ep="ep" in layout)
+    assert {op: called[op] for op in expected} == expected
+    assert {EVIDENCE[dimension] for dimension in layout} <= set(step.calls.names)
+    assert not gone(model, matching(model)) & set(step.calls.names)

@@ -1,0 +1,119 @@
+"""The TOML files users start from, one step of each on fake npu tensors, as a rank of the job's own size.
+
+Sizes, batch, layout, activation checkpointing and converters are the file's own. Layers are alike, so models are cut to
+two, one of each kind where there are two kinds; a pipeline's first and last stage keep all of theirs, up to eight.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.protocols.train_spec import get_train_spec
+
+from tests._helpers.contract_step import train_step
+from tests.contract.test_contract_models import EVIDENCE, PROMISES, Promise
+from tests.test_train_configs import FILES, load, world_size
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner import fake_ranks
+
+TORCH_NPU = {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}
+"""What torch_npu itself makes of scaled dot-product attention; deepseek_v32 has another."""
+GATHER = {"npu_gather_backward"}
+"""And of the gradient of a router's scores."""
+
+WHOLE_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".indexer.")
+"""What of a name says that every tensor-parallel rank has the parameter."""
+
+LONG = "deepseek_v32_671b_32k"
+CASES = [
+    pytest.param(file, cp, half, last, id=f"{file.stem}-cp{cp}{'-half' if half else ''}-{'last' if last else 'first'}")
+    for file in FILES
+    for cp, half in ([(1, False), (8, False), (1, True)] if file.stem == LONG else [(1, False)])
+    for last in ([False, True] if load(file).parallelism.pipeline_parallel_degree > 1 else [False])
+]
+"""Each file as it is; the one for long sequences also with context parallel, on as many devices, and on half of them,
+64: a stage then has 32, so that expert parallel over the stage is EP 32."""
+
+
+def cut_args(config: JobConfig) -> Any:
+    args: Any = copy.deepcopy(get_train_spec(config.model.name).model_args[config.model.flavor])
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree == 1 or args.n_layers > 8 * degree:
+        args.n_layers = 2 * degree
+        if hasattr(args, "n_dense_layers"):
+            args.n_dense_layers = 1
+        if hasattr(args, "vision"):  # each layer of a tower that is tapped has one of the decoder to go to
+            args.n_layers = args.vision.n_layers = 3
+            args.vision.deepstack_layers = (0, 1, 2)
+    args.update_from_config(config)
+    return args
+
+
+def npu_kernels() -> set[str]:
+    """The operators that torch_npu has a kernel for, or torch one made of other operators."""
+    keys = ("PrivateUse1", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    return {
+        name.partition(".")[0] for key in keys for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    }
+
+
+@pytest.mark.parametrize(("file", "cp", "half", "last"), CASES)
+def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
+    config = load(file)
+    config.optimizer.swap = False  # it reads on the host how many steps there were
+    p = config.parallelism
+    if half:
+        p.data_parallel_shard_degree //= 2
+        with pytest.raises(UsageError, match=r"degree 64 .* does not divide the 32 ranks of a pipeline stage"):
+            check_job(config, world_size(config))
+        p.expert_parallel_degree //= 2
+    devices = world_size(config)
+    # sequences are shared out over ranks that had some each: what is sharded over them stays so
+    p.context_parallel_degree, p.data_parallel_shard_degree = cp, p.data_parallel_shard_degree // cp
+    assert world_size(config) == devices
+    check_job(config, devices)
+    with fake_ranks(devices, rank=devices - 1 if last else 0):
+        step = train_step(config, cut_args(config))
+    assert all(step.targets.values())
+    called = set(step.calls.names)
+
+    # the converters' operators, torch_npu's own, and nothing that the converters have replaced
+    mrope = Promise(PROMISES["npu_rope"].per_target, instead_of=("aten::neg",))  # in training they call the same
+    promises = [{**PROMISES, "npu_mrope": mrope}[name] for name in config.model.converters]
+    routed = GATHER if "npu_permute" in config.model.converters else set()
+    own = set() if "npu_dsa" in config.model.converters else TORCH_NPU
+    assert set(step.calls.count("npu")) == own.union(routed, *(promise.per_target for promise in promises))
+    assert not called & {op for promise in promises for op in promise.gone}
+    # what has no kernel on the NPU would be computed on the CPU
+    assert {name for name in called if name.startswith("aten::")} <= npu_kernels()
+    parallel = {"shard": p.data_parallel_shard_degree, "tp": p.tensor_parallel_degree, "ep": p.expert_parallel_degree}
+    assert {EVIDENCE[dimension] for dimension, degree in parallel.items() if degree > 1} <= called
+
+    if cp > 1:  # attention has the front part of a sequence and the back part in turn, in every layer
+        queries = {
+            shape[1]
+            for name, outputs in step.outputs.items()
+            if name.endswith(".inner_attention.attention")
+            for shape, _ in outputs
+        }
+        assert queries == {config.training.seq_len // cp // 2}
+
+    # the arithmetic in the file's header: float32, and every parameter shared out over all devices of the stage
+    parameters = dict(step.model.named_parameters())
+    assert step.gradients == set(parameters)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name
+        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+        local = parameter.to_local().numel()
+        assert local == parameter.grad.to_local().numel(), name
+        share = parameter.numel() / (devices // p.pipeline_parallel_degree)
+        row = parameter.numel() / parameter.shape[0]  # which is not split: some ranks have one more
+        copies = p.tensor_parallel_degree if any(part in name for part in WHOLE_UNDER_TP) else 1
+        assert 0 <= local - copies * share < row, name

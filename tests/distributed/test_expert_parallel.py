@@ -1,0 +1,286 @@
+"""Expert parallel with fused dispatch: TorchTitan's results and collectives, no more host reads, no padding."""
+
+from __future__ import annotations
+
+import copy
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed import expert_parallel as upstream
+from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
+from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
+from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
+from torchtitan.models.gpt_oss.infra.parallelize import parallelize_gptoss
+from torchtitan.models.llama4.infra import parallelize as llama4
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
+from torchtitan.models.moe import utils
+from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
+
+from tests._helpers.converted_models import assert_no_further, convert
+from tests._helpers.moes import (
+    DIM,
+    ROUNDINGS,
+    build_moe,
+    call_exact,
+    call_experts,
+    call_experts_exact,
+    output_gradient,
+    rows,
+)
+from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.distributed.expert_parallel import (
+    STYLES,
+    NpuExpertParallel,
+    NpuExpertTensorParallel,
+    NpuGptossExpertTensorParallel,
+    with_fused_dispatch,
+)
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.rebind import refers_to
+
+RANKS, EXPERTS, TOP_K = 2, 6, 2
+VARIANTS = {
+    "plain": (),
+    "npu_gmm": ("npu_gmm",),
+    "npu_permute": ("npu_permute",),
+    "both": ("npu_permute", "npu_gmm"),
+}
+
+
+class Model(nn.Module):
+    """As much of a transformer as TorchTitan's plan for expert parallel looks at."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.moe, block.moe_enabled = moe, True
+        self.layers = nn.ModuleDict({"0": block})
+
+    @property
+    def moe(self) -> Any:
+        return self.layers["0"].moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x)
+
+
+class HostReads(TorchFunctionMode):
+    """Counts the places where Python reads a tensor's values, or asks for them on the CPU."""
+
+    READS = frozenset({"tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.count += name in self.READS or (name == "to" and torch.device("cpu") in args)
+        return func(*args, **(kwargs or {}))
+
+
+class HiddenReads(TorchDispatchMode):
+    """Notes the operators whose output has a size, or is a number, that the device alone knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        unknown_size = torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
+        if unknown_size or torch.Tag.data_dependent_output in func.tags:
+            self.names.append(str(func))
+        return func(*args, **kwargs)
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randn(2, 7, DIM, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def layer(biased: bool, before: bool, crowded: bool) -> nn.Sequential:
+    """``crowded``: every token goes to the experts of the first rank."""
+    moe = build_moe(biased, num_experts=EXPERTS, top_k=TOP_K, num_shared_experts=1, score_before_experts=before)
+    if crowded:
+        moe[0].expert_bias[: EXPERTS // RANKS] += 100
+    return moe
+
+
+def dispatched(biased: bool, before: bool, crowded: bool) -> dict[str, dict[str, Any]]:
+    """On a rank, for each variant: output, gradients, the experts' input, and what was communicated and read."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    results = {}
+    for name, converters in VARIANTS.items():
+        model = Model(layer(biased, before, crowded)[0])
+        model = convert(model, *converters) if converters else model
+        with_fused_dispatch(llama4.apply_moe_ep_tp, model)(model, None, mesh, None, None)
+        seen: dict[str, Any] = {}
+
+        def note(module: nn.Module, args: tuple[Tensor, Tensor], seen: dict[str, Any] = seen) -> None:
+            seen["rows"], seen["counts"] = args[0].shape[0], args[1].tolist()
+
+        hook = model.moe.experts.register_forward_pre_hook(note)
+        x = tokens_of(dist.get_rank()).requires_grad_()
+        model(x)
+        hook.remove()
+        with CommDebugMode() as communication, HiddenReads() as hidden, HostReads() as reads:
+            output = model(x)
+            output.backward(output_gradient(output))
+        collectives = {str(op): count for op, count in communication.get_comm_counts().items()}
+        seen |= {"collectives": collectives, "reads": reads.count, "hidden": hidden.names}
+        seen |= {"output": output.detach(), "x": x.grad, "routed": model.moe.tokens_per_expert / 2}
+        for key, parameter in model.moe.named_parameters():
+            grad = parameter.grad
+            seen[f"0.{key}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        results[name] = seen
+    return results
+
+
+@pytest.mark.parametrize(
+    ("biased", "before", "crowded"), [(False, True, False), (True, False, False), (False, False, True)]
+)
+def test_gives_what_torchtitan_gives(biased: bool, before: bool, crowded: bool) -> None:
+    ranks = run_on_ranks(RANKS, dispatched, biased, before, crowded)
+    exact = [call_exact(layer(biased, before, crowded), tokens_of(rank)) for rank in range(RANKS)]
+    local = EXPERTS // RANKS
+    routed = sum(results["plain"]["routed"] for results in ranks)
+    for rank, results in enumerate(ranks):
+        arrived = routed[rank * local : (rank + 1) * local].int().tolist()
+        assert any(arrived) != (crowded and rank == 1)
+        for variant, seen in results.items():
+            assert torch.equal(seen["routed"], results["plain"]["routed"])
+            for name, oracle in exact[rank].items():
+                if name.startswith("0.experts."):  # whose gradients come from the tokens of every rank
+                    oracle = sum(other[name] for other in exact)
+                assert_no_further(f"{variant} {name}", seen[name], results["plain"][name], oracle, ROUNDINGS)
+            fused = variant in ("npu_permute", "both")
+            if fused:
+                assert seen["counts"] == arrived and seen["rows"] == sum(arrived)
+            else:
+                assert seen["counts"] == [max(8, -(-count // 8) * 8) for count in arrived]
+                assert seen["rows"] > sum(arrived)
+
+
+def test_communicates_as_torchtitan_and_reads_no_more() -> None:
+    for results in run_on_ranks(RANKS, dispatched, False, True, False):
+        plain = results["plain"]
+        # the counts, the tokens there and back; and the tokens' gradients there and back
+        assert sum(plain["collectives"].values()) == 5
+        assert all(seen["collectives"] == plain["collectives"] for seen in results.values())
+        assert plain["reads"] == results["npu_permute"]["reads"] == 5  # four in the dispatch, one in the experts' loop
+        assert results["both"]["reads"] == results["npu_gmm"]["reads"] == 4
+        assert not results["both"]["hidden"] and not results["npu_permute"]["hidden"]
+        assert results["npu_gmm"]["hidden"] == plain["hidden"]  # TorchTitan's indexing, by places: it may be by a mask
+
+
+COUNTS = ([3, 0, 1, 5], [0, 2, 4, 0])
+"""The tokens that each expert-parallel rank has for the four experts."""
+
+
+def over_experts_and_their_columns(biased: bool) -> tuple[int, dict[str, Tensor]]:
+    """On one of 2 × 2 ranks: its place among the first two, and what converted experts give; outputs added up."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
+    ep_rank = mesh["ep"].get_local_rank()
+    experts = convert(build_moe(biased, num_experts=4), "npu_gmm")[0].experts
+    (NpuGptossExpertTensorParallel() if biased else NpuExpertTensorParallel())._apply(experts, mesh)
+    x, counts = rows(COUNTS[ep_rank], seed=ep_rank)
+    x.requires_grad_()
+    output = experts(x, counts)
+    output.backward(output_gradient(output))
+    whole = output.detach().clone()
+    dist.all_reduce(whole, group=mesh["etp"].get_group())
+    grads = {name: parameter.grad.full_tensor() for name, parameter in experts.named_parameters()}
+    return ep_rank, {"output": whole, "x": x.grad} | grads
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_expert_tensor_parallel_is_equal(biased: bool) -> None:
+    """gpt_oss's bias is added by each rank of a column: it must come out once."""
+    plain = build_moe(biased, num_experts=4)[0].experts
+    inputs = [rows(counts, seed=rank) for rank, counts in enumerate(COUNTS)]
+    exact, theirs = ([run(plain, *x) for x in inputs] for run in (call_experts_exact, call_experts))
+    for ep_rank, ours in run_on_ranks(4, over_experts_and_their_columns, biased):
+        for name in exact[0]:
+            if name in ("output", "x"):
+                assert_no_further(name, ours[name], theirs[ep_rank][name], exact[ep_rank][name], ROUNDINGS)
+            else:
+                alone, oracle = (sum(result[name] for result in results) for results in (theirs, exact))
+                assert_no_further(name, ours[name], alone, oracle, ROUNDINGS)
+
+
+PLANS = [llama4.parallelize_llama, parallelize_deepseekv3, parallelize_qwen3, parallelize_gptoss]
+
+
+def upstream_names() -> dict[str, Any]:
+    """What the global names of TorchTitan's modules mean, and what is in its classes."""
+    modules = (upstream, utils, llama4)
+    names = {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
+    for cls in STYLES:
+        names |= {f"{cls.__name__}.{name}": value for name, value in vars(cls).items()}
+    return names
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
+def test_plans_get_the_fused_styles_for_a_converted_model_only(plan: FunctionType) -> None:
+    before = upstream_names()
+    plain = Model(build_moe()[0])
+    assert with_fused_dispatch(plan, plain) is plan
+    converted = convert(copy.deepcopy(plain), "npu_permute", "npu_gmm")
+    fused = with_fused_dispatch(plan, converted)
+    styles = refers_to(plan, STYLES)
+    assert upstream.ExpertParallel in styles and len(styles) >= 2
+    assert not refers_to(fused, STYLES)
+    assert set(refers_to(fused, STYLES.values())) == {STYLES[style] for style in styles}
+    after = upstream_names()
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+
+def test_a_plan_without_these_styles_is_an_error() -> None:
+    """Whatever it does for expert parallel, it does not sort by the operators that the job asks for."""
+
+    def plan(model: nn.Module, *args: Any) -> nn.Module:
+        return model
+
+    converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
+    with pytest.raises(
+        UsageError, match=r"npu_permute cannot sort for expert parallel: .*\.plan uses none of .*styles"
+    ):
+        with_fused_dispatch(plan, converted)
+    assert with_fused_dispatch(plan, convert(Model(build_moe()[0]), "npu_gmm")) is plan
+
+
+def plan_of_a_user(model: nn.Module, *args: Any) -> None:
+    """In another package than TorchTitan's."""
+    apply_moe_ep_tp(model, *args)
+
+
+def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
+    converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
+    fused = with_fused_dispatch(plan_of_a_user, converted)
+    assert fused is not plan_of_a_user and not refers_to(fused, STYLES)
+    assert set(refers_to(plan_of_a_user, STYLES)) == {ExpertParallel, ExpertTensorParallel}
+    assert refers_to(fused, STYLES.values())
+
+
+def test_torch_s_grouped_product_which_needs_padding_is_an_error() -> None:
+    """``npu_permute`` alone, where the experts stay TorchTitan's and call ``torch._grouped_mm``."""
+    plan = llama4.apply_moe_ep_tp
+    with pytest.raises(UsageError, match="npu_permute with expert parallel needs npu_gmm"):
+        with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute"))
+    assert with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=False)[0]), "npu_permute")) is not plan
+
+
+def test_every_style_of_torchtitan_has_its_fused_counterpart() -> None:
+    assert set(STYLES) == {upstream.ExpertParallel, upstream.ExpertTensorParallel, GptossExpertTensorParallel}
+    for style, fused in STYLES.items():
+        assert issubclass(fused, style) and issubclass(fused, NpuExpertParallel)
+        assert fused._token_dispatch is not upstream.ExpertParallel._token_dispatch

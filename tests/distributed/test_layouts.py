@@ -1,0 +1,122 @@
+"""Parallel means equal: on every layout a model starts where one rank starts, and gives its loss and gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests._helpers.layouts import DEGREES, FUSED, train
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import TOLERANCE, Record, assert_same_balance, assert_same_gradients, together
+
+
+def layout(text: str) -> dict[str, int]:
+    """``"tp2 pp2"`` as degrees; data parallel takes the ranks that are left."""
+    degrees = {}
+    for word in text.split():
+        name = word.rstrip("0123456789")
+        assert name in DEGREES
+        degrees[name] = int(word.removeprefix(name))
+    return degrees
+
+
+LAYOUTS = {
+    2: {
+        "llama3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"],
+        "qwen3": ["shard2", "replicate2 shard1", "tp2", "cp2"],
+        "qwen3_moe": ["pp2", "ep2", "tp2 ep2"],
+        "llama4": ["tp2", "tp2 ep2"],
+        "deepseek_v3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2", "ep2", "tp2 ep2", "cp2 ep2"],
+    },
+    4: {
+        "llama3": [
+            "replicate2 shard2",
+            "shard2 tp2",
+            "replicate2 shard1 tp2",
+            "replicate2 shard1 pp2",
+            "tp2 cp2",
+            "tp2 pp2",
+            "cp2 pp2",
+            "pp4",
+        ],
+        "qwen3": ["replicate2 shard2", "shard2 tp2", "tp2 cp2"],
+        "qwen3_moe": ["shard2 tp2 ep2", "shard2 tp2 ep2 etp2", "tp2 cp2 ep4", "pp2 ep2"],
+        "deepseek_v3": [
+            "replicate2 shard2 ep2",
+            "shard2 tp2",
+            "shard4 ep2",
+            "ep4",
+            "shard2 tp2 ep2",
+            "shard2 tp2 ep2 etp2",
+            "shard2 tp2 ep4",
+            "cp2 ep4",
+            "pp2 ep2",
+            "tp2 cp2 ep4",
+            "tp2 pp2 ep2",
+        ],
+    },
+}
+OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
+    (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
+    (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    (2, "cp2", "llama3", {"parallelism.context_parallel_load_balancer": None}),
+    (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective"}),
+    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),
+    (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective", "model.converters": FUSED["qwen3"]}),
+    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full", "model.converters": FUSED["deepseek_v3"]}),
+    (2, "ep2", "deepseek_v3", {"model.converters": ["npu_permute"]}),
+    (2, "ep2", "deepseek_v3", {"model.converters": ["npu_gmm"]}),
+]
+CASES = OPTIONS + [
+    (ranks, text, model, options)
+    for ranks, models in LAYOUTS.items()
+    for model, texts in models.items()
+    for text in texts
+    for options in ({}, {"model.converters": FUSED[model]})
+]
+CASES.sort(key=lambda case: case[:3])  # a job is quicker after one like it, see tests/multirank.py
+
+
+def name(value: object) -> str:
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+
+
+@functools.cache
+def one_rank(model: str, fused: bool = False, validates: bool = False) -> Record:
+    options = {"model.converters": FUSED[model] if fused else [], "validation.enable": validates}
+    return run_on_ranks(1, train, model, {}, options, process_group=False)[0]
+
+
+def assert_equal_training(actual: Record, expected: Record) -> None:
+    assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert_same_gradients(actual, expected)
+    assert_same_balance(actual, expected)
+    # reported is a float32 sum of squares, up to 2048 × 64 of them in a few lanes: its last digits depend on the shards
+    assert actual.norms == pytest.approx(expected.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "qwen3_moe", "deepseek_v3"])
+def test_one_rank_gives_the_same_again_to_the_bit(model: str) -> None:
+    (again,) = run_on_ranks(1, train, model, {}, process_group=False)
+    assert again.losses == one_rank(model).losses
+    assert all(torch.equal(again.gradients[name], grad) for name, grad in one_rank(model).gradients.items())
+
+
+@pytest.mark.parametrize(("ranks", "text", "model", "options"), CASES, ids=name)
+def test_any_layout_gives_one_ranks_loss_and_gradients(
+    ranks: int, text: str, model: str, options: dict[str, Any]
+) -> None:
+    records = run_on_ranks(ranks, train, model, layout(text), options, process_group=False)
+    assert_equal_training(together(records), one_rank(model, options.get("model.converters") == FUSED[model]))
+
+
+@pytest.mark.parametrize("text", ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"])
+def test_any_layout_gives_one_ranks_validation_loss(text: str) -> None:
+    options = {"validation.enable": True}
+    alone = one_rank("llama3", validates=True)
+    actual = together(run_on_ranks(2, train, "llama3", layout(text), options, process_group=False))
+    assert actual.validation == pytest.approx(alone.validation, rel=TOLERANCE)
+    assert len(alone.validation) == 1 and 7 < alone.validation[0] < 9

@@ -1,0 +1,112 @@
+"""Strategies of matmul and matmul_backward: every combination of placements, by brute force, without communication."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests._helpers.matmul_brute_force import Valid, every_output, every_valid, is_valid, valid_for_all
+from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
+from tests._helpers.matmul_calls import SHAPES, Call, backward, choice, chosen_for, forward
+from tests._helpers.matmul_costs import Placed, cost_later, costs_from, least_costs, placed_everywhere
+from tests._helpers.shards import Placements, every_placement
+from torchtitan_npu.distributed import matmul_sharding
+from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding
+from torchtitan_npu.planner import fake_ranks
+
+MASKS = ((True, True), (True, False), (False, True))
+"""Without any gradient there is nothing to choose."""
+ROUNDING = 1e-12
+"""Costs are added up in another order. Where they are not the same, they differ by far more than that."""
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on nothing but its arguments, which are a few thousand, and is asked for a million times."""
+
+    def remember(name: str, function: Any) -> None:
+        monkeypatch.setattr(matmul_sharding, name, function)
+
+    for name in ("DTensorSpec", "_cost", "_sum_later", "matmul_ways"):
+        remember(name, functools.cache(getattr(matmul_sharding, name)))
+    # these take lists, and a partial, which is not equal to another of the same arguments
+    ways, of_each = matmul_sharding.matmul_backward_ways, matmul_sharding._of_each
+    known_ways = functools.cache(ways)
+    known_costs = functools.cache(lambda function, args, some: of_each(functools.partial(function, *args), some))
+    remember("matmul_backward_ways", lambda *args: known_ways(*args[:-1], tuple(args[-1])))
+    remember("_of_each", lambda cost, some: known_costs(cost.func, cost.args, tuple(map(tuple, some))))
+
+
+def check(call: Call, mesh_shape: tuple[int, ...], inputs: list[Placed], valid: Valid) -> None:
+    """For inputs in every combination of placements: the choice is valid, and no valid one costs less.
+
+    Where the inputs can stay as they are at no cost, they do; between one rank and itself nothing has a cost.
+    """
+    checked = functools.cache(functools.partial(is_valid, call, mesh_shape))
+    later = functools.cache(functools.partial(cost_later, call, inputs))
+    everywhere = zip(
+        itertools.product(*(placed.values() for placed in inputs)), least_costs(call, inputs, valid), strict=True
+    )
+    for specs, least in everywhere:
+        targets, results = chosen_for(call, specs)
+        placements = tuple(spec.placements for spec in specs)
+        assert checked(targets, results), (placements, targets, results)
+        cost = sum(costs_from(spec)[target] for spec, target in zip(specs, targets, strict=True))
+        cost += later(results[0], placements[-1])
+        assert math.isclose(cost, least, rel_tol=ROUNDING), (placements, targets, results)
+        if mesh_shape != (1,) and placements in valid and later(valid[placements][0], placements[-1]) == 0:
+            assert targets == placements
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mesh_shape"),
+    [
+        *itertools.product(SHAPES, [(1,), (2,)]),
+        ("2d2d", (4,)),  # one rank of four has no rows
+        *itertools.product(("2d2d", "3d2d", "batched", "broadcast", "1d1d", "2d1d", "3d1d", "1d3d"), [(2, 2)]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)),
+)
+@pytest.mark.usefixtures("remembered")
+def test_every_combination(shapes: str, mesh_shape: tuple[int, ...]) -> None:
+    with fake_ranks(math.prod(mesh_shape)), our_matmul_sharding():
+        placed = placed_everywhere(backward(shapes), init_device_mesh("cpu", mesh_shape))
+        check(forward(shapes), mesh_shape, placed[1:], every_valid(forward(shapes), mesh_shape))
+        gradients = every_output(backward(shapes), mesh_shape)
+        for mask in MASKS:
+            check(backward(shapes, mask), mesh_shape, placed, valid_for_all(gradients, mask))
+
+
+@pytest.mark.parametrize(("mesh_shape", "samples"), [((2,), 100), ((2, 2), 60)])
+@pytest.mark.parametrize("widths", [(WIDE, NARROW), (NARROW, WIDE)])
+@pytest.mark.usefixtures("remembered")
+def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
+    mesh_shape: tuple[int, ...], widths: tuple[int, int], samples: int
+) -> None:
+    """Where the cheapest choice leaves dX a sum that has to be taken: with that sum, ours sends no more."""
+
+    def wanted(grad: Placements, left: Placements, right: Placements) -> bool:
+        """A CPU has no all-to-all, and gathers instead; tests/rehearsal has all placements."""
+        return any(x.is_partial() for x in grad) and not any(x.is_shard() for x in (*grad, *right))
+
+    totals = ours_and_cheapest("cpu", mesh_shape, widths, wanted, samples)
+    assert totals and all(our <= other for our, other in totals)
+    if widths[0] > widths[1]:
+        assert any(our < other for our, other in totals)
+
+
+@pytest.mark.usefixtures("remembered")
+def test_ranks_choose_alike() -> None:
+    call = forward("2d2d")
+    everywhere = list(itertools.product(*(every_placement(x.ndim, 2) for x in call.inputs)))
+    choices = []
+    for rank in range(4):
+        with fake_ranks(4, rank), our_matmul_sharding():
+            mesh = init_device_mesh("cpu", (2, 2))
+            choices.append([choice(call, mesh, placements) for placements in everywhere])
+    assert choices == [choices[0]] * 4

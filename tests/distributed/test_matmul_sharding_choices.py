@@ -1,0 +1,174 @@
+"""Single choices of the strategies for matmul and matmul_backward, how they are registered, and what is cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests._helpers.matmul_calls import Call, Choice, P, R, choice
+from tests._helpers.shards import Placements, integers
+from torchtitan_npu.distributed import matmul_sharding
+from torchtitan_npu.distributed.matmul_placements import Way
+from torchtitan_npu.distributed.matmul_sharding import OPS, use_matmul_sharding
+from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul
+from torchtitan_npu.planner import fake_ranks
+
+aten = torch.ops.aten
+
+
+def choose(left: tuple[int, ...], right: tuple[int, ...], *placements: Placements, mask: Any = ()) -> Choice:
+    """The choice for operands of these shapes; with a ``mask``, that of the gradients."""
+    inputs = [torch.empty(shape, device="meta") for shape in (left, right)]
+    if mask:
+        inputs.insert(0, inputs[0] @ inputs[1])
+    op = aten.matmul_backward.default if mask else aten.matmul.default
+    mesh_shape = (2,) * len(placements[0])
+    with fake_ranks(2 ** len(mesh_shape)), our_matmul_sharding():
+        mesh = init_device_mesh("cpu", mesh_shape)
+        return choice(Call(op, tuple(inputs), (), (mask,) if mask else ()), mesh, placements)
+
+
+@pytest.mark.parametrize(
+    ("placements", "result"),
+    [
+        pytest.param(((R,), (R,)), (R,), id="replicated"),  # the first of the two cases the seed shows
+        pytest.param(((R,), (Shard(1),)), (Shard(2),), id="columns"),
+        pytest.param(((Shard(2),), (Shard(0),)), (P,), id="rows"),
+        pytest.param(((Shard(1),), (R,)), (Shard(1),), id="sequence"),
+        pytest.param(((P,), (R,)), (P,), id="sum"),
+    ],
+)
+def test_linear_layers_move_nothing(placements: tuple[Placements, ...], result: Placements) -> None:
+    left, right = placements
+    assert choose((2, 8, 16), (16, 32), left, right) == ((left, right), (result,), 0.0)
+    # and back: the gradient is where the result is, whole where that is a sum
+    grad = (R,) if result == (P,) else result
+    chosen = choose((2, 8, 16), (16, 32), grad, left, right, mask=[True, True])
+    assert (chosen.targets, chosen.cost) == ((grad, left, right), 0.0)
+    assert chosen.results[1] in (right, (P,))  # the weight's gradient is where the weight is, or a sum over it
+
+
+def test_ties_are_broken_by_changed_placements_then_by_memory_then_by_order() -> None:
+    # to sum up either operand costs the same
+    assert choose((8, 8), (8, 8), (P,), (P,)).targets == ((P,), (R,))
+    # slices of the second mesh dimension cost nothing, and would take less memory
+    chosen = choose((8, 16), (16, 4), (Shard(1), R), (R, R))
+    assert chosen == (((Shard(1), R), (Shard(0), R)), ((P, R),), 0.0)
+    with fake_ranks(2):
+        spec = DTensorSpec(
+            init_device_mesh("cpu", (2,)), (R,), tensor_meta=TensorMeta(torch.Size((8,)), (1,), torch.float32)
+        )
+        for results in ([R, Shard(0), P], [R, Shard(0), Shard(1)], [R, P]):
+            ways = [Way(((Shard(0)),), (result,)) for result in results]
+            assert matmul_sharding.cheapest([spec], [ways], [(8, 8)]) == (ways[1 if Shard(0) in results else 0],)
+
+
+def test_an_unwanted_gradient_is_not_paid_for() -> None:
+    # the gradient of right needs one of the two sums; without it they stay, if left's is not the wider one
+    assert choose((4, 6), (6, 8), (P,), (P,), (R,), mask=[True, False]).cost == 0
+    assert choose((4, 6), (6, 8), (P,), (P,), (R,), mask=[True, True]).cost > 0
+    anything = (Shard(0),), (P,), (Shard(1),)
+    assert choose((4, 8), (8, 6), *anything, mask=[False, False]) == (anything, anything[1:], 0.0)
+
+
+def test_a_gradient_is_summed_where_it_is_narrow() -> None:
+    """As in the projections to DeepSeek's latents, whose weights are replicated."""
+    narrow = choose((2, 64, 56), (56, 12), (P,), (R,), (R,), mask=[True, True])
+    assert narrow.targets == ((Shard(1),), (Shard(1),), (R,))  # over the sequence, not the batch
+    wide = choose((2, 64, 12), (12, 56), (P,), (R,), (R,), mask=[True, True])
+    assert (wide.targets, wide.cost) == (((P,), (R,), (R,)), 0.0)
+    # nobody will sum up the gradient of a frozen input
+    assert choose((2, 64, 56), (56, 12), (P,), (R,), (R,), mask=[False, True]).cost == 0
+
+
+def test_three_mesh_dimensions() -> None:
+    left, right = (Shard(0), R, Shard(2)), (R, Shard(1), Shard(0))
+    assert choose((4, 8, 16), (16, 8), left, right).results == ((Shard(0), Shard(2), P),)
+
+
+def test_cuts_in_an_unusual_order_stay() -> None:
+    strided = (_StridedShard(0, split_factor=3),)
+    assert choose((12, 5), (5, 7), strided, (R,)).results == (strided,)
+    assert choose((12, 5), (5, 7), (R,), (_StridedShard(1, split_factor=3),)).results == (
+        (_StridedShard(1, split_factor=3),),
+    )
+    # nothing else has them: they go by way of the whole tensor
+    assert choose((12, 5), (5, 8), strided, (Shard(1),)).targets != (strided, (Shard(1),))
+
+
+def test_what_is_no_sum_is_reduced_first() -> None:
+    chosen = choose((4, 8), (8, 6), (Partial("max"),), (R,))
+    assert not any(x.is_partial() for (x,) in chosen.targets)
+
+
+def test_a_mean_stays_one() -> None:
+    mean = (Partial("avg"),)
+    assert choose((4, 8), (8, 6), mean, (R,)) == ((mean, (R,)), (mean,), 0.0)
+    assert choose((4, 8), (8, 6), (R,), mean) == (((R,), mean), (mean,), 0.0)
+    # a product of means is none, nor is one of a mean and a sum
+    for other in (mean, (P,)):
+        assert sum(x.is_partial() for (x,) in choose((4, 8), (8, 6), mean, other).targets) == 1
+    # and in the gradients
+    assert choose((4, 8), (8, 6), mean, (R,), (R,), mask=[False, True]) == ((mean, (R,), (R,)), ((R,), mean), 0.0)
+    # the product of the means of these parts is the mean of their products
+    parts, right = [2 * integers(4, 8, seed=seed) for seed in range(2)], integers(8, 6, seed=2)
+    assert torch.equal((parts[0] + parts[1]) / 2 @ right, (parts[0] @ right + parts[1] @ right) / 2)
+
+
+def test_choices_are_cached_and_the_mask_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+
+    def cheapest(*args: Any) -> Any:
+        chosen.append(args)
+        return upstream(*args)
+
+    upstream = matmul_sharding.cheapest
+    monkeypatch.setattr(matmul_sharding, "cheapest", cheapest)
+    with fake_ranks(2), our_matmul_sharding(), whole_matmul(), torch.no_grad():
+        mesh = init_device_mesh("cpu", (2,))
+        left, right = (DTensor.from_local(torch.ones(4, 4), mesh, (R,), run_check=False) for _ in range(2))
+        for _ in range(3):
+            aten.matmul(left, right)
+        assert len(chosen) == 1
+        for mask in ([True, False], [True, True], [False, True]) * 2:
+            grads = aten.matmul_backward(left, left, right, mask)
+            assert [x is not None for x in grads] == mask
+        assert len(chosen) == 1 + 3
+
+
+def tables() -> list[dict[Any, Any]]:
+    """What DTensor has for the two operators."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    every: list[dict[Any, Any]] = [
+        propagator.op_single_dim_strategy_funcs,
+        propagator.op_strategy_funcs,
+        propagator.op_to_schema_info,
+    ]
+    return [{op: table[op] for op in OPS if op in table} for table in every]
+
+
+def test_a_job_has_what_it_asks_for_and_nothing_of_the_job_before() -> None:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    single: Any = propagator.op_single_dim_strategy_funcs
+    single[OPS[0]] = asked = lambda *args: pytest.fail("asked")  # DTensor asks this table first
+    try:
+        before = tables()
+        for _ in range(2):
+            use_matmul_sharding(True)
+            assert OPS[0] not in single
+            assert propagator.op_strategy_funcs[OPS[0]] is matmul_sharding.matmul_strategy
+            assert propagator.op_strategy_funcs[OPS[1]] is matmul_sharding.matmul_backward_strategy
+        for _ in range(2):
+            use_matmul_sharding(False)
+            assert tables() == before
+        assert choose((4, 8), (8, 6), (R,), (R,)).results == ((R,),)
+        assert single[OPS[0]] is asked
+    finally:
+        use_matmul_sharding(False)
+        del single[OPS[0]]

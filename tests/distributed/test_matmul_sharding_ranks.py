@@ -1,0 +1,124 @@
+"""matmul and matmul_backward on DTensors, on real ranks: dense results, and communication only where it has a cost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests._helpers.matmul_calls import Call, P, R, backward, choice, forward
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.shards import Placements, assemble, cut, every_placement, integers
+from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul
+
+Outcome = list[tuple[Tensor, Placements] | None]
+"""The outputs of one call on one rank: local tensors and placements."""
+
+
+def placed(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    local = cut(whole, tuple(mesh.shape), placements)[mesh.get_rank()]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def call_on_ranks(shapes: tuple[str, ...]) -> list[Outcome]:
+    """Each operator, with inputs in every combination of placements over a mesh of one dimension."""
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    outcomes: list[Outcome] = []
+    with whole_matmul(), our_matmul_sharding(), CommDebugMode() as communication:
+        for call, placements in combinations(shapes):
+            inputs = [placed(x, mesh, here) for x, here in zip(call.inputs, placements, strict=True)]
+            before = communication.get_total_counts()
+            results = call.op(*inputs, *call.mask)
+            communicates = communication.get_total_counts() > before
+            assert communicates == (choice(call, mesh, placements).cost > 0), placements
+            outputs = results if isinstance(results, tuple) else (results,)
+            outcomes.append([None if x is None else (x.to_local(), x.placements) for x in outputs])
+    return outcomes
+
+
+def combinations(shapes: tuple[str, ...]) -> list[tuple[Call, tuple[Placements, ...]]]:
+    calls = [
+        *(forward(name) for name in shapes),
+        *(backward(name) for name in shapes),
+        backward(shapes[0], (True, False)),
+        backward(shapes[0], (False, True)),
+    ]
+    return [
+        (call, placements)
+        for call in calls
+        for placements in itertools.product(*(every_placement(x.ndim, 1) for x in call.inputs))
+    ]
+
+
+def test_every_combination_on_two_ranks() -> None:
+    shapes = ("2d2d", "3d2d", "1d3d")
+    ranks = run_on_ranks(2, call_on_ranks, shapes)
+    for (call, placements), *outcomes in zip(combinations(shapes), *ranks, strict=True):
+        check(call.outputs, outcomes, (2,), placements)
+
+
+def check(expected: Any, outcomes: list[Outcome], mesh: tuple[int, ...], placements: Any) -> None:
+    """All ranks have chosen the same placements, and their tensors are the parts of the dense result."""
+    for whole, *parts in zip(expected, *outcomes, strict=True):
+        if whole is None:
+            assert parts == [None] * len(parts)
+            continue
+        assert len({part[1] for part in parts}) == 1, placements
+        result = assemble([part[0] for part in parts], mesh, parts[0][1])
+        assert result is not None and torch.equal(result, whole), placements
+
+
+def train_on_ranks() -> list[Outcome]:
+    """``left @ right`` and, by autograd, its gradients, for every placement of the two over a mesh of 2 × 2."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    call = forward("2d2d")
+    outcomes: list[Outcome] = []
+    with whole_matmul(), our_matmul_sharding():
+        for placements in itertools.product(*(every_placement(x.ndim, 2) for x in call.inputs)):
+            left, right = (
+                placed(x, mesh, here).requires_grad_() for x, here in zip(call.inputs, placements, strict=True)
+            )
+            product: Any = left @ right
+            # as DTensor's autograd does: the gradient of a sum that is still to be taken is whole
+            gradient_at = tuple(R if x.is_partial() else x for x in product.placements)
+            product.backward(placed(integers(*product.shape, seed=2), mesh, gradient_at))
+            results = (product.detach(), left.grad, right.grad)
+            outcomes.append([(x.to_local(), x.placements) for x in results if isinstance(x, DTensor)])
+    return outcomes
+
+
+def backward_of_sums_on_ranks() -> list[Outcome]:
+    """Gradients of a product that is a sum over one or both mesh dimensions, narrower than its left factor."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    call = backward("wide")
+    outcomes: list[Outcome] = []
+    with whole_matmul(), our_matmul_sharding():
+        for placements in SUMS:
+            inputs = [placed(x, mesh, here) for x, here in zip(call.inputs, placements, strict=True)]
+            outcomes.append([(x.to_local(), x.placements) for x in call.op(*inputs, *call.mask)])
+    return outcomes
+
+
+SUMS = [(grad, (R, R), (R, R)) for grad in ((P, P), (P, R), (R, P))]
+
+
+def test_gradients_on_a_mesh_of_two_by_two() -> None:
+    ranks = run_on_ranks(4, train_on_ranks)
+    expected = (*forward("2d2d").outputs, *backward("2d2d").outputs)
+    everywhere = itertools.product(every_placement(2, 2), repeat=2)
+    for placements, *outcomes in zip(everywhere, *ranks, strict=True):
+        check(expected, outcomes, (2, 2), placements)
+
+
+def test_sums_are_taken_where_they_are_narrow() -> None:
+    """To leave them for later would move nothing now."""
+    for placements, *outcomes in zip(SUMS, *run_on_ranks(4, backward_of_sums_on_ranks), strict=True):
+        check(backward("wide").outputs, outcomes, (2, 2), placements)
+        (_, left_grad_at), _ = outcomes[0]  # type: ignore[misc]
+        assert not any(x.is_partial() for x in left_grad_at), placements

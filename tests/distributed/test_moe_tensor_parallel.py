@@ -1,0 +1,187 @@
+"""MoE layers whose tensor-parallel ranks route tokens of their own: what they give, count and send."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
+from torchtitan.models.gpt_oss.infra.parallelize import parallelize_gptoss
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp, parallelize_llama
+from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
+
+from tests._helpers.converted_models import assert_no_further, convert
+from tests._helpers.layouts import FUSED, job_config
+from tests._helpers.moes import DIM, ROUNDINGS, build_moe, call, call_exact, output_gradient
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import Record, expert_biases, recording, train_until
+from tests.distributed.test_layouts import assert_equal_training
+from tools.bench.moe_traffic import END, HEAD, MODELS, PAGE, START, rows
+from torchtitan_npu.components.expert_balance import add_up_counts
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.distributed.collectives import Collectives
+from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
+from torchtitan_npu.distributed.moe_tensor_parallel import routes_own_tokens, with_own_tokens
+from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
+from torchtitan_npu.upstream.parallel_dims import ParallelDims
+
+TP, DP = 2, 2
+BATCH, SHARE = 3, 4
+"""Sequences a data-parallel rank has, and tokens of each that a tensor-parallel rank has."""
+
+
+class Model(nn.Module):
+    """As much of a transformer as the plans look at: a block that is a MoE layer."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.moe, block.moe_enabled = moe, True  # type: ignore[assignment]
+        self.layers = nn.ModuleDict({"0": block})
+
+
+def plan(model: nn.Module, tp: DeviceMesh, ep: DeviceMesh) -> None:
+    apply_moe_ep_tp(model, tp, ep, None, None)
+
+
+def layer(shared: int, before: bool) -> nn.Sequential:
+    return build_moe(num_experts=8, top_k=3, num_shared_experts=shared, score_before_experts=before)
+
+
+def tokens_of(dp_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 + dp_rank)
+    return torch.randn(BATCH, TP * SHARE, DIM, generator=generator)
+
+
+def share(x: Tensor, tp_rank: int) -> Tensor:
+    return x[:, tp_rank * SHARE : (tp_rank + 1) * SHARE].contiguous()
+
+
+def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[str, Any]:
+    """What a layer gives on one of 2 × 2 ranks, over all of which expert parallel goes, and what it sends."""
+    ep = init_device_mesh("cpu", (DP * TP,), mesh_dim_names=("ep",))
+    tp = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))["tp"]
+    groups = {str(tp.get_group().group_name): "TP", str(ep.get_group().group_name): "EP"}
+    model = Model(layer(shared, before)[0])
+    model = convert(model, *converters) if converters else model
+    with_own_tokens(plan, with_fused_dispatch(apply_moe_ep_tp, model))(model, tp, ep)
+    moe = model.layers["0"].moe
+
+    dp_rank, tp_rank = divmod(dist.get_rank(), TP)
+    x = share(tokens_of(dp_rank), tp_rank).requires_grad_()
+    with CommDebugMode() as everything, Collectives() as forward:
+        output = moe(x)
+    assert everything.get_total_counts() == len(forward.calls)
+    with CommDebugMode() as everything, Collectives() as backward:
+        output.backward(share(output_gradient(tokens_of(dp_rank)), tp_rank))
+    assert everything.get_total_counts() == len(backward.calls)
+    add_up_counts([moe])
+    seen: dict[str, Any] = {
+        when: [(x.kind, groups[group], x.sent) for x, group in zip(collectives.calls, collectives.groups, strict=True)]
+        for when, collectives in (("forward", forward), ("backward", backward))
+    }
+    seen |= {"output": output.detach(), "x": x.grad, "counts": moe.tokens_per_expert}
+    return seen | {
+        f"0.{name}": p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in moe.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shared", "before", "converters"),
+    [(1, False, ()), (0, True, ()), (1, True, ("npu_permute", "npu_gmm"))],
+    ids=["shared", "routed alone", "converted"],
+)
+def test_gives_what_one_rank_gives_and_sends_for_shared_experts_only(
+    shared: int, before: bool, converters: tuple[str, ...]
+) -> None:
+    ranks = run_on_ranks(DP * TP, on_a_rank, shared, before, converters)
+    alone = layer(shared, before)
+    exact = [call_exact(alone, tokens_of(rank)) for rank in range(DP)]
+    plain = []
+    for rank in range(DP):
+        alone[0].tokens_per_expert.zero_()
+        plain.append(call(alone, tokens_of(rank)) | {"counts": alone[0].tokens_per_expert.clone()})
+
+    for rank, seen in enumerate(ranks):
+        dp_rank, tp_rank = divmod(rank, TP)
+        assert torch.equal(seen["counts"], plain[dp_rank]["counts"])
+        for name, oracle in exact[dp_rank].items():
+            theirs = plain[dp_rank][name]
+            if name in ("output", "x"):
+                oracle, theirs = share(oracle, tp_rank), share(theirs, tp_rank)
+            elif name.startswith("0.experts."):  # whose gradients come from the tokens of every rank
+                oracle, theirs = (sum(result[name] for result in results) for results in (exact, plain))
+            assert_no_further(name, seen[name], theirs, oracle, ROUNDINGS)
+
+        nbytes = seen["x"].nbytes
+        for when, exchanges in (("forward", 3), ("backward", 2)):  # forward, the counts go first
+            over_tp = [(kind, sent) for kind, group, sent in seen[when] if group == "TP"]
+            gathered = {("all_gather_into_tensor", (TP - 1) * nbytes), ("reduce_scatter_tensor", (TP - 1) * nbytes)}
+            assert len(over_tp) == len({*over_tp}) and {*over_tp} == (gathered if shared else set())
+            assert [kind for kind, group, _ in seen[when] if group == "EP"] == ["all_to_all_single"] * exchanges
+
+
+def trained(layout: dict[str, int], options: dict[str, Any]) -> tuple[Record, dict[str, Tensor]]:
+    """Three steps of a tiny deepseek_v3 on this rank: the record, and the experts' biases after them."""
+    with recording(job_config("deepseek_v3", layout, {"training.steps": 3, **options})) as (trainer, record):
+        train_until(trainer, 3)
+        return record, expert_biases(trainer.model_parts)
+
+
+@functools.cache
+def trained_alone(fused: bool) -> tuple[Record, dict[str, Tensor]]:
+    options = {"model.converters": FUSED["deepseek_v3"]} if fused else {}
+    return run_on_ranks(1, trained, {}, options, process_group=False)[0]
+
+
+OPERATORS = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+FULL = {"activation_checkpoint.mode": "full"}
+THEIRS = {"npu.moe_sequence_parallel": False}
+
+
+@pytest.mark.parametrize(
+    ("fused", "options"),
+    [(False, OPERATORS), (True, FULL), (False, THEIRS), (True, THEIRS)],
+    ids=["selective", "converted, full", "TorchTitan's layout", "converted, TorchTitan's layout"],
+)
+def test_trains_and_balances_as_one_rank_does(fused: bool, options: dict[str, Any]) -> None:
+    expected, expected_biases = trained_alone(fused)
+    converters = {"model.converters": FUSED["deepseek_v3"]} if fused else {}
+    for record, biases in run_on_ranks(2, trained, {"tp": 2, "ep": 2}, options | converters, process_group=False):
+        assert_equal_training(record, expected)
+        assert biases.keys() == expected_biases.keys() and len(biases) == 2
+        for name, bias in biases.items():
+            assert bias.any() and torch.equal(bias, expected_biases[name]), name
+
+
+def dims(**degrees: int) -> ParallelDims:
+    layout = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1, "ep": 2, "etp": 1, "world_size": 2}
+    return ParallelDims(**layout | degrees)
+
+
+def test_which_jobs_get_it() -> None:
+    off = JobConfig()
+    off.npu.moe_sequence_parallel = False
+    for parallelize in (parallelize_deepseekv3, parallelize_deepseekv32, parallelize_qwen3, parallelize_llama):
+        assert routes_own_tokens(parallelize, dims(), JobConfig())
+        assert routes_own_tokens(parallelize, dims(dp_shard=2, ep=4, world_size=4), JobConfig())
+        assert not routes_own_tokens(parallelize, dims(), off)
+        assert not routes_own_tokens(parallelize, dims(ep=1), JobConfig())
+        assert not routes_own_tokens(parallelize, dims(tp=1, dp_shard=2), JobConfig())
+        assert not routes_own_tokens(parallelize, dims(dp_shard=2, etp=2, world_size=4), JobConfig())
+    assert not routes_own_tokens(parallelize_gptoss, dims(), JobConfig())
+
+
+def test_the_page_has_the_table_that_the_code_gives() -> None:
+    """The last model's part of it, which is the quickest."""
+    table = PAGE.read_text().partition(START)[2].partition(END)[0]
+    assert table.startswith(HEAD) and all(f"| {name} " in table for name in MODELS)
+    assert table.endswith(rows(list(MODELS)[-1])), "run python tools/bench/moe_traffic.py"

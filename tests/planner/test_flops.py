@@ -1,0 +1,159 @@
+"""FLOPs of the npu:: operators: what torch counts for the same computation written as plain products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchtitan_npu.ops  # noqa: F401  # declares torch.ops.npu
+from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_device
+from torchtitan_npu.planner.flops import flops
+
+npu = torch.ops.npu
+BATCH, QUERIES, KEYS, HEADS, TOP_K = 2, 6, 8, 4, 3
+LATENT, ROPE, INDEX_HEADS, INDEX_SIZE = 512, 64, 8, 128
+
+
+class Counted(BelowSubclasses):
+    """Adds up what the rehearsal counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = op(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            self.forward += flops(op, args, kwargs, output)
+        else:
+            self.backward += flops(op, args, kwargs, output)
+        return output
+
+
+def counted(compute: Callable[[], Tensor]) -> tuple[int, int]:
+    """What the rehearsal counts of ``compute``, forward and backward."""
+    with fake_device(), torch.autograd.set_multithreading_enabled(False), Counted() as mode:
+        compute().float().sum().backward()
+    return mode.forward, mode.backward
+
+
+def plain(compute: Callable[[], Tensor], backward: bool = True) -> tuple[int, int]:
+    """What torch counts."""
+    with fake_device():
+        with FlopCounterMode(display=False) as forward:
+            output = compute()
+        with FlopCounterMode(display=False) as turned:
+            if backward:
+                output.float().sum().backward()
+    return forward.get_total_flops(), turned.get_total_flops()
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def chosen() -> Tensor:
+    return torch.zeros(BATCH, QUERIES, 1, TOP_K, dtype=torch.int32)
+
+
+def test_grouped_matmul() -> None:
+    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+
+    rows = (3, 0, 5)
+
+    def grouped() -> Tensor:
+        return grouped_matmul(leaf(sum(rows), 32), leaf(len(rows), 32, 16), torch.tensor(rows))
+
+    def one_by_one() -> Tensor:
+        return torch.cat([leaf(n, 32) @ leaf(32, 16) for n in rows])
+
+    assert counted(grouped) == plain(one_by_one)
+
+
+def test_sparse_attention() -> None:
+    """Of each query with the keys that it has chosen: absorbed, so that the value is the key without its rope."""
+    tokens = BATCH * QUERIES
+
+    def sparse() -> Tensor:
+        query, key = leaf(BATCH, QUERIES, HEADS, LATENT), leaf(BATCH, KEYS, 1, LATENT)
+        ropes = {"query_rope": leaf(BATCH, QUERIES, HEADS, ROPE), "key_rope": leaf(BATCH, KEYS, 1, ROPE)}
+        options = {"attention_mode": 2, "return_softmax_lse": True}  # the backward pass needs the statistics
+        return npu.npu_sparse_flash_attention(query, key, key, chosen(), 1.0, **ropes, **options)[0]
+
+    def scores() -> Tensor:
+        return torch.bmm(leaf(tokens, HEADS, LATENT + ROPE), leaf(tokens, LATENT + ROPE, TOP_K))
+
+    def attention() -> Tensor:
+        return torch.bmm(scores().softmax(-1), leaf(tokens, TOP_K, LATENT))
+
+    forward, backward = plain(attention)
+    again, _ = plain(scores, backward=False)
+    assert counted(sparse) == (forward, again + backward)
+
+
+def test_indexer() -> None:
+    """Forward with every key, backward with those that were chosen, whose scores are computed again."""
+
+    def indexer() -> Tensor:
+        query, key = leaf(BATCH, QUERIES, INDEX_HEADS, INDEX_SIZE), leaf(BATCH, KEYS, 1, INDEX_SIZE)
+        weights = leaf(BATCH, QUERIES, INDEX_HEADS)
+        return npu.npu_lightning_indexer(query, key, weights, sparse_count=TOP_K, return_value=True)[1]
+
+    def scores(keys: int) -> Callable[[], Tensor]:
+        def compute() -> Tensor:
+            products = torch.bmm(
+                leaf(BATCH * QUERIES, INDEX_HEADS, INDEX_SIZE), leaf(BATCH * QUERIES, INDEX_SIZE, keys)
+            )
+            return (products.relu() * leaf(BATCH * QUERIES, INDEX_HEADS, 1)).sum(1)
+
+        return compute
+
+    every, _ = plain(scores(KEYS), backward=False)
+    again, turned = plain(scores(TOP_K))
+    assert counted(indexer) == (every, again + turned)
+
+
+def test_indexer_loss() -> None:
+    """Attention's scores, and the indexer's with the gradients of its queries and keys, in one operator."""
+    tokens = BATCH * QUERIES
+
+    def loss() -> int:
+        with fake_device(), Counted() as mode:
+            attention = leaf(BATCH, QUERIES, HEADS, LATENT), leaf(BATCH, KEYS, 1, LATENT)
+            index = leaf(BATCH, QUERIES, INDEX_HEADS, INDEX_SIZE), leaf(BATCH, KEYS, 1, INDEX_SIZE)
+            statistics = [torch.ones(BATCH, 1, QUERIES, HEADS) for _ in range(2)]
+            ropes = {"query_rope": leaf(BATCH, QUERIES, HEADS, ROPE), "key_rope": leaf(BATCH, KEYS, 1, ROPE)}
+            weights = leaf(BATCH, QUERIES, INDEX_HEADS)
+            with torch.no_grad():
+                npu.npu_sparse_lightning_indexer_grad_kl_loss(
+                    *attention, *index, weights, chosen(), *statistics, 1.0, **ropes
+                )
+        return mode.forward
+
+    def of_attention() -> Tensor:
+        return torch.bmm(leaf(tokens, HEADS, LATENT + ROPE), leaf(tokens, LATENT + ROPE, TOP_K))
+
+    def of_indexer() -> Tensor:
+        return torch.bmm(leaf(tokens, INDEX_HEADS, INDEX_SIZE), leaf(tokens, INDEX_SIZE, TOP_K))
+
+    assert loss() == plain(of_attention, backward=False)[0] + sum(plain(of_indexer))
+
+
+def test_fusion_attention() -> None:
+    def fused() -> Tensor:
+        query, key, value = (leaf(BATCH, HEADS, tokens, 32) for tokens in (QUERIES, KEYS, KEYS))
+        return npu.npu_fusion_attention(query, key, value, HEADS, "BNSD")[0]
+
+    def scores() -> Tensor:
+        return torch.bmm(leaf(BATCH * HEADS, QUERIES, 32), leaf(BATCH * HEADS, 32, KEYS))
+
+    def attention() -> Tensor:
+        return torch.bmm(scores().softmax(-1), leaf(BATCH * HEADS, KEYS, 32))
+
+    forward, backward = plain(attention)
+    assert counted(fused) == (forward, plain(scores, backward=False)[0] + backward)

@@ -1,0 +1,117 @@
+"""The entry as a user starts it: from a TOML file, on two ranks, with mistakes."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.tools.logging import init_logger
+
+import torchtitan_npu.train as entry
+from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.cli.compare.command import main as compare_loss
+from torchtitan_npu.cli.compare.launch import TRAINER, RunPair, train_command
+
+CONFIG = Path("train_configs/llama3_debugmodel.toml")
+SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--training.global_batch_size", "2")
+
+
+@pytest.mark.parametrize(
+    ("toml", "args", "message"),
+    [
+        ("", ["--model.converters", "npu_rms_nrm"], "'npu_rms_nrm' is not known; did you mean 'npu_rms_norm'?"),
+        ("", ["--model.converters", "npu_rms_norm,npu_rms_norm"], "lists 'npu_rms_norm' 2 times"),
+        ("[model]\nnmae = 'llama3'", [], "unknown key 'model.nmae'; did you mean 'name'?"),
+        ("[model\n", [], "no valid TOML"),
+        (None, [], "job.config_file job.toml: No such file or directory"),
+        ("", ["--parallelism.tensor_parallel_degree", "3"], "1 ranks"),
+        ("", ["--experimental.custom_import", "no_such_module"], "No module named 'no_such_module'"),
+        (
+            "",
+            [
+                *["--experimental.custom_import", "tests._helpers.model_without_norms"],
+                *["--model.name", "without_norms", "--model.converters", "npu_rms_norm"],
+            ],
+            "npu_rms_norm found no nn.RMSNorm in PlainModel",
+        ),
+    ],
+    ids=["unknown-converter", "twice", "misspelt-key", "syntax", "missing-file", "nproc", "import", "no-target"],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(
+    toml: str | None,
+    args: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if toml is not None:
+        Path("job.toml").write_text(toml)
+    shared = ["--model.hf_assets_path", "torchtitan_npu/assets/tokenizer", "--training.dataset", "tiny_corpus"]
+    monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", "job.toml", *shared, *args])
+    with pytest.raises(SystemExit) as exit:
+        entry.main()
+    errors = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2
+    assert len(errors) == 1 and errors[0].startswith("torchtitan_npu: error: ") and message in errors[0]
+    assert [file.name for file in tmp_path.iterdir()] == (["job.toml"] if toml is not None else [])
+
+
+@pytest.mark.parametrize("mistake", ["--model.nmae=x", "--parallelism.tensor_parallel_degree=3"])
+def test_the_other_ranks_of_a_node_say_nothing_of_the_job_s_mistake_until_the_first_has(
+    mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends them while they wait; tests/tools/test_launch.py has that with real ranks."""
+    said_by_then = []
+    monkeypatch.setattr(entry, "FIRST_ON_NODE", False)
+    monkeypatch.setattr(entry.time, "sleep", lambda seconds: said_by_then.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(CONFIG), mistake])
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert said_by_then == [(entry.PATIENCE, "")]
+
+
+def train(arguments: list[str], log: Path) -> None:
+    """What ``torchtitan_npu.train`` with these ``arguments`` does on this rank; what the ranks say is in ``log``."""
+    sys.argv = ["train", *arguments]
+    with log.open("a") as file, redirect_stdout(file):
+        entry.main()
+    # what follows on this rank is another test's
+    init_logger()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> RunPair:
+    """Ten steps on two ranks, eager and converted, by the arguments that the comparing tool gives them."""
+    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=10, extra=SMALL)
+    for side in ("baseline", "candidate"):
+        train_on_two_ranks(pair, side)
+    return pair
+
+
+def train_on_two_ranks(pair: RunPair, side: str) -> None:
+    command = train_command(pair, side)
+    arguments = command[command.index(TRAINER) + 1 :]
+    run_on_ranks(2, train, arguments, pair.out / f"{side}.log", process_group=False)
+
+
+def test_converted_training_follows_the_eager_baseline(runs: RunPair) -> None:
+    sides = [str(runs.out / side) for side in ("baseline", "candidate")]
+    assert compare_loss([*sides, "--rtol", "1e-5", "--out", str(runs.out)]) == 0
+    logged = "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm"
+    assert logged in (runs.out / "candidate.log").read_text()
+    baseline = (runs.out / "baseline.log").read_text()
+    assert "step: 10" in baseline and "npu_rms_norm" not in baseline
+    assert (runs.out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_identical_runs_are_bit_identical(runs: RunPair, tmp_path: Path) -> None:
+    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=10, extra=SMALL)
+    train_on_two_ranks(again, "baseline")
+    sides = [str(pair.out / "baseline") for pair in (runs, again)]
+    assert compare_loss([*sides, "--assert-equal", "--out", str(tmp_path)]) == 0

@@ -1,0 +1,1 @@
+"""The command ``torchtitan-npu``, one folder per subcommand."""

@@ -1,0 +1,174 @@
+"""From Hugging Face's format to a distributed checkpoint (DCP), tensor by tensor.
+
+DCP writes what a planner gives it when it asks. This one reads a tensor at that moment, so that no more than the
+smaller weights of one layer are in memory. Weights of all experts are written as one chunk an expert: a rank that
+trains some of the experts then reads only those.
+"""
+
+from __future__ import annotations
+
+import queue
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, HuggingFaceStorageReader, SavePlan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+
+from torchtitan_npu.cli.convert.pieces import Model, Piece, cut, read, stored_dtypes
+from torchtitan_npu.errors import UsageError
+
+SCALES = ("_scale_inv", "_scales")
+
+
+class FromHuggingFace:
+    """A checked conversion of the folder ``source``, that has yet to be done."""
+
+    def __init__(self, source: Path, model: Model, quantized: bool) -> None:
+        self.model = model
+        self.pieces = cut(model)
+        names = set(HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata)
+        _check_quantization(source, names, quantized)
+        _check_nothing_is_left(source, names, self.pieces, model)
+        self.reader = model.adapter.get_hf_storage_reader(str(source), quantized)
+        if quantized and not isinstance(self.reader, QuantizedHuggingFaceStorageReader):
+            raise UsageError(f"--quantized: the adapter of {model.name} reads no quantised weights")
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.tensors: dict[str, Tensor] = {}
+        """What will be written, on the meta device, with the dtypes of the source."""
+        for piece in self.pieces:
+            dtypes = stored_dtypes(piece.theirs, self.metadata, str(source), model)
+            if quantized:
+                dtypes = {name: torch.float32 if _is_quantised(name, names) else d for name, d in dtypes.items()}
+            self.tensors |= piece.ours  # of which the format may lack buffers
+            self.tensors |= model.from_hf({name: value.to(dtypes[name]) for name, value in piece.theirs.items()})
+
+    def nbytes(self) -> int:
+        """What will be written, in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write(self, target: Path, progress: Callable[[int], None]) -> None:
+        """Write the checkpoint to the folder ``target``; ``progress`` is told of bytes as they are written."""
+        planner = ReadingPlanner(self, progress)
+        writer = FileForEachLayer(target, [piece.layer for piece in self.pieces])
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.save(dict(self.tensors), storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # around what happened, be it an interrupt
+            raise next(iter(error.failures.values()))[0] from None
+
+    def read_slice(self, piece: Piece, number: int) -> Tensor:
+        """``[number]`` of the one tensor of a stacked ``piece``, which stays in that tensor's dimensions."""
+        (name,) = piece.ours
+        their_name = list(piece.theirs)[number]
+        value = torch.empty(piece.theirs[their_name].shape, dtype=self.tensors[name].dtype)
+        read({their_name: value}, self.reader, self.metadata)
+        return value.unsqueeze(0)
+
+    def read_piece(self, piece: Piece) -> dict[str, Tensor]:
+        """All of a ``piece``, by our names. What the format lacks, experts' biases, starts at 0 as in a new model."""
+        ours = {name: torch.zeros_like(self.tensors[name], device="cpu") for name in piece.ours}
+        theirs = self.model.adapter.to_hf(ours)
+        read(theirs, self.reader, self.metadata)
+        return ours | self.model.from_hf(theirs)
+
+
+class ReadingPlanner(DefaultSavePlanner):
+    """Plans tensors on the meta device, and reads each when it is to be written."""
+
+    def __init__(self, conversion: FromHuggingFace, progress: Callable[[int], None]) -> None:
+        super().__init__()
+        self.conversion, self.progress = conversion, progress
+        self.piece_of = {name: piece for piece in conversion.pieces for name in piece.ours}
+        self.current: Piece | None = None
+        self.values: dict[str, Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            items += _slices(item) if self.piece_of[item.index.fqn].stacked else [item]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        piece = self.piece_of[index.fqn]
+        if piece.stacked:
+            assert index.offset is not None
+            value = self.conversion.read_slice(piece, index.offset[0])
+        else:
+            if piece is not self.current:
+                self.values.clear()  # before the next is read
+                self.current, self.values = piece, self.conversion.read_piece(piece)
+            value = self.values[index.fqn]
+        self.progress(value.nbytes)
+        return value
+
+
+def _slices(item: WriteItem) -> list[WriteItem]:
+    """``item`` cut along its first dimension."""
+    data = item.tensor_data
+    assert data is not None
+    items = []
+    for number in range(data.size[0]):
+        offsets = torch.Size([number, *data.chunk.offsets[1:]])
+        chunk = ChunkStorageMetadata(offsets, torch.Size([1, *data.size[1:]]))
+        index = MetadataIndex(item.index.fqn, offsets)
+        items.append(replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk)))
+    return items
+
+
+class FileForEachLayer(FileSystemWriter):
+    """DCP's, which writes all into one file: files of terabytes are hard to handle."""
+
+    def __init__(self, path: Path, layers: list[str]) -> None:
+        super().__init__(path)
+        self.layers = list(dict.fromkeys(layers))
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        files: queue.Queue = queue.Queue()
+        for number, layer in enumerate(self.layers):
+            file = f"__{number}_0.distcp"
+            files.put((self.fs.concat_path(self.path, file), file, [i for i in plan.items if _is_of(layer, i)]))
+        return self._write_data(planner, files)
+
+
+def _is_of(layer: str, item: WriteItem) -> bool:
+    name = item.index.fqn
+    return name.startswith(layer) if layer else not name.startswith("layers.")
+
+
+def _is_quantised(name: str, names: set[str]) -> bool:
+    return f"{name}_scale_inv" in names or (name.endswith("_blocks") and name.replace("_blocks", "_scales") in names)
+
+
+def _check_quantization(source: Path, names: set[str], quantized: bool) -> None:
+    scales = sorted(name for name in names if name.endswith(SCALES))
+    if scales and not quantized:
+        raise UsageError(f"{source} has quantised weights ({scales[0]} is a scale of some): --quantized reads them")
+    if quantized and not scales:
+        raise UsageError(f"--quantized: {source} has no quantised weights")
+
+
+def _check_nothing_is_left(source: Path, names: set[str], pieces: list[Piece], model: Model) -> None:
+    """What the model does not take is the sign of another flavor, but for layers of multi-token prediction."""
+    taken = {name for piece in pieces for name in piece.theirs}
+    left = {name for name in names - taken if not name.endswith((*SCALES, "rotary_emb.inv_freq"))}
+    further = {name.removesuffix("eh_proj.weight") for name in left if name.endswith(".eh_proj.weight")}
+    left = {name for name in left if not name.startswith(tuple(further))}
+    if model.tied:
+        left -= {"lm_head.weight"}
+    if left:
+        raise UsageError(
+            f"{source} has {min(left)} and {len(left) - 1} more weights that {model.name} has not: another --flavor?"
+        )

@@ -1,0 +1,177 @@
+"""Says whether this machine can train: a green, yellow or red line for each thing, and what to do.
+
+    python tools/doctor.py [--backend npu|cuda|cpu] [--only versions,environment,...] [--json]
+
+Exit code 0: nothing is red, 1: something is, 2: it was asked wrongly. See docs/doctor.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from torchtitan_npu.cli.doctor.check import Line, green, in_one_line, red, yellow
+from torchtitan_npu.cli.doctor.conflicts import cautions, conflicts
+from torchtitan_npu.cli.doctor.host import check_host
+from torchtitan_npu.cli.doctor.imports import check_imports
+from torchtitan_npu.cli.doctor.versions import check_versions, version_of
+
+if TYPE_CHECKING:
+    from torchtitan_npu.platform import Backend
+
+COLORS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    with other_output_to_stderr():
+        lines = list(examine(args.backend, args.only or list(CHECKS)))
+    if args.json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+    else:
+        show(lines)
+    return int(any(line.status == "red" for line in lines))
+
+
+@contextmanager
+def other_output_to_stderr() -> Iterator[None]:
+    """torch_npu and its libraries print warnings to stdout, also from the processes of the all-reduce."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "doctor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--backend",
+        "--home",
+        choices=("npu", "cuda", "cpu"),
+        help="where this machine is to train (default: npu with torch_npu installed, else what PyTorch finds)",
+    )
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {','.join(CHECKS)}")
+    parser.add_argument("--json", action="store_true", help="a list of {status, check, what, advice}")
+    args = parser.parse_args(argv)
+    if unknown := set(args.only or ()) - set(CHECKS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(CHECKS)}")
+    return args
+
+
+def examine(backend: Backend | None, wanted: list[str]) -> Iterator[Line]:
+    """The lines of the checks that are ``wanted``."""
+    machine = Machine(backend)
+    for name, check in CHECKS.items():
+        if name in wanted:
+            yield from check(machine)
+
+
+class Machine:
+    """What the checks know: where the machine is to train, and whether PyTorch loads."""
+
+    def __init__(self, backend: Backend | None) -> None:
+        self.error: str | None = None
+        self.ranks = 1
+        found: Backend = "cpu"
+        self.cann: str | None = None
+        try:
+            import torch
+
+            from torchtitan_npu import platform
+
+            found = platform.backend()
+            if found != "cpu":
+                self.ranks = torch.get_device_module(found).device_count()
+            if found == "npu":
+                self.cann = torch.get_device_module(found).utils.get_cann_version() or None
+        except (AttributeError, ImportError, RuntimeError, OSError) as error:
+            self.error = in_one_line(error)
+        self.backend: Backend = backend or ("npu" if version_of("torch_npu") else found)
+        self.usable = self.error is None and self.backend == found
+
+
+def versions(machine: Machine) -> Iterator[Line]:
+    yield from check_versions(machine.backend == "npu", machine.cann)
+    if machine.error is not None:
+        advice = "mend the red versions above; for libascendcl.so, source CANN's set_env.sh"
+        yield red("import torch", machine.error, advice)
+    else:
+        yield green("import torch", "loads")
+        yield from check_imports()
+
+
+def devices(machine: Machine) -> Iterator[Line]:
+    if machine.error is not None:
+        yield red("devices", "not seen: torch does not load", "see import torch")
+    else:
+        from torchtitan_npu.cli.doctor.devices import check_devices
+
+        yield from check_devices(machine.backend)
+
+
+def host(machine: Machine) -> Iterator[Line]:
+    yield from check_host(machine.backend != "cpu", machine.ranks)
+
+
+def environment(machine: Machine) -> Iterator[Line]:
+    found = conflicts(os.environ)
+    for conflict in found:
+        yield red(" ".join(conflict.names), conflict.why, conflict.advice)
+    for caution in cautions(os.environ):
+        yield yellow(" ".join(caution.names), caution.why, caution.advice)
+    if not found:
+        yield green("environment", "no variables that conflict")
+
+
+def operators(machine: Machine) -> Iterator[Line]:
+    if machine.usable:
+        from torchtitan_npu.cli.doctor.operators import check_operators
+
+        yield from check_operators(machine.backend)
+    else:
+        yield yellow("operators", f"not run: there is no {machine.backend} to run on", "see devices")
+
+
+def collectives(machine: Machine) -> Iterator[Line]:
+    if machine.usable:
+        from torchtitan_npu.cli.doctor.collectives import check_all_reduce
+
+        yield check_all_reduce(machine.backend, 2 if machine.backend == "cpu" else machine.ranks)
+    else:
+        yield yellow("all-reduce", f"not run: there is no {machine.backend} to run on", "see devices")
+
+
+CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
+    "versions": versions,
+    "devices": devices,
+    "host": host,
+    "environment": environment,
+    "operators": operators,
+    "collectives": collectives,
+}
+
+
+def show(lines: list[Line]) -> None:
+    """A line each, in color on a terminal; then the sum."""
+    width = min(44, max(len(line.check) for line in lines))
+    for line in lines:
+        status = f"{line.status:6}"
+        if sys.stdout.isatty():
+            status = f"{COLORS[line.status]}{status}\x1b[0m"
+        advice = f"\n{'':{7 + width}}→ {line.advice}" if line.advice else ""
+        print(f"{status} {line.check:{width}} {line.what}{advice}")
+    count = Counter(line.status for line in lines)
+    print(f"{count['green']} green, {count['yellow']} yellow, {count['red']} red")

@@ -1,0 +1,136 @@
+"""The versions on this machine against ``versions.toml``. Nothing is imported: a wrong version may not import."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torchtitan_npu.cli.doctor.check import Line, green, red, yellow
+
+TABLE = tomllib.loads((Path(__file__).parent / "versions.toml").read_text())
+DRIVER = Path("/usr/local/Ascend/driver/version.info")
+"""Where Ascend's installer writes it."""
+CANN_ROOTS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+"""Set by CANN's ``set_env.sh``."""
+
+
+def check_versions(on_npu: bool, loaded_cann: str | None = None) -> Iterator[Line]:
+    """``on_npu``: what only NPUs need must be there; ``loaded_cann``: the version that torch_npu says, if it loaded."""
+    yield from _others(on_npu)
+    torch, torch_npu = version_of("torch"), version_of("torch_npu")
+    # what the advice goes by: the torch that there is, else the torch_npu
+    stack = stack_of(torch) or stack_of(torch_npu) or TABLE["stack"][0]
+    if torch is None:
+        yield red("torch", "not installed", f"pip install torch=={stack['torch']}")
+    elif stack_of(torch) is None:
+        yield red("torch", f"{torch}, and {_is_for('torch')}", f"pip install torch=={stack['torch']}")
+    else:
+        yield green("torch", torch)
+    yield from _torch_npu(on_npu, torch, torch_npu, stack)
+    yield from _cann(on_npu, loaded_cann or cann_version(), stack)
+
+
+def _is_for(package: str) -> str:
+    return f"this package is for {', '.join(row[package] for row in TABLE['stack'])}"
+
+
+def _torch_npu(on_npu: bool, torch: str | None, installed: str | None, stack: dict[str, str]) -> Iterator[Line]:
+    wanted = stack["torch_npu"]
+    if installed is None:
+        if on_npu:
+            yield red("torch_npu", "not installed", f"pip install torch_npu=={wanted}")
+        else:
+            yield green("torch_npu", "not installed, and not needed here")
+    elif torch is not None and numbers(installed)[:3] != numbers(torch)[:3]:
+        # the other of the two is what to change where this one is as the table has it
+        change = f"torch_npu=={wanted}" if installed != wanted else f"torch=={stack['torch']}"
+        what = f"{installed} with torch {torch}: it works with the torch of its own version only"
+        yield red("torch_npu", what, f"pip install {change}")
+    elif stack_of(installed) is None:
+        yield red("torch_npu", f"{installed}, and {_is_for('torch_npu')}", f"pip install torch_npu=={wanted}")
+    else:
+        yield green("torch_npu", installed)
+
+
+def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterator[Line]:
+    wanted = stack["cann"]
+    if installed is None:
+        if on_npu:
+            yield red("CANN", "not found", "install it, and source its set_env.sh in this shell")
+        else:
+            yield green("CANN", "not found, and not needed here")
+    elif numbers(installed) < numbers(wanted)[:2]:
+        yield red("CANN", f"{installed}, older than {wanted}", f"install CANN {wanted}")
+    elif numbers(installed)[:2] != numbers(wanted)[:2]:
+        yield yellow("CANN", f"{installed}, and the table names {wanted}", "see docs/install.md; nobody here tried it")
+    else:
+        yield green("CANN", installed)
+
+
+def _others(on_npu: bool) -> Iterator[Line]:
+    for row in TABLE["other"]:
+        name, wanted = row["name"], row["version"]
+        installed = _installed(name)
+        if installed is None:
+            if not row.get("needed", True) or (name == "driver" and not on_npu):
+                yield green(name, "not found, and not needed here")
+            elif name == "driver":
+                yield yellow(name, f"{DRIVER} is not there", "install the driver; in a container, mount that file")
+            else:
+                yield red(name, "not installed", f"pip install {name}=={wanted}")
+        elif row.get("exact") and numbers(installed) != numbers(wanted):
+            yield red(name, f"{installed}, not {wanted}: {row['why']}", f"pip install {name}=={wanted}")
+        elif numbers(installed) >= numbers(wanted):
+            yield green(name, installed)
+        elif name == "triton-ascend" and version_of("triton"):
+            yield red(name, f"{installed} beside triton: they share a folder", f"pip uninstall triton, or {name}")
+        elif name in ("Python", "driver"):
+            yield red(name, f"{installed}, older than {wanted}: {row['why']}", f"install {wanted} or newer")
+        else:
+            yield yellow(name, f"{installed}, older than {wanted}: {row['why']}", f"pip install {name}=={wanted}")
+
+
+def stack_of(torch: str | None) -> dict[str, str] | None:
+    """The row for this torch: the same minor version."""
+    rows: list[dict[str, Any]] = TABLE["stack"]
+    return next((row for row in rows if torch and numbers(row["torch"])[:2] == numbers(torch)[:2]), None)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """``"2.12.0.post2+cpu"`` → (2, 12, 0); ``"8.3.RC1"`` → (8, 3)."""
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in leading[0].split(".")) if leading else ()
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _installed(name: str) -> str | None:
+    if name == "Python":
+        return platform.python_version()
+    return version_in(DRIVER) if name == "driver" else version_of(name)
+
+
+def cann_version() -> str | None:
+    """The version of the CANN whose ``set_env.sh`` was sourced."""
+    roots = [Path(os.environ[name]) for name in CANN_ROOTS if name in os.environ]
+    files = [file for root in roots for file in root.glob("*-linux/ascend_toolkit_install.info")]
+    return next((version for file in files if (version := version_in(file))), None)
+
+
+def version_in(path: Path) -> str | None:
+    """``version=9.2.0``, as the files of CANN and of its driver say it."""
+    found = (
+        re.search(r"^version\s*=\s*(\S+)", path.read_text(), re.IGNORECASE | re.MULTILINE) if path.is_file() else None
+    )
+    return found[1] if found else None

@@ -1,0 +1,1 @@
+"""``torchtitan-npu list``: what this package brings."""

@@ -1,0 +1,43 @@
+"""The command ``torchtitan-npu``: picks the subcommand and hands it the rest of the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "list": "configs, models, converters and operators that this package brings",
+    "doctor": "check whether this machine can train",
+    "plan": "predict memory, traffic and time of a job, or search for a layout that fits",
+    "launch": "start a job with torchrun, with one log per rank",
+    "compare": "compare two loss curves, or train and compare them",
+    "convert": "convert a checkpoint between Hugging Face and DCP",
+    "parity": "show how far converters and layouts are from the eager baseline",
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        ["usage: torchtitan-npu COMMAND [arguments]", "", *lines, "", "COMMAND --help shows its arguments."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    name, *rest = argv
+    if name not in COMMANDS:
+        from torchtitan_npu.errors import nearest
+
+        print(f"torchtitan-npu: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    # imported only now: the doctor has to run where torch does not load
+    return importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

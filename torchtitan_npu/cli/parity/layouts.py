@@ -1,0 +1,118 @@
+"""The table of layouts: how far a debug model's curves on several ranks are from those of one, eager, in float32.
+
+Every run has the same global batches and first weights. The ranks are processes of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import multiprocessing
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch.distributed import TCPStore
+from torch.multiprocessing import start_processes
+
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.errors import UsageError
+
+from .training import GLOBAL_BATCH, Curve, add_flavor, apart, check_job, converters_for, job_config, train
+
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
+EP = "expert_parallel_degree"
+BALANCER, SCHEDULE = "context_parallel_load_balancer", "pipeline_parallel_schedule"
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP2": {SHARD: 2},
+    "TP2": {TP: 2},
+    "EP2": {SHARD: 2, EP: 2},
+    "CP2, contiguous": {CP: 2, BALANCER: None},
+    "CP2, head-tail": {CP: 2, BALANCER: "headtail"},
+    "PP2": {PP: 2},
+    "PP2, interleaved": {PP: 2, SCHEDULE: "Interleaved1F1B"},
+    "PP2, zero-bubble": {PP: 2, SCHEDULE: "ZBVZeroBubble"},
+    "TP2·EP2": {TP: 2, EP: 2},
+    "HSDP2×2": {REPLICATE: 2, SHARD: 2},
+    "TP2·CP2": {TP: 2, CP: 2},
+    "FSDP2·CP2": {SHARD: 2, CP: 2},
+    "FSDP2·EP2·CP2": {SHARD: 2, EP: 2, CP: 2},
+    "PP2·FSDP2·EP2": {PP: 2, SHARD: 2, EP: 2},
+    "PP2·TP2": {PP: 2, TP: 2},
+    "PP2·CP2": {PP: 2, CP: 2},
+    "FSDP2·TP2·CP2·EP8": {SHARD: 2, TP: 2, CP: 2, EP: 8},
+    "PP2·TP2·CP2": {PP: 2, TP: 2, CP: 2},
+    "PP2·FSDP2·CP2·EP4": {PP: 2, SHARD: 2, CP: 2, EP: 4},
+}
+"""By name: keys of ``[parallelism]``. Experts are spread over ranks that the other degrees count."""
+
+
+def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """A row for each of ``args.layouts``, or all on up to ``args.ranks`` ranks; as asked, with all converters too."""
+    add_flavor(name)
+    variants: dict[str, list[str]] = {"": []}
+    if args.converters:
+        variants[", all converters"] = converters_for(name)
+    reference = run(name, "", [], args)
+    console.print(f"{name}: one rank, eager, loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}")
+    rows = []
+    for layout in args.layouts or [layout for layout in LAYOUTS if ranks_of(layout) <= args.ranks]:
+        row: dict[str, Any] = {"model": name, "layout": layout, "ranks": ranks_of(layout)}
+        try:
+            for what, converters in variants.items():
+                curve = run(name, layout, converters, args)
+                row[f"loss{what}"] = apart(curve.losses, reference.losses)
+                row[f"gradient norm{what}"] = apart(curve.exact_norms, reference.exact_norms)
+                row[f"norm as reported{what}"] = apart(curve.norms, reference.norms)
+                console.print(f"{name}: {layout}{what}, {row[f'loss{what}']:.1e} {row[f'gradient norm{what}']:.1e}")
+        except UsageError as error:
+            if args.layouts:  # by name
+                raise
+            console.print(f"{name}: {layout} is left out: {error}")
+        else:
+            rows.append(row)
+    return rows
+
+
+def ranks_of(layout: str) -> int:
+    degrees = LAYOUTS[layout] if layout else {}
+    return math.prod(degrees.get(key, 1) for key in (SHARD, REPLICATE, TP, CP, PP))
+
+
+def run(name: str, layout: str, converters: list[str], args: argparse.Namespace) -> Curve:
+    """Train on as many processes as ``layout`` has ranks, or on one where it is empty."""
+    config = job_config(name, converters, args.steps, args.seq_len, args.lr)
+    for key, value in LAYOUTS[layout].items() if layout else ():
+        setattr(config.parallelism, key, value)
+    parallelism, ranks = config.parallelism, ranks_of(layout)
+    data_ranks = parallelism.data_parallel_replicate_degree * max(parallelism.data_parallel_shard_degree, 1)
+    config.training.local_batch_size = GLOBAL_BATCH // data_ranks
+    config.dsa.document_mask = args.documents
+    config.training.max_norm = 1e9  # or gradients would be scaled by a rounded norm, before the exact one is taken
+    check_job(config, ranks)
+    # importing TorchTitan takes seconds of CPU: a server does it once and forks the ranks
+    multiprocessing.set_forkserver_preload(["torchtitan_npu.train"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the machine's cores
+    # the ranks meet here, as with torchrun: a port that is free now may be taken when rank 0 opens it
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_rank, (name, config, ranks, store.port, folder), ranks, start_method="forkserver")
+        curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
+        # only a pipeline's last stage knows the loss, the others say -1; a loss that is not a number is one
+        return next(curve for curve in curves if not curve.losses[0] < 0)
+
+
+def _rank(rank: int, name: str, config: JobConfig, ranks: int, port: int, folder: str) -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    add_flavor(name)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    curve = train(config, rank, ranks, port)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(curve._asdict()))

@@ -1,0 +1,146 @@
+"""Trains a debug model for some steps, with the real Trainer, and records what it reports."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_npu import platform, register
+
+platform.prepare()
+register()
+
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
+from torchtitan.models.attention import FlexAttentionWrapper  # noqa: E402
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+
+from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
+from torchtitan_npu.config.parser import shipped  # noqa: E402
+from torchtitan_npu.config.preflight import build_on_meta, check_job  # noqa: E402
+from torchtitan_npu.converters import CONVERTERS  # noqa: E402
+from torchtitan_npu.train import Trainer  # noqa: E402
+
+MODELS = {
+    "llama3": ("llama3", "debugmodel"),
+    "llama4": ("llama4", "debugmodel"),
+    "qwen3": ("qwen3", "debugmodel"),
+    "qwen3_moe": ("qwen3", "debugmodel_moe"),
+    "deepseek_v3": ("deepseek_v3", "debugmodel"),
+    "deepseek_v32": ("deepseek_v32", "debugmodel"),
+    "gpt_oss": ("gpt_oss", "debugmodel"),
+}
+"""By name: TorchTitan's model and flavor."""
+NEEDS_CUDA = ("gpt_oss",)
+"""Flex attention has no gradient on a CPU. (llama4's, for chunked layers, fails in TorchTitan 0.2.2 on any device.)"""
+FLAVOR = "parity"
+GLOBAL_BATCH = 4
+
+
+class Curve(NamedTuple):
+    """What a run reported, step by step."""
+
+    losses: list[float]
+    norms: list[float]
+    """As reported: torch adds up squares in float32, on a CPU one after the other; 1e-4 of the sum may be rounding."""
+    exact_norms: list[float]
+    """The same, of the same gradients as the optimizer gets them, added up in float64."""
+
+
+def apart(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference of two curves; not a number if one is nowhere."""
+    a, b = torch.tensor([ours, theirs], dtype=torch.float64)
+    return ((a - b) / b).abs().max().item()
+
+
+def add_flavor(name: str) -> None:
+    """The model's debug flavor with the experts in a loop: TorchTitan's grouped product on CUDA is in bfloat16 only."""
+    model, flavor = MODELS[name]
+    spec = get_train_spec(model)
+    args: Any = copy.deepcopy(spec.model_args[flavor])
+    if hasattr(args, "moe_args"):
+        args.moe_args.use_grouped_mm = False
+    spec.model_args[FLAVOR] = args  # type: ignore[index]
+    if model == "gpt_oss":  # whose blocks are in bfloat16 as they are built
+        model_cls = spec.model_cls
+        spec.model_cls = lambda args: model_cls(args).float()  # type: ignore[assignment, attr-defined]
+        # TorchTitan has flex attention tuned, which takes minutes
+        FlexAttentionWrapper._compiled_flex_attn = staticmethod(torch.compile(flex_attention))  # type: ignore[assignment]
+
+
+def converters_for(name: str) -> list[str]:
+    """Those that find something to replace."""
+    config = JobConfig()
+    config.model.name, config.model.flavor = MODELS[name][0], FLAVOR
+    model = build_on_meta(config)
+    return [one for one, converter in CONVERTERS.items() if converter(config, None).targets(model)]  # type: ignore[arg-type]
+
+
+def job_config(name: str, converters: list[str], steps: int, seq_len: int, lr: float) -> JobConfig:
+    """A job for one rank: the same batches in each run."""
+    config = JobConfig()
+    config.model.name, config.model.flavor = MODELS[name][0], FLAVOR
+    config.model.hf_assets_path = shipped("torchtitan_npu/assets/tokenizer")
+    config.model.converters = converters
+    config.training.dataset = "tiny_corpus"
+    config.training.local_batch_size = config.training.global_batch_size = GLOBAL_BATCH
+    config.training.seq_len, config.training.steps = seq_len, steps
+    config.training.mixed_precision_param = "float32"
+    config.optimizer.lr = lr
+    config.lr_scheduler.warmup_steps = 2
+    config.metrics.log_freq = 1
+    config.comm.trace_buf_size = 0
+    config.activation_checkpoint.mode = "none"
+    config.debug.seed = 7
+    return config
+
+
+def exact_norm(trainer: Trainer) -> float:
+    """Of the whole gradients of all parameters, on all ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    for parameter in (parameter for part in trainer.model_parts for parameter in part.parameters()):
+        if (grad := parameter.grad) is not None:
+            total += (grad.full_tensor() if isinstance(grad, DTensor) else grad).double().square().sum()
+    if trainer.parallel_dims.pp_enabled:  # the others' parameters are those of other layers
+        dist.all_reduce(total, group=trainer.parallel_dims.get_mesh("pp").get_group())
+    return total.sqrt().item()
+
+
+def train(config: JobConfig, rank: int = 0, ranks: int = 1, port: int = 0, nudge: int = 0) -> Curve:
+    """Train as one of ``ranks``, and record what is reported; weights start off by ``nudge`` in the last place."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    check_job(config, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        config.job.dump_folder = folder
+        curve = _train(config, nudge)
+    dist.destroy_process_group()
+    gc.collect()  # TorchTitan turns the automatic collection off, and a Trainer is in cycles: models would pile up
+    return curve
+
+
+def _train(config: JobConfig, nudge: int) -> Curve:
+    trainer = Trainer(config)
+    curve = Curve([], [], [])
+    if nudge:
+        with torch.no_grad():
+            torch._foreach_mul_(list(trainer.model_parts[0].parameters()), 1 + nudge * torch.finfo(torch.float32).eps)
+
+    def log(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
+        curve.losses.append(loss)
+        curve.norms.append(norm)
+
+    trainer.metrics_processor.log = log  # type: ignore[method-assign]
+    trainer.optimizers.register_step_pre_hook(lambda *_: curve.exact_norms.append(exact_norm(trainer)))
+    batches = trainer.batch_generator(trainer.dataloader)
+    for _ in range(config.training.steps):
+        trainer.step += 1
+        trainer.train_step(batches)
+    trainer.close()
+    return curve

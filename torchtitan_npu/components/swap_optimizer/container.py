@@ -1,0 +1,101 @@
+"""The swap optimizer in TorchTitan: its container with our optimizers, checks at the start, metrics."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.protocols.train_spec import OptimizersBuilder
+from torchtitan.tools.logging import logger
+
+from torchtitan_npu.components.available_memory import available
+from torchtitan_npu.components.swap_optimizer import host_memory
+from torchtitan_npu.components.swap_optimizer.link import link_bandwidth
+from torchtitan_npu.components.swap_optimizer.plan import MIB, plan
+from torchtitan_npu.components.swap_optimizer.swap import SwapAdam, SwapAdamW, host_regions
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.rebind import rebound, refers_to
+
+SWAPPING: dict[type, type[SwapAdam | SwapAdamW]] = {torch.optim.Adam: SwapAdam, torch.optim.AdamW: SwapAdamW}
+
+
+def swapping_if_asked(
+    build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: OptimizerConfig
+) -> OptimizersBuilder:
+    """``build_optimizers``, or if ``optimizer.swap`` asks for it and there is a device to leave, one that swaps."""
+    if not getattr(config, "swap", False):  # TorchTitan's own entry reads a config without it
+        return build_optimizers
+    if all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
+        logger.info("optimizer.swap: the parameters are on the CPU, and the states stay with them")
+        return build_optimizers
+    return swapping(build_optimizers, config)
+
+
+def swapping(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuilder:
+    """``build_optimizers`` with states in host memory, whatever the device."""
+    if not refers_to(build_optimizers, [OptimizersContainer]):
+        raise UsageError("optimizer.swap: the model's build_optimizers_fn makes no OptimizersContainer of TorchTitan's")
+    ours = functools.partial(SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction)
+    return rebound(build_optimizers, {OptimizersContainer: ours})
+
+
+class SwapContainer(OptimizersContainer):
+    """TorchTitan's container, of optimizers that keep their states in host memory."""
+
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        optimizer_cls: type[torch.optim.Optimizer],
+        optimizer_kwargs: dict[str, Any],
+        *,
+        slice_mib: int,
+        fraction: float,
+    ) -> None:
+        free = available()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # a rank that has its share already would count as used
+        host_memory.check(
+            functools.partial(_needed, model_parts, optimizer_kwargs, slice_mib),
+            fraction,
+            int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            free,
+        )
+        ours = functools.partial(SWAPPING[optimizer_cls], slice_mib=slice_mib, fraction=fraction)
+        super().__init__(model_parts, ours, optimizer_kwargs)  # type: ignore[arg-type]
+        device = next(p.device for part in model_parts for p in part.parameters())
+        self.link = link_bandwidth(device)
+        module = torch.get_device_module(device)
+        # the CPU has no events that know the time; nothing is swapped there but in tests
+        self.clock = [module.Event(enable_timing=True) for _ in range(2)] if device.type != "cpu" else []
+        if self.clock:
+            self.optimizers[0].register_step_pre_hook(lambda *_: self.clock[0].record())
+            self.optimizers[-1].register_step_post_hook(lambda *_: self.clock[1].record())
+        logger.info(
+            f"optimizer.swap: {sum(o.host_bytes for o in self.optimizers) / host_memory.GIB:.2f} GiB of optimizer "
+            f"states in host memory, link {self.link / 1e9:.1f} GB/s each way"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """What the last step moved, how long it took, and how much of the link's time that uses."""
+        moved = sum(optimizer.swapped_bytes for optimizer in self.optimizers)
+        metrics = {"swap_optimizer/moved(GiB)": moved / host_memory.GIB}
+        if self.clock and moved:
+            self.clock[1].synchronize()
+            seconds = self.clock[0].elapsed_time(self.clock[1]) / 1000
+            metrics["swap_optimizer/step(s)"] = seconds
+            metrics["swap_optimizer/link(%)"] = 100 * moved / 2 / seconds / self.link
+        return metrics
+
+
+def _needed(model_parts: list[nn.Module], optimizer_kwargs: dict[str, Any], slice_mib: int, fraction: float) -> int:
+    """Bytes of host memory that this rank's states take."""
+    total = 0
+    for part in model_parts:
+        group = {"amsgrad": False, "fused": None, **optimizer_kwargs, "params": list(part.parameters())}
+        total += sum(host_memory.pack(host_regions(plan([group], slice_mib * MIB, fraction)))[0])
+    return total

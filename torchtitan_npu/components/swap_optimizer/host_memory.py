@@ -1,0 +1,120 @@
+"""Host memory for the states: few large pinned blocks near the device, and what to say when there is too little."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from torchtitan_npu.components.available_memory import available
+from torchtitan_npu.errors import UsageError
+
+GIB = 1 << 30
+SMALLEST_BLOCK = 64 << 20
+ALIGNMENT = 512
+
+
+def pack(sizes: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Blocks for regions of ``sizes`` bytes: the blocks' sizes, and for each region its block and offset there.
+
+    torch's allocator of pinned memory rounds up to a power of two. So the blocks are powers of two, each the largest
+    that the regions still without a place would fill, and large regions come first, the small ones into the gaps.
+    """
+    blocks: list[int] = []
+    used: list[int] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    left = sum(aligned)
+    for region in sorted(range(len(sizes)), key=lambda r: -aligned[r]):
+        size = aligned[region]
+        block = next((b for b, total in enumerate(blocks) if used[b] + size <= total), len(blocks))
+        if block == len(blocks):
+            largest = _power_of_two(left) if left <= SMALLEST_BLOCK else 1 << (left.bit_length() - 1)
+            blocks.append(max(largest, _power_of_two(size)))
+            used.append(0)
+        places[region] = (block, used[block])
+        used[block] += size
+        left -= size
+    return blocks, places
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def allocate(sizes: list[int], device: torch.device, fraction: float) -> list[torch.Tensor]:
+    """One uint8 tensor a region of ``sizes`` bytes, in pinned memory near ``device``; on the CPU in plain memory.
+
+    ``fraction`` is what was asked for, from which the error takes the one to ask for instead.
+    """
+    blocks, places = pack(sizes)
+    memory: list[torch.Tensor] = []
+    with _near(device):
+        for size in blocks:
+            try:
+                memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu"))
+            except RuntimeError as error:
+                raise UsageError(_refusal(sum(blocks), sum(map(len, memory)), fraction, error)) from error
+    return [memory[block][offset : offset + size] for size, (block, offset) in zip(sizes, places, strict=True)]
+
+
+def _refusal(needed: int, given: int, fraction: float, error: RuntimeError) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
+    fitting = math.floor(100 * fraction * given / needed) / 100
+    advice = f"optimizer.swap_fraction can be {fitting} at most" if fitting else "no optimizer.swap_fraction would fit"
+    return (
+        f"optimizer.swap: the system refused pinned host memory after {given / GIB:.2f} of the {needed / GIB:.2f} GiB "
+        f"that this rank needs (available {available() / GIB:.2f} GiB, RLIMIT_MEMLOCK {locked}); {advice}. "
+        f"It says: {str(error).splitlines()[0]}"
+    )
+
+
+def check(needed: Callable[[float], int], fraction: float, ranks: int, free: int) -> None:
+    """Raise :class:`UsageError` if ``ranks`` ranks on this host cannot have what ``fraction`` of the states takes.
+
+    ``needed`` says how many bytes of this rank a fraction takes. ``free`` was available before any rank took its share.
+    """
+    if needed(fraction) * ranks <= free:
+        return
+    smaller = (percent / 100 for percent in range(int(100 * fraction), 0, -1))
+    fitting = next((f for f in smaller if 0 < needed(f) * ranks <= free), None)
+    advice = f"optimizer.swap_fraction = {fitting} would fit" if fitting else "no optimizer.swap_fraction would fit"
+    raise UsageError(
+        f"optimizer.swap needs {needed(fraction) * ranks / GIB:.2f} GiB of host memory for the {ranks} "
+        f"rank{'s' if ranks > 1 else ''} of this node, and {free / GIB:.2f} GiB are available; {advice}"
+    )
+
+
+@contextlib.contextmanager
+def _near(device: torch.device) -> Iterator[None]:
+    """Run on the processors of the device's NUMA node, whose memory a first touch takes; elsewhere change nothing."""
+    before = os.sched_getaffinity(0)
+    near = _node_cpus(device) & before
+    if near:
+        os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _node_cpus(device: torch.device) -> set[int]:
+    """The processors of the device's NUMA node; none where the device does not say where it is."""
+    if device.type == "cpu":
+        return set()
+    properties = torch.get_device_module(device).get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return set()
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    node = Path("/sys/bus/pci/devices") / address / "numa_node"
+    if not node.exists() or int(node.read_text()) < 0:
+        return set()
+    cpus = Path(f"/sys/devices/system/node/node{int(node.read_text())}/cpulist").read_text()
+    spans = [span.split("-") for span in cpus.strip().split(",") if span]
+    return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}

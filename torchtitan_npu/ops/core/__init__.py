@@ -1,0 +1,1 @@
+"""What an operator is, and how it is registered: dispatch, autograd and DTensor rules."""

@@ -1,0 +1,178 @@
+"""The lightning indexer in Triton: the scores of some rows at a time, and the best keys of each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of, power_of_2
+from torchtitan_npu.ops.lightning_indexer.triton_top_k import select_top_k
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, rows_of
+
+WORKSPACE = 2**26
+"""How many scores are kept at a time: 256 MiB in float32."""
+SPAN = 4096
+"""How many keys a program goes through: enough to pay for its queries, few enough that all programs are alike."""
+
+
+def keys_of_a_row(key: Tensor, layout: str) -> int:
+    """The most keys that a row can see, whatever the lengths."""
+    return key.shape[0] if layout == "TND" else key.shape[1]
+
+
+def npu_lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    layout_query: str,
+    sparse_count: int,
+    sparse_mode: int,
+    return_value: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """For each query row the ``sparse_count`` keys with the highest score, as the reference has it; but a row's keys
+    come in ascending order, which is best for whoever gathers them: torch_npu promises no order.
+
+    Exact for the scores it computes: products of the inputs, summed in float32. Needs :data:`WORKSPACE` scores beside
+    the outputs. A row that sees no more keys than it may select gets them all, and no score is computed for it unless
+    ``return_value`` asks. The values of the lengths are not checked.
+    """
+    heads, size = query.shape[-2:]
+    key_heads, keys = key.shape[-2], keys_of_a_row(key, layout_query)
+    rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
+    shape = (*query.shape[:-2], key_heads, sparse_count)
+    indices = torch.empty(shape, dtype=torch.int32, device=query.device)
+    values = torch.empty(shape if return_value else (0,), dtype=query.dtype, device=query.device)
+    known = 0 if return_value else sparse_count  # who sees no more gets all, and no score is asked for
+
+    q, k, w = query.contiguous(), key.contiguous(), weights.contiguous()
+    tokens = rows.first.numel()
+    width = blocks_in(keys, 16) * 16
+    # the second side of a grid ends at 65535
+    step = min(2**15, max(16, WORKSPACE // (width * key_heads) // 16 * 16))
+    scores = torch.empty(min(step, tokens) * key_heads, width, dtype=torch.float32, device=query.device)
+    tiles = tile_sizes(query.dtype, heads // key_heads)
+    # a program's rows are of one sequence, or of any: then its keys may be all there are
+    together = layout_query == "BSND" and query.shape[1] % tiles["QUERIES"] == 0
+    most = keys if together else k.numel() // (key_heads * size)
+    for start in range(0, tokens, step):
+        part = (tokens, start, min(step, tokens - start))
+        its = Rows(part_of(rows.first, *part), part_of(rows.visible, *part))
+        score(part_of(q, *part), k, part_of(w, *part), its, scores, known, most, tiles)
+        best = part_of(values, *part) if return_value else None
+        select_top_k(scores, its.visible, key_heads, part_of(indices, *part), best)
+    return indices, values
+
+
+def score(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    scores: Tensor,
+    known: int,
+    most: int,
+    tiles: dict[str, int],
+) -> None:
+    """Write to ``scores`` (rows · N2, width) those of the keys that each row sees, if it sees more than ``known``.
+
+    ``query`` (rows, N1, D), ``weights`` (rows, N1), ``key`` (..., N2, D), all contiguous; the rows of one program see
+    at most ``most`` keys together.
+    """
+    count, (key_heads, size) = rows.first.numel(), key.shape[-2:]
+    group = query.numel() // (count * key_heads * size)
+    _score[(blocks_in(most, SPAN), blocks_in(count, tiles["QUERIES"]), key_heads)](
+        query,
+        key,
+        weights,
+        rows.first,
+        rows.visible,
+        scores,
+        count,
+        scores.shape[-1],
+        known,
+        HEADS=group,
+        KEY_HEADS=key_heads,
+        SIZE=size,
+        SPAN=SPAN,
+        HEAD_BLOCK=max(16, power_of_2(group)),
+        SIZE_BLOCK=max(16, power_of_2(size)),
+        **tiles,
+    )
+
+
+def tile_sizes(dtype: torch.dtype, heads: int) -> dict[str, int]:
+    """How many query rows (of ``heads`` heads each) and keys a program multiplies at a time, and how it is launched."""
+    head_block = max(16, power_of_2(heads))
+    if dtype == torch.float32:  # exact products, which are slow whatever the tiles: for tests
+        return {"QUERIES": max(1, 64 // head_block), "KEYS": 32, "num_warps": 4, "num_stages": 1}
+    return {"QUERIES": max(1, 256 // head_block), "KEYS": 64, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _score(
+    query,
+    key,
+    weights,
+    first,
+    visible,
+    scores,
+    rows,
+    width,
+    known,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Scores of the keys of one span for QUERIES rows, for one key head; nothing if all see at most ``known`` keys.
+
+    The product has keys as its rows and (query, head) as its columns: a thread then holds many heads of a key, and
+    most of the sum over heads stays within it.
+    """
+    span = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the rows that see most keys first
+    key_head = tl.program_id(2)
+    row = block * QUERIES + tl.arange(0, QUERIES)
+    begins = tl.load(first + row, mask=row < rows, other=0)
+    counts = tl.load(visible + row, mask=row < rows, other=0)
+    # the keys of all these rows: those of one document, or of neighbours, which lie side by side
+    begin = tl.min(tl.where(counts > known, begins, 2**31 - 1), 0)
+    end = tl.max(tl.where(counts > known, begins + counts, 0), 0)
+    if end > 0:
+        begin += span * SPAN
+        end = tl.minimum(end, begin + SPAN)
+        if begin < end:
+            column = tl.arange(0, QUERIES * HEAD_BLOCK)
+            column_row = block * QUERIES + column // HEAD_BLOCK
+            column_head = column % HEAD_BLOCK
+            d = tl.arange(0, SIZE_BLOCK)
+            at = (column_row.to(tl.int64) * KEY_HEADS + key_head) * HEADS + column_head
+            real = (column_row < rows) & (column_head < HEADS)
+            q = tl.load(query + at[:, None] * SIZE + d[None, :], mask=real[:, None] & (d < SIZE)[None, :], other=0.0)
+            head = tl.arange(0, HEAD_BLOCK)
+            w = tl.load(
+                weights + ((row.to(tl.int64) * KEY_HEADS + key_head) * HEADS)[:, None] + head[None, :],
+                mask=(row < rows)[:, None] & (head < HEADS)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            target = scores + (row.to(tl.int64) * KEY_HEADS + key_head) * width - begins
+            for start in range(begin, end, KEYS):
+                s = start + tl.arange(0, KEYS)
+                k = tl.load(
+                    key + (s.to(tl.int64) * KEY_HEADS + key_head)[:, None] * SIZE + d[None, :],
+                    mask=(s < end)[:, None] & (d < SIZE)[None, :],
+                    other=0.0,
+                )
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
+                logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                total = tl.sum(tl.reshape(logits, (KEYS, QUERIES, HEAD_BLOCK)) * w[None, :, :], 2)
+                seen = (s[:, None] >= begins[None, :]) & (s[:, None] < (begins + counts)[None, :])
+                seen = seen & (s < end)[:, None]
+                tl.store(target[None, :] + s[:, None], total, mask=seen)

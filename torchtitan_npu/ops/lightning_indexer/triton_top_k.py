@@ -1,0 +1,127 @@
+"""Exact top-k of rows of different lengths, in Triton: the places of the best values, in ascending order."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
+from torchtitan_npu.ops.lightning_indexer.op import SEGMENT
+
+WARP_VALUES = 1024
+"""How many of them a warp holds, 32 a thread."""
+
+
+def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None) -> None:
+    """``values`` (rows · heads or more, width) float32; of row r, the first ``held[r // heads]`` count, (rows,) int32.
+
+    Writes the places of the highest to ``places`` (rows · heads, count) int32, in ascending order, then -1; and their
+    values to ``best``, then -inf. Among equals the lower place goes first; a NaN is above all, as torch sorts it. A row
+    that holds no more than ``count`` values is taken whole, and read only for ``best``.
+    """
+    rows = held.numel() * heads
+    count = places.numel() // rows
+    source: Tensor | None = None
+    while True:
+        width = values.shape[1]
+        segments = blocks_in(width, SEGMENT)
+        last = segments == 1
+        shape = (rows, segments * count)
+        to_places = places if last else torch.empty(shape, dtype=torch.int32, device=values.device)
+        to_best = best if last else torch.empty(shape, dtype=torch.float32, device=values.device)
+        block = power_of_2(min(width, SEGMENT))
+        _select[(rows, segments)](
+            values,
+            source,
+            held,
+            to_places,
+            to_best,
+            width,
+            heads,
+            COUNT=count,
+            SLOTS=power_of_2(count),
+            BLOCK=block,
+            num_warps=min(32, max(4, block // WARP_VALUES)),
+        )
+        if last:
+            return
+        assert to_best is not None
+        values, source = to_best, to_places
+
+
+@triton.jit
+def _select(
+    values,
+    source,
+    held,
+    to_places,
+    to_best,
+    width,
+    heads,
+    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One segment of one row. ``source``: where the values were in the row, -1 for none; or None, where they are."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
+    start = segment * BLOCK
+    values += row * width + start
+    out = (row * tl.num_programs(1) + segment) * COUNT
+    to_places += out
+    if to_best is not None:
+        to_best += out
+    slot = tl.arange(0, SLOTS)
+    offset = tl.arange(0, BLOCK)
+
+    if source is None:
+        count = tl.minimum(tl.maximum(tl.load(held + row // heads) - start, 0), BLOCK)
+        place = start + offset
+        valid = offset < count
+    else:
+        place = tl.load(source + row * width + start + offset, mask=start + offset < width, other=-1)
+        valid = place >= 0
+        count = tl.sum(valid.to(tl.int32), 0)
+
+    if (source is None) and (count <= COUNT):
+        tl.store(to_places + slot, tl.where(slot < count, start + slot, -1), mask=slot < COUNT)
+        if to_best is not None:
+            best = tl.load(values + slot, mask=slot < count, other=float("-inf"))
+            tl.store(to_best + slot, best.to(to_best.dtype.element_ty), mask=slot < COUNT)
+    else:
+        value = tl.load(values + offset, mask=valid, other=0.0)
+        order = tl.where(valid, _ordered(value), -(2**31))
+        # bisection: at least COUNT values are >= low (or all, if there are less), less than COUNT are > high
+        low = tl.min(tl.where(valid, order, 2**31 - 1), 0)
+        high = tl.max(order, 0)
+        found = count
+        while (low < high) & (found > COUNT):
+            middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+            reached = tl.sum((order >= middle).to(tl.int32), 0)
+            enough = reached >= COUNT
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+            found = tl.where(enough, reached, found)
+        above = valid & (order > low)
+        equal = valid & (order == low)
+        # both ranks in one sum: above in the lower half, equal in the upper one
+        rank = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+        above_rank, equal_rank = rank & 0xFFFF, (rank >> 16) & 0xFFFF
+        wanted = COUNT - tl.sum(above.to(tl.int32), 0)
+        taken = above | (equal & (equal_rank <= wanted))
+        position = above_rank + tl.minimum(equal_rank, wanted) - 1
+        tl.store(to_places + position, place, mask=taken)
+        total = tl.minimum(count, COUNT)
+        rest = (slot >= total) & (slot < COUNT)
+        tl.store(to_places + slot, tl.full((SLOTS,), -1, tl.int32), mask=rest)
+        if to_best is not None:
+            tl.store(to_best + position, value.to(to_best.dtype.element_ty), mask=taken)
+            nothing = tl.full((SLOTS,), float("-inf"), tl.float32)
+            tl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=rest)
+
+
+@triton.jit
+def _ordered(value):
+    """Integers in the order of the float32 ``value``; -0 and 0 are the same, and what is not a number is above all."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))

@@ -1,0 +1,170 @@
+"""Attention over selected keys, and its gradient, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
+    Document,
+    Rows,
+    SelectedKeys,
+    documents,
+    heads_of,
+    with_zero_row,
+    without_zero_row,
+)
+from torchtitan_npu.ops.sparse_flash_attention.selection import statistics_dtype, statistics_shape
+
+
+def npu_sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    layout_query: str,
+    sparse_mode: int,
+    return_softmax_lse: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Attention of each query row to the keys that its indices name.
+
+    .. math:: O = \mathrm{softmax}(c \, [Q, Q_{rope}] [\tilde{K}, \tilde{K}_{rope}]^\top) \, \tilde{V}
+
+    ``query`` (B, S1, N1, D), ``key`` and ``value`` (B, S2, N2, D), ``sparse_indices`` (B, S1, N2, K), the ropes like
+    query and key with a head size of their own; or the same with (T, ...) for (B, S, ...). Without ``value``, the keys
+    are the values too. A place takes no part where its index is -1, or names a key that the row may not see. Returns
+    ``O`` in the shape and dtype of ``query``, and with ``return_softmax_lse`` the maximum of the softmax's argument and
+    the sum of its exponentials, float32 (B, N2, S1, N1/N2) or (N2, T1, N1/N2). A row without keys is 0, its maximum
+    -inf and its sum 0.
+    """
+    key_heads = key.shape[-2]
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    softmax_max, softmax_sum = (
+        torch.full(statistics_shape(query, key), empty, dtype=statistics_dtype(query), device=query.device)
+        for empty in (-torch.inf, 0.0)
+    )
+    # as the rows come: (B, S1, N2, N1/N2) or (T1, N2, N1/N2)
+    maximum, total = softmax_max.transpose(-2, -3), softmax_sum.transpose(-2, -3)
+    for document in documents(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv):
+        keys = padded_keys(document, key, key_rope)
+        values = with_zero_row((key if value is None else value)[document.key_index])
+        for rows, selected in selections(document, query, sparse_indices, keys.shape[-1] + values.shape[-1]):
+            q = heads_of(with_rope(query, query_rope, rows), key_heads)
+            logits = attention_logits(q, selected.gather(keys), selected, scale_value)
+            highest = logits.amax(-1)
+            # -inf - -inf is not a number: a row without keys subtracts 0
+            weights = (logits - highest.masked_fill(highest == -torch.inf, 0)[..., None]).exp_()
+            sums = weights.sum(-1)
+            average = torch.einsum("rngs,rnsd->rngd", weights, selected.gather(values))
+            out[rows.index] = (average / sums.masked_fill(sums == 0, 1)[..., None]).flatten(1, 2).to(out.dtype)
+            maximum[rows.index], total[rows.index] = highest, sums
+    if not return_softmax_lse:
+        return out, softmax_max.new_empty(0), softmax_sum.new_empty(0)
+    return out, softmax_max, softmax_sum
+
+
+def npu_sparse_flash_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Tensor | None,
+    actual_seq_kvlen: Tensor | None,
+    layout: str,
+    sparse_mode: int,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    r"""Gradients of :func:`npu_sparse_flash_attention` with respect to query, key, value and the two ropes.
+
+    With :math:`P = \exp(c \, Q \tilde{K}^\top - max) / sum`, the softmax from the statistics that the forward returned:
+
+    .. math::
+        dP = dO \, \tilde{V}^\top, \qquad dS = P \, (dP - \textstyle\sum_d dO \, O), \qquad
+        dQ = c \, dS \, \tilde{K}, \qquad d\tilde{K} = c \, dS^\top Q, \qquad d\tilde{V} = P^\top dO
+
+    The gradients of the selected keys and values are added to their keys. They have the shapes and dtypes of their
+    arguments, an empty tensor for one not given; without ``value``, the key's gradient has the value's part too.
+    """
+    key_heads, size = key.shape[-2:]
+    inputs = (query, key, value, query_rope, key_rope)
+    d_query, d_key, d_value, d_query_rope, d_key_rope = (
+        query.new_empty(0) if tensor is None else torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for tensor in inputs
+    )
+    maximum, total = softmax_max.transpose(-2, -3), softmax_sum.transpose(-2, -3)
+    for document in documents(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen):
+        keys = padded_keys(document, key, key_rope)
+        values = with_zero_row((key if value is None else value)[document.key_index])
+        d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
+        for rows, selected in selections(document, query, sparse_indices, 2 * (keys.shape[-1] + values.shape[-1])):
+            q, k = heads_of(with_rope(query, query_rope, rows), key_heads), selected.gather(keys)
+            do, o = heads_of(d_out[rows.index], key_heads), heads_of(out[rows.index], key_heads)
+            p = attention_weights(q, k, selected, scale_value, maximum[rows.index], total[rows.index])
+            ds = torch.einsum("rngd,rnsd->rngs", do, selected.gather(values))
+            ds.sub_((do * o).sum(-1, keepdim=True)).mul_(p).mul_(scale_value)
+            dq = torch.einsum("rngs,rnsd->rngd", ds, k).flatten(1, 2)
+            d_query[rows.index] = dq[..., :size].to(d_query.dtype)
+            if query_rope is not None:
+                d_query_rope[rows.index] = dq[..., size:].to(d_query.dtype)
+            selected.scatter_add_(d_keys, torch.einsum("rngs,rngd->rnsd", ds, q))
+            selected.scatter_add_(d_values, torch.einsum("rngs,rngd->rnsd", p, do))
+        if value is None:
+            d_keys[..., :size] += d_values
+        else:
+            d_value[document.key_index] = without_zero_row(d_values).to(d_value.dtype)
+        d_key[document.key_index] = without_zero_row(d_keys)[..., :size].to(d_key.dtype)
+        if key_rope is not None:
+            d_key_rope[document.key_index] = without_zero_row(d_keys)[..., size:].to(d_key.dtype)
+    return d_query, d_key, d_value, d_query_rope, d_key_rope
+
+
+def with_rope(tensor: Tensor, rope: Tensor | None, rows: Rows) -> Tensor:
+    """The rows of ``tensor``, the rope's features after its own: (rows, heads, D + Dr)."""
+    part = tensor[rows.index]
+    return part if rope is None else torch.cat([part, rope[rows.index]], dim=-1)
+
+
+def padded_keys(document: Document, key: Tensor, key_rope: Tensor | None) -> Tensor:
+    """The document's keys, the rope's features after their own, and the zero row: (N2, keys + 1, D + Dr)."""
+    keys = key[document.key_index]
+    return with_zero_row(keys if key_rope is None else torch.cat([keys, key_rope[document.key_index]], dim=-1))
+
+
+def selections(
+    document: Document, query: Tensor, sparse_indices: Tensor, gathered: int
+) -> Iterator[tuple[Rows, SelectedKeys]]:
+    """The document's rows with their keys; ``gathered`` is how many elements are gathered for each selected key."""
+    *_, key_heads, count = sparse_indices.shape
+    elements = count * (key_heads * gathered + 3 * query.shape[-2])
+    for rows in document.rows(elements, query.device):
+        yield rows, SelectedKeys(sparse_indices[rows.index], rows.visible, len(document.keys))
+
+
+def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float) -> Tensor:
+    """(rows, N2, N1/N2, K): the softmax's argument, -inf where there is no key."""
+    logits = torch.einsum("rngd,rnsd->rngs", q, k).mul_(scale)
+    return logits.masked_fill_(~selected.valid[:, :, None], -torch.inf)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, selected: SelectedKeys, scale: float, maximum: Tensor, total: Tensor
+) -> Tensor:
+    """(rows, N2, N1/N2, K): the softmax, from its statistics (rows, N2, N1/N2); 0 where there is no key."""
+    logits = attention_logits(q, k, selected, scale)
+    weights = logits.sub_(maximum[..., None]).exp_().div_(total[..., None])
+    return weights.masked_fill_(~selected.valid[:, :, None], 0)

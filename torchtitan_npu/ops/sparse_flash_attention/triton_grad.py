@@ -1,0 +1,338 @@
+"""The gradient of attention over selected keys: products that all heads of a row share, some rows at a time.
+
+First the softmax and its gradient, (rows, heads, top-k), into a workspace of bounded size; then the queries' gradients
+from it, and what each row adds to its keys. Each is a product that matrix units are good at, and each key of a
+row is added to once, whatever the number of heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, power_of_2
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import count_of, keys_at, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments, segments_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
+    WORKSPACE,
+    blocks_of,
+    by_token,
+    check_size,
+    place_of_products,
+    place_of_scores,
+    product_shape,
+    score_blocks,
+    score_grid,
+    shape_of,
+    tile,
+)
+
+SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
+QUERIES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 256, "num_warps": 8, "num_stages": 5}
+KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
+"""How the three kernels are compiled, chosen on an H200. Blocks of keys of QUERIES divide those of SCORES."""
+
+
+def npu_sparse_flash_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Tensor | None,
+    actual_seq_kvlen: Tensor | None,
+    layout: str,
+    sparse_mode: int,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the reference. The keys' gradients are added in float32, by atomic additions in any order; in a fixed one
+    where deterministic algorithms are asked for."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    check_size(key, key_rope)
+    rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
+    tokens, heads, size = rows.first.numel(), *query.shape[-2:]
+    key_heads, top_k = sparse_indices.shape[-2:]
+    queries, d_outs, outs = by_token(query), by_token(d_out), by_token(out).contiguous()
+    key, sparse_indices = key.contiguous(), sparse_indices.contiguous()
+    value, query_rope, key_rope = (None if t is None else t.contiguous() for t in (value, query_rope, key_rope))
+    query_ropes = None if query_rope is None else by_token(query_rope)
+    softmax_max, softmax_sum = softmax_max.contiguous(), softmax_sum.contiguous()
+    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    d_query_rope = query.new_empty(0) if query_rope is None else torch.empty_like(query_rope)
+    d_key, d_value, d_key_rope = (
+        query.new_empty(0, dtype=torch.float32) if t is None else torch.zeros_like(t, dtype=torch.float32)
+        for t in (key, value, key_rope)
+    )
+
+    # Head by head, as the product after attention leaves it, a row of d_out lies in as many pages as there are heads:
+    # what reads it many times is slower by more than it takes to lay it out
+    lies_by_token = d_outs.is_contiguous()
+    slots = heads * max(2 * top_k, 0 if lies_by_token else size) * query.element_size()
+    shape = shape_of(query, query_rope, key_heads, top_k)
+    # what a row gives to its keys, before it is added
+    added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
+    chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
+    weights = query.new_empty(chunk, heads, top_k)
+    d_scores = torch.empty_like(weights)
+    d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=query.device)
+    laid_out = None if lies_by_token else query.new_empty(chunk, heads, size)
+    contributions = query.new_empty(chunk * added, dtype=torch.float32)
+    products = product_shape(shape)
+    sequence = tokens if layout == "TND" else query.shape[1]
+    places = (sparse_indices, *rows)
+    staggered = key.shape[-3] <= 2 * top_k  # a row selects half of the keys, or more
+    for start in range(0, tokens, chunk):
+        count = min(chunk, tokens - start)
+        here = slice(start, start + count)
+        d_out_here = d_outs[here]
+        _multiply_and_sum[(count * heads,)](
+            *(d_out_here, outs[here], d_out_out, laid_out, *d_outs.stride()[:2]),
+            HEADS=heads,
+            SIZE=size,
+            BLOCK=power_of_2(size),
+        )
+        d_out_here = d_out_here if laid_out is None else laid_out
+        _differentiate[score_grid(count, shape, SCORES)](
+            *(queries, query_rope, key, key_rope, value, *places, d_out_here, d_out_out, softmax_max, softmax_sum),
+            *(weights, d_scores, scale_value, scale_value * LOG2_E.value, start, sequence),
+            *queries.stride()[:2],
+            **shape,
+            **score_blocks(shape),
+            **SCORES,
+        )
+        for of_key, gradient in ((key, d_query), (key_rope, d_query_rope)):
+            if gradient.numel():
+                config, grid = blocks_of(gradient, count * key_heads, QUERIES)
+                _add_to_queries[grid](*(d_scores, of_key, *places, gradient, start, count), **products, **config)
+        if deterministic:
+            segments = segments_of(sparse_indices, rows, start, count, key.numel() // size)
+        both = (weights, d_out_here) if value is None else (None, None)
+        for (left, right, *second), gradient in (
+            ((d_scores, queries, *both), d_key),
+            ((d_scores, query_ropes, None, None), d_key_rope),
+            ((weights, d_outs, None, None), d_value),
+        ):
+            if gradient.numel():
+                config, grid = blocks_of(gradient, count * key_heads, KEYS)
+                target = contributions if deterministic else gradient
+                _add_to_keys[grid](
+                    *(left, right[here], *second, *places, target, start, count, *right.stride()[:2]),
+                    **products,
+                    **config,
+                    ATOMIC=not deterministic,
+                    STAGGERED=staggered,
+                )
+                if deterministic:
+                    add_segments(contributions, segments, gradient)
+    return d_query, d_key.to(key.dtype), d_value.to(key.dtype), d_query_rope, d_key_rope.to(key.dtype)
+
+
+@triton.jit
+def _multiply_and_sum(
+    left, right, total, laid_out, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum of ``left`` times ``right`` over the last dimension; and ``left`` as ``right`` lies, if there is room."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    of_left = row // HEADS * left_row + row % HEADS * left_head
+    a = tl.load(left + of_left + columns, mask=columns < SIZE, other=0.0)
+    b = tl.load(right + row * SIZE + columns, mask=columns < SIZE, other=0.0)
+    tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32)))
+    if laid_out is not None:
+        tl.store(laid_out + row * SIZE + columns, a, mask=columns < SIZE)
+
+
+@triton.jit
+def _differentiate(
+    query,
+    query_rope,
+    key,
+    key_rope,
+    value,
+    indices,
+    first_key,
+    visible_keys,
+    d_out,
+    d_out_out,
+    softmax_max,
+    softmax_sum,
+    weights,
+    d_scores,
+    scale,
+    scale_2,  # for powers of 2
+    first_row,
+    sequence,
+    query_row,
+    query_head,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places.
+    ``d_out`` and ``d_out_out`` hold the rows of the chunk."""
+    in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
+        indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
+    )
+    places = first_place + tl.arange(0, BLOCK_KEYS)
+    real = in_group < GROUP
+    head = (key_head * GROUP + in_group).to(tl.int64)
+    of_query = row * query_row + head * query_head
+    of_rope = (row * KEY_HEADS * GROUP + head) * ROPE
+    of_chunk = in_chunk * KEY_HEADS * GROUP + head
+    slots = of_chunk[:, None] * TOP_K + places[None, :]
+    kept = real[:, None]
+    if TOP_K % BLOCK_KEYS:
+        kept = kept & (places < TOP_K)[None, :]
+    if tl.max(there.to(tl.int32)) == 0:
+        indices += (row * KEY_HEADS + key_head) * TOP_K
+        count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
+        if first_place < count:  # there are keys after them
+            zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
+            tl.store(d_scores + slots, zeros, mask=kept)
+        return
+
+    scores = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
+    dp = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
+    for start in range(0, SIZE, BLOCK_COLUMNS):
+        q = tile(query, of_query, real, start, SIZE, BLOCK_COLUMNS)
+        do = tile(d_out, of_chunk * SIZE, real, start, SIZE, BLOCK_COLUMNS)
+        k = tile(key, keys * SIZE, there, start, SIZE, BLOCK_COLUMNS)
+        v = k if value is None else tile(value, keys * SIZE, there, start, SIZE, BLOCK_COLUMNS)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+        dp = tl.dot(do, tl.trans(v), dp, input_precision="ieee")
+    if ROPE:
+        q = tile(query_rope, of_rope, real, 0, ROPE, BLOCK_ROPE)
+        k = tile(key_rope, keys * ROPE, there, 0, ROPE, BLOCK_ROPE)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+
+    statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + in_group
+    highest = tl.load(softmax_max + statistics, mask=real, other=0.0) * LOG2_E
+    total = tl.load(softmax_sum + statistics, mask=real, other=1.0)
+    delta = tl.load(d_out_out + of_chunk, mask=real, other=0.0)
+    p = tl.where(there[None, :], tl.exp2(scores * scale_2 - highest[:, None]) / total[:, None], 0.0)
+    ds = p * (dp - delta[:, None]) * scale
+    tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=kept)
+    tl.store(d_scores + slots, ds.to(d_scores.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _add_to_queries(
+    d_scores,
+    key,
+    indices,
+    first_key,
+    visible_keys,
+    d_query,
+    first_row,
+    rows,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """d_query of a row = d_scores · its keys, (heads, top-k) (top-k, width); one program for a row and some columns."""
+    in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
+        indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
+    )
+
+    group = tl.arange(0, BLOCK_GROUP)
+    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+    of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
+    total = tl.zeros((BLOCK_GROUP, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, count, BLOCK_KEYS):
+        places = start + tl.arange(0, BLOCK_KEYS)
+        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
+        mask = (group < GROUP)[:, None]
+        if TOP_K % BLOCK_KEYS:
+            mask = mask & (places < TOP_K)[None, :]
+        ds = tl.load(d_scores + of_left + places[None, :], mask=mask, other=0.0)
+        k = tile(key, keys * WIDTH, there, first_column, WIDTH, BLOCK_COLUMNS)
+        total = tl.dot(ds, k, total, input_precision="ieee")
+    places = (row * KEY_HEADS + key_head) * GROUP * WIDTH + group[:, None] * WIDTH + columns[None, :]
+    mask = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(d_query + places, total.to(d_query.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_to_keys(
+    left,
+    right,
+    left_2,
+    right_2,
+    indices,
+    first_key,
+    visible_keys,
+    target,
+    first_row,
+    rows,
+    right_row,
+    right_head,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    STAGGERED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
+    and some columns. Not ``ATOMIC``: (rows, top-k, width). All four hold the rows of this chunk.
+
+    ``STAGGERED``: neighbouring rows begin at different blocks, not to add to the same keys at the same time. It pays
+    where they have most keys in common; otherwise it is better that they are among the same part of all keys.
+    """
+    in_chunk, _, key_head, first_column, indices, first, visible, count = place_of_products(
+        indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
+    )
+
+    group = tl.arange(0, BLOCK_GROUP)
+    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+    head = (key_head * GROUP + group).to(tl.int64)[:, None]
+    of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
+    real = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
+    r = tl.load(right + in_chunk * right_row + head * right_head + columns[None, :], mask=real, other=0.0)
+    r_2 = r
+    if left_2 is not None:
+        r_2 = tl.load(right_2 + (in_chunk * KEY_HEADS * GROUP + head) * WIDTH + columns[None, :], mask=real, other=0.0)
+    blocks, shift = tl.cdiv(count, BLOCK_KEYS), in_chunk.to(tl.int32)
+    for turn in range(0, blocks):
+        block = turn
+        if STAGGERED:
+            block = (turn + shift) % blocks
+        places = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
+        # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
+        mask = (group < GROUP)[:, None]
+        if TOP_K % BLOCK_KEYS:
+            mask = mask & (places < TOP_K)[None, :]
+        w = tl.load(left + of_left + places[None, :], mask=mask, other=0.0)
+        part = tl.dot(tl.trans(w), r, input_precision="ieee")
+        if left_2 is not None:
+            w = tl.load(left_2 + of_left + places[None, :], mask=mask, other=0.0)
+            part = tl.dot(tl.trans(w), r_2, part, input_precision="ieee")
+        mask = there[:, None] & (columns < WIDTH)[None, :]
+        if ATOMIC:
+            tl.atomic_add(target + keys[:, None] * WIDTH + columns[None, :], part, mask=mask, sem="relaxed")
+        else:
+            slots = (in_chunk * KEY_HEADS + key_head) * TOP_K + places
+            tl.store(target + slots[:, None] * WIDTH + columns[None, :], part, mask=mask)

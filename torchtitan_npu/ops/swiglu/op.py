@@ -1,0 +1,102 @@
+"""``npu_swiglu`` and ``npu_swiglu_backward``: one half of the input, through SiLU, gates the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Shard
+
+from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.triton_kernel import kernel
+from torchtitan_npu.ops.swiglu import reference as reference
+
+MAX_DIMS = 8  # CANN's kernels take no tensor of more
+
+
+def _halved(input: Tensor, dim: int) -> list[int]:
+    shape = list(input.shape)
+    shape[dim] //= 2
+    return shape
+
+
+def contract(input: Tensor, dim: int, **_: Any) -> Iterator[str]:
+    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        yield f"input must be float16, bfloat16 or float32, not {input.dtype}"
+    if not 1 <= input.dim() <= MAX_DIMS:
+        yield f"input must have 1 to {MAX_DIMS} dimensions, not {input.dim()}"
+    if not -input.dim() <= dim < input.dim():
+        yield f"dim must be one of the {input.dim()} dimensions of input, not {dim}"
+    if input.shape[dim] % 2:
+        yield f"input must have an even size along dim {dim}, not {input.shape[dim]}"
+
+
+def fake(input: Tensor, dim: int) -> Tensor:
+    return input.new_empty(_halved(input, dim))
+
+
+def sharding(input: Any, dim: int) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+    for other in range(input.ndim):
+        if other != dim % input.ndim:
+            yield [Shard(other)], {"input": Shard(other)}
+
+
+def save(ctx: Any, output: Tensor, input: Tensor, dim: int) -> None:
+    ctx.save_for_backward(input)
+    ctx.dim = dim
+
+
+def backward(npu: Any, ctx: Any, grad_output: Tensor) -> dict[str, Tensor]:
+    return {"input": npu.npu_swiglu_backward(grad_output, *ctx.saved_tensors, ctx.dim)}
+
+
+LIMITS = (Limit("input.dtype", lambda input, **_: input.dtype, (torch.float16, torch.bfloat16, torch.float32)),)
+
+declare(
+    Op(
+        schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
+        reference=reference.npu_swiglu,
+        cuda=kernel("swiglu.triton", "npu_swiglu", reference.npu_swiglu),
+        fake=fake,
+        contract=contract,
+        sharding=sharding,
+        autograd=Autograd(save, backward),
+        limits=LIMITS,
+    )
+)
+
+
+def backward_contract(grad_output: Tensor, input: Tensor, dim: int) -> Iterator[str]:
+    yield from contract(input, dim)
+    shape = _halved(input, dim)
+    if (list(grad_output.shape), grad_output.dtype) != (shape, input.dtype):
+        yield (
+            f"grad_output must be {input.dtype} of shape {tuple(shape)}, input halved along dim {dim}, "
+            f"not {grad_output.dtype} of shape {tuple(grad_output.shape)}"
+        )
+
+
+def backward_fake(input: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(input)
+
+
+def backward_sharding(input: Any, dim: int, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+    for other in range(input.ndim):
+        if other != dim % input.ndim:
+            yield [Shard(other)], {"grad_output": Shard(other), "input": Shard(other)}
+
+
+declare(
+    Op(
+        schema="npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
+        reference=reference.npu_swiglu_backward,
+        cuda=kernel("swiglu.triton", "npu_swiglu_backward", reference.npu_swiglu_backward),
+        fake=backward_fake,
+        contract=backward_contract,
+        sharding=backward_sharding,
+        limits=LIMITS,
+    )
+)

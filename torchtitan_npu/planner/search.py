@@ -1,0 +1,211 @@
+"""Which layouts of a job fit a number of devices, best first: all that divide it are estimated, the best rehearsed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.pipeline_check import check_pipeline
+from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner.estimate import Estimate, Estimator
+from torchtitan_npu.planner.job import Failure, attempt, stated_load
+from torchtitan_npu.planner.layout import degrees, has_degrees, layout_name, with_layout
+from torchtitan_npu.planner.rank import Rehearsal
+from torchtitan_npu.planner.rates import Rates, step_seconds
+from torchtitan_npu.planner.replicated import heads
+from torchtitan_npu.planner.report import GIB
+from torchtitan_npu.planner.shortened import rehearse_shortened, stages
+
+LARGEST = {"pp": 16, "tp": 16, "cp": 16}
+"""Degrees beyond which no layout is looked at, but for the file's own."""
+DOUBTFUL = 1.1
+"""An estimate may be so much too high: what it has above the device's memory, but not beyond this, is rehearsed."""
+PATIENCE = 2
+"""How many times ``top`` layouts are rehearsed, at the most, until ``top`` of them fit."""
+
+
+@dataclass
+class Layout:
+    """One layout of the job."""
+
+    config: JobConfig
+    estimate: Estimate
+    rehearsals: list[Rehearsal] = field(default_factory=list)
+    """Of the pipeline's ranks that need the most memory and the most time, by the estimate, and of the last."""
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        return layout_name(self.config)
+
+    @property
+    def peak(self) -> int:
+        """Bytes, with HCCL's buffers."""
+        return max([one.needed for one in self.rehearsals] or self.estimate.memory)
+
+    def microseconds(self, rates: Rates) -> float:
+        """Of a token of the job's, at stated rates."""
+        if not self.rehearsals:
+            return 1e6 * max(self.estimate.seconds)
+        training, own = self.config.training, degrees(self.config)
+        tokens = self.rehearsals[0].accumulated * training.local_batch_size * training.seq_len
+        tokens *= own["dp_shard"] * own["dp_replicate"]
+        return 1e6 * step_seconds(self.rehearsals, self.config, rates) / tokens
+
+    def fits(self, device_memory: int) -> bool:
+        return not self.error and self.peak <= device_memory
+
+    def as_json(self, device_memory: int, rates: Rates) -> dict[str, Any]:
+        return {
+            "layout": self.name,
+            **degrees(self.config),
+            "fits": self.fits(device_memory),
+            "estimated_peak": max(self.estimate.memory),
+            "rehearsed_peak": self.peak if self.rehearsals else None,
+            "microseconds_per_token": self.microseconds(rates),
+            "error": self.error,
+        }
+
+
+def own_layout(config: JobConfig, world_size: int) -> JobConfig:
+    """The job's own layout on so many ranks: its degrees, as many shards as there are ranks for, and as much EP as
+    divides the ranks of a stage."""
+    if not has_degrees(config):
+        return config
+    found = degrees(config)
+    others = math.prod(found[name] for name in ("dp_replicate", "cp", "tp", "pp"))
+    if world_size % others:
+        raise UsageError(f"--world-size {world_size}: {layout_name(config)} takes a multiple of {others} ranks")
+    found["dp_shard"] = world_size // others
+    found["ep"] = math.gcd(
+        found["ep"], world_size // found["pp"] // found["dp_replicate"] // _expert_tp(config, found["tp"])
+    )
+    return with_layout(config, found)
+
+
+def dividing(config: JobConfig, world_size: int, args: Any, experts: int) -> Iterator[dict[str, int]]:
+    """The layouts whose degrees multiply to ``world_size`` and divide what they split; replicas stay as they are.
+
+    ``args`` are the model's.
+    """
+    replicas = config.parallelism.data_parallel_replicate_degree
+    training = config.training
+    for pp in _divisors(world_size // replicas, min(LARGEST["pp"], args.n_layers)):
+        for tp in _divisors(world_size // replicas // pp, LARGEST["tp"]):
+            for cp in _divisors(world_size // replicas // pp // tp, LARGEST["cp"]):
+                ranks = world_size // replicas // pp
+                shards = ranks // tp // cp
+                if heads(args) % tp or training.seq_len % (2 * tp * cp):  # ParallelDims.seq_len_divisor
+                    continue
+                batch = training.local_batch_size * shards * replicas
+                if training.global_batch_size > 0 and training.global_batch_size % batch:
+                    continue
+                each = ranks // _expert_tp(config, tp)
+                for ep in _divisors(each, experts) if experts else [1]:
+                    if not experts or experts % ep == 0:
+                        yield {"dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
+
+
+def _expert_tp(config: JobConfig, tp: int) -> int:
+    """Over how many ranks TP splits an expert, with EP: 1, or as many as the tensor's; see :func:`with_layout`."""
+    return tp if config.parallelism.expert_tensor_parallel_degree > 1 else 1
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+
+
+def search(
+    config: JobConfig, world_size: int, device_memory: int, expert_load: str, rates: Rates, top: int, console: Console
+) -> list[Layout]:
+    """All layouts by estimate; the job's own and the ``top`` best of those that should fit rehearsed. Best first."""
+    own = own_layout(config, world_size)
+    console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
+    estimator = attempt(partial(Estimator.of, own), 0)
+    if isinstance(estimator, Failure):
+        raise UsageError(f"{layout_name(own)}, cut to few layers: {estimator}")
+    args = estimator.args
+    found, refused = [], 0
+    for layout in dividing(config, world_size, args, estimator.experts):
+        changed = with_layout(config, layout)
+        try:
+            if layout["pp"] > 1:
+                check_pipeline(changed, args.n_layers)
+            parts = stages(changed, args.n_layers)
+        except UsageError:
+            refused += 1
+            continue
+        found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
+    if not any(degrees(one.config) == degrees(own) for one in found):  # beyond LARGEST
+        estimate = estimator.of_layout(own, stages(own, args.n_layers), rates, expert_load)
+        found.append(Layout(own, estimate))
+    found.sort(key=lambda one: one.microseconds(rates))
+    hopeful = [one for one in found if one.peak <= DOUBTFUL * device_memory]
+    most = ", ".join(f"{name.upper()}{degree}" for name, degree in LARGEST.items())
+    console.print(
+        f"{len(found) + refused} layouts divide {world_size} ranks, with no more than {most}; "
+        f"{refused} have no pipeline schedule; {len(hopeful)} may fit by the estimate: "
+        f"the file's own and the best are rehearsed, until {top} fit"
+    )
+    first = [one for one in found if degrees(one.config) == degrees(own)]
+    queue = first + [one for one in hopeful if one not in first][: PATIENCE * top]
+    fitting = 0
+    for one in queue:
+        if fitting == top and one not in first:
+            break
+        console.print(f"rehearsing {one.name}, {max(one.estimate.memory) / GIB:.1f} GiB by the estimate ...", end=" ")
+        _rehearse(one, world_size, expert_load)
+        seconds = sum(rehearsal.seconds for rehearsal in one.rehearsals)
+        said = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"
+        console.print(said, markup=False, soft_wrap=True)
+        fitting += one.fits(device_memory) and one not in first
+    return sorted(found, key=lambda one: (not one.fits(device_memory), not one.rehearsals, one.microseconds(rates)))
+
+
+def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
+    memory, seconds = one.estimate.memory, one.estimate.seconds
+    try:
+        check_job(one.config, world_size)
+        # the last one has the logits, which the estimate does not tell from what other stages need
+        for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
+            rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
+            load = stated_load(expert_load, one.config, rank)
+            result = attempt(partial(rehearse_shortened, one.config, world_size, rank, load), rank)
+            if isinstance(result, Failure):
+                one.error = str(result)
+                return
+            one.rehearsals.append(result)
+            if result.without_gradient:
+                one.error = f"rank {rank}: without gradient: {', '.join(result.without_gradient)}"
+                return
+    except UsageError as error:
+        one.error = f"refused: {error}"
+
+
+def print_layouts(
+    console: Console, found: list[Layout], device_memory: int, rates: Rates, most_estimates: int = 12
+) -> None:
+    """The rehearsed ones, and the best of the others."""
+    table = Table("layout", "peak (GiB)", "", f"of {device_memory / GIB:.4g} GiB", "µs a token, as stated")
+    rehearsed = [one for one in found if one.rehearsals or one.error]
+    estimated = [one for one in found if not (one.rehearsals or one.error) and one.fits(device_memory)]
+    for one in rehearsed + estimated[:most_estimates]:
+        verdict = "fits" if one.fits(device_memory) else "[red]does not fit"
+        how = "rehearsed" if one.rehearsals else "estimated"
+        if one.error:
+            verdict, how = f"[red]{escape(one.error)}", ""
+        table.add_row(one.name, f"{one.peak / GIB:.2f}", how, verdict, f"{one.microseconds(rates):.3f}")
+    console.print(table)
+    fitting = sum(one.fits(device_memory) for one in rehearsed)
+    console.print(
+        f"rehearsed: {len(rehearsed)} layouts, of which {fitting} fit; {len(estimated)} more should, by the estimate"
+    )

@@ -1,0 +1,58 @@
+"""The mark of a train spec that brings what our converters and layouts need: see :mod:`torchtitan_npu.upstream.train_specs`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config import JobConfig
+from torchtitan.protocols.train_spec import TrainSpec
+
+from torchtitan_npu.compile.regions import compile_models, compiled_here, not_compiling, wait_at
+
+
+@dataclass
+class AdaptedTrainSpec(TrainSpec):
+    """A TrainSpec that :func:`torchtitan_npu.upstream.train_specs.adapt` made.
+
+    Its models are compiled by us where the job bypasses code generation or has graph passes, else by TorchTitan.
+    """
+
+    def __post_init__(self) -> None:
+        parts_of: dict[str, Callable[[Any], list[Any]]] = {
+            "parallelize_fn": lambda model: [model],
+            "build_loss_fn": lambda loss: [],
+            "pipelining_fn": lambda schedule_and_parts: schedule_and_parts[1],
+        }
+        for name, parts in parts_of.items():
+            if (build := getattr(self, name)) is not None:
+                setattr(self, name, _compiling(build, parts))
+
+
+def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[Any]]) -> Callable[..., Any]:
+    """``build``, one of the functions that get a job's config, with the ``parts`` of what it returns compiled by us."""
+    if hasattr(build, "compiles"):  # dataclasses.replace makes a spec of functions that one has already
+        return build
+
+    @functools.wraps(build)
+    def build_and_compile(*args: Any, **kwargs: Any) -> Any:
+        config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, JobConfig)), None)
+        if config is None or not config.compile.enable:
+            return build(*args, **kwargs)
+        if not compiled_here(config):
+            built = build(*args, **kwargs)
+            for block in (block for part in parts(built) for block in part.layers.values()):
+                wait_at(block)
+            return built
+        eager = not_compiling(config)
+        built = build(
+            *(eager if arg is config else arg for arg in args),
+            **{key: eager if arg is config else arg for key, arg in kwargs.items()},
+        )
+        compile_models(parts(built), config)
+        return built
+
+    build_and_compile.compiles = True  # type: ignore[attr-defined]
+    return build_and_compile
