@@ -18,7 +18,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_npu.compile.interpreter import Launch, interpreted
@@ -27,6 +26,7 @@ from torchtitan_npu.compile.random_state import without_random_state
 from torchtitan_npu.compile.runtime import Compiled, plain_region
 from torchtitan_npu.compile.strides import copy_of, for_any_strides, gradients_as_they_lie, open_strides
 from torchtitan_npu.compile.tidy import tidy
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 Pass = Callable[[fx.GraphModule], Any]
 """Changes a graph in place."""

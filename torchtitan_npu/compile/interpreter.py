@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 TENSOR, INT, NUMBER = torch._C.TensorType.get(), torch._C.IntType.get(), torch._C.NumberType.get()
 ARITHMETIC: dict[Any, str] = {

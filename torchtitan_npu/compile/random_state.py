@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
+
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 DRAWS_NOTHING = {"dropout_p": 0.0, "keep_prob": 1.0}
 """By argument, the value with which an attention operator draws nothing."""

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd import subclass_utils
 from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTOutput
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
-from torch._ops import OpOverload
 
 from torchtitan_npu.compile.interpreter import Launch, NotExpressible
 from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, gradients, laid_by_gradients, value
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 COUNT_ON_STRIDES = {
     # made so by autograd's formulas

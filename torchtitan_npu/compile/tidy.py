@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from torchtitan_npu.compile.passes.graphs import SAME_MEMORY, aten, collectives, laid_by_gradients
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 NOTHING = (aten.detach.default, aten.alias.default)
 """Below autograd, where compiled graphs run, these return their argument."""

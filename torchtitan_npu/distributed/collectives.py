@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_npu.torch_internals.dispatch import TorchDispatchMode
 
 SENT = {
     "all_gather_into_tensor": lambda n: n - 1,

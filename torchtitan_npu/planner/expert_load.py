@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.fake_devices import BelowSubclasses
+from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

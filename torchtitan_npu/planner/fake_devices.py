@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode
 
 
 def fake_device() -> FakeTensorMode:

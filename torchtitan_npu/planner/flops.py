@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils import flop_counter
 
 from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]

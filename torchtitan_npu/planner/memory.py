@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves, tree_map_only
 
 ALLOCATION = 512
 """Bytes; the allocators of CUDA and NPU round up to a multiple of it."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 
@@ -23,6 +22,7 @@ from torchtitan_npu.planner.limits import check_rehearsable
 from torchtitan_npu.planner.memory import HOST, Memory
 from torchtitan_npu.planner.traffic import Traffic, hccl_buffers
 from torchtitan_npu.planner.trainer import RehearsedTrainer
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 MICROBATCHES = 2
 """How many of the batches that a step accumulates are rehearsed: the first without gradients, the next with them."""

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_npu import platform
 from torchtitan_npu.distributed.collectives import SENT
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves
 
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], float]]] = {
     "all_gather": (("allgather", "all_gather"), SENT["all_gather_into_tensor"]),

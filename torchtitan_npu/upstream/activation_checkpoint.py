@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
+from torchtitan_npu.torch_internals.dispatch import TorchDispatchMode
 from torchtitan_npu.upstream.rebind import rebound
 
 Modes = tuple[TorchDispatchMode, TorchDispatchMode]

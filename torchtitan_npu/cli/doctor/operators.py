@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from torchtitan_npu.cli.doctor.check import Line, green, in_one_line, red, yellow
 from torchtitan_npu.cli.doctor.samples import FAMILIES, Sample
@@ -15,6 +14,7 @@ from torchtitan_npu.cli.doctor.sparse_samples import sparse_attention
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import spelt_out
 from torchtitan_npu.platform import Backend
+from torchtitan_npu.torch_internals.dispatch import tree_flatten, tree_map
 
 KEYS = {"npu": "PrivateUse1", "cuda": "CUDA", "cpu": "CPU"}
 """The dispatch key under which each backend's kernels are registered."""

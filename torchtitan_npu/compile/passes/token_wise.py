@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
 from torchtitan_npu.compile.passes.graphs import RESHAPES, aten, call, piece, static_shape, value
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 npu = torch.ops.npu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch._ops import OpOverload
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 
 def by_name(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

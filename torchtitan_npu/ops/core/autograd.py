@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 Call = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]
 """How an op was called, ``(args, kwargs)``, and its arguments by name."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.core.autograd import Autograd, Through, autograd_kernel, through_kernel
 from torchtitan_npu.ops.core.sharding import Localize, Sharding, has_sharding_rule, register_sharding_rule
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -29,9 +28,9 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtitan_npu.ops.core.arguments import by_name, spelt_out
+from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves, tree_map
 
 Way: TypeAlias = tuple[Sequence[Placement | None], Mapping[str, Placement]]
 Sharding: TypeAlias = Callable[..., Iterable[Way]]

@@ -1,0 +1,72 @@
+"""What this package takes from torch's dispatcher still means what it meant."""
+
+import torch
+
+from torchtitan_npu.torch_internals.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    below_autograd,
+    has_kernel,
+    op_schema,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    without_autocast,
+)
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def test_an_overload_and_its_schema() -> None:
+    assert isinstance(ADD, OpOverload)
+    schema = op_schema(ADD)
+    assert schema.name == "aten::add"
+    assert [(argument.name, argument.kwarg_only) for argument in schema.arguments] == [
+        ("self", False),
+        ("other", False),
+        ("alpha", True),
+    ]
+
+
+def test_a_dispatch_mode_sees_operators() -> None:
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.names.append(op_schema(func).name)
+            return func(*args, **(kwargs or {}))
+
+    with Names() as seen:
+        torch.ones(2) + 1
+    assert seen.names == ["aten::ones", "aten::add"]
+
+
+def test_below_autograd_records_nothing() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with below_autograd():
+        assert (x * 2).grad_fn is None
+    assert (x * 2).grad_fn is not None
+
+
+def test_without_autocast_keeps_the_dtype() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+        with without_autocast():
+            assert (x @ x).dtype == torch.float32
+
+
+def test_has_kernel() -> None:
+    assert has_kernel("aten::add.Tensor", "CPU")
+    assert not has_kernel("aten::add.Tensor", "PrivateUse1")
+
+
+def test_trees() -> None:
+    tree = {"a": [1, 2.0], "b": (3,)}
+    assert tree_leaves(tree) == [1, 2.0, 3]
+    assert tree_map(lambda x: x + 1, tree) == {"a": [2, 3.0], "b": (4,)}
+    assert tree_map_only(float, lambda x: -x, tree) == {"a": [1, -2.0], "b": (3,)}
+    assert tree_flatten(tree)[0] == [1, 2.0, 3]

@@ -1,0 +1,44 @@
+"""The dispatcher: operators, their schemas, dispatch modes, and what runs below autograd. Seen on torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "below_autograd",
+    "has_kernel",
+    "op_schema",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "without_autocast",
+]
+
+
+def op_schema(op: OpOverload) -> Any:
+    """Return the schema of ``op``: its name, arguments (with defaults and aliasing) and returns."""
+    return op._schema
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Skip autograd's kernels in this context: operators go straight to the device's kernels."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Skip autocast's kernels in this context: operators compute in the dtypes of their arguments."""
+    return torch._C._DisableAutocast()
+
+
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    """Tell whether the operator ``name`` (``"npu::npu_rms_norm"``) has a kernel of its own for ``dispatch_key``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
