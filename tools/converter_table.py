@@ -1,5 +1,5 @@
 """Which converter replaces what in which model, asked of the code: ``python tools/converter_table.py`` writes the table
-into docs/converters.md."""
+into docs/reference/converters.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "converters.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference/converters.md"
 START, END = "<!-- made by tools/converter_table.py -->\n", "<!-- end -->\n"
 
 

@@ -1,5 +1,5 @@
 # Sourced by test.sh: a virtual environment of its own, .venv-rehearsal, with the real torch_npu and a stub in the place
-# of CANN, so that torch_npu loads on a machine without an NPU (docs/rehearsal.md). Built once, and again when what it is
+# of CANN, so that torch_npu loads on a machine without an NPU (docs/explanation/contract-tests.md). Built once, and again when what it is
 # built from changes. REHEARSAL_VENV and PYTHON choose another place and interpreter.
 VENV=${REHEARSAL_VENV:-.venv-rehearsal}
 EXTRA=rehearsal

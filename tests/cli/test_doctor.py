@@ -270,7 +270,7 @@ def test_the_docs_show_the_table_that_the_doctor_checks() -> None:
     table: dict[str, Any] = tomllib.loads((ROOT / "tools/machine/versions.toml").read_text())
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs/install.md").read_text().splitlines()
+        for line in (ROOT / "docs/how-to/install.md").read_text().splitlines()
         if line.startswith("|")
     ]
     documented = {(row[0], row[1]): row for row in rows}
@@ -281,7 +281,7 @@ def test_the_docs_show_the_table_that_the_doctor_checks() -> None:
         version = other["version"] if other.get("exact") else f"{other['version']} or newer"
         assert documented[other["name"], version][2] == other["why"]
     assert '"torchtitan==0.2.2"' in (ROOT / "pyproject.toml").read_text()
-    assert "torchtitan is pinned to 0.2.2" in (ROOT / "docs/install.md").read_text()
+    assert "torchtitan is pinned to 0.2.2" in (ROOT / "docs/how-to/install.md").read_text()
 
 
 def test_version_numbers() -> None:

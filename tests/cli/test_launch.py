@@ -224,7 +224,7 @@ def test_a_python_without_a_package_is_one_line(path: str, missing: str, tmp_pat
     environment = os.environ | {"PYTHONPATH": path, "LOGS": str(tmp_path)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr == f"launch: error: {sys.executable} has no {missing}: see docs/install.md\n"
+    assert result.stderr == f"launch: error: {sys.executable} has no {missing}: see docs/how-to/install.md\n"
 
 
 @pytest.mark.parametrize("name", profile.names())
@@ -412,7 +412,7 @@ def test_an_error_of_a_job_that_has_failed_waits_as_long_as_it_takes() -> None:
 def test_the_docs_show_the_profiles() -> None:
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in (ROOT / "docs/launch.md").read_text().splitlines()
+        for line in (ROOT / "docs/how-to/launch.md").read_text().splitlines()
         if line.startswith("| `")
     ]
     npu, aiv = profile.apply("npu", {}), profile.apply("npu_aiv", {})

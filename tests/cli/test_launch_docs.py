@@ -1,4 +1,4 @@
-"""The examples of docs/launch.md: each node of a cluster would be asked for what it should."""
+"""The examples of docs/how-to/launch.md: each node of a cluster would be asked for what it should."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_npu.cli.doctor.command import CHECKS
 from torchtitan_npu.cli.launch.asked import Asked, asked
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/launch.md").read_text()
+PAGE = (ROOT / "docs/how-to/launch.md").read_text()
 JOB = "--job.config_file my_job.toml"
 
 

@@ -27,7 +27,7 @@ from torchtitan_npu.distributed.matmul_sharding import OPS, matmul_strategy, use
 from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding
 from torchtitan_npu.planner import fake_device, fake_ranks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "matmul-sharding.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation/matmul-sharding.md").read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -107,7 +107,7 @@ def test_the_documents_of_each_microbatch() -> None:
 
 def test_a_context_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of the docs, as it stands there."""
-    page = Path(__file__).parents[2] / "docs" / "context-parallel.md"
+    page = Path(__file__).parents[2] / "docs" / "explanation/context-parallel.md"
     toml, code = (page.read_text().split(f"```{language}\n")[-1].split("```")[0] for language in ("toml", "python"))
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "context.py").write_text(code)

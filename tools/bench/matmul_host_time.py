@@ -4,7 +4,7 @@
 
 DTensor's own are those for ``aten.mm``, to which torch decomposes the product elsewhere: one for the product, two for
 its gradients. All are measured in turns in one run, and include the shape function. With torch_npu loaded
-(docs/rehearsal.md) its strategies are measured too.
+(docs/explanation/contract-tests.md) its strategies are measured too.
 """
 
 from __future__ import annotations

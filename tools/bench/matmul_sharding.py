@@ -1,9 +1,9 @@
-"""What matrix products under tensor parallel move: prints the tables of docs/matmul-sharding.md.
+"""What matrix products under tensor parallel move: prints the tables of docs/explanation/matmul-sharding.md.
 
     python tools/bench/matmul_sharding.py
 
 Two products of DeepSeek-V3, on fake tensors of their real sizes over ranks that exist in name only. With torch_npu
-loaded (docs/rehearsal.md) also all placements of a product, and whole steps, with its strategies and with ours.
+loaded (docs/explanation/contract-tests.md) also all placements of a product, and whole steps, with its strategies and with ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a training step sends under tensor and expert parallel, in TorchTitan's MoE layout and in ours.
 
 ``python tools/bench/moe_traffic.py`` rehearses the step on fake tensors of real sizes, as one of 64 ranks that exist in
-name only, and writes the table into docs/moe-tensor-parallel.md. It takes a minute.
+name only, and writes the table into docs/explanation/moe-tensor-parallel.md. It takes a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import shipped  # noqa: E402
 from torchtitan_npu.planner.rank import rehearse_rank  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "moe-tensor-parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation/moe-tensor-parallel.md"
 START, END = "<!-- made by tools/bench/moe_traffic.py -->\n", "<!-- end -->\n"
 HEAD = f"| model | group | collective | TorchTitan's | GiB | ours | GiB |\n|{'---|' * 7}\n"
 

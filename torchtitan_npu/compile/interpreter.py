@@ -2,7 +2,7 @@
 
 It is the interpreter of TorchScript, and nothing else is used of that: the graph is written node for node, each an
 operator of the dispatcher with all of its arguments, and runs as it is written, without the passes that would change
-it. Nothing is compiled. An operator costs the host less than a call from Python does: docs/compile.md has by
+it. Nothing is compiled. An operator costs the host less than a call from Python does: docs/how-to/compile.md has by
 how much.
 """
 

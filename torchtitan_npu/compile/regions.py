@@ -126,7 +126,7 @@ def is_worth_it(part: nn.Module) -> bool:
     """Whether a part of a block is compiled: where calling a compiled region adds less than it takes off the host.
 
     DTensors cost the host several hundred µs for each operator. On local tensors it is through with a norm, a router
-    or shared experts sooner than with a region's guards: docs/compile.md has the numbers.
+    or shared experts sooner than with a region's guards: docs/how-to/compile.md has the numbers.
     """
     if not _has_children(part):
         return False

@@ -32,7 +32,7 @@ class Npu:
     graph_passes: list[str] = field(default_factory=list)
     """
     Passes over the graphs of compiled regions, whether code generation is bypassed or not: no_ops, all_gather_chunk,
-    sequence_parallel, async_tp, add_rms_norm (docs/graph-passes.md).
+    sequence_parallel, async_tp, add_rms_norm (docs/reference/graph-passes.md).
     """
 
     sp_min_tokens: int = 1000

@@ -1,13 +1,13 @@
 """A training step without a device: fake tensors, ranks that exist in name only, and a stated expert load.
 
 On fake tensors on ``npu`` the real torch_npu runs its schemas, shape functions and autograd, and computes no numbers
-(docs/rehearsal.md). Three things are needed besides:
+(docs/explanation/contract-tests.md). Three things are needed besides:
 
     with fake_ranks(64), fake_device(), StatedLoad(), Calls() as calls:
         ...  # build, forward, backward, optimizer step
     print(calls.count("npu"))
 
-The modules beside this one rehearse a user's job with that, and record what it takes (docs/rehearse-a-job.md).
+The modules beside this one rehearse a user's job with that, and record what it takes (docs/how-to/plan-a-job.md).
 """
 
 from torchtitan_npu.planner.expert_load import Load, StatedLoad, balanced

@@ -17,7 +17,9 @@ def test_the_refusal_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> No
         raise OutOfResources(116224, 101376, "shared memory")
 
     monkeypatch.setattr(swiglu, "too_large", too_large, raising=False)
-    refusal = r"too_large: .* \(shared memory: 116224 needed, 101376 there\): use one with 227 KiB .*docs/install.md"
+    refusal = (
+        r"too_large: .* \(shared memory: 116224 needed, 101376 there\): use one with 227 KiB .*docs/how-to/install.md"
+    )
     with pytest.raises(UsageError, match=refusal):
         kernel("swiglu", "too_large", lambda **_: None)()
 

@@ -4,7 +4,7 @@
     python tools/compare_loss.py run --config X.toml --candidate-converters a,b [--nproc N] [--steps N] [-- EXTRA ...]
 
 Each side is a run folder (TensorBoard events), a console log, or JSON/CSV. Exit code 0: within tolerance, 1: not,
-2: the input is unusable. See docs/comparing-loss-curves.md.
+2: the input is unusable. See docs/how-to/compare-loss-curves.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python tools/convert_checkpoint.py to-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--dtype bfloat16]
 
 TARGET must not exist; it appears when the conversion is whole. Exit code 0: done, 2: it cannot be done, one line says
-why. See docs/checkpoints.md.
+why. See docs/how-to/checkpoints.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tools/doctor.py [--backend npu|cuda|cpu] [--only versions,environment,...] [--json]
 
-Exit code 0: nothing is red, 1: something is, 2: it was asked wrongly. See docs/doctor.md.
+Exit code 0: nothing is red, 1: something is, 2: it was asked wrongly. See docs/how-to/doctor.md.
 """
 
 from __future__ import annotations

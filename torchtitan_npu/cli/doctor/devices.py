@@ -69,4 +69,4 @@ def _advice(wanted: Backend) -> str:
     if visible in os.environ:
         return f"{visible}={os.environ[visible]}: unset it, or name devices that {SHOW[wanted]} shows"
     package = {"npu": "torch_npu", "cuda": "a CUDA build of torch"}.get(wanted, "torch")
-    return f"see whether {SHOW.get(wanted, 'lscpu')} shows devices and {package} is installed; docs/install.md"
+    return f"see whether {SHOW.get(wanted, 'lscpu')} shows devices and {package} is installed; docs/how-to/install.md"

@@ -25,7 +25,7 @@ WRONG = 16
 """Times the expected error: no rounding explains that."""
 OF_SEVERAL_RANKS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
 """They communicate: one process cannot call them."""
-OPERATOR_FAILS = 'see docs/doctor.md, "When an operator fails"'
+OPERATOR_FAILS = 'see docs/how-to/doctor.md, "When an operator fails"'
 
 
 def check_operators(backend: Backend) -> Iterator[Line]:
@@ -46,7 +46,7 @@ def samples() -> Iterator[Sample]:
 
 def _registration(op: Op, backend: Backend) -> Line | None:
     """What is wrong with the operator as it is registered, if anything is."""
-    advice = "install the torch_npu that docs/install.md names"
+    advice = "install the torch_npu that docs/how-to/install.md names"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{op.name}", KEYS[backend]):
         return red(op.name, f"there is no kernel for {backend}", advice)
     found, expected = op.overload()._schema, torch._C.parse_schema(op.schema)

@@ -68,7 +68,9 @@ def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterato
     elif numbers(installed) < numbers(wanted)[:2]:
         yield red("CANN", f"{installed}, older than {wanted}", f"install CANN {wanted}")
     elif numbers(installed)[:2] != numbers(wanted)[:2]:
-        yield yellow("CANN", f"{installed}, and the table names {wanted}", "see docs/install.md; nobody here tried it")
+        yield yellow(
+            "CANN", f"{installed}, and the table names {wanted}", "see docs/how-to/install.md; nobody here tried it"
+        )
     else:
         yield green("CANN", installed)
 

@@ -1,6 +1,6 @@
 """What tools/launch.sh runs: torchrun with an environment profile, one log a rank, and who failed first.
 
-What is asked for is in the environment (docs/launch.md); the arguments go to torchtitan_npu.train. Exit code 0:
+What is asked for is in the environment (docs/how-to/launch.md); the arguments go to torchtitan_npu.train. Exit code 0:
 trained, 1: a rank failed, 2: not started, 128 and a signal's number: ended by it.
 """
 
@@ -31,7 +31,7 @@ def refuse(why: object) -> NoReturn:
 
 
 def refuse_without(missing: ModuleNotFoundError) -> NoReturn:
-    refuse(f"{sys.executable} has no {missing.name}: see docs/install.md")
+    refuse(f"{sys.executable} has no {missing.name}: see docs/how-to/install.md")
 
 
 try:
