@@ -27,8 +27,6 @@ PATIENCE = 20
 
 platform.prepare()
 torchtitan_npu.register()
-
-from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.train import Trainer as TitanTrainer  # noqa: E402
 
@@ -40,6 +38,7 @@ from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa
 from torchtitan_npu.config.preflight import check_job  # noqa: E402
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context  # noqa: E402
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
+from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed  # noqa: E402
 from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
 
 
