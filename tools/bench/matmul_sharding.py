@@ -3,7 +3,7 @@
     python tools/bench/matmul_sharding.py
 
 Two products of DeepSeek-V3, on fake tensors of their real sizes over ranks that exist in name only. With torch_npu
-loaded (docs/explanation/contract-tests.md) also all placements of a product, and whole steps, with its strategies and with ours.
+loaded (contract tests) also all placements of a product, and whole steps, with both sets of strategies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What runs when a compiled region is called: one node of autograd's graph, and nothing that is not needed.
 
 AOTAutograd's own runtime can do more: inputs that are changed, outputs that alias inputs, tensor subclasses, sizes that
-change. Regions that have none of that, those on local tensors without experts, do without: docs/how-to/compile.md has what it
+change. Regions that have none of that, those on local tensors without experts, do without: docs/how-to/compile.md
+has what it
 takes the host.
 """
 

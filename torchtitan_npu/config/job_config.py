@@ -19,7 +19,7 @@ class Npu:
 
     strict_limits: bool = False
     """
-    A size or dtype that an NPU's kernels would refuse is an error in every backend. Otherwise it is one on an NPU, and a
+    A size or dtype that an NPU's kernels refuse is an error in every backend. Otherwise it is one on an NPU, and a
     line in the log elsewhere; but a graph pass leaves such a place of the graph on an NPU as it was, and logs why.
     """
 

@@ -66,7 +66,8 @@ def check_job(config: JobConfig, world_size: int) -> None:
     if dims.pp_enabled and not isinstance(spec, AdaptedTrainSpec):
         raise UsageError(
             f"parallelism.pipeline_parallel_degree must be 1 for model.name {config.model.name!r} unless its TrainSpec "
-            "is registered as torchtitan_npu.upstream.train_specs.adapt(spec): the gradients would be those of the summed loss"
+            "is registered as torchtitan_npu.upstream.train_specs.adapt(spec): "
+            "the gradients would be those of the summed loss"
         )
     model = build_on_meta(config)
     _check_model(config, dims, model)

@@ -4,7 +4,7 @@ TorchTitan's attention modules call a function of their model, ``apply_rotary_em
 neighbouring pairs, with complex angles (llama3, llama4, deepseek_v3), and on halves, with a table of cosines and sines
 (qwen3, gpt_oss). The indexer of our deepseek_v32 calls a third, on halves with complex angles; the vision tower of our
 qwen3_vl a fourth, on halves with a table for the patches at hand. A converted module runs the code it had, with our
-function in that one's place (:mod:`torchtitan_npu.upstream.rebind`): so does a user's module that calls one of these functions.
+function in that one's place (:mod:`torchtitan_npu.upstream.rebind`): also in a user's module that calls one of them.
 
 Positions on several axes (MRoPE) are ``npu_mrope``'s.
 """

@@ -1,4 +1,4 @@
-"""The dispatcher: operators, their schemas, dispatch modes, and what runs below autograd. Seen on torch 2.11 to 2.13."""
+"""Dispatcher: operators, their schemas, dispatch modes, and what runs below autograd. Seen on torch 2.11 to 2.13."""
 
 from __future__ import annotations
 

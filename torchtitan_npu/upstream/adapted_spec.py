@@ -1,4 +1,4 @@
-"""The mark of a train spec that brings what our converters and layouts need: see :mod:`torchtitan_npu.upstream.train_specs`."""
+"""Mark of a train spec with what our converters and layouts need: see :mod:`torchtitan_npu.upstream.train_specs`."""
 
 from __future__ import annotations
 

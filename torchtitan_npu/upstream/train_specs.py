@@ -1,4 +1,4 @@
-"""TorchTitan's models under their own names, with what their TrainSpecs need to train right in every backend and layout.
+"""TorchTitan's models under their names, with what their TrainSpecs need to train right in every backend and layout.
 
 Importing this module registers them. The models, their sizes and their parallel plans stay TorchTitan's.
 """
@@ -62,7 +62,7 @@ ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 
 
 def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
-    """``upstream`` with our data and validation, a divisible loss and parallelisation that is right in every backend."""
+    """``upstream`` with our data and validation, a divisible loss and parallelization for every backend."""
     parallelize_part = mended(upstream.parallelize_fn)
     ours = replace(
         upstream,
@@ -107,7 +107,7 @@ class LossPerToken:
 
 
 def mended(parallelize: ParallelizeFunction) -> ParallelizeFunction:
-    """``parallelize`` for a model or a stage of it, with what it misses in this backend and gets wrong in this layout."""
+    """``parallelize`` for a model or a stage of it, with its corrections for this backend and layout."""
     titans = without_marks(parallelize)
 
     def parallelize_part(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:

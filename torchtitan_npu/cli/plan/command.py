@@ -6,7 +6,7 @@
     python tools/rehearse.py --config X.toml --world-size 64 --search [--top 3]
 
 The second training step of one rank of each kind, on fake tensors over a fake process group, through the project's own
-Trainer: docs/how-to/plan-a-job.md. Options of the job (``--training.seq_len 4096``) go on the command line as in training.
+Trainer: docs/how-to/plan-a-job.md. Options of the job (``--training.seq_len 4096``) are given as in training.
 Exit code 0: it starts and fits. 1: it does not fit, or a parameter gets no gradient. 2: the error of a real start, or
 why it cannot be rehearsed.
 """

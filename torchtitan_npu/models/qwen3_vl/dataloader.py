@@ -177,7 +177,7 @@ def collate(rows: list[Row], args: Qwen3VLModelArgs, seq_len: int, pad: int) -> 
 
 
 class ImageTextBatches(RankBatches):
-    """The batches of one rank, each with the number of the row behind it; see :mod:`torchtitan_npu.components.dataloader`."""
+    """Batches of one rank, each with the number of the next row; see :mod:`torchtitan_npu.components.dataloader`."""
 
     def __init__(self, rows: PackedRows, dp_rank: int, dp_world_size: int, local_batch_size: int) -> None:
         super().__init__(rows, dp_rank, dp_world_size, local_batch_size)  # type: ignore[arg-type] # for its source

@@ -30,7 +30,7 @@ def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..
         except _out_of_resources() as lack:
             raise UsageError(
                 f"{name}: its kernel does not fit this GPU ({lack.name}: {lack.required} needed, {lack.limit} there): "
-                "use one with 227 KiB of shared memory (docs/how-to/install.md), or leave out the converter that calls it"
+                "use one with 227 KiB of shared memory (docs/how-to/install.md), or remove the converter that calls it"
             ) from lack
 
     return run

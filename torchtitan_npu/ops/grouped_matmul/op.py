@@ -176,7 +176,7 @@ def warn_of_waiting(op: str, features: tuple[int, int], dtype: torch.dtype) -> N
     log_on_first_rank(
         f"{op} with {features[0]} and {features[1]} features in {dtype}: no kernel of the GPU takes it, so the host "
         "waits for the groups' sizes in every call and multiplies them one by one. Kernels take contiguous bfloat16 or "
-        'float16 without a bias, and sizes that are multiples of 64; docs/results/performance.md, "What runs where", says more',
+        "float16 without a bias, and sizes that are multiples of 64; see docs/results/performance.md, What runs where",
         logging.WARNING,
     )
 
