@@ -1,0 +1,51 @@
+"""The action tables of torch's pipeline schedules. Seen on torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+COMPUTATIONS = ("F", "I", "W", "B")
+"""Forward, gradients of inputs, gradients of weights, and both gradients at once."""
+
+
+class Action(NamedTuple):
+    """One computation of a pipeline rank."""
+
+    stage: int
+    computation: str
+    """One of :data:`COMPUTATIONS`."""
+    microbatch: int
+
+
+def schedule_actions(schedule: Any, ranks: int, stages: int, microbatches: int, csv: str = "") -> list[list[Action]]:
+    """Return the computations of each pipeline rank in order, as ``schedule`` (a class) or the file ``csv`` lists them.
+
+    Raise one of torch's errors (AssertionError, RuntimeError, ValueError) for a schedule that cannot run.
+    """
+    # The table depends on these four attributes only.
+    stage: Any = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, submod=nn.Identity())
+    made: Any
+    if csv:
+        made = PipelineScheduleMulti([stage] * (stages // ranks), microbatches)
+        made._load_csv(csv)
+    elif issubclass(schedule, PipelineScheduleSingle):
+        made = schedule(stage, microbatches)
+    else:
+        made = schedule([stage] * (stages // ranks), microbatches)
+    return [list(_computations(made.pipeline_order[rank])) for rank in range(ranks)]
+
+
+def _computations(row: list[Any]) -> Iterator[Action]:
+    """Yield the computations of a row; None marks a step in which the rank is idle."""
+    for action in row:
+        if action is None:
+            continue
+        if action.sub_actions:  # an overlapped forward and backward pass
+            yield from _computations(list(action.sub_actions))
+        elif action.computation_type.value in COMPUTATIONS:
+            yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
