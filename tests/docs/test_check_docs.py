@@ -1,0 +1,111 @@
+"""tools/check_docs.py on small samples, good and bad."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
+assert spec and spec.loader
+check_docs = sys.modules["check_docs"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_docs)
+
+
+def page(folder: Path, text: str) -> Path:
+    path = folder / "page.md"
+    path.write_text(text)
+    return path
+
+
+def blocks(folder: Path, text: str) -> list[check_docs.Block]:
+    return list(check_docs.prose(page(folder, text), folder))
+
+
+def sentence(count: int) -> str:
+    return "Words " + "word " * (count - 2) + "end."
+
+
+def test_a_sentence_of_46_words_is_an_error(tmp_path: Path) -> None:
+    text = f"{sentence(45)} Short one.\n\n- {sentence(46)}\n"
+    (error,) = check_docs.sentence_errors(blocks(tmp_path, text))
+    assert error.startswith("page.md:3: a sentence of 46 words, at most 45")
+
+
+def test_inline_code_is_one_word(tmp_path: Path) -> None:
+    text = sentence(45).replace("end.", "`a b c` end.")
+    assert [check_docs.words(block.text) for block in blocks(tmp_path, text)] == [46]
+
+
+def test_code_tables_headings_and_captions_are_no_prose(tmp_path: Path) -> None:
+    text = (
+        "# Title\n\nOne two.\n\n```bash\nhome mended\n```\n| a home | b |\n|---|---|\n\n"
+        "*One H200, 2026-11-16: `command`.*\n<!-- a\ncomment -->\n![a home](x.png)\nThree\nfour.\n"
+    )
+    found = blocks(tmp_path, text)
+    assert [(block.place, block.text) for block in found] == [("page.md:3", "One two."), ("page.md:15", "Three four.")]
+    assert not list(check_docs.wording_errors(found))
+
+
+def test_private_metaphors_are_errors(tmp_path: Path) -> None:
+    found = blocks(tmp_path, "The home was mended.\n\nNo homework; a commendation; hands-on.\n")
+    assert list(check_docs.wording_errors(found)) == [
+        "page.md:1: 'home': use backend",
+        "page.md:1: 'mended': use fix, work around",
+    ]
+
+
+def test_links_and_anchors(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# The `first` one\n## Twice\n## Twice\n")
+    text = (
+        "[a](other.md) [b](other.md#the-first-one) [c](other.md#twice-1) [d](https://example.org/x.md)\n"
+        "[e](missing.md) [f](other.md#second) [g](#here) `tools/no_such_file.py`\n"
+    )
+    errors = list(check_docs.link_errors(page(tmp_path, text), tmp_path))
+    assert errors == [
+        "page.md:2: no file missing.md",
+        "page.md:2: no heading other.md#second",
+        "page.md:2: no heading #here",
+        "page.md:2: no file tools/no_such_file.py",
+    ]
+
+
+def test_pages_that_code_names(tmp_path: Path) -> None:
+    for folder in (*check_docs.CODE_FOLDERS, "train_configs", "docs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "docs/there.md").write_text("")
+    (tmp_path / "tools/a.py").write_text('"""See docs/there.md and docs/gone.md."""\n')
+    assert list(check_docs.named_page_errors(tmp_path)) == ["tools/a.py: no page docs/gone.md"]
+
+
+def test_docstrings(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f'class A:\n    """Do it.\n\n        home()\n    """\n\n    x = 1\n    """{sentence(46)}"""\n')
+    found = list(check_docs.docstrings(path, tmp_path))
+    assert [(block.place, check_docs.words(block.text)) for block in found] == [("module.py:2", 2), ("module.py:8", 46)]
+
+
+def test_the_amount_of_prose_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = blocks(tmp_path, f"{sentence(40)}\n\n{sentence(10)}\n")
+    monkeypatch.setattr(check_docs, "MOST_WORDS", 49)
+    assert list(check_docs.amount_errors(found)) == [
+        "50 words of prose, at most 49",
+        "1 of 2 sentences have 40 words or more, the limit is 1%",
+    ]
+
+
+def test_runnable_examples(tmp_path: Path) -> None:
+    text = (
+        "```python run\nx = 1\n```\n```python\nnot run\n```\n```python run\nassert x == 1\nopen('page.md')\n```\n"
+        "```bash run\ntest -e page.md && python -c 'print(1)' | grep -q 1\n```\n"
+    )
+    assert list(check_docs.run_examples([page(tmp_path, text)], tmp_path)) == []
+    failing = "```python run\nraise ValueError(3)\n```\n\n```bash run\nfalse\necho on\n```\n```c run\n```\n"
+    python, bash, other = check_docs.run_examples([page(tmp_path, failing)], tmp_path)
+    assert python.startswith("page.md: python: the example ends with exit code 1") and "ValueError: 3" in python
+    assert "line 2, in <module>" in python  # as in the page
+    assert bash.startswith("page.md:5: the example ends with exit code 1")
+    assert other == "page.md:9: only bash and python examples can be run, not 'c'"

@@ -1,0 +1,354 @@
+"""Check the documentation: sentence length, wording, links, runnable examples and the total amount of prose.
+
+    python tools/check_docs.py              # all checks that take a second
+    python tools/check_docs.py --run        # also run every example marked as runnable
+    python tools/check_docs.py --docstrings # also check the docstrings of torchtitan_npu, tools and tests
+
+A fence ```` ```bash run ```` or ```` ```python run ```` marks a runnable example; GitHub renders it as bash or Python.
+The Python examples of one page run in one process, in order. Shell examples run with bash in a folder of symbolic links
+to the checkout. Exit code 0: nothing is wrong, 1: something is, one line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE_FOLDERS = ("torchtitan_npu", "tools", "tests")
+
+LONGEST_SENTENCE = 45
+"""Words; a longer sentence is an error."""
+LONG_SENTENCE = 40
+"""Words; at most ``LONG_SHARE`` of the sentences may have as many."""
+LONG_SHARE = 0.01
+MOST_WORDS = 15_000
+"""Words of prose in docs/, README.md and CONTRIBUTING.md."""
+
+WORDING = {
+    r"homes?": "backend",
+    r"mend(s|ed|ing)?": "fix, work around",
+    r"hands? on": "pass",
+    r"told by": "given by",
+    r"as (they|it) lies?": "as it is stored",
+    r"lies? (as|so|like)": "has the layout of",
+    r"lie token by token|lie head by head": "is stored in the order",
+    r"(kept|taken|captured|gathered|left|comes? in|held) whole": "replicated, unsharded, in one graph",
+    r"shared? out": "shard, distribute",
+    r"rehears\w*": "dry run, plan, contract test",
+    r"stand-ins?": "reference kernel",
+    r"on (its|their) way": "in flight",
+    r"nobody's device": "placeholder",
+    r"by whatever name": "under any name",
+    r"nudged?": "perturbed",
+}
+"""Private metaphors, as regular expressions of whole words, and the usual word for each."""
+
+_WORDING = {re.compile(rf"(?<![\w-])(?:{phrase})(?![\w-])", re.IGNORECASE): use for phrase, use in WORDING.items()}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A paragraph, list item or quotation without its markup."""
+
+    place: str
+    """``file:line`` of its first line."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A fenced block marked as runnable."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Return the Markdown files whose prose is counted."""
+    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+# --- Markdown -------------------------------------------------------------------------------------------------------
+
+
+def fences(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line number, info string and content of each fenced block."""
+    opening, first, content = None, 0, []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = re.match(r"(\s*)(`{3,}|~{3,})\s*(.*)$", line)
+        if opening is None:
+            if fence:
+                opening, first, content = fence, number, []
+        elif fence and fence[2].startswith(opening[2]) and not fence[3]:
+            yield first, opening[3].strip(), "\n".join(line.removeprefix(opening[1]) for line in content) + "\n"
+            opening = None
+        else:
+            content.append(line)
+
+
+def without_fences(text: str) -> list[str]:
+    """Return the lines of ``text``; those of fenced blocks and HTML comments are empty."""
+    lines = text.splitlines()
+    for first, _, content in fences(text):
+        last = first + content.count("\n") + 1
+        lines[first - 1 : last] = [""] * (last - first + 1)
+    blank = lambda comment: "\n" * comment[0].count("\n")  # noqa: E731
+    return re.sub(r"<!--.*?-->", blank, "\n".join(lines), flags=re.DOTALL).split("\n")
+
+
+def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
+    """Yield the prose of a Markdown file: no code, tables, headings, images or captions (paragraphs in italics)."""
+    name = path.relative_to(root)
+    first, paragraph = 0, []
+
+    def finish() -> Iterator[Block]:
+        text = " ".join(paragraph)
+        caption = re.fullmatch(r"(\*|_)(?!\1).*\1", text) and not text.startswith("**")
+        if text and not caption:
+            yield Block(f"{name}:{first}", plain(text))
+        paragraph.clear()
+
+    for number, line in enumerate(without_fences(path.read_text()), 1):
+        line = line.strip()
+        item = re.match(r"([-*+]|\d+\.|>)\s+", line)
+        if not line or line.startswith(("|", "#", "![")) or item:
+            yield from finish()
+        if not line or line.startswith(("|", "#", "![")):
+            continue
+        if not paragraph:
+            first = number
+        paragraph.append(line[item.end() :] if item else line)
+    yield from finish()
+
+
+def plain(text: str) -> str:
+    """Return ``text`` without markup. Inline code and formulas count as one word."""
+    text = re.sub(r"`+[^`]+`+", " CODE ", text)
+    text = re.sub(r"\$[^$]+\$", " FORMULA ", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"<https?://[^>]+>", "URL", text)
+    return re.sub(r"(\*\*|\*|__)", "", text)
+
+
+def sentences(text: str) -> list[str]:
+    """Split prose into sentences."""
+    text = re.sub(r"\b(e\.g|i\.e|etc|vs|cf|approx)\.", r"\1", text)
+    return [part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9`])", text) if words(part)]
+
+
+def words(text: str) -> int:
+    """Return the number of words."""
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+# --- Docstrings -----------------------------------------------------------------------------------------------------
+
+
+def docstrings(path: Path, root: Path = ROOT) -> Iterator[Block]:
+    """Yield the paragraphs of every docstring of a Python file, strings below an attribute included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for field in ("body", "orelse", "finalbody"):
+            for statement in getattr(node, field, []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+                text = getattr(getattr(statement, "value", None), "value", None)
+                if isinstance(statement, ast.Expr) and isinstance(text, str):
+                    place = f"{path.relative_to(root)}:{statement.lineno}"
+                    yield from docstring_blocks(place, text, statement.col_offset)
+
+
+def docstring_blocks(place: str, text: str, indent: int) -> Iterator[Block]:
+    """Yield the paragraphs of a docstring, stored with ``indent`` spaces, without indented code and directives."""
+    lines = [line.removeprefix(" " * indent) for line in text.split("\n")]
+    paragraph: list[str] = []
+    for line in [*lines, ""]:
+        ends = not line.strip() or line.startswith(("    ", "..", "- ", "* ", "  "))
+        if ends and paragraph:
+            yield Block(place, plain(" ".join(paragraph)))
+            paragraph = []
+        if line.strip() and not line.startswith(("    ", "..")):
+            paragraph.append(line.strip().removeprefix("- ").removeprefix("* "))
+
+
+def python_files(root: Path = ROOT) -> list[Path]:
+    """Return the Python files of the package, tools and tests."""
+    return [path for folder in CODE_FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+
+
+# --- Checks ---------------------------------------------------------------------------------------------------------
+
+
+def sentence_errors(blocks: list[Block]) -> Iterator[str]:
+    """Yield each sentence above the limit."""
+    for block in blocks:
+        for sentence in sentences(block.text):
+            if (count := words(sentence)) > LONGEST_SENTENCE:
+                yield f"{block.place}: a sentence of {count} words, at most {LONGEST_SENTENCE}: {sentence[:60]} ..."
+
+
+def wording_errors(blocks: list[Block]) -> Iterator[str]:
+    """Yield each private metaphor."""
+    for block in blocks:
+        for pattern, use in _WORDING.items():
+            for match in pattern.finditer(block.text):
+                yield f"{block.place}: {match[0]!r}: use {use}"
+
+
+def long_share(blocks: list[Block]) -> tuple[int, int]:
+    """Return the number of long sentences and of all sentences."""
+    counts = [words(sentence) for block in blocks for sentence in sentences(block.text)]
+    return sum(count >= LONG_SENTENCE for count in counts), len(counts)
+
+
+def amount_errors(blocks: list[Block]) -> Iterator[str]:
+    """Yield an error if there is too much prose or if too many sentences are long."""
+    total = sum(words(block.text) for block in blocks)
+    if total > MOST_WORDS:
+        yield f"{total} words of prose, at most {MOST_WORDS}"
+    long, count = long_share(blocks)
+    if long >= LONG_SHARE * max(count, 1) and long:
+        yield f"{long} of {count} sentences have {LONG_SENTENCE} words or more, the limit is {LONG_SHARE:.0%}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    found: set[str] = set()
+    for line in without_fences(text):
+        if heading := re.match(r"#+\s+(.*)", line):
+            title = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).strip().lower()
+            slug = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+            number = next(n for n in range(1000) if (f"{slug}-{n}" if n else slug) not in found)
+            found.add(f"{slug}-{number}" if number else slug)
+    return found
+
+
+def link_errors(path: Path, root: Path = ROOT) -> Iterator[str]:
+    """Yield each relative link, image, anchor and file name of a page that leads nowhere."""
+    name = path.relative_to(root)
+    for number, line in enumerate(without_fences(path.read_text()), 1):
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", line)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            page = (path.parent / file).resolve() if file else path
+            if not page.exists():
+                yield f"{name}:{number}: no file {target}"
+            elif anchor and page.suffix == ".md" and anchor not in anchors(page.read_text()):
+                yield f"{name}:{number}: no heading {target}"
+        for file in re.findall(r"`((?:torchtitan_npu|tests|tools|docs|train_configs)/[\w/.-]+)`", line):
+            if not (root / file).exists():
+                yield f"{name}:{number}: no file {file}"
+
+
+def named_page_errors(root: Path = ROOT) -> Iterator[str]:
+    """Yield each page that the code, scripts or train configs name and that does not exist."""
+    files = [path for folder in (*CODE_FOLDERS, "train_configs") for path in (root / folder).rglob("*")]
+    for path in files:
+        if path.suffix in (".py", ".sh", ".toml", ".env") and path.name != "test_docs.py":
+            for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+                if not (root / page).exists():
+                    yield f"{path.relative_to(root)}: no page {page}"
+
+
+# --- Runnable examples ----------------------------------------------------------------------------------------------
+
+
+def examples(path: Path) -> Iterator[Example]:
+    """Yield the runnable examples of a page."""
+    for line, info, code in fences(path.read_text()):
+        language, *rest = info.split() or [""]
+        if "run" in rest:
+            yield Example(path, line, language, code)
+
+
+def run_examples(paths: list[Path], root: Path = ROOT) -> Iterator[str]:
+    """Run the examples of each page and yield an error for each that fails."""
+    for path in paths:
+        found = list(examples(path))
+        python = [example for example in found if example.language == "python"]
+        if python:
+            lines: list[str] = []
+            for example in python:  # padded, so that a traceback has the line numbers of the page
+                lines += [""] * (example.line - len(lines)) + example.code.splitlines()
+            yield from run([sys.executable, "-c", "\n".join(lines)], f"{path.relative_to(root)}: python", root)
+        for example in found:
+            place = f"{path.relative_to(root)}:{example.line}"
+            if example.language == "bash":
+                yield from run(["bash", "-euo", "pipefail", "-c", example.code], place, root)
+            elif example.language != "python":
+                yield f"{place}: only bash and python examples can be run, not {example.language!r}"
+
+
+def run(command: list[str], place: str, root: Path) -> Iterator[str]:
+    """Run ``command`` in a folder of links to the checkout; yield an error if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        work, scripts = Path(folder) / "checkout", Path(folder) / "bin"
+        work.mkdir()
+        scripts.mkdir()
+        for entry in root.iterdir():
+            if entry.name != "outputs" and not entry.name.startswith("."):
+                (work / entry.name).symlink_to(entry)
+        # the command as an installed package has it, and this interpreter as `python`
+        for name, arguments in {"torchtitan-npu": " -m torchtitan_npu.cli.main", "python": ""}.items():
+            script = scripts / name
+            script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{arguments} "$@"\n')
+            script.chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")])),
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        yield f"{place}: the example ends with exit code {done.returncode}\n{end}"
+
+
+def statistics(title: str, blocks: list[Block]) -> str:
+    """Return one line with the words, sentences and long sentences of ``blocks``."""
+    long, count = long_share(blocks)
+    total = sum(words(block.text) for block in blocks)
+    share = long / max(count, 1)
+    return f"{title}: {total} words in {count} sentences, {long} ({share:.1%}) of {LONG_SENTENCE} words or more"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="run the examples marked as runnable")
+    parser.add_argument("--docstrings", action="store_true", help="check the docstrings of the Python files")
+    parser.add_argument("--pages", action="store_true", help="print the words of each page")
+    args = parser.parse_args(argv)
+
+    paths = pages()
+    blocks = [block for path in paths for block in prose(path)]
+    changes = list(prose(ROOT / "CHANGELOG.md"))
+    everything = [*blocks, *changes]
+    errors = [*sentence_errors(everything), *wording_errors(everything), *amount_errors(blocks)]
+    errors += [error for path in (*paths, ROOT / "CHANGELOG.md") for error in link_errors(path)]
+    errors += named_page_errors()
+    print(statistics("docs, README and CONTRIBUTING", blocks))
+    if args.pages:
+        for path in paths:
+            print(f"{sum(words(block.text) for block in prose(path)):6} {path.relative_to(ROOT)}")
+    if args.docstrings:
+        texts = [block for path in python_files() for block in docstrings(path)]
+        print(statistics("docstrings", texts))
+        errors += [*sentence_errors(texts), *wording_errors(texts)]
+    if args.run:
+        errors += run_examples(paths)
+    print(*errors, sep="\n")
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
