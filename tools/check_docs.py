@@ -53,6 +53,9 @@ WORDING = {
 }
 """Private metaphors, as regular expressions of whole words, and the usual word for each."""
 
+GENERATED = r"<!-- (\w+): begin -->.*?<!-- \1: end -->|<!-- made by .*?<!-- end -->"
+"""Sections that a tool writes: tables, and figures from the same run."""
+
 _WORDING = {re.compile(rf"(?<![\w-])(?:{phrase})(?![\w-])", re.IGNORECASE): use for phrase, use in WORDING.items()}
 
 
@@ -104,12 +107,19 @@ def without_fences(text: str) -> list[str]:
     for first, _, content in fences(text):
         last = first + content.count("\n") + 1
         lines[first - 1 : last] = [""] * (last - first + 1)
-    blank = lambda comment: "\n" * comment[0].count("\n")  # noqa: E731
-    return re.sub(r"<!--.*?-->", blank, "\n".join(lines), flags=re.DOTALL).split("\n")
+    return re.sub(r"<!--.*?-->", blank_lines, "\n".join(lines), flags=re.DOTALL).split("\n")
+
+
+def blank_lines(match: re.Match[str]) -> str:
+    """Return as many line ends as the match has."""
+    return "\n" * match[0].count("\n")
 
 
 def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
-    """Yield the prose of a Markdown file: no code, tables, headings, images or captions (paragraphs in italics)."""
+    """Yield the prose of a Markdown file.
+
+    Code, tables, headings, images, captions (paragraphs in italics) and generated sections are no prose.
+    """
     name = path.relative_to(root)
     first, paragraph = 0, []
 
@@ -120,7 +130,8 @@ def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
             yield Block(f"{name}:{first}", plain(text))
         paragraph.clear()
 
-    for number, line in enumerate(without_fences(path.read_text()), 1):
+    text = re.sub(GENERATED, blank_lines, path.read_text(), flags=re.DOTALL)
+    for number, line in enumerate(without_fences(text), 1):
         line = line.strip()
         item = re.match(r"([-*+]|\d+\.|>)\s+", line)
         if not line or line.startswith(("|", "#", "![")) or item:
@@ -254,7 +265,7 @@ def named_page_errors(root: Path = ROOT) -> Iterator[str]:
     """Yield each page that the code, scripts or train configs name and that does not exist."""
     files = [path for folder in (*CODE_FOLDERS, "train_configs") for path in (root / folder).rglob("*")]
     for path in files:
-        if path.suffix in (".py", ".sh", ".toml", ".env") and path.name != "test_docs.py":
+        if path.suffix in (".py", ".sh", ".toml", ".env") and not path.name.endswith("check_docs.py"):
             for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
                 if not (root / page).exists():
                     yield f"{path.relative_to(root)}: no page {page}"

@@ -43,8 +43,8 @@ def operators(graphs: list[fx.GraphModule]) -> Counter[str]:
 
 
 def documented() -> Counter[str]:
-    """The table in docs/how-to/compile.md: rows of names, and of as many numbers."""
-    _, _, section = (ROOT / "docs/how-to/compile.md").read_text().partition("## The graphs on an NPU")
+    """The table in docs/results/compile.md: rows of names, and of as many numbers."""
+    _, _, section = (ROOT / "docs/results/compile.md").read_text().partition("## The graphs on an NPU")
     found: Counter[str] = Counter()
     for names, numbers in re.findall(r"^\|(.*`)\s*\|([\d, ]+)\|$", section, re.MULTILINE):
         found.update(dict(zip(re.findall(r"`([^`]+)`", names), map(int, numbers.split(",")), strict=True)))
