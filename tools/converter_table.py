@@ -15,11 +15,10 @@ START, END = "<!-- made by tools/converter_table.py -->\n", "<!-- end -->\n"
 
 def table() -> str:
     """A row a model, a column a converter; in each cell what is replaced, and how often in the model's debug flavor."""
-    from torchtitan.models import _supported_models
-
     from torchtitan_npu.converters import CONVERTERS
+    from torchtitan_npu.upstream.registries import titan_models
 
-    rows = {name: job(name) for name in (*_supported_models, "deepseek_v32", "qwen3_vl")}
+    rows = {name: job(name) for name in (*titan_models(), "deepseek_v32", "qwen3_vl")}
     rows["flux"] = job("flux", "flux-debug")
     rows["qwen3_vl, MoE"] = job("qwen3_vl", "debugmodel_moe")
     rows["qwen3, MoE"] = job("qwen3", "debugmodel_moe")

@@ -89,7 +89,7 @@ def test_a_job_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 
     assert main(["--layouts", "FSDP2", "--models", "llama3", "--documents"]) == 2
     error = capsys.readouterr().err
-    assert error == "parity.py: error: [dsa] is for models that have it, and llama3 does not: take it out\n"
+    assert error == "parity.py: error: [dsa] has no meaning for model.name 'llama3': remove the section\n"
 
 
 def test_a_row_for_each_layout() -> None:

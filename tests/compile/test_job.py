@@ -15,7 +15,7 @@ import torchtitan_npu
 from torchtitan_npu.compile import progress
 from torchtitan_npu.compile.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline_check import check_pipeline
+from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 
@@ -51,9 +51,9 @@ def check(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_schedules_with_two_backward_passes(schedule: str) -> None:
     """One for inputs, one for weights: a compiled region's, which gives both, would run in each."""
-    check_pipeline(job(pipeline(schedule)), layers=6)
+    check_schedule(job(pipeline(schedule)), layers=6)
     with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
-        check_pipeline(job({**BYPASSED, **pipeline(schedule)}), layers=6)
+        check_schedule(job({**BYPASSED, **pipeline(schedule)}), layers=6)
 
 
 @pytest.mark.parametrize("second_rank", ["1F0,1I0,1W0,1F1,1B1", "1F0,(1F1;1B0)OVERLAP_F_B,,1I1,1W1"])
@@ -62,16 +62,16 @@ def test_a_schedule_of_one_s_own_with_two_backward_passes(tmp_path: Path, second
     file = tmp_path / "schedule.csv"
     file.write_text(f"0F0,0F1,0B0,0B1\n{second_rank}\n")
     options = {**pipeline("1F1B"), "training.local_batch_size": 2, CSV: str(file)}
-    check_pipeline(job(options), layers=6)
+    check_schedule(job(options), layers=6)
     with pytest.raises(UsageError, match=r"compile.enable must be false with .*_schedule_csv .*schedule.csv, which"):
-        check_pipeline(job({**BYPASSED, **options}), layers=6)
+        check_schedule(job({**BYPASSED, **options}), layers=6)
     with pytest.raises(UsageError, match=r'checkpoint.mode must be "none" with .*_schedule_csv .*schedule.csv, which'):
-        check_pipeline(job({**options, "activation_checkpoint.mode": "full"}), layers=6)
+        check_schedule(job({**options, "activation_checkpoint.mode": "full"}), layers=6)
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    check_pipeline(job({**BYPASSED, **options, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}), layers=6)
+    check_schedule(job({**BYPASSED, **options, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}), layers=6)
     file.write_text("0F0,0X0\n")
-    with pytest.raises(UsageError, match=r"_schedule_csv .*schedule.csv: Invalid action string: 0X0"):
-        check_pipeline(job(options), layers=6)
+    with pytest.raises(UsageError, match=r"_schedule_csv .*schedule.csv: invalid action '0X0'"):
+        check_schedule(job(options), layers=6)
 
 
 def test_a_good_job_passes() -> None:
@@ -90,13 +90,13 @@ def test_a_good_job_passes() -> None:
         ({"compile.enable": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true"),
         ({"npu.sp_min_tokens": 1}, 'npu.sp_min_tokens is for the pass "sequence_parallel", which npu.graph_passes'),
         ({"npu.sp_whole_inputs": True, "npu.graph_passes": ["no_ops"]}, "npu.sp_whole_inputs is for the pass"),
-        ({"compile.backend": "eager"}, "compile.backend 'eager' compiles only with npu.bypass_codegen = false"),
-        ({"parallelism.enable_async_tensor_parallel": True}, r'take npu.graph_passes = \["async_tp"\]'),
-        ({"activation_checkpoint.mode": "memory_budget"}, "does not go with activation_checkpoint.mode"),
-        ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "does not go with flex attention"),
+        ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = false"),
+        ({"parallelism.enable_async_tensor_parallel": True}, r'use npu.graph_passes = \["async_tp"\]'),
+        ({"activation_checkpoint.mode": "memory_budget"}, "cannot be combined with activation_checkpoint.mode"),
+        ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "cannot be combined with flex attention"),
         (
             {"compile.components": ["loss"]},
-            r"npu.bypass_codegen does not go with compile.components \['loss'\] without",
+            r"npu.bypass_codegen cannot be combined with compile.components \['loss'\] without",
         ),
         (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
@@ -109,11 +109,23 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile.backend": "eager"}, r"'eager' compiles only with npu.graph_passes = \[\]: with them Inductor does"),
-        ({"activation_checkpoint.mode": "memory_budget"}, "npu.graph_passes does not go with activation_checkpoint"),
-        ({"parallelism.enable_async_tensor_parallel": True}, "npu.graph_passes does not go with parallelism.enable_a"),
-        ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "npu.graph_passes does not go with flex"),
-        ({"compile.components": ["loss"]}, r"npu.graph_passes does not go with compile.components \['loss'\] without"),
+        ({"compile.backend": "eager"}, r"'eager' needs npu.graph_passes = \[\]: graph passes run in Inductor"),
+        (
+            {"activation_checkpoint.mode": "memory_budget"},
+            "npu.graph_passes cannot be combined with activation_c",
+        ),
+        (
+            {"parallelism.enable_async_tensor_parallel": True},
+            "graph_passes cannot be combined with parallelism.enable_a",
+        ),
+        (
+            {"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"},
+            "graph_passes cannot be combined with flex",
+        ),
+        (
+            {"compile.components": ["loss"]},
+            r"graph_passes cannot be combined with compile.components \['loss'\] without",
+        ),
         (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )

@@ -10,7 +10,6 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import text_datasets
 
-import torchtitan_npu.components.dataset_registry  # noqa: F401  registers the corpora
 from torchtitan_npu.components.corpus import ASSETS, load_texts
 from torchtitan_npu.errors import UsageError
 
@@ -50,8 +49,8 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}\n', 'a.jsonl, line 1: no string under "text"'),
         ("a.jsonl", b'["text"]\n', 'a.jsonl, line 1: no string under "text"'),
         ("a.jsonl", b'{"text": "fine"}\n\n{"text": "cut', "a.jsonl, line 3: not JSON"),
-        ("a.jsonl", b"", "no documents in it"),
-        ("a.txt", b"", "no documents in it"),
+        ("a.jsonl", b"", "contains no documents"),
+        ("a.txt", b"", "contains no documents"),
         ("a.txt", b"abc\xff", "not UTF-8 at byte 3"),
         ("a.csv", b"text\nfine\n", "not one of .jsonl, .txt"),
     ],
@@ -69,7 +68,7 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path, name: str, content: by
 def test_a_missing_path_and_an_empty_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"training\.dataset_path .*/nowhere: no such file or folder"):
         load_texts(str(tmp_path / "nowhere"))
-    with pytest.raises(UsageError, match="no documents in it"):
+    with pytest.raises(UsageError, match="contains no documents"):
         load_texts(str(tmp_path))
 
 

@@ -1,7 +1,8 @@
-"""What cannot run is refused before anything starts, in one line that names the key."""
+"""A job that cannot run fails before anything starts, with one line that names the key."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ torchtitan_npu.register()
 
 class WithoutMasks(ContextParallel):
     def parallelize(self, model: Any) -> None:
-        """No attention is changed: the class is named in a job, and looked at."""
+        """Change nothing: only the class is inspected."""
 
 
 def job(**options: Any) -> JobConfig:
-    """A valid job with ``section__key`` options changed."""
+    """Return a valid job with ``section__key`` options changed."""
     config = JobConfig()
     config.training.dataset = "tiny_corpus"
     config.training.seq_len = config.validation.seq_len = 64
@@ -33,10 +34,9 @@ def job(**options: Any) -> JobConfig:
 
 
 @pytest.mark.parametrize("model", ["llama3", "llama4", "qwen3", "deepseek_v3"])
-def test_a_good_job_passes(model: str) -> None:
-    check_job(job(model__name=model, model__converters=["npu_rms_norm"]), world_size=4)
-    check_job(job(model__name=model, parallelism__tensor_parallel_degree=2), world_size=4)
-    check_job(job(model__name=model, training__dataset="TINY_CORPUS"), world_size=1)
+def test_a_valid_job_passes(model: str) -> None:
+    options = {"model__converters": ["npu_rms_norm"], "training__dataset": "TINY_CORPUS"}
+    check_job(job(model__name=model, parallelism__tensor_parallel_degree=2, **options), world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_good_job_passes(model: str) -> None:
         ("ZBVZeroBubble", 1, 2),
     ],
 )
-def test_a_good_pipeline_passes(schedule: str, batch: int, layers_per_stage: int | None) -> None:
+def test_a_valid_pipeline_passes(schedule: str, batch: int, layers_per_stage: int | None) -> None:
     pipeline = {
         "parallelism__pipeline_parallel_degree": 2,
         "parallelism__pipeline_parallel_schedule": schedule,
@@ -60,7 +60,7 @@ def test_a_good_pipeline_passes(schedule: str, batch: int, layers_per_stage: int
     check_job(config, world_size=2)
 
 
-def test_torchtitans_own_converters_and_experiments_are_known() -> None:
+def test_converters_and_experiments_of_torchtitan_are_known() -> None:
     check_job(job(model__converters=["quantize.linear.float8"]), world_size=1)
     with pytest.raises(UsageError, match=r"model\.flavor 'nonsense' is not known"):
         check_job(job(model__name="simple_fsdp.llama3", model__flavor="nonsense"), world_size=1)
@@ -136,11 +136,11 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
             "needs an accelerator",
         ),
         ({"training__global_batch_size": 6, "training__local_batch_size": 4}, 1, "training.global_batch_size 6"),
-        ({"training__seq_len": 65}, 1, "training.seq_len 65 is no multiple of 2"),
+        ({"training__seq_len": 65}, 1, "training.seq_len 65 is not a multiple of 2"),
         (
             {"validation__enable": True, "validation__seq_len": 62, "parallelism__context_parallel_degree": 2},
             2,
-            "validation.seq_len 62 is no multiple of 4",
+            "validation.seq_len 62 is not a multiple of 4",
         ),
         (
             {"validation__enable": True, "validation__seq_len": 66, "training__seq_len": 64},
@@ -170,7 +170,7 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
                 "parallelism__context_parallel_load_balancer": None,
             },
             2,
-            "dsa.document_mask must be false: npu.context_parallel WithoutMasks takes no masks",
+            "dsa.document_mask must be false: npu.context_parallel WithoutMasks takes no attention masks",
         ),
         (
             {
@@ -180,7 +180,7 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
             },
             4,
             "training.local_batch_size 6 / parallelism.pipeline_parallel_microbatch_size 2 = 3 microbatches are too "
-            "few for 1F1B: it takes one for each of the 4 stages",
+            "few for 1F1B: it needs one for each of the 4 stages",
         ),
         (
             {
@@ -189,7 +189,7 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
                 "training__local_batch_size": 5,
             },
             2,
-            "= 5 microbatches are not for Interleaved1F1B: with 2 pipeline ranks it takes a multiple of 2",
+            "= 5 microbatches do not fit Interleaved1F1B: with 2 pipeline ranks it needs a multiple of 2",
         ),
         (
             {
@@ -201,14 +201,14 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
                 "training__local_batch_size": 4,
             },
             2,
-            'dsa.stage = "warmup" trains the indexers of layers only, and stage 4 of 4 has no layer (norm, output): '
-            "parallelism.pipeline_parallel_first_stage_less_layers = 0 and",
+            'dsa.stage = "warmup" trains only the indexers, and pipeline stage 4 of 4 has no layer (norm, output): '
+            "set parallelism.pipeline_parallel_first_stage_less_layers = 0 and",
         ),
         (
             {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_layers_per_stage": 2},
             2,
-            "parallelism.pipeline_parallel_layers_per_stage 2 makes 4 stages of 6 layers, the embedding and the output"
-            "; 1F1B takes one on each of 2 pipeline ranks",
+            "parallelism.pipeline_parallel_layers_per_stage 2 splits 6 layers, the embedding and the output into 4 "
+            "stages; 1F1B needs one on each of 2 pipeline ranks",
         ),
         (
             {
@@ -218,8 +218,8 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
                 "activation_checkpoint__mode": "none",
             },
             2,
-            "parallelism.pipeline_parallel_layers_per_stage 1 makes 8 stages of 6 layers, the embedding and the output"
-            "; ZBVZeroBubble takes two on each of 2 pipeline ranks",
+            "parallelism.pipeline_parallel_layers_per_stage 1 splits 6 layers, the embedding and the output into 8 "
+            "stages; ZBVZeroBubble needs two on each of 2 pipeline ranks",
         ),
         (
             {
@@ -247,9 +247,9 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
                 "validation__local_batch_size": 6,
             },
             2,
-            "validation.local_batch_size 6 is no multiple of training.local_batch_size 4 / ",
+            "validation.local_batch_size 6 is not a multiple of training.local_batch_size 4 / ",
         ),
-        ({"checkpoint__create_seed_checkpoint": True}, 2, "checkpoint.create_seed_checkpoint wants one rank"),
+        ({"checkpoint__create_seed_checkpoint": True}, 2, "checkpoint.create_seed_checkpoint needs one rank"),
         ({"checkpoint__create_seed_checkpoint": True}, 1, "needs checkpoint.enable"),
         ({"profiling__enable_profiling": True}, 1, "profiling.enable_profiling needs an accelerator"),
         ({"profiling__enable_memory_snapshot": True}, 1, "profiling.enable_memory_snapshot needs an accelerator"),
@@ -273,7 +273,7 @@ def test_torchtitans_own_converters_and_experiments_are_known() -> None:
         ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
     ],
 )
-def test_a_bad_job_is_refused(options: dict[str, Any], world_size: int, message: str) -> None:
+def test_an_invalid_job_fails(options: dict[str, Any], world_size: int, message: str) -> None:
     with pytest.raises(UsageError) as error:
         check_job(job(**options), world_size)
     assert message in str(error.value)
@@ -281,18 +281,51 @@ def test_a_bad_job_is_refused(options: dict[str, Any], world_size: int, message:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("options", "message"),
     [
-        ({"dsa__stage": "warmup"}, r"\[dsa\] is for models that have it, and llama3 does not"),
-        ({"mtp__layers": 1}, r"\[mtp\] is for models that have it, and llama3 does not"),
+        ({"mtp__layers": -1}, "mtp.layers is -1; it must be at least 0"),
+        ({"mtp__loss_weight": -0.5}, "mtp.loss_weight is -0.5; it must be at least 0"),
+        ({"mtp__layers": 64}, "mtp.layers is 64; it must be less than training.seq_len, 64"),
+        (
+            {"mtp__layers": 1, "parallelism__tensor_parallel_degree": 2},
+            "mtp.layers is 1; it must be 0 with parallelism.tensor_parallel_degree 2",
+        ),
+        (
+            {"mtp__layers": 1, "parallelism__context_parallel_degree": 2},
+            "mtp.layers is 1; it must be 0 with parallelism.context_parallel_degree 2",
+        ),
+        (
+            {"mtp__layers": 1, "parallelism__pipeline_parallel_degree": 2},
+            "mtp.layers is 1; it must be 0 with parallelism.pipeline_parallel_degree 2",
+        ),
+        ({"dsa__indexer_loss_weight": -1.0}, "dsa.indexer_loss_weight is -1.0; it must be at least 0"),
+        ({"dsa__stage": "warmup", "dsa__indexer_loss": False}, "dsa.indexer_loss must be true with dsa.stage"),
     ],
-    ids=str,
 )
-def test_options_of_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        check_job(job(**changes), world_size=1)
+def test_invalid_options_of_a_model_that_takes_them(options: dict[str, Any], message: str) -> None:
+    degrees = [value for key, value in options.items() if key.endswith("_degree")]
+    with pytest.raises(UsageError) as error:
+        check_job(job(model__name="deepseek_v32", **options), math.prod(degrees))
+    assert message in str(error.value)
 
 
-def test_a_context_parallel_that_is_not_there() -> None:
+@pytest.mark.parametrize("options", [{"dsa__stage": "warmup"}, {"mtp__layers": 1}], ids=str)
+def test_a_section_of_another_model_is_an_error(options: dict[str, Any]) -> None:
+    section = next(iter(options)).partition("__")[0]
+    with pytest.raises(UsageError, match=rf"\[{section}\] has no meaning for model.name 'llama3': remove the section"):
+        check_job(job(**options), world_size=1)
+
+
+def test_a_context_parallel_class_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match=r"npu\.context_parallel 'nowhere:Class' is no"):
         check_job(job(npu__context_parallel="nowhere:Class", parallelism__context_parallel_degree=2), world_size=2)
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_more_than_one_data_worker_is_an_error(section: str) -> None:
+    config = job(validation__enable=True, validation__dataset="tiny_corpus_validation")
+    getattr(config, section).dataloader.num_workers = 2
+    with pytest.raises(UsageError, match=rf"{section}\.dataloader\.num_workers is 2; it must be 0 or 1"):
+        check_job(config, world_size=1)
+    config.npu.layout_independent_data = False
+    check_job(config, world_size=1)

@@ -9,7 +9,7 @@ import pytest
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
-from torchtitan_npu.config.pipeline_check import check_pipeline
+from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.layout import with_layout
@@ -84,7 +84,7 @@ def test_a_schedule_of_one_s_own(tmp_path: Path) -> None:
     config = job("llama3", "six_layers", 2, "1F1B", 3)
     by_torch = bubble(config)
     config.parallelism.pipeline_parallel_schedule_csv = str(file)
-    check_pipeline(config, 6)
+    check_schedule(config, 6)
     assert bubble(config) == by_torch == pytest.approx(1 + 1 / 3)
     # it is for two ranks: other layouts of the search have the schedule that the file names besides
     assert bubble(with_layout(config, {"pp": 3})) == pytest.approx(1 + 2 / 3)
@@ -95,4 +95,4 @@ def test_a_schedule_of_one_s_own(tmp_path: Path) -> None:
         bubble(config)
     config.parallelism.pipeline_parallel_schedule_csv = str(tmp_path / "none.csv")
     with pytest.raises(UsageError, match=r"none.csv: no such file"):
-        check_pipeline(config, 6)
+        check_schedule(config, 6)

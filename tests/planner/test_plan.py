@@ -42,7 +42,11 @@ ONE_MOE_LAYER = ["--model.flavor", "one_moe_layer", *ANY_BATCH]
 BROKEN = {
     "heads": (LLAMA, [TP, "32", *ANY_BATCH], "does not divide n_heads"),
     "experts": (DEEPSEEK, [EP, "32", *ANY_BATCH], "does not divide the 8 experts"),
-    "sequence": (LLAMA, [CP, "4", "--training.seq_len", "132", *ANY_BATCH], "training.seq_len 132 is no multiple of 8"),
+    "sequence": (
+        LLAMA,
+        [CP, "4", "--training.seq_len", "132", *ANY_BATCH],
+        "training.seq_len 132 is not a multiple of 8",
+    ),
     "converter": (LLAMA, ["--model.converters", "npu_gmm", *ANY_BATCH], "npu_gmm"),
 }
 """By what is wrong: the file, the options, what the error says."""

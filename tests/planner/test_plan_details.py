@@ -164,7 +164,7 @@ def test_what_ends_the_start_ends_the_search_in_one_line(
 
 
 def test_experts_split_by_tp_leave_fewer_ranks_to_ep() -> None:
-    from torchtitan_npu.config.preflight import _check_layout
+    from torchtitan_npu.config.parallelism import check_degrees
     from torchtitan_npu.errors import UsageError
     from torchtitan_npu.planner.layout import degrees, with_layout
     from torchtitan_npu.planner.search import dividing, own_layout
@@ -176,12 +176,12 @@ def test_experts_split_by_tp_leave_fewer_ranks_to_ep() -> None:
     args = SimpleNamespace(n_heads=16, n_layers=1)
     found = list(dividing(config, 8, args, experts=8))
     for layout in found:
-        _check_layout(with_layout(config, layout), 8)
+        check_degrees(with_layout(config, layout), 8)
     missing = next(layout for layout in found if layout["tp"] == 2) | {"ep": 8}
     with pytest.raises(UsageError, match="expert_parallel_degree 8 × expert_tensor_parallel_degree 2"):
-        _check_layout(with_layout(config, missing), 8)
+        check_degrees(with_layout(config, missing), 8)
     assert degrees(own_layout(config, 8))["ep"] == 4
-    _check_layout(own_layout(config, 8), 8)
+    check_degrees(own_layout(config, 8), 8)
 
 
 @pytest.mark.parametrize("policy", ["never", "default"])

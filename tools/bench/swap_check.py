@@ -13,7 +13,7 @@ import swap_memory
 import swap_sharded
 import torch
 
-from torchtitan_npu.components.swap_optimizer.swap import SwapAdam, SwapAdamW
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW
 
 STEPS = 50
 SLICE_MIB = 1

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from torchtitan_npu.components.swap_optimizer.host_memory import allocate
-from torchtitan_npu.components.swap_optimizer.plan import BUFFERS, MIB
-from torchtitan_npu.components.swap_optimizer.swap import SwapAdam, SwapAdamW
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW
 from torchtitan_npu.errors import UsageError
 
 SLICE_MIB = 16

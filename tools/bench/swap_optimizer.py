@@ -26,10 +26,10 @@ import swap_trace
 import torch
 from record import machine, write, write_partial
 
-from torchtitan_npu.components.swap_optimizer.link import link_bandwidth
-from torchtitan_npu.components.swap_optimizer.pipeline import Pipeline, Turn
-from torchtitan_npu.components.swap_optimizer.plan import MIB
-from torchtitan_npu.components.swap_optimizer.swap import SwapAdamW
+from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
+from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
+from torchtitan_npu.components.swap_optimizer.slices import MIB
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
 SLICES = (4, 16, 32, 64, 128, 256)
@@ -68,15 +68,15 @@ def timed(
     return statistics.median(seconds[2:])
 
 
-class SerialPipeline(Pipeline):
+class SerialPipeline(SlicePipeline):
     """Load, wait, update, wait, store, wait: what a swap without overlap costs."""
 
-    def _pass(self, turn: Turn, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
+    def _pass(self, turn: SliceUpdate, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
         self.module.synchronize()
-        super()._pass(Turn(turn.tensors, lambda copies: self._update_alone(turn, copies)), buffer, number, main)
+        super()._pass(SliceUpdate(turn.tensors, lambda copies: self._update_alone(turn, copies)), buffer, number, main)
         self.module.synchronize()
 
-    def _update_alone(self, turn: Turn, copies: list[torch.Tensor]) -> None:
+    def _update_alone(self, turn: SliceUpdate, copies: list[torch.Tensor]) -> None:
         self.module.synchronize()
         turn.update(copies)
         self.module.synchronize()

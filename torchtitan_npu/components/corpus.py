@@ -1,8 +1,10 @@
-"""The shipped corpus, or texts of the user's own in the same form, under names in TorchTitan's dataset registry.
+"""Load the shipped corpus, or the user's own texts in the same format, from files.
 
 ``training.dataset = "tiny_corpus"`` reads ``assets/corpus/corpus.jsonl``; ``tiny_corpus_validation`` is held-out text
 of the same kind. With either, ``dataset_path`` may name a file or a folder to read instead. The texts are held in
-memory; nothing is fetched and no cache is written.
+memory; nothing is downloaded and no cache is written.
+
+Importing this module adds both names to TorchTitan's dataset registry.
 """
 
 from __future__ import annotations
@@ -18,39 +20,35 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan_npu.errors import UsageError
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-KEY = "training.dataset_path (or validation.dataset_path)"  # a loader is not told for which of them it was called
+KEY = "training.dataset_path (or validation.dataset_path)"  # TorchTitan does not pass the section to a loader
 
 
-def register_datasets() -> None:
-    """Make the two corpora known to TorchTitan's loaders."""
-    corpus, validation = (str(ASSETS / "corpus" / name) for name in ("corpus.jsonl", "validation.jsonl"))
-    DATASETS["tiny_corpus"] = DatasetConfig(corpus, load_texts, itemgetter("text"))
-    DATASETS["tiny_corpus_validation"] = DatasetConfig(validation, stream_texts, itemgetter("text"))
+def text_files(path: str, key: str = KEY) -> list[Path]:
+    """Return the file ``path``, or the ``.jsonl`` and ``.txt`` files in that folder and its subfolders, by name."""
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise UsageError(f"{key} {path}: no such file or folder")
+    files = sorted(file for file in root.rglob("*") if file.suffix in READERS) if root.is_dir() else [root]
+    for file in files:
+        if file.suffix not in READERS:
+            raise UsageError(f"{key} {file}: not a folder, and not one of {', '.join(READERS)}")
+    return files
 
 
 def load_texts(path: str) -> Dataset:
-    """The documents of a ``.jsonl`` file (one ``{"text": ...}`` a line), a ``.txt`` file (one) or a folder of such.
-
-    A folder's files, those in subfolders included, come in the order of their names.
-    """
-    root = Path(path).expanduser()
-    if not root.exists():
-        raise UsageError(f"{KEY} {path}: no such file or folder")
-    files = sorted(file for file in root.rglob("*") if file.suffix in READERS) if root.is_dir() else [root]
-    texts = [text for file in files for text in _read(file)]
+    """Load the documents of the :func:`text_files`: one ``{"text": ...}`` a line of ``.jsonl``, one a ``.txt`` file."""
+    texts = [text for file in text_files(path) for text in _read(file)]
     if not texts:
-        raise UsageError(f"{KEY} {path}: no documents in it (it takes {' and '.join(READERS)} files)")
+        raise UsageError(f"{KEY} {path}: contains no documents (it reads {' and '.join(READERS)} files)")
     return Dataset.from_dict({"text": texts})
 
 
 def stream_texts(path: str) -> IterableDataset:
-    """The same as a stream: of a map-style set, TorchTitan's own validation loader has no data left the second time."""
+    """Load the documents as a stream: TorchTitan's validation loader can read a map-style dataset only once."""
     return load_texts(path).to_iterable_dataset()
 
 
 def _read(file: Path) -> list[str]:
-    if file.suffix not in READERS:
-        raise UsageError(f"{KEY} {file}: not a folder, and not one of {', '.join(READERS)}")
     try:
         return READERS[file.suffix](file)
     except UnicodeDecodeError as error:
@@ -80,3 +78,8 @@ def _read_txt(file: Path) -> list[str]:
 
 
 READERS = {".jsonl": _read_jsonl, ".txt": _read_txt}
+
+DATASETS["tiny_corpus"] = DatasetConfig(str(ASSETS / "corpus/corpus.jsonl"), load_texts, itemgetter("text"))
+DATASETS["tiny_corpus_validation"] = DatasetConfig(
+    str(ASSETS / "corpus/validation.jsonl"), stream_texts, itemgetter("text")
+)

@@ -1,4 +1,4 @@
-"""Validation that gives one rank's loss on any layout."""
+"""Validation whose loss does not depend on the parallel layout."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader as titans_dataloader
 
-from torchtitan_npu.components.dataset_registry import build_text_validation_dataloader
+from torchtitan_npu.components.dataloader import build_text_validation_dataloader
 from torchtitan_npu.distributed.context_parallel import context_parallel, with_context
 from torchtitan_npu.upstream.rebind import rebound
 
 
 class Validator(TitanValidator):
-    """TorchTitan's Validator on batches that do not depend on the layout, and the right mean under context parallel.
+    """TorchTitan's Validator with layout-independent batches and the correct mean under context parallelism.
 
-    There TorchTitan divides by the tokens of a rank's share of the sequence, and adds up the shares: the loss comes out
-    as many times too large as there are shares (components/validate.py).
+    TorchTitan divides each rank's loss by the tokens of that rank's part of the sequence and sums over the ranks: the
+    loss is too large by the context-parallel degree (components/validate.py).
     """
 
     build_dataloader = staticmethod(build_text_validation_dataloader)

@@ -1,1 +1,1 @@
-"""Configuration of a job: its sections, the parser, and the checks that run before anything starts."""
+"""Job configuration: one module per section with its keys and their checks, the parser, and the preflight."""

@@ -1,4 +1,4 @@
-"""Reads a job's TOML file and command line; what it does not know is an error that names the nearest thing it knows."""
+"""Parse a job's TOML file and command line. Errors suggest the nearest known section, key or value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -33,46 +33,55 @@ def shipped(path: str) -> str:
 
 
 class JobConfigManager(ConfigManager):
-    """TorchTitan's ConfigManager over our JobConfig: command line over TOML file over defaults."""
+    """TorchTitan's ConfigManager for this package's JobConfig: command line over TOML file over defaults."""
 
     def __init__(self) -> None:
         super().__init__(JobConfig)
 
     def parse_args(self, args: list[str] | None = None) -> JobConfig:
-        return super().parse_args(sys.argv[1:] if args is None else args)
-
-    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
-        path = _option(args, "job.config_file")
-        if path is None:
-            return None
-        try:
-            with open(shipped(path), "rb") as file:
-                table = tomli.load(file)
-        except OSError as error:
-            raise UsageError(f"job.config_file {path}: {error.strerror}") from error
-        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"job.config_file {path}: no valid TOML: {error}") from error
+        """Return the job's config; raise :class:`UsageError` for a file that cannot be read or an unknown key."""
+        args = list(sys.argv[1:] if args is None else args)
+        table: dict[str, Any] = {}
+        if (file := _option(args, "job.config_file")) is not None:
+            table = _load_toml(file)
+            args = _with_option(args, "job.config_file", shipped(file))
         custom = _option(args, "job.custom_config_module") or _lookup(table, "job", "custom_config_module")
-        if custom:
-            import_module("job.custom_config_module", custom)
-        _check(self._maybe_add_custom_config(args, table), table, path)
-        return table
-
-    def _validate_config(self) -> None:
-        model = self.config.model
-        model.hf_assets_path = shipped(model.hf_assets_path)
-        model.converters = [name for name in model.converters if name]  # `--model.converters=` means none
-        if model.tokenizer_path is None and not os.path.exists(model.hf_assets_path):
-            raise UsageError(f"model.hf_assets_path {model.hf_assets_path}: no such folder")
-        super()._validate_config()
+        sections = [JobConfig, import_module("job.custom_config_module", custom).JobConfig] if custom else [JobConfig]
+        _check_table(sections, table, file or "")
+        if not {"-h", "--help"} & set(args):
+            args = _with_assets_path(args, table)
+        config: Any = super().parse_args(args)
+        config.model.converters = [name for name in config.model.converters if name]  # `--model.converters=` is [""]
+        return config
 
 
-def import_module(key: str, name: str) -> None:
+def import_module(key: str, name: str) -> types.ModuleType:
     """Import the module that the job names under ``key``."""
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UsageError(f"{key} {name!r}: {error}") from error
+
+
+def _load_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(shipped(path), "rb") as file:
+            return tomli.load(file)
+    except OSError as error:
+        raise UsageError(f"job.config_file {path}: {error.strerror}") from error
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"job.config_file {path}: not valid TOML: {error}") from error
+
+
+def _with_assets_path(args: list[str], table: dict[str, Any]) -> list[str]:
+    """Return ``args`` with ``model.hf_assets_path`` resolved; raise if there is no such folder."""
+    if _option(args, "model.tokenizer_path") or _lookup(table, "model", "tokenizer_path"):
+        return args  # TorchTitan's deprecated key, which replaces the other
+    path = _option(args, "model.hf_assets_path") or _lookup(table, "model", "hf_assets_path")
+    path = shipped(path or JobConfig().model.hf_assets_path)
+    if not os.path.exists(path):
+        raise UsageError(f"model.hf_assets_path {path}: no such folder")
+    return _with_option(args, "model.hf_assets_path", path)
 
 
 def _lookup(table: dict[str, Any], section: str, key: str) -> Any:
@@ -81,7 +90,7 @@ def _lookup(table: dict[str, Any], section: str, key: str) -> Any:
 
 
 def _option(args: Sequence[str], name: str) -> str | None:
-    """The value of ``--name value`` or ``--name=value`` on a command line, dashes and underscores alike."""
+    """Return the value of ``--name value`` or ``--name=value``; dashes and underscores are equivalent."""
     for i, arg in enumerate(args):
         key, equals, value = arg.partition("=")
         if key.replace("-", "_") == f"__{name}":
@@ -91,29 +100,44 @@ def _option(args: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _check(config_cls: type, table: dict[str, Any], file: str) -> None:
-    """Every section, key and value of ``table`` is one that ``config_cls`` has a place for."""
-    everywhere = list(_keys(config_cls))
+def _with_option(args: list[str], name: str, value: str) -> list[str]:
+    """Return ``args`` with ``--name`` set to ``value``, in place of the value it has there."""
+    without = list(args)
+    for i, arg in enumerate(args):
+        key, equals, _ = arg.partition("=")
+        if key.replace("-", "_") == f"__{name}":
+            del without[i : i + (1 if equals else 2)]
+            break
+    return [*without, f"--{name}", value]
 
-    def check(cls: type, table: dict[str, Any], section: str) -> None:
-        known = {field.name: field.type for field in fields(cls)}
+
+def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: str) -> None:
+    """Raise unless every section, key and value of ``table`` has a field in one of ``config_classes``."""
+    all_keys = [key for cls in config_classes for key in _keys(cls)]
+
+    def check(classes: list[type], table: dict[str, Any], section: str) -> None:
+        known: dict[str, list[Any]] = {}
+        for cls in classes:
+            for field in fields(cls):
+                known.setdefault(field.name, []).append(field.type)
         for name, value in table.items():
             key = section + name
             kind = "section" if isinstance(value, dict) else "key"
             if name not in known:
-                elsewhere = [k for k in everywhere if k.split(".")[-1] == name]
+                elsewhere = [k for k in all_keys if k.split(".")[-1] == name]
                 hint = nearest(name, known) or (f"; there is {elsewhere[0]!r}" if elsewhere else "")
                 raise UsageError(f"{file}: unknown {kind} {key!r}{hint}")
-            wanted = known[name]
-            if is_dataclass(wanted) != isinstance(value, dict):
-                raise UsageError(f"{file}: {key!r} is a {'section' if is_dataclass(wanted) else 'key'}, not a {kind}")
+            expected = known[name][-1]  # a class later in the list overrides
+            if is_dataclass(expected) != isinstance(value, dict):
+                right = "section" if is_dataclass(expected) else "key"
+                raise UsageError(f"{file}: {key!r} is a {right}, not a {kind}")
             if isinstance(value, dict):
-                check(wanted, value, key + ".")  # type: ignore[arg-type]
-            elif not _fits(value, wanted):
-                hint = nearest(value, _choices(wanted)) if isinstance(value, str) else ""
-                raise UsageError(f"{file}: {key} = {value!r} is not {_name(wanted)}{hint}")
+                check([cls for cls in known[name] if is_dataclass(cls)], value, key + ".")
+            elif not _fits(value, expected):
+                hint = nearest(value, _choices(expected)) if isinstance(value, str) else ""
+                raise UsageError(f"{file}: {key} = {value!r} is not {_name(expected)}{hint}")
 
-    check(config_cls, table, "")
+    check(list(config_classes), table, "")
 
 
 def _keys(cls: type, section: str = "") -> Iterator[str]:
@@ -129,13 +153,14 @@ def _is_union(kind: Any) -> bool:
 
 
 def _choices(kind: Any) -> list[str]:
-    """The strings that a field of this type may hold, as far as the type names them."""
+    """Return the strings that the type ``kind`` lists as literals."""
     if _is_union(kind):
         return [choice for option in get_args(kind) for choice in _choices(option)]
     return [c for c in get_args(kind) if isinstance(c, str)] if get_origin(kind) is Literal else []
 
 
 def _fits(value: Any, kind: Any) -> bool:
+    """Return whether ``value`` of a TOML file can be a field of type ``kind``."""
     if kind is Any:
         return True
     if _is_union(kind):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline_check import stage_count
+from torchtitan_npu.config.pipeline import stage_count
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.parameters import model_args
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline_check import check_pipeline
+from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.estimate import Estimate, Estimator
@@ -139,7 +139,7 @@ def search(
         changed = with_layout(config, layout)
         try:
             if layout["pp"] > 1:
-                check_pipeline(changed, args.n_layers)
+                check_schedule(changed, args.n_layers)
             parts = stages(changed, args.n_layers)
         except UsageError:
             refused += 1

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline_check import model_parts
+from torchtitan_npu.config.pipeline import pipeline_stages
 from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.parameters import model_args, sizes
@@ -28,7 +28,7 @@ KEPT = 3, 4
 
 def stages(config: JobConfig, layers: int) -> list[list[str]]:
     """The modules of each rank of the pipeline, as TorchTitan shares them out: ``tok_embeddings``, ``layers.0``, ..."""
-    pp, parts = config.parallelism.pipeline_parallel_degree, model_parts(config, layers)
+    pp, parts = config.parallelism.pipeline_parallel_degree, pipeline_stages(config, layers)
     looped = [[rank, 2 * pp - 1 - rank] if is_v(config) else range(rank, len(parts), pp) for rank in range(pp)]
     return [[name for part in of_rank for name in parts[part]] for of_rank in looped]
 

@@ -23,7 +23,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import OptimizersBuilder, TrainSpec
 
 from torchtitan_npu.components.swap_optimizer.container import SWAPPING, swapping_if_asked
-from torchtitan_npu.components.swap_optimizer.swap import SwapStates, _with_own_storage
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapStates
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.expert_load import Load, StatedLoad, balanced
 from torchtitan_npu.planner.fake_devices import fake_device
@@ -168,5 +168,4 @@ def _swapping_without_host(
 
 def _with_fake_states(optimizer: type[SwapStates]) -> type[SwapStates]:
     """``optimizer`` whose states are views: a fake storage cannot be cut into pieces."""
-    new_state = rebound(SwapStates._new_state, {_with_own_storage: lambda view: view})
-    return type(optimizer.__name__, (optimizer,), {"_new_state": new_state})
+    return type(optimizer.__name__, (optimizer,), {"with_own_storage": staticmethod(lambda view: view)})

@@ -32,8 +32,9 @@ from torchtitan.protocols.train_spec import (
 )
 
 from torchtitan_npu import platform
-from torchtitan_npu.components.dataset_registry import build_text_dataloader
+from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import counting_once
+from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.components.metrics import build_metrics_processor
 from torchtitan_npu.components.swap_optimizer.container import swapping_if_asked
 from torchtitan_npu.components.validation import Validator
@@ -43,7 +44,6 @@ from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.moe_tensor_parallel import routes_own_tokens, with_own_tokens
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models import deepseek_v32, qwen3_vl
-from torchtitan_npu.models.deepseek_v32.mtp import MultiTokenLogits
 from torchtitan_npu.models.qwen3_vl import shapes
 from torchtitan_npu.models.qwen3_vl.dataloader import build_image_text_dataloader
 from torchtitan_npu.models.qwen3_vl.validate import ImageTextValidator
@@ -87,23 +87,6 @@ def placing_states(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
         return counting_once(placed)(model_parts, optimizer_config, *args, **kwargs)
 
     return build
-
-
-class LossPerToken:
-    """A loss function whose sum over tokens can be divided before the backward pass.
-
-    Pipeline schedules run the backward pass themselves, on what the loss function returns: TorchTitan divides only
-    what it reports, and the gradients are those of the sum (train.py:505).
-    """
-
-    def __init__(self, loss_fn: LossFunction) -> None:
-        self.loss_fn = loss_fn
-        self.tokens: float | torch.Tensor = 1.0
-
-    def __call__(self, pred: torch.Tensor | MultiTokenLogits, labels: torch.Tensor) -> torch.Tensor:
-        if isinstance(pred, MultiTokenLogits):
-            pred = pred.with_loss(self.loss_fn, labels)
-        return self.loss_fn(pred, labels) / self.tokens
 
 
 def mended(parallelize: ParallelizeFunction) -> ParallelizeFunction:

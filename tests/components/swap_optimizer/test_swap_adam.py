@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "bench"))
 import swap_check
 import swap_sharded
 
-from torchtitan_npu.components.swap_optimizer.pipeline import Pipeline, Turn
-from torchtitan_npu.components.swap_optimizer.swap import SwapAdamW
+from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_an_update_that_raises() -> None:
             raise RuntimeError("here")
 
     with pytest.raises(RuntimeError, match="here"):
-        Pipeline(CPU).run([Turn([state], update) for state in states], lambda: None)
+        SlicePipeline(CPU).run([SliceUpdate([state], update) for state in states], lambda: None)
     assert [state.unique().item() for state in states] == [100.0, 101.0, 102.0, 103.0, 4.0, 5.0]
 
 

@@ -13,7 +13,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.swapping_jobs import SLICE_MIB, swapping_config
 from tests._helpers.training import recording, train_until
 from tests.distributed.test_layouts import layout
-from torchtitan_npu.components.swap_optimizer.swap import SwapAdamW
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 REAL_STEPS, STEPS = 2, 50
 

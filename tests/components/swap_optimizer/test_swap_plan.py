@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_npu.components.swap_optimizer.host_memory import ALIGNMENT, SMALLEST_BLOCK, pack
-from torchtitan_npu.components.swap_optimizer.plan import BUFFERS, MIB, _slice_numel, plan
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, _slice_numel, plan
 
 SIZES = st.lists(st.integers(1, 400_000), min_size=1, max_size=12)
 

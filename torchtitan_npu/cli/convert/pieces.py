@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torchtitan.models import _supported_models
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec
+from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.upstream.registries import known_models
 
 
 class Model(NamedTuple):
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 
 def build(name: str, flavor: str, mtp_layers: int) -> Model:
     """The model ``name`` in the size ``flavor``, with so many layers of multi-token prediction."""
-    _require("--model", name, {*_supported_models, *_extra_train_specs})
+    _require("--model", name, known_models())
     spec = get_train_spec(name)
     if spec.state_dict_adapter is None:
         raise UsageError(f"--model {name} has no adapter to Hugging Face's format")

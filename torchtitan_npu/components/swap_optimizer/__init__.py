@@ -1,1 +1,1 @@
-"""The swap optimizer: Adam's moments live in host memory, and pass through the device slice by slice in the step."""
+"""The swap optimizer: Adam's moments stay in host memory and pass through the device slice by slice in each step."""

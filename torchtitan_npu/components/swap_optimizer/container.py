@@ -1,4 +1,4 @@
-"""The swap optimizer in TorchTitan: its container with our optimizers, checks at the start, metrics."""
+"""TorchTitan's optimizer container with swap optimizers: checks at the start, and metrics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_npu.components.available_memory import available
 from torchtitan_npu.components.swap_optimizer import host_memory
-from torchtitan_npu.components.swap_optimizer.link import link_bandwidth
-from torchtitan_npu.components.swap_optimizer.plan import MIB, plan
-from torchtitan_npu.components.swap_optimizer.swap import SwapAdam, SwapAdamW, host_regions
+from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
+from torchtitan_npu.components.swap_optimizer.slices import MIB, plan
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW, host_regions
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.upstream.rebind import rebound, refers_to
 
@@ -45,7 +45,7 @@ def swapping(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuil
 
 
 class SwapContainer(OptimizersContainer):
-    """TorchTitan's container, of optimizers that keep their states in host memory."""
+    """TorchTitan's container of optimizers that keep their states in host memory."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SwapContainer(OptimizersContainer):
     ) -> None:
         free = available()
         if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # a rank that has its share already would count as used
+            torch.distributed.barrier()  # before any rank allocates, which would reduce what the others read as available
         host_memory.check(
             functools.partial(_needed, model_parts, optimizer_kwargs, slice_mib),
             fraction,
@@ -70,7 +70,7 @@ class SwapContainer(OptimizersContainer):
         device = next(p.device for part in model_parts for p in part.parameters())
         self.link = link_bandwidth(device)
         module = torch.get_device_module(device)
-        # the CPU has no events that know the time; nothing is swapped there but in tests
+        # the CPU has no timing events; only tests swap there
         self.clock = [module.Event(enable_timing=True) for _ in range(2)] if device.type != "cpu" else []
         if self.clock:
             self.optimizers[0].register_step_pre_hook(lambda *_: self.clock[0].record())
@@ -81,7 +81,7 @@ class SwapContainer(OptimizersContainer):
         )
 
     def metrics(self) -> dict[str, float]:
-        """What the last step moved, how long it took, and how much of the link's time that uses."""
+        """Return the GiB that the last step copied, its seconds, and its use of the link's bandwidth in percent."""
         moved = sum(optimizer.swapped_bytes for optimizer in self.optimizers)
         metrics = {"swap_optimizer/moved(GiB)": moved / host_memory.GIB}
         if self.clock and moved:
@@ -93,7 +93,7 @@ class SwapContainer(OptimizersContainer):
 
 
 def _needed(model_parts: list[nn.Module], optimizer_kwargs: dict[str, Any], slice_mib: int, fraction: float) -> int:
-    """Bytes of host memory that this rank's states take."""
+    """Return the bytes of host memory for this rank's states."""
     total = 0
     for part in model_parts:
         group = {"amsgrad": False, "fused": None, **optimizer_kwargs, "params": list(part.parameters())}

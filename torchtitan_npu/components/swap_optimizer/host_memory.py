@@ -1,4 +1,4 @@
-"""Host memory for the states: few large pinned blocks near the device, and what to say when there is too little."""
+"""Allocate host memory for the states: few large pinned blocks near the device; raise if there is too little."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ALIGNMENT = 512
 
 
 def pack(sizes: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Blocks for regions of ``sizes`` bytes: the blocks' sizes, and for each region its block and offset there.
+    """Pack regions of ``sizes`` bytes into blocks; return the blocks' sizes, and each region's block and offset.
 
-    torch's allocator of pinned memory rounds up to a power of two. So the blocks are powers of two, each the largest
-    that the regions still without a place would fill, and large regions come first, the small ones into the gaps.
+    torch's pinned-memory allocator rounds up to a power of two. The blocks are therefore powers of two, each the
+    largest that the remaining regions would fill. Large regions are placed first, and small ones fill the gaps.
     """
     blocks: list[int] = []
     used: list[int] = []
@@ -48,9 +48,9 @@ def _power_of_two(size: int) -> int:
 
 
 def allocate(sizes: list[int], device: torch.device, fraction: float) -> list[torch.Tensor]:
-    """One uint8 tensor a region of ``sizes`` bytes, in pinned memory near ``device``; on the CPU in plain memory.
+    """Return a uint8 tensor of each of ``sizes`` bytes, in pinned memory near ``device``; pageable for the CPU.
 
-    ``fraction`` is what was asked for, from which the error takes the one to ask for instead.
+    ``fraction`` is the job's ``optimizer.swap_fraction``; an error suggests a smaller one.
     """
     blocks, places = pack(sizes)
     memory: list[torch.Tensor] = []
@@ -59,26 +59,26 @@ def allocate(sizes: list[int], device: torch.device, fraction: float) -> list[to
             try:
                 memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu"))
             except RuntimeError as error:
-                raise UsageError(_refusal(sum(blocks), sum(map(len, memory)), fraction, error)) from error
+                raise UsageError(_allocation_error(sum(blocks), sum(map(len, memory)), fraction, error)) from error
     return [memory[block][offset : offset + size] for size, (block, offset) in zip(sizes, places, strict=True)]
 
 
-def _refusal(needed: int, given: int, fraction: float, error: RuntimeError) -> str:
+def _allocation_error(needed: int, given: int, fraction: float, error: RuntimeError) -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
     fitting = math.floor(100 * fraction * given / needed) / 100
     advice = f"optimizer.swap_fraction can be {fitting} at most" if fitting else "no optimizer.swap_fraction would fit"
     return (
-        f"optimizer.swap: the system refused pinned host memory after {given / GIB:.2f} of the {needed / GIB:.2f} GiB "
+        f"optimizer.swap: allocating pinned host memory failed after {given / GIB:.2f} of the {needed / GIB:.2f} GiB "
         f"that this rank needs (available {available() / GIB:.2f} GiB, RLIMIT_MEMLOCK {locked}); {advice}. "
-        f"It says: {str(error).splitlines()[0]}"
+        f"Error: {str(error).splitlines()[0]}"
     )
 
 
 def check(needed: Callable[[float], int], fraction: float, ranks: int, free: int) -> None:
-    """Raise :class:`UsageError` if ``ranks`` ranks on this host cannot have what ``fraction`` of the states takes.
+    """Raise :class:`UsageError` if ``free`` bytes are too few for ``fraction`` of the states of this host's ``ranks``.
 
-    ``needed`` says how many bytes of this rank a fraction takes. ``free`` was available before any rank took its share.
+    ``needed`` maps a fraction to the bytes of this rank. ``free`` was read before any rank allocated.
     """
     if needed(fraction) * ranks <= free:
         return
@@ -93,7 +93,7 @@ def check(needed: Callable[[float], int], fraction: float, ranks: int, free: int
 
 @contextlib.contextmanager
 def _near(device: torch.device) -> Iterator[None]:
-    """Run on the processors of the device's NUMA node, whose memory a first touch takes; elsewhere change nothing."""
+    """Run on the processors of the device's NUMA node, so that its memory is the first touched."""
     before = os.sched_getaffinity(0)
     near = _node_cpus(device) & before
     if near:
@@ -105,7 +105,7 @@ def _near(device: torch.device) -> Iterator[None]:
 
 
 def _node_cpus(device: torch.device) -> set[int]:
-    """The processors of the device's NUMA node; none where the device does not say where it is."""
+    """Return the processors of the device's NUMA node; none if the device does not report its PCI address."""
     if device.type == "cpu":
         return set()
     properties = torch.get_device_module(device).get_device_properties(device)

@@ -11,7 +11,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
-from torchtitan_npu.config.job_config import Dsa, Mtp, dsa_options, mtp_options
+from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options
 from torchtitan_npu.errors import UsageError
 
 
@@ -19,6 +19,9 @@ from torchtitan_npu.errors import UsageError
 class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     context_parallel: ClassVar[str] = "torchtitan_npu.models.deepseek_v32.context_parallel:DSAContextParallel"
     """How its attention communicates, where the job does not say otherwise."""
+
+    config_sections: ClassVar[tuple[str, ...]] = ("dsa", "mtp")
+    """Sections of the job's config that apply to this model."""
 
     norm_eps: float = 1e-6
     """As released; TorchTitan's deepseek_v3 has 1e-5."""
@@ -91,41 +94,18 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         # TorchTitan leaves YaRN out of models for no more than original_seq_len tokens; the release never does
         self.max_seq_len = max(self.seq_len, self.original_seq_len + 1)
         self._choose_stage(dsa_options(job_config), job_config)
-        self._choose_depth(mtp_options(job_config), job_config)
+        mtp = mtp_options(job_config)
+        self.n_mtp_layers, self.mtp_loss_weight = mtp.layers, mtp.loss_weight
 
     def _choose_stage(self, dsa: Dsa, job_config: JobConfig) -> None:
         self.indexer_loss, self.indexer_loss_weight = dsa.indexer_loss, dsa.indexer_loss_weight
         self.warmup = dsa.stage == "warmup"
-        if self.indexer_loss_weight < 0:
-            raise UsageError(f"dsa.indexer_loss_weight is {self.indexer_loss_weight}; it must be at least 0")
-        if self.warmup and not self.indexer_loss:
-            raise UsageError('dsa.stage = "warmup" trains the indexers only: dsa.indexer_loss must be true')
         # every option is set, either way: TorchTitan hands the flavor's own object to one job after another
         parallelism, batch = job_config.parallelism, job_config.training.local_batch_size
         piped = parallelism.pipeline_parallel_degree > 1
         self.microbatches = batch // parallelism.pipeline_parallel_microbatch_size if piped else None
         # with "varlen" TorchTitan asks the model for the documents (get_attention_masks)
         self.attn_type = "varlen" if dsa.document_mask else "sdpa"
-
-    def _choose_depth(self, mtp: Mtp, job_config: JobConfig) -> None:
-        self.n_mtp_layers, self.mtp_loss_weight = mtp.layers, mtp.loss_weight
-        for key in ("layers", "loss_weight"):
-            if getattr(mtp, key) < 0:
-                raise UsageError(f"mtp.{key} is {getattr(mtp, key)}; it must be at least 0")
-        if mtp.layers == 0:
-            return
-        for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
-            degree = getattr(job_config.parallelism, key)
-            if degree > 1:
-                raise UsageError(
-                    f"mtp.layers is {mtp.layers}; it must be 0 with parallelism.{key} {degree}: FSDP, DDP and expert "
-                    "parallel are what multi-token prediction takes"
-                )
-        if mtp.layers >= self.seq_len:
-            raise UsageError(
-                f"mtp.layers is {mtp.layers}; it must be less than training.seq_len, {self.seq_len}: the deepest "
-                "layer would have nothing to predict"
-            )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """All parameters, and the floating-point operations that training takes for a token, by TorchTitan's rules.

@@ -62,7 +62,7 @@ def _build(section: str, dp_world_size: int, dp_rank: int, tokenizer: BaseTokeni
             f"npu.layout_independent_data must be true with {section}.dataset {config.dataset!r}: every rank draws its "
             "own rows only, and there is no stream for TorchTitan to split"
         )
-    options = worker_options(section, job_config, "draw the same rows")
+    options = worker_options(section, job_config)
     args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     rows = PackedRows(config.dataset.lower(), tokenizer, args, config.seq_len)  # type: ignore[arg-type]
     batches = ImageTextBatches(rows, dp_rank, dp_world_size, config.local_batch_size)

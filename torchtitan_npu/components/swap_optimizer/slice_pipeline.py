@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_npu.components.swap_optimizer.plan import BUFFERS
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS
 
 ALIGNMENT = 512
-"""Bytes; where a tensor begins in its slice's buffer."""
+"""Alignment in bytes of a tensor in its slice's buffer."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One slice's way: ``tensors`` in host memory, and the update of their copies on the device."""
+class SliceUpdate:
+    """One slice: its ``tensors`` in host memory, and the update to run on their copies on the device."""
 
     tensors: list[torch.Tensor]
     update: Callable[[list[torch.Tensor]], None]
@@ -25,11 +25,11 @@ class Turn:
         return sum(map(_aligned_bytes, self.tensors))
 
 
-class Pipeline:
+class SlicePipeline:
     """While slice i is updated, slice i+1 loads and slice i-1 is stored.
 
-    A load waits for the store that used its buffer three slices ago, not for the last one. The update runs on the
-    stream that the caller is on. On the CPU torch's streams do nothing, and things happen in the order they are asked.
+    A load waits for the store that used its buffer three slices ago, not for the most recent one. Updates run on the
+    caller's stream. On the CPU torch's streams do nothing, and all operations run in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,54 +39,54 @@ class Pipeline:
         self.loaded, self.updated, self.stored = ([self.module.Event() for _ in range(BUFFERS)] for _ in range(3))
         self.done = self.module.Event()
 
-    def run(self, turns: list[Turn], meanwhile: Callable[[], None]) -> None:
-        """Send ``turns`` on their way, and do ``meanwhile`` while the first one loads; the host waits for nothing.
+    def run(self, updates: list[SliceUpdate], meanwhile: Callable[[], None]) -> None:
+        """Launch ``updates``, and call ``meanwhile`` while the first slice loads. The host waits for nothing.
 
-        If an update raises, the slices before it are stored, and its own and the following are as they were.
+        If an update raises, the slices before it are stored; its own slice and the following ones are unchanged.
         """
         main = self.module.current_stream(self.device)
-        # made by the main stream and at the end given back to it, after it has waited: nothing is held between runs
-        size = max((turn.buffer_bytes for turn in turns), default=0)
+        # allocated on the main stream and freed to it after it has waited: no memory is held between runs
+        size = max((update.buffer_bytes for update in updates), default=0)
         buffers = torch.empty(BUFFERS, size, dtype=torch.uint8, device=self.device)
-        self.load.wait_stream(main)  # whoever had this memory before has finished
+        self.load.wait_stream(main)  # the previous user of this memory has finished
         self.load.wait_stream(self.store)  # and so has the last run's store of what is loaded now
         try:
             meanwhile()
-            for number, turn in enumerate(turns):
-                self._pass(turn, buffers[number % BUFFERS], number, main)
+            for number, update in enumerate(updates):
+                self._pass(update, buffers[number % BUFFERS], number, main)
         finally:
             main.wait_stream(self.load)
             main.wait_stream(self.store)
             self.done.record(main)
 
     def synchronize(self) -> None:
-        """Wait on the host until the last run is through."""
+        """Block the host until the last run has finished."""
         self.done.synchronize()
 
-    def _pass(self, turn: Turn, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
+    def _pass(self, update: SliceUpdate, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
         slot = number % BUFFERS
-        copies = _carve(buffer, turn.tensors)
+        copies = _split_buffer(buffer, update.tensors)
         with self.module.stream(self.load):
             if number >= BUFFERS:
                 self.load.wait_event(self.stored[slot])
-            _copy(turn.tensors, copies)
+            _copy(update.tensors, copies)
             self.loaded[slot].record(self.load)
         main.wait_event(self.loaded[slot])
-        turn.update(copies)
+        update.update(copies)
         self.updated[slot].record(main)
         with self.module.stream(self.store):
             self.store.wait_event(self.updated[slot])
-            _copy(copies, turn.tensors)
+            _copy(copies, update.tensors)
             self.stored[slot].record(self.store)
 
 
-def _carve(buffer: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A tensor like each of ``tensors`` (flat ones), one after the other in ``buffer`` (bytes,)."""
-    carved, begin = [], 0
+def _split_buffer(buffer: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of ``buffer`` (bytes,) with the dtypes and sizes of the flat ``tensors``, in order."""
+    views, begin = [], 0
     for tensor in tensors:
-        carved.append(buffer[begin : begin + tensor.nbytes].view(tensor.dtype))
+        views.append(buffer[begin : begin + tensor.nbytes].view(tensor.dtype))
         begin += _aligned_bytes(tensor)
-    return carved
+    return views
 
 
 def _aligned_bytes(tensor: torch.Tensor) -> int:

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
-from torch.optim.optimizer import _default_to_fused_or_foreach, _get_scalar_dtype
 
-from torchtitan_npu.components.swap_optimizer.plan import Segment
+from torchtitan_npu.components.swap_optimizer.slices import Segment
 
 
-def update(group: dict[str, Any], foreach: bool, lists: list[list[torch.Tensor]]) -> None:
-    """Adam with the group's options and implementation.
+def update(group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
+    """Run Adam with the options and the implementation of ``group``.
 
-    ``lists`` are torch's: parameters, gradients, first and second moments, largest second moments (empty without
+    ``lists`` are torch's: parameters, gradients, first and second moments, maximum second moments (empty without
     ``amsgrad``), step counts before the update.
     """
     parameters, gradients, first, second, largest, steps = lists
@@ -27,8 +26,8 @@ def update(group: dict[str, Any], foreach: bool, lists: list[list[torch.Tensor]]
         second,
         largest,
         steps,
-        foreach=foreach,
-        fused=bool(group["fused"]),
+        foreach=_foreach(group),
+        fused=group["fused"],
         has_complex=any(p.is_complex() for p in parameters),
         decoupled_weight_decay=group["decoupled_weight_decay"],
         amsgrad=group["amsgrad"],
@@ -41,28 +40,31 @@ def update(group: dict[str, Any], foreach: bool, lists: list[list[torch.Tensor]]
     )
 
 
-def uses_foreach(group: dict[str, Any]) -> bool:
-    """The group's choice, or torch's where the group makes none: it depends on all parameters and their type."""
-    if group["foreach"] is not None or group["fused"] is not None:
-        return bool(group["foreach"])
-    with_gradient = [p for p in group["params"] if p.grad is not None]
-    _, foreach = _default_to_fused_or_foreach(with_gradient, differentiable=False, use_fused=False)
-    return foreach and not isinstance(group["lr"], torch.Tensor)
+def _foreach(group: dict[str, Any]) -> bool | None:
+    """Return the group's option ``foreach``; ``None`` lets torch choose.
+
+    torch chooses by the type of all parameters, and never foreach for DTensors. A slice has only their local tensors.
+    """
+    if group["foreach"] is None and group["fused"] is None and any(isinstance(p, DTensor) for p in group["params"]):
+        return False
+    return group["foreach"]
 
 
 def step_counts(group: dict[str, Any], count: float, number: int, device: torch.device) -> list[torch.Tensor]:
-    """``number`` step counts where the implementation reads them: on the device filled in, not copied there."""
+    """Return ``number`` step counts on the device that the implementation reads them from, without a copy to it."""
     if group["fused"]:
         return list(torch.full((number,), count, dtype=step_dtype(group), device=device).unbind())
     return [torch.full((), count, dtype=step_dtype(group)) for _ in range(number)]
 
 
 def step_dtype(group: dict[str, Any]) -> torch.dtype:
-    return _get_scalar_dtype(is_fused=group["fused"])
+    """Return the dtype that torch's optimizers give the step count."""
+    float64 = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    return torch.float64 if float64 else torch.float32
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient on this rank, placed as the parameter is; tensor parallel leaves sums of replicas to be made."""
+    """Return this rank's gradient with the parameter's placements; tensor parallelism can leave it partial."""
     grad = parameter.grad
     assert grad is not None
     if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
@@ -73,10 +75,10 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The segment's elements of ``tensor``, (end - begin,): a view, or of a gradient laid out otherwise a copy."""
+    """Return the elements of ``segment`` in ``tensor``, (end - begin,): a view, or a copy if it is not contiguous."""
     if tensor.is_contiguous():
         return tensor.view(-1)[segment.begin : segment.end]
     row = tensor[0].numel()
     first = segment.begin // row
-    rows = tensor[first : -(-segment.end // row)]  # no more than needed: the device may have no room for all of it
+    rows = tensor[first : -(-segment.end // row)]  # only the rows needed: the device may have no room for all
     return rows.reshape(-1)[segment.begin - first * row : segment.end - first * row]

@@ -1,4 +1,4 @@
-"""How fast the link between host and device is, with both directions busy: the limit of a swapped step."""
+"""Measure the bandwidth between host and device, which limits the speed of a swapped step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchtitan_npu.components.swap_optimizer.host_memory import allocate
 
 
 def link_bandwidth(device: torch.device, size: int = 32 << 20, repeats: int = 5) -> float:
-    """Bytes per second each way, of copies of ``size`` bytes that run in both directions at once.
+    """Return the bytes per second in each direction of copies of ``size`` bytes that run both ways at once.
 
-    The host's side is the memory that states lie in. The best of ``repeats``: it is a limit.
+    The host's side is pinned memory allocated as for the states. The result is the best of ``repeats`` measurements.
     """
     module = torch.get_device_module(device)
     up, down = allocate([size, size], device, fraction=1.0)
     here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     streams = module.Stream(device), module.Stream(device)
     best = float("inf")
-    for _ in range(repeats + 1):  # the first one touches the memory
+    for _ in range(repeats + 1):  # the first is a warm-up
         module.synchronize()
         start = time.perf_counter()
         with module.stream(streams[0]):

@@ -1,7 +1,7 @@
-"""How optimizer states are cut into slices: which parameters are swapped, and what passes through the device together.
+"""Select the parameters to swap, and cut their optimizer states into slices.
 
-A *bundle* is what lies together in host memory: one large parameter, or small ones of one group and dtype, so that a
-slice of them is one copy a state and not one a parameter. A *slice* is a part of a large bundle, or a small bundle.
+A *bundle* is contiguous in host memory: one large parameter, or several small ones of one group and dtype, so that a
+slice takes one copy per state and not one per parameter. A *slice* is a part of a large bundle, or a small bundle.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 BUFFERS = 3
-"""Slices on the device at once: one loads, one is updated, one is stored."""
+"""Slices on the device at once: one loading, one being updated, one being stored."""
 
 ALIGNMENT = 128
-"""Elements; slices and parameters start at multiples, so that the kernels take the same wide loads as without swap."""
+"""Elements. Slices and parameters start at multiples, so that kernels use the same vector loads as without swap."""
 
 ROUNDING = 8192
-"""Bytes of the budget that go to what is rounded up in it, to multiples of 512: the tensors of a slice, step counts."""
+"""Bytes reserved for rounding allocations up to multiples of 512: the tensors of a slice and the step counts."""
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Elements ``begin`` to ``end`` of a parameter's local shard, which lie at ``offset`` in the slice."""
+    """Elements ``begin`` to ``end`` of a parameter's local shard, at ``offset`` in the slice."""
 
     parameter: torch.Tensor
     begin: int
@@ -46,7 +46,7 @@ class Slice:
 
 @dataclass(eq=False)
 class Bundle:
-    """Parameters of one group and dtype whose states lie together, and the slices they pass in."""
+    """Parameters of one group and dtype whose states are contiguous in host memory, and their slices."""
 
     group: int
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Bundle:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state of the whole bundle."""
+        """Bytes of one state of the bundle."""
         return self.numel * self.dtype.itemsize
 
     def add(self, parameter: torch.Tensor) -> None:
@@ -66,20 +66,23 @@ class Bundle:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of ``tensor`` lies on this rank."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """Return this rank's shard of ``tensor``, without autograd."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def state_names(group: dict[str, Any]) -> tuple[str, ...]:
-    """The states of a parameter that have its shape, as torch calls them."""
+    """Return torch's names of the states that have the shape of their parameter."""
     return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
 
 
 def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) -> list[Bundle]:
-    """The bundles of the parameters to be swapped, cut into slices.
+    """Return the bundles of the parameters to swap, cut into slices of at most ``slice_bytes``.
 
-    ``fraction`` of the states' bytes are swapped at most: the largest parameters first, as long as they fit. Frozen
-    parameters have no states and are left out.
+    At most ``fraction`` of the states' bytes are swapped, the largest parameters first. Frozen parameters have no
+    states.
     """
     chosen = _largest(param_groups, fraction)
     bundles: list[Bundle] = []
@@ -95,7 +98,9 @@ def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) 
             if bundle is None or size > limit or bundle.numel + size > limit:
                 bundle = Bundle(index, parameter.dtype, names)
                 bundles.append(bundle)
-                if size <= limit:  # a larger one stays alone, and does not end the collection of small ones
+                if (
+                    size <= limit
+                ):  # a larger parameter has a bundle of its own, and the open bundle of small ones stays open
                     collecting[parameter.dtype] = bundle
             bundle.add(parameter)
     for bundle in bundles:
@@ -121,11 +126,11 @@ def _largest(param_groups: list[dict[str, Any]], fraction: float) -> set[torch.T
 
 
 def _slice_numel(group: dict[str, Any], dtype: torch.dtype, slice_bytes: int) -> int:
-    """The elements of a slice. ``BUFFERS`` slices and what one update makes beside them share the budget.
+    """Return the elements of a slice, such that ``BUFFERS`` slices and the temporaries of one update fit the budget.
 
-    The fused update makes a step count for each parameter, of which a slice has at most one in ``ALIGNMENT`` elements.
-    The others hold at most three tensors of the slice's size at once: the gradient with its decay or sign, the square
-    root, and the quotient.
+    The fused update creates a step count for each parameter, of which a slice has at most one in ``ALIGNMENT``
+    elements. The others have at most three temporaries of the slice's size at once: the gradient with its decay or
+    sign, the square root, and the quotient.
     """
     temporaries, count_bytes = (0, 4) if group["fused"] else (3, 0)
     tensors = BUFFERS * len(state_names(group)) + temporaries
@@ -139,7 +144,9 @@ def _cut(bundle: Bundle, limit: int) -> Iterator[Slice]:
         yield Slice(0, bundle.numel, segments)
         return
     (parameter,) = bundle.offsets
-    size = _round_up(-(-bundle.numel // -(-bundle.numel // limit)))  # even slices: a short last one is a slow copy
+    size = _round_up(
+        -(-bundle.numel // -(-bundle.numel // limit))
+    )  # equal slices: copying a short last one is inefficient
     for begin in range(0, bundle.numel, size):
         end = min(begin + size, bundle.numel)
         yield Slice(begin, end, [Segment(parameter, begin, min(end, local(parameter).numel()), 0)])

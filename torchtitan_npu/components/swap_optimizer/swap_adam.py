@@ -1,10 +1,10 @@
-"""Adam and AdamW whose moments live in pinned host memory.
+"""Adam and AdamW with their moments in pinned host memory.
 
-In the step they pass through the device slice by slice, on three streams: while slice i is updated, slice i+1 loads
-and slice i-1 is stored. The device holds three slices in the step and none between steps.
+In each step the moments pass through the device slice by slice, on three streams: while slice i is updated, slice i+1
+loads and slice i-1 is stored. The device holds three slices during the step and none between steps.
 
-The update is torch's own function, with the implementation that the group asks for (fused, foreach, for-loop), on
-views of the parameters: it works element by element, so the result is that of the unsliced update bit by bit.
+The update is torch's own function on views of the parameters, with the group's implementation (fused, foreach or
+for-loop). It is elementwise, so that the result is bit-identical to the update without slices.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.components.swap_optimizer import host_memory
-from torchtitan_npu.components.swap_optimizer.pipeline import Pipeline, Turn
-from torchtitan_npu.components.swap_optimizer.plan import MIB, Bundle, Segment, local, plan
-from torchtitan_npu.components.swap_optimizer.update import (
+from torchtitan_npu.components.swap_optimizer.adam_update import (
     elements,
     local_gradient,
     step_counts,
     step_dtype,
     update,
-    uses_foreach,
 )
+from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
+from torchtitan_npu.components.swap_optimizer.slices import MIB, Bundle, Segment, local, plan
+from torchtitan_npu.torch_internals.optim import host_dtensor
 
 
 class SwapStates(torch.optim.Adam):
-    """What makes an Adam swap its states; a mixin, to stand before ``Adam`` or ``AdamW``.
+    """Mixin, listed before ``Adam`` or ``AdamW``, that keeps the optimizer's states in host memory.
 
-    From outside it is that optimizer: ``state`` has the same names, shapes and placements, in host memory, and
-    ``step`` is there too. Parameters beyond ``fraction``, and those of groups added later, keep their states on the
-    device. ``state_dict`` waits for the stores under way; who reads ``state`` itself calls :meth:`synchronize` first.
+    ``state`` has the same names, shapes and placements as torch's. Parameters beyond ``fraction``, and those of groups
+    added later, keep their states on the device. ``state_dict`` waits for pending stores; call :meth:`synchronize`
+    before reading ``state`` itself.
 
-    If an update raises, the states of each slice are those from before or those from after its update, never a mix,
-    and ``step`` counts the complete updates of a parameter: a checkpoint saved then is whole. As with torch's own, what
-    came before has been updated and the rest has not, and here that may be a part of a parameter.
+    If an update raises, each slice's states are those before or after its update, never a mix, and ``step`` counts the
+    complete updates of a parameter, so that a checkpoint saved then is consistent. As with torch's optimizers, some
+    parameters have been updated and others not; here a parameter may be updated in part.
     """
 
     def __init__(self, *args: Any, slice_mib: int = 64, fraction: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for option in ("capturable", "differentiable"):
             if any(group[option] for group in self.param_groups):
-                raise ValueError(f"states in host memory do not go with {option}=True")
-        self._step_supports_amp_scaling = False  # it would count steps on the device
+                raise ValueError(f"states in host memory cannot be combined with {option}=True")
+        self._step_supports_amp_scaling = False  # it keeps step counts on the device
         self._bundles = plan(self.param_groups, slice_mib * MIB, fraction)
         self._swapped = {parameter: bundle for bundle in self._bundles for parameter in bundle.offsets}
         for parameter in self._swapped:
@@ -54,42 +54,40 @@ class SwapStates(torch.optim.Adam):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} cannot be sliced: it is not contiguous"
                 )
-        # without a parameter to swap there is nothing to place
         self._device = next((local(p).device for p in self._swapped), torch.device("cpu"))
         regions = iter(host_memory.allocate(host_regions(self._bundles), self._device, fraction))
         # (numel of the bundle,) in its dtype, for each state of each bundle
         self._host = {b: [next(regions).view(b.dtype) for _ in b.states] for b in self._bundles}
-        self._counts: dict[torch.Tensor, int] = {}  # of ``step`` in the states: to be read without asking a tensor
-        self._pipeline = Pipeline(self._device)
+        self._counts: dict[torch.Tensor, int] = {}  # values of the states' ``step``, read without a tensor access
+        self._pipeline = SlicePipeline(self._device)
         self.host_bytes = sum(host_regions(self._bundles))
         """Bytes of states in host memory."""
         self.swapped_bytes = 0
-        """Bytes that the last step moved, both directions together."""
+        """Bytes that the last step copied, in both directions together."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of Adam; see the class. It never waits for the device, except where a state is made."""
+        """Run one step of Adam. The host waits for the device only when a state is created."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         gradients = self._gradients()
-        foreach = [uses_foreach(group) for group in self.param_groups]
-        turns = [
-            Turn(
+        updates = [
+            SliceUpdate(
                 [state[part.begin : part.end] for state in self._host[bundle]],
-                partial(self._update_slice, bundle.group, foreach[bundle.group], part.segments, gradients),
+                partial(self._update_slice, bundle.group, part.segments, gradients),
             )
             for bundle in self._bundles
             for part in bundle.slices
             if any(segment.parameter in gradients for segment in part.segments)
         ]
-        self.swapped_bytes = sum(2 * tensor.nbytes for turn in turns for tensor in turn.tensors)
-        self._pipeline.run(turns, partial(self._update_residents, foreach))
+        self.swapped_bytes = sum(2 * tensor.nbytes for update in updates for tensor in update.tensors)
+        self._pipeline.run(updates, self._update_residents)
         return loss
 
     def synchronize(self) -> None:
-        """Wait until the states in host memory are those of the last step."""
+        """Block until the states in host memory are those of the last step."""
         self._pipeline.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +95,7 @@ class SwapStates(torch.optim.Adam):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that what is swapped is copied to its place in host memory and never to the device."""
+        """Load like torch's optimizer, but copy swapped states to host memory and never to the device."""
         self.synchronize()
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -106,7 +104,7 @@ class SwapStates(torch.optim.Adam):
         if any(
             a["amsgrad"] != b["amsgrad"] for a, b in zip(state_dict["param_groups"], self.param_groups, strict=False)
         ):
-            raise ValueError("amsgrad is not the same in the state dict as it was when this optimizer was made")
+            raise ValueError("amsgrad in the state dict differs from this optimizer's")
         super().load_state_dict(
             {**state_dict, "state": {key: state for key, state in states.items() if key not in swapped}}
         )
@@ -121,13 +119,14 @@ class SwapStates(torch.optim.Adam):
                 ours, theirs = local(made[name]), local(states[key][name])
                 if ours.shape != theirs.shape:  # copy_ would broadcast
                     raise ValueError(
-                        f"{name} of parameter {key} is {tuple(theirs.shape)} there, {tuple(ours.shape)} here"
+                        f"{name} of parameter {key} has shape {tuple(theirs.shape)} in the state dict, "
+                        f"{tuple(ours.shape)} in this optimizer"
                     )
                 ours.copy_(theirs)
             self.state[parameter] = made
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The local gradients of the swapped parameters that have one; their states are made where they are new."""
+        """Return the local gradients of the swapped parameters that have one, and create their missing states."""
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -136,50 +135,57 @@ class SwapStates(torch.optim.Adam):
                 if parameter.grad.is_sparse:
                     raise RuntimeError("Adam does not support sparse gradients")
                 if not self.state[parameter]:
-                    self.synchronize()  # the last step may still store here: a bundle is stored as a whole
+                    self.synchronize()  # the last step may still be storing the bundle
                     self.state[parameter] = self._new_state(parameter, group, zero=True)
                     self._counts[parameter] = 0
                 gradients[parameter] = local_gradient(parameter)
         return gradients
 
     def _new_state(self, parameter: torch.Tensor, group: dict[str, Any], zero: bool) -> dict[str, Any]:
-        """``step`` and the views of host memory that are this parameter's states, as DTensors if it is one."""
+        """Return ``step`` and views of host memory as this parameter's states; DTensors if the parameter is one."""
         bundle = self._swapped[parameter]
         shape, offset = local(parameter).shape, bundle.offsets[parameter]
         state: dict[str, Any] = {"step": torch.zeros((), dtype=step_dtype(group))}
         for name, host in zip(bundle.states, self._host[bundle], strict=True):
-            view = _with_own_storage(host[offset : offset + shape.numel()].view(shape))
+            view = self.with_own_storage(host[offset : offset + shape.numel()].view(shape))
             if zero:
                 view.zero_()
-            if isinstance(parameter, DTensor):  # from_local would move it to the mesh's device
-                view = DTensor(view, parameter._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
-            state[name] = view
+            state[name] = host_dtensor(view, parameter) if isinstance(parameter, DTensor) else view
         return state
 
-    def _update_residents(self, foreach: list[bool]) -> None:
-        """torch's own step for the parameters that keep their states on the device."""
-        for group, group_foreach in zip(self.param_groups, foreach, strict=True):
+    @staticmethod
+    def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+        """Return ``view`` as a tensor that begins at the start of its storage, in the same memory.
+
+        A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for asynchronous
+        saves would read beyond it.
+        """
+        begin = view.storage_offset() * view.itemsize
+        return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
+
+    def _update_residents(self) -> None:
+        """Update the parameters that keep their states on the device."""
+        for group in self.param_groups:
             residents = {**group, "params": [p for p in group["params"] if p not in self._swapped]}
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             self._init_group(residents, *lists)
-            update(group, group_foreach, lists)
+            update(group, lists)
 
     def _update_slice(
         self,
         group_index: int,
-        foreach: bool,
         segments: list[Segment],
         gradients: dict[torch.Tensor, torch.Tensor],
         states: list[torch.Tensor],
     ) -> None:
-        """Update what the slice has of the parameters with a gradient; ``states`` are (numel of the slice,) each."""
+        """Update the slice's parameters that have a gradient; each of ``states`` is (numel of the slice,)."""
         group = self.param_groups[group_index]
         by_step: dict[int, list[Segment]] = {}
         for segment in segments:
             if segment.parameter in gradients:
                 by_step.setdefault(self._counts[segment.parameter], []).append(segment)
         for step, alike in by_step.items():
-            filled = [s for s in alike if s.end > s.begin]  # a rank may have nothing of a parameter
+            filled = [s for s in alike if s.end > s.begin]  # a rank's shard may be empty
             views = [[state[s.offset : s.offset + s.end - s.begin] for s in filled] for state in states]
             largest = views[2] if group["amsgrad"] else []
             lists = [
@@ -190,7 +196,7 @@ class SwapStates(torch.optim.Adam):
                 largest,
                 step_counts(group, step, len(filled), self._device),
             ]
-            update(group, foreach, lists)
+            update(group, lists)
         for segment in (s for alike in by_step.values() for s in alike):
             if segment.end == local(segment.parameter).numel():
                 self._counts[segment.parameter] += 1
@@ -205,13 +211,6 @@ class SwapAdamW(SwapStates, torch.optim.AdamW):
     """``torch.optim.AdamW`` with its states in host memory."""
 
 
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory from the start of a storage: a DTensor's wrapper, which has no memory, takes over its local
-    tensor's offset, and DCP's staging for asynchronous saves then looks for memory there."""
-    begin = view.storage_offset() * view.itemsize
-    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
-
-
 def host_regions(bundles: list[Bundle]) -> list[int]:
-    """The sizes in bytes of the regions of host memory that ``bundles`` take, one a state of a bundle."""
+    """Return the sizes in bytes of the host memory regions for ``bundles``: one for each state of a bundle."""
     return [bundle.state_bytes for bundle in bundles for _ in bundle.states]

@@ -1,0 +1,57 @@
+"""Checks that several sections share. Each raises :class:`UsageError` with the key, its value and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_npu import platform
+from torchtitan_npu.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+def check_known(key: str, value: str, known: Iterable[str]) -> None:
+    """Raise unless ``value`` is one of ``known``; the error suggests the nearest."""
+    names = sorted(known)
+    if value not in names:
+        listed = ", ".join(name or '""' for name in names)
+        raise UsageError(f"{key} {value!r} is not known{nearest(value, names)} (known: {listed})")
+
+
+def check_at_least(key: str, value: float, minimum: float) -> None:
+    """Raise if ``value`` is below ``minimum``."""
+    if value < minimum:
+        raise UsageError(f"{key} is {value}; it must be at least {minimum}")
+
+
+def check_not_on_cpu(options: dict[str, bool]) -> None:
+    """Raise for the first of ``options`` (key to whether the job sets it) that is set in a job for the CPU."""
+    if platform.job_backend() != "cpu":
+        return
+    for key, is_set in options.items():
+        if is_set:
+            raise UsageError(f"{key} needs an accelerator; this job runs on the CPU")
+
+
+def check_adapted(job: JobContext, feature: str, remedy: str = "") -> None:
+    """Raise unless the model's TrainSpec is one that this package has adapted, which ``feature`` needs."""
+    if not job.is_adapted:
+        raise UsageError(
+            f"{feature} needs the TrainSpec of model.name {job.config.model.name!r} to be registered as "
+            f"torchtitan_npu.upstream.train_specs.adapt(spec){remedy}"
+        )
+
+
+def takes_section(job: JobContext, section: str) -> bool:
+    """Return whether the model takes ``section``; raise if it does not and the job sets a key there.
+
+    A model lists the sections it takes in ``config_sections`` of its arguments' class.
+    """
+    options: Any = getattr(job.config, section)
+    if section in getattr(type(job.flavor_args), "config_sections", ()):
+        return True
+    if options != type(options)():
+        raise UsageError(f"[{section}] has no meaning for model.name {job.config.model.name!r}: remove the section")
+    return False

@@ -1,0 +1,44 @@
+"""Checks of TorchTitan's section ``[compile]``, with ``npu.bypass_codegen`` and ``npu.graph_passes``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtitan_npu.compile.regions import compiled_here
+from torchtitan_npu.config.check_helpers import check_adapted
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+def check_compile(job: JobContext) -> None:
+    """Check a job that this package compiles: one that bypasses code generation or has graph passes."""
+    config = job.config
+    if not compiled_here(config):
+        return
+    if config.npu.bypass_codegen:
+        key, off, remedy = "npu.bypass_codegen", "npu.bypass_codegen = false", "set it or compile.enable to false"
+        reason = "this package's own backend compiles otherwise"
+    else:
+        key, off, remedy = "npu.graph_passes", "npu.graph_passes = []", "set it to []"
+        reason = "graph passes run in Inductor"
+    if config.compile.backend != "inductor":
+        raise UsageError(f"compile.backend {config.compile.backend!r} needs {off}: {reason}")
+    excluded = {
+        # TorchTitan's code generator chooses what to recompute
+        'activation_checkpoint.mode = "memory_budget"': config.activation_checkpoint.mode == "memory_budget",
+        # a pass of Inductor; this package has its own
+        'parallelism.enable_async_tensor_parallel = true (use npu.graph_passes = ["async_tp"])': (
+            config.parallelism.enable_async_tensor_parallel
+        ),
+        # its kernel is generated
+        f"flex attention (model.flavor {config.model.flavor!r})": job.attention == "flex",
+        f'compile.components {config.compile.components} without "model", the only component compiled': (
+            "model" not in config.compile.components
+        ),
+    }
+    for option, is_set in excluded.items():
+        if is_set:
+            raise UsageError(f"{key} cannot be combined with {option}; {remedy}")
+    check_adapted(job, key, f"; {remedy}")

@@ -1,0 +1,69 @@
+"""Section ``[dsa]``: training of DeepSeek sparse attention, for models whose arguments list the section."""
+
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torchtitan_npu.config.check_helpers import check_at_least, takes_section
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+@dataclass
+class Dsa:
+    """Training of a model with DeepSeek sparse attention, in which an indexer selects the keys of each query."""
+
+    stage: Literal["sparse", "warmup"] = "sparse"
+    """
+    `"sparse"` trains all parameters, with attention to the selected keys. `"warmup"` trains only the indexers, with
+    attention to all keys. Use it first for a model that was trained without indexers.
+    """
+
+    indexer_loss: bool = True
+    """
+    Train the indexers to predict the attention weights. If false, they are frozen. Must be true for
+    `stage = "warmup"`.
+    """
+
+    indexer_loss_weight: float = 1.0
+    """Factor on the gradients of the indexers' loss, which reach the indexers only. Minimum 0."""
+
+    document_mask: bool = False
+    """
+    Restrict attention to tokens of the same document. A document ends with the tokenizer's end-of-sequence token.
+    """
+
+
+def check_dsa(job: "JobContext") -> None:
+    if not takes_section(job, "dsa"):
+        return
+    dsa = job.config.dsa
+    check_at_least("dsa.indexer_loss_weight", dsa.indexer_loss_weight, 0)
+    if dsa.stage == "warmup" and not dsa.indexer_loss:
+        raise UsageError('dsa.indexer_loss must be true with dsa.stage = "warmup", which trains only the indexers')
+    if dsa.stage == "warmup" and job.dims.pp_enabled:
+        _check_every_stage_has_indexers(job)
+    if dsa.document_mask and (context := job.context_parallel_without_masks):
+        raise UsageError(
+            f"dsa.document_mask must be false: npu.context_parallel {context.__name__} takes no attention masks"
+        )
+
+
+def _check_every_stage_has_indexers(job: "JobContext") -> None:
+    """Raise if a pipeline stage has no layer, and so nothing to train."""
+    stages = job.pipeline_stages
+    if job.config.parallelism.module_fqns_per_model_part is not None:
+        remedy = "list a layer for it in parallelism.module_fqns_per_model_part"
+    else:
+        remedy = (
+            "set parallelism.pipeline_parallel_first_stage_less_layers = 0 and "
+            "parallelism.pipeline_parallel_last_stage_less_layers = 0, or use fewer stages"
+        )
+    for number, modules in enumerate(stages, 1):
+        if not any(name.startswith("layers.") for name in modules):
+            raise UsageError(
+                f'dsa.stage = "warmup" trains only the indexers, and pipeline stage {number} of {len(stages)} has '
+                f"no layer ({', '.join(modules)}): {remedy}"
+            )

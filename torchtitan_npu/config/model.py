@@ -1,0 +1,47 @@
+"""Checks of TorchTitan's section ``[model]``: name, flavor and converters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torchtitan_npu import platform
+from torchtitan_npu.config.check_helpers import check_known
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+def check_model(job: JobContext) -> None:
+    model = job.config.model
+    check_known("model.name", model.name, job.model_names)
+    check_known("model.flavor", model.flavor, job.train_spec.model_args)
+    for name, times in Counter(model.converters).items():
+        check_known("model.converters:", name, job.converter_names)
+        if times > 1:
+            raise UsageError(f"model.converters lists {name!r} {times} times; list it once")
+
+
+def check_attention(job: JobContext) -> None:
+    """Raise for flex and varlen attention outside CUDA, the only backend with kernels for them."""
+    if platform.job_backend() == "cuda" or job.attention not in ("flex", "varlen"):
+        return
+    flavors = job.train_spec.model_args.items()
+    others = [name for name, args in flavors if getattr(args, "attn_type", "sdpa") == "sdpa"]
+    raise UsageError(
+        f"model.flavor {job.config.model.flavor!r} has {job.attention} attention, which trains on CUDA only; "
+        f"flavors of {job.config.model.name} that train here: {', '.join(others) or 'none'}"
+    )
+
+
+def check_converters(job: JobContext) -> None:
+    """Let each converter check the job."""
+    for converter in job.converters:
+        converter.check_job()
+
+
+def check_converter_targets(job: JobContext) -> None:
+    """Let each converter check its targets in the model against the limits of the NPU's kernels."""
+    for converter in job.converters:
+        converter.check_limits(converter.found_targets(job.model))

@@ -1,0 +1,88 @@
+"""Section ``[npu]``: options that belong to none of TorchTitan's sections."""
+
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchtitan_npu import platform
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+@dataclass
+class Npu:
+    """Options of torchtitan_npu that belong to none of TorchTitan's sections."""
+
+    strict_limits: bool = False
+    """
+    Treat a size or dtype that an NPU kernel does not support as an error on every backend. If false, it is an error
+    on the NPU and a log line elsewhere. Graph passes skip an unsupported place on the NPU and log the reason.
+    """
+
+    bypass_codegen: bool = field(default_factory=lambda: platform.job_backend() == "npu")
+    """
+    With `compile.enable`, run the same kernels as eager mode from the compiled graph, without Python in between and
+    without generating kernels. If false, `compile.backend` compiles as in TorchTitan. Default: true on the NPU.
+    """
+
+    graph_passes: list[str] = field(default_factory=list)
+    """
+    Passes to run on the graphs of compiled regions: any of `no_ops`, `all_gather_chunk`, `sequence_parallel`,
+    `async_tp`, `add_rms_norm`. They need `compile.enable`. See [graph passes](graph-passes.md).
+    """
+
+    sp_min_tokens: int = 1000
+    """
+    The pass `sequence_parallel` shards only activations of at least this many tokens. Minimum 1; only with that pass.
+    """
+
+    sp_whole_inputs: bool = False
+    """
+    State that the activations, vectors and gradients entering a compiled block are identical on every tensor-parallel
+    rank. The pass `sequence_parallel` then shards them too. Set it only if the parallel plan replicates activations.
+    """
+
+    context_parallel: str = ""
+    """
+    Context parallelism for the model's attention: `"module:Class"`, a subclass of
+    `torchtitan_npu.distributed.context_parallel.ContextParallel`. Empty: the model's own, or else TorchTitan's.
+    """
+
+    layout_independent_data: bool = True
+    """
+    Train on the same batches with every layout, and resume at another data-parallel degree. Every rank then tokenizes
+    the complete stream. If false, TorchTitan splits the documents among the ranks.
+    """
+
+    matmul_sharding: bool = field(default_factory=lambda: platform.backend() == "npu")
+    """
+    Under tensor parallelism, use this package's DTensor strategies for matrix products, which move fewer tensors than
+    torch_npu's. Default: true on the NPU. No effect on other backends.
+    """
+
+    moe_sequence_parallel: bool = True
+    """
+    If expert parallelism spans the tensor-parallel ranks, each rank routes its own tokens and only the shared experts
+    gather theirs. If false, TorchTitan's layout gathers all tokens before the router.
+    """
+
+    mrope_in_training: bool = False
+    """
+    With the converter `npu_mrope`, call `npu_mrope` in training too, with this package's gradient: torch_npu has no
+    gradient for it. If false, training computes the angles once per forward pass and calls `npu_rotary_mul`.
+    """
+
+
+def check_npu(job: "JobContext") -> None:
+    """Check the keys for graph passes. Other sections check the keys that concern them."""
+    npu, compile_enabled = job.config.npu, job.config.compile.enable
+    if npu.graph_passes and not compile_enabled:
+        raise UsageError("npu.graph_passes needs compile.enable = true")
+    if compile_enabled:
+        job.build_graph_passes()  # raises for an unknown pass and for sp_min_tokens below 1
+    defaults = Npu()
+    for key in ("sp_min_tokens", "sp_whole_inputs"):
+        if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:
+            raise UsageError(f'npu.{key} is for the pass "sequence_parallel", which npu.graph_passes does not list')

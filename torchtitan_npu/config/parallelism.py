@@ -1,0 +1,106 @@
+"""Section ``[parallelism]``: degrees against the number of ranks and the model; the pipeline keys are in pipeline.py."""
+
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.config.job_config import Parallelism as TitanParallelism
+from torchtitan.models.moe.moe import MoE
+
+from torchtitan_npu.config.check_helpers import check_at_least, check_known
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+@dataclass
+class Parallelism(TitanParallelism):
+    def __post_init__(self) -> None:
+        # TorchTitan expects None for "no load balancing", which TOML cannot express
+        if self.context_parallel_load_balancer == "":  # type: ignore[has-type]
+            self.context_parallel_load_balancer = None
+        super().__post_init__()
+
+
+def check_degrees(config: Any, world_size: int) -> None:
+    """Raise unless the degrees of ``config.parallelism`` divide ``world_size`` ranks."""
+    p = config.parallelism
+    degrees = {
+        name: getattr(p, name)
+        for name in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "context_parallel_degree",
+            "tensor_parallel_degree",
+            "pipeline_parallel_degree",
+        )
+    }
+    ep, etp, tp = p.expert_parallel_degree, p.expert_tensor_parallel_degree, p.tensor_parallel_degree
+    any_shard_degree = p.data_parallel_shard_degree == -1
+    for name, degree in {**degrees, "expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}.items():
+        if not (any_shard_degree and name == "data_parallel_shard_degree"):
+            check_at_least(f"parallelism.{name}", degree, 1)
+
+    fixed = {name: degree for name, degree in degrees.items() if degree != -1}
+    product = math.prod(fixed.values())
+    if world_size % product if any_shard_degree else world_size != product:
+        listed = " × ".join(f"{name} {degree}" for name, degree in fixed.items() if degree > 1) or "one rank"
+        raise UsageError(
+            f"{world_size} ranks (torchrun's --nproc_per_node × --nnodes) do not fit the layout: "
+            f"{listed} takes {'a multiple of ' if any_shard_degree else ''}{product}"
+        )
+    if ep == 1:
+        return
+    if etp not in (1, tp):
+        raise UsageError(
+            f"parallelism.expert_tensor_parallel_degree is {etp}; it must be 1 or tensor_parallel_degree, {tp}"
+        )
+    ranks = world_size // (p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
+    if ranks % (ep * etp):
+        raise UsageError(
+            f"parallelism.expert_parallel_degree {ep} × expert_tensor_parallel_degree {etp} does not divide the "
+            f"{ranks} ranks of a pipeline stage and replica"
+        )
+
+
+def check_world_size(job: "JobContext") -> None:
+    check_degrees(job.config, job.world_size)
+
+
+def check_model_divides(job: "JobContext") -> None:
+    """Raise unless the degrees divide the model's experts and heads."""
+    dims, config = job.dims, job.config
+    flavor = f"model.flavor {config.model.flavor!r}"
+    if dims.ep_enabled:
+        experts = [moe.experts.num_experts for moe in job.model.modules() if isinstance(moe, MoE)]
+        if not experts:
+            raise UsageError(
+                f"parallelism.expert_parallel_degree must be 1: {flavor} of {config.model.name} has no experts"
+            )
+        if experts[0] % dims.ep:
+            raise UsageError(
+                f"parallelism.expert_parallel_degree {dims.ep} does not divide the {experts[0]} experts of {flavor}"
+            )
+    for key in ("n_heads", "n_kv_heads"):
+        if (heads := getattr(job.model_args, key, None)) and heads % dims.tp:
+            raise UsageError(f"parallelism.tensor_parallel_degree {dims.tp} does not divide {key} {heads} of {flavor}")
+
+
+def check_context_parallel(job: "JobContext") -> None:
+    """Check the load balancer and the class named by ``npu.context_parallel``."""
+    if not job.dims.cp_enabled:
+        return
+    if job.config.validation.enable and not hasattr(job.model, "freqs_cis"):
+        raise UsageError(
+            f"validation.enable must be false with context parallelism: TorchTitan does not support it for "
+            f"{job.config.model.name}"
+        )
+    load_balancer = job.config.parallelism.context_parallel_load_balancer
+    if (context := job.context_parallel_class) is not None:
+        context.check_load_balancer(load_balancer)
+        return
+    # TorchTitan's "ptrr" rearranges the blocks of flex attention's masks
+    flex = ["ptrr"] if getattr(job.model_args, "attn_type", "sdpa") == "flex" else []
+    check_known("parallelism.context_parallel_load_balancer", load_balancer or "", ["headtail", "", *flex])

@@ -1,0 +1,71 @@
+"""Section ``[training]``, and ``[validation]``, whose data keys have the same checks."""
+
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan.config.job_config import Training as TitanTraining
+
+from torchtitan_npu import platform
+from torchtitan_npu.config.check_helpers import check_at_least, check_known, check_not_on_cpu
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+
+@dataclass
+class Training(TitanTraining):
+    mixed_precision_param: Literal["bfloat16", "float32"] = field(
+        default_factory=lambda: "float32" if platform.job_backend() == "cpu" else "bfloat16"
+    )
+    """
+    dtype of parameters in mixed precision, with FSDP or torch.autocast. Default: `"float32"` on the CPU, which has no
+    fast bfloat16 matrix product, else `"bfloat16"`.
+    """
+
+
+def check_training(job: "JobContext") -> None:
+    """Check the keys of ``[training]``, and of ``[validation]`` if it is enabled."""
+    training, validation = job.config.training, job.config.validation
+    check_not_on_cpu({"training.enable_cpu_offload": training.enable_cpu_offload})
+    sections: dict[str, Any] = {"training": training}
+    if validation.enable:
+        sections["validation"] = validation
+    for name, section in sections.items():
+        if job.is_adapted:  # other train specs may have their own data
+            _check_dataset(job, name, section)
+        if section.seq_len % job.dims.seq_len_divisor:
+            raise UsageError(
+                f"{name}.seq_len {section.seq_len} is not a multiple of {job.dims.seq_len_divisor} "
+                "(2 × tensor_parallel_degree × context_parallel_degree)"
+            )
+    if job.is_adapted and validation.enable and validation.seq_len > training.seq_len:
+        raise UsageError(
+            f"validation.seq_len is {validation.seq_len}; it must be at most training.seq_len, {training.seq_len}: "
+            "the model has no rotary angles for later positions"
+        )
+    data_ranks = job.dims.dp_replicate * job.dims.dp_shard
+    if training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * data_ranks):
+        raise UsageError(
+            f"training.global_batch_size {training.global_batch_size} is not a multiple of "
+            f"local_batch_size {training.local_batch_size} × {data_ranks} data-parallel ranks"
+        )
+
+
+def _check_dataset(job: "JobContext", name: str, section: Any) -> None:
+    check_known(f"{name}.dataset", section.dataset.lower(), job.datasets)
+    for key in ("local_batch_size", "seq_len"):
+        check_at_least(f"{name}.{key}", getattr(section, key), 1)
+    job.check_dataset_path(name, section)
+    if job.config.npu.layout_independent_data:
+        check_data_workers(name, section)
+
+
+def check_data_workers(name: str, section: Any) -> None:
+    """Raise if the loader of ``section`` has more than one worker, each of which would read the complete stream."""
+    if (workers := section.dataloader.num_workers) > 1:
+        raise UsageError(
+            f"{name}.dataloader.num_workers is {workers}; it must be 0 or 1, since every worker would read the "
+            "complete stream (with npu.layout_independent_data = false TorchTitan's loader can have more)"
+        )
