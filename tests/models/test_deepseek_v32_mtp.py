@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,8 +16,6 @@ from tests._helpers.deepseek_v32_training import CONVERTERS, train_on
 from tests._helpers.training import TOLERANCE, Record, assert_same_gradients
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.loss import LossPerToken
-from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 

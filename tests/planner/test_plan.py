@@ -45,7 +45,7 @@ BROKEN = {
     "sequence": (
         LLAMA,
         [CP, "4", "--training.seq_len", "132", *ANY_BATCH],
-        "training.seq_len 132 is not a multiple of 8",
+        "seq_len 132 is not a multiple of 8",
     ),
     "converter": (LLAMA, ["--model.converters", "npu_gmm", *ANY_BATCH], "npu_gmm"),
 }

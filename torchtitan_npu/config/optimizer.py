@@ -18,7 +18,8 @@ class Optimizer(TitanOptimizer):
     swap: bool = False
     """
     Keep Adam's moments in host memory, which frees 8 bytes of device memory per float32 parameter. Each step copies
-    them to the device and back slice by slice. Results are bit-identical. See [swap optimizer](../how-to/swap-optimizer.md).
+    them to the device and back slice by slice. Results are bit-identical. See
+    [swap optimizer](../how-to/swap-optimizer.md).
     """
 
     swap_slice_mib: int = 64

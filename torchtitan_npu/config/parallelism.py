@@ -1,4 +1,4 @@
-"""Section ``[parallelism]``: degrees against the number of ranks and the model; the pipeline keys are in pipeline.py."""
+"""Section ``[parallelism]``: degrees against the number of ranks and the model. pipeline.py has the pipeline keys."""
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 import math

@@ -58,7 +58,7 @@ class SwapContainer(OptimizersContainer):
     ) -> None:
         free = available()
         if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # before any rank allocates, which would reduce what the others read as available
+            torch.distributed.barrier()  # no rank allocates before all have read what is available
         host_memory.check(
             functools.partial(_needed, model_parts, optimizer_kwargs, slice_mib),
             fraction,
