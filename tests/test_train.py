@@ -13,7 +13,7 @@ from torchtitan.tools.logging import init_logger
 import torchtitan_npu.train as entry
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.cli.compare.command import main as compare_loss
-from torchtitan_npu.cli.compare.launch import TRAINER, RunPair, train_command
+from torchtitan_npu.cli.compare.train_pair import TRAINER, RunPair, train_command
 
 CONFIG = Path("train_configs/llama3_debugmodel.toml")
 SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--training.global_batch_size", "2")

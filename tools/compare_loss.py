@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""`torchtitan-npu compare` under its old path."""
+"""Run ``torchtitan-npu compare`` from a checkout that need not be installed."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also in a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_npu.cli.main import main
 

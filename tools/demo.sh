@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains the debug model of DeepSeek-V3.2 twice on the CPU, eager and with all converters, and compares the loss curves.
+# Train the debug model of DeepSeek-V3.2 twice on the CPU, eager and with all converters, and compare the loss curves.
 set -euo pipefail
 . "$(dirname "$0")/setup_env.sh"
 out=${1:-outputs/demo}
-python tools/compare_loss.py run --force --out "$out" --nproc 2 --steps 15 --rtol 1e-4 \
+python -m torchtitan_npu.cli.main compare run --force --out "$out" --nproc 2 --steps 15 --rtol 1e-4 \
     --config train_configs/deepseek_v32_debugmodel.toml \
     --candidate-converters npu_rms_norm,npu_rope,npu_permute,npu_gmm,npu_dsa -- --training.seq_len 64
-echo "the picture: $out/comparison.png"
+echo "plot: $out/comparison.png"

@@ -1,13 +1,13 @@
-# Sourced by demo.sh and test.sh: a virtual environment in .venv with this checkout installed, set up once and again when
-# pyproject.toml or constraints.txt change. VENV and PYTHON choose another place and interpreter, EXTRA the optional
-# dependencies (dev).
+# Sourced by demo.sh and test.sh: create a virtual environment with this checkout installed, and activate it. It is
+# created again when pyproject.toml or constraints.txt changes. VENV (.venv) is its folder, PYTHON (python3) the
+# interpreter, EXTRA (dev) the optional dependencies.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
 want="$(cat pyproject.toml constraints.txt | cksum) $PWD"
 if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-        echo "error: Python 3.11 or newer is needed; name one with PYTHON=..." >&2
+        echo "error: Python 3.11 or newer is required; select one with PYTHON=..." >&2
         exit 1
     }
     install() {
@@ -18,11 +18,11 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
     }
     echo "setting up $VENV (a few minutes the first time)"
     "$PYTHON" -m venv "$VENV"
-    # torch first and by its exact version: it may be a CPU build, which a range would replace by gigabytes of CUDA packages
+    # Install torch first, with its exact version: a version range could replace a CPU build by gigabytes of CUDA packages.
     install "$(grep '^torch==' constraints.txt)"
     install -c constraints.txt -e ".[${EXTRA:-dev}]"
     echo "$want" >"$VENV/.installed"
 fi
 . "$VENV/bin/activate"
-unset PYTHONDONTWRITEBYTECODE # of the thousands of files installed, Python compiles those it imports, once
+unset PYTHONDONTWRITEBYTECODE # cache the bytecode of imported modules
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_npu.cli.compare.command import main
-from torchtitan_npu.cli.compare.compare import (
+from torchtitan_npu.cli.compare.comparison import (
     DIVERGED,
     IDENTICAL,
     IDENTICAL_PRINTED,
@@ -22,11 +22,11 @@ from torchtitan_npu.cli.compare.compare import (
     Tolerance,
     compare,
 )
-from torchtitan_npu.cli.compare.console import printed_point
+from torchtitan_npu.cli.compare.console_log import printed_point
 from torchtitan_npu.cli.compare.curves import Curve, Point, Unusable, build_curve, name_steps
-from torchtitan_npu.cli.compare.patterns import FIRST_STEP, LATE_DRIFT, NAN, OTHER, SPIKE
-from torchtitan_npu.cli.compare.picture import DPI, WIDTH
-from torchtitan_npu.cli.compare.read import read_curve
+from torchtitan_npu.cli.compare.diagnosis import FIRST_STEP, LATE_DRIFT, NAN, OTHER, SPIKE
+from torchtitan_npu.cli.compare.plot import DPI, WIDTH
+from torchtitan_npu.cli.compare.sources import read_curve
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
 
 # Examples are not timed: a busy machine is no fault of the code.

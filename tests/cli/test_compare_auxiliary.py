@@ -10,10 +10,10 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_npu.cli.compare import command as compare_loss
-from torchtitan_npu.cli.compare.compare import Tolerance, compare
+from torchtitan_npu.cli.compare.comparison import Tolerance, compare
 from torchtitan_npu.cli.compare.curves import Unusable
-from torchtitan_npu.cli.compare.picture import DPI, GAP, HEIGHTS, draw
-from torchtitan_npu.cli.compare.read import read_curve
+from torchtitan_npu.cli.compare.plot import DPI, GAP, HEIGHTS, draw
+from torchtitan_npu.cli.compare.sources import read_curve
 
 PREFIX = "[rank0]:[titan] 2026-11-15 08:58:36,855 - root - INFO - "
 

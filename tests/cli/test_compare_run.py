@@ -11,7 +11,14 @@ import pytest
 
 from torchtitan_npu.cli.compare.command import main
 from torchtitan_npu.cli.compare.curves import Unusable
-from torchtitan_npu.cli.compare.launch import MARKER, RunPair, last_error_line, launch_both, prepare_out, train_command
+from torchtitan_npu.cli.compare.train_pair import (
+    MARKER,
+    RunPair,
+    last_error_line,
+    launch_both,
+    prepare_out,
+    train_command,
+)
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_loss.py"
 # Trains nothing, but takes TorchTitan's arguments, prints its lines from every rank and writes its events from rank 0.

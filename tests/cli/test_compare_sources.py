@@ -14,9 +14,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from torchtitan_npu.cli.compare.console import parse_step_line
+from torchtitan_npu.cli.compare.console_log import parse_step_line
 from torchtitan_npu.cli.compare.curves import Curve, Unusable
-from torchtitan_npu.cli.compare.read import read_curve
+from torchtitan_npu.cli.compare.sources import read_curve
 
 # Examples are not timed: a busy machine is no fault of the code.
 untimed = settings(deadline=None, max_examples=50)

@@ -22,7 +22,7 @@ from tests._helpers.released_checkpoints import quantised, read_back, write
 from tests._helpers.training import recording, state, train_until
 from torchtitan_npu.cli.convert.command import main
 from torchtitan_npu.cli.convert.from_hf import FromHuggingFace
-from torchtitan_npu.cli.convert.pieces import build, cut
+from torchtitan_npu.cli.convert.model_pieces import build, cut
 
 TINY = {**SMALLER, "n_layers": 3, "inter_dim": 96, "moe_inter_dim": 256}
 MODELS = [("deepseek_v32", "tiny", 0), ("deepseek_v32", "tiny", 2)]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from torchtitan_npu.cli.doctor import host, versions
-from torchtitan_npu.cli.doctor.check import Line
-from torchtitan_npu.cli.doctor.conflicts import cautions, conflicts
+from torchtitan_npu.cli.doctor.findings import Line
+from torchtitan_npu.cli.doctor.environment_conflicts import cautions, conflicts
 from torchtitan_npu.cli.doctor.devices import memory_of
 from torchtitan_npu.cli.doctor.imports import error_in
 from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS

@@ -19,10 +19,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests._helpers.nodes import free_port
-from torchtitan_npu.cli.doctor.conflicts import conflicts
-from torchtitan_npu.cli.launch import profile
-from torchtitan_npu.cli.launch.console import WithholdErrors
-from torchtitan_npu.cli.launch.failures import (
+from torchtitan_npu.cli.doctor.environment_conflicts import conflicts
+from torchtitan_npu.cli.launch import environment_profile as profile
+from torchtitan_npu.cli.launch.deferred_errors import WithholdErrors
+from torchtitan_npu.cli.launch.failure_report import (
     KILLED_AFTER,
     PATIENCE,
     Failure,

@@ -12,7 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from torchtitan_npu.cli.doctor.command import CHECKS
-from torchtitan_npu.cli.launch.asked import Asked, asked
+from torchtitan_npu.cli.launch.launch_options import Asked, asked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/launch.md").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.nodes import ROOT, run_on_two_nodes
-from torchtitan_npu.cli.compare.read import read_curve
+from torchtitan_npu.cli.compare.sources import read_curve
 
 JOB = {
     "job.config_file": str(ROOT / "train_configs/deepseek_v32_debugmodel.toml"),

@@ -49,7 +49,7 @@ def assert_judged(all_converters: dict[str, Any], nudged: dict[str, Any]) -> Non
 
 
 def test_a_run_that_ends_nowhere_is_the_farthest() -> None:
-    from torchtitan_npu.cli.parity.converters import from_float32
+    from torchtitan_npu.cli.parity.compare_converters import from_float32
     from torchtitan_npu.cli.parity.training import Curve
 
     exact, *curves = (Curve([1.0, loss], [], []) for loss in (2.0, 3.0, math.nan, 2.0))
@@ -94,8 +94,8 @@ def test_a_job_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_row_for_each_layout() -> None:
     from torchtitan_npu.cli.parity.command import parse_args
-    from torchtitan_npu.cli.parity.goals import missed
-    from torchtitan_npu.cli.parity.layouts import compare_layouts
+    from torchtitan_npu.cli.parity.thresholds import missed
+    from torchtitan_npu.cli.parity.compare_layouts import compare_layouts
 
     args = parse_args(["--layouts", "PP2", "--steps", "2", "--seq-len", "32"])
     assert args.models == ["deepseek_v32"]
@@ -114,7 +114,7 @@ def test_a_curve_that_ends_nowhere_is_not_near() -> None:
 
 
 def test_ranks_are_those_that_degrees_multiply_to() -> None:
-    from torchtitan_npu.cli.parity.layouts import LAYOUTS, ranks_of
+    from torchtitan_npu.cli.parity.compare_layouts import LAYOUTS, ranks_of
 
     on = {ranks: [layout for layout in LAYOUTS if ranks_of(layout) == ranks] for ranks in (2, 4, 8)}
     assert on[2] == ["FSDP2", "TP2", "EP2", "CP2, contiguous", "CP2, head-tail", *PIPELINES, "TP2·EP2"]

@@ -1,4 +1,4 @@
-"""How the tools here report a mistake in their arguments."""
+"""An argument parser that reports errors in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake as one line, without the usage text before it."""
+    """Report an invalid argument in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")

@@ -1,4 +1,4 @@
-"""The command ``torchtitan-npu``: picks the subcommand and hands it the rest of the command line."""
+"""The command ``torchtitan-npu``: run the subcommand with the rest of the command line."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import importlib
 import sys
 
 COMMANDS = {
-    "list": "configs, models, converters and operators that this package brings",
+    "list": "list the configs, models, converters and operators of this package",
     "doctor": "check whether this machine can train",
     "plan": "predict memory, traffic and time of a job, or search for a layout that fits",
     "launch": "start a job with torchrun, with one log per rank",
     "compare": "compare two loss curves, or train and compare them",
     "convert": "convert a checkpoint between Hugging Face and DCP",
-    "parity": "show how far converters and layouts are from the eager baseline",
+    "parity": "measure the difference of converters and layouts from the eager baseline",
 }
 
 
 def usage() -> str:
+    """Return the help text."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
-        ["usage: torchtitan-npu COMMAND [arguments]", "", *lines, "", "COMMAND --help shows its arguments."]
+        [
+            "usage: torchtitan-npu COMMAND [arguments]",
+            "",
+            *lines,
+            "",
+            "'torchtitan-npu COMMAND --help' shows the arguments of a command.",
+        ]
     )
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the subcommand named first in ``argv`` and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -35,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"torchtitan-npu: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    # imported only now: the doctor has to run where torch does not load
+    # Imported only now: the doctor must run where torch does not load.
     return importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
 
 

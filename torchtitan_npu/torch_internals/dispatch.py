@@ -16,6 +16,7 @@ __all__ = [
     "below_autograd",
     "has_kernel",
     "op_schema",
+    "parse_schema",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -27,6 +28,11 @@ __all__ = [
 def op_schema(op: OpOverload) -> Any:
     """Return the schema of ``op``: its name, arguments (with defaults and aliasing) and returns."""
     return op._schema
+
+
+def parse_schema(text: str) -> Any:
+    """Parse ``text`` (``"npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor"``) into a schema."""
+    return torch._C.parse_schema(text)
 
 
 def below_autograd() -> AbstractContextManager[None]:

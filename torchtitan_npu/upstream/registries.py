@@ -15,3 +15,8 @@ def known_models() -> set[str]:
 def titan_models() -> set[str]:
     """Return the names of TorchTitan's own models, without its experiments. Seen in TorchTitan 0.2.2."""
     return set(_supported_models)
+
+
+def plugin_models() -> set[str]:
+    """Return the models registered by plug-ins: after ``torchtitan_npu.register()``, those that this package adapts."""
+    return set(_extra_train_specs)

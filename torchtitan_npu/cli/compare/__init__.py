@@ -1,5 +1,6 @@
-"""Two loss curves in, a verdict out: the parts behind ``tools/compare_loss.py``.
+"""``torchtitan-npu compare``: compare two loss curves.
 
-``read`` brings each side to a :class:`~.curves.Curve`, ``compare`` aligns and measures, ``patterns`` names what went
-wrong, ``report`` and ``picture`` write it down, ``launch`` makes the two runs when they do not exist yet.
+``sources`` reads each side into a :class:`~.curves.Curve`. ``comparison`` aligns the curves and decides the verdict,
+``metrics`` compares one metric, ``diagnosis`` names typical differences. ``report`` and ``plot`` write the result.
+``train_pair`` trains the two runs if they do not exist yet.
 """

@@ -1,4 +1,4 @@
-"""Writes the comparison down: report.json for programs, report.md for people, comparison.png for both."""
+"""Write the comparison as report.json, report.md and comparison.png."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from .compare import Comparison, MetricComparison
-from .patterns import Pattern
-from .picture import draw
+from .comparison import Comparison
+from .diagnosis import Pattern
+from .metrics import MetricComparison
+from .plot import draw
 
 REPORT_FILES = ("report.json", "report.md", "comparison.png")
-# Rows before and after the first diverging step in report.md; the whole curves are in report.json.
+# Rows before and after the first diverging step in report.md. report.json has all steps.
 CONTEXT = 3
 
 
 def write_report(comparison: Comparison, out: Path) -> None:
-    """Writes the three files into ``out``: all are complete before the first appears under its name."""
+    """Write the three files to ``out``. All are complete before the first one gets its final name."""
     contents = (_as_json(comparison).encode(), _as_markdown(comparison).encode(), draw(comparison))
     out.mkdir(parents=True, exist_ok=True)
     finished = []
@@ -33,7 +34,7 @@ def write_report(comparison: Comparison, out: Path) -> None:
 
 
 def summary_lines(comparison: Comparison) -> list[str]:
-    """What the console shows: the verdict, a line a metric, a line a pattern, the notes."""
+    """Return the console summary: the verdict, the metrics, the patterns and the notes."""
     lines = [comparison.headline]
     for metric in comparison.metrics:
         lines.append(f"  {metric.name}: {len(metric.steps)} steps, {_describe_largest(metric)}")
@@ -54,7 +55,7 @@ def _describe_largest(metric: MetricComparison) -> str:
 
 
 def _by_name(patterns: list[Pattern]) -> list[list[Pattern]]:
-    """Patterns of the same name together, in order of appearance: their advice is the same."""
+    """Group patterns by name, in order of appearance. Patterns of one name share their advice."""
     grouped: dict[str, list[Pattern]] = {}
     for pattern in patterns:
         grouped.setdefault(pattern.name, []).append(pattern)
@@ -94,7 +95,7 @@ def _metric_as_json(metric: MetricComparison) -> dict[str, Any]:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity; as strings they survive, and this tool reads them back."""
+    """Write NaN and infinity as strings, which JSON lacks and ``sources`` reads back."""
     return float(value) if math.isfinite(value) else str(float(value))
 
 
@@ -135,7 +136,7 @@ def _as_markdown(comparison: Comparison) -> str:
 
 
 def _table_around(metric: MetricComparison, step: int) -> list[str]:
-    """The rows of one metric near ``step``."""
+    """Return table rows of one metric near ``step``."""
     lines = [
         f"| step | {metric.name}, baseline | {metric.name}, candidate | relative difference | |",
         "|---|---|---|---|---|",

@@ -1,1 +1,1 @@
-"""What tools/convert_checkpoint.py is made of."""
+"""``torchtitan-npu convert``: convert a checkpoint between Hugging Face's format and DCP."""

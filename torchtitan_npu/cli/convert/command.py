@@ -1,10 +1,10 @@
-"""Converts a model's checkpoint between Hugging Face's format and TorchTitan's, without the whole of it in memory.
+"""Convert a checkpoint between Hugging Face's format and TorchTitan's (DCP), one piece at a time.
 
-    python tools/convert_checkpoint.py from-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--quantized]
-    python tools/convert_checkpoint.py to-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--dtype bfloat16]
+    torchtitan-npu convert from-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--quantized]
+    torchtitan-npu convert to-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--dtype bfloat16]
 
-TARGET must not exist; it appears when the conversion is whole. Exit code 0: done, 2: it cannot be done, one line says
-why. See docs/how-to/checkpoints.md.
+TARGET must not exist. It gets its name when the conversion is complete.
+Exit code 0: converted, 2: not possible, with the reason in one line. See docs/how-to/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -25,40 +25,43 @@ platform.prepare()
 register()
 
 from torchtitan_npu.cli.convert.from_hf import FromHuggingFace  # noqa: E402
-from torchtitan_npu.cli.convert.pieces import build  # noqa: E402
+from torchtitan_npu.cli.convert.model_pieces import build  # noqa: E402
 from torchtitan_npu.cli.convert.to_hf import ToHuggingFace  # noqa: E402
 from torchtitan_npu.errors import UsageError  # noqa: E402
 
+PROG = "torchtitan-npu convert"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "convert_checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Build the parser of both subcommands."""
+    parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    from_hf = commands.add_parser("from-hf", help="to a checkpoint that checkpoint.initial_load_path takes")
-    from_hf.add_argument("--quantized", action="store_true", help="the weights are quantised: write them in float32")
-    to_hf = commands.add_parser("to-hf", help="to safetensors files")
-    to_hf.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as they are)")
+    from_hf = commands.add_parser("from-hf", help="convert to a checkpoint for checkpoint.initial_load_path")
+    from_hf.add_argument("--quantized", action="store_true", help="dequantize the weights and write them in float32")
+    to_hf = commands.add_parser("to-hf", help="convert to safetensors files")
+    to_hf.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: unchanged)")
     for command in (from_hf, to_hf):
-        command.add_argument("source", type=Path, help="folder of the checkpoint")
-        command.add_argument("target", type=Path, help="folder to write, which must not exist")
-        command.add_argument("--model", required=True, help="as model.name in a job, e.g. deepseek_v32")
-        command.add_argument("--flavor", required=True, help="as model.flavor in a job, e.g. 671B")
-        command.add_argument("--mtp-layers", type=int, default=0, help="as mtp.layers in a job (default 0)")
+        command.add_argument("source", type=Path, help="folder of the checkpoint to read")
+        command.add_argument("target", type=Path, help="folder to write; must not exist")
+        command.add_argument("--model", required=True, help="model.name of the job, e.g. deepseek_v32")
+        command.add_argument("--flavor", required=True, help="model.flavor of the job, e.g. 671B")
+        command.add_argument("--mtp-layers", type=int, default=0, help="mtp.layers of the job (default 0)")
     return parser
 
 
 def convert(args: argparse.Namespace) -> None:
+    """Convert as the arguments say. Write to ``TARGET.partial`` first."""
     source, target = args.source, args.target
     partial = target.with_name(f"{target.name}.partial")
     if not source.is_dir():
-        raise UsageError(f"{source} is no folder")
+        raise UsageError(f"{source} is not a folder")
     if target.exists():
-        raise UsageError(f"{target} exists; nothing was written")
+        raise UsageError(f"{target} exists; choose another TARGET")
     if partial.exists():
-        raise UsageError(f"{partial} exists: a conversion is running, or was killed; remove it if none is running")
+        raise UsageError(
+            f"{partial} exists: another conversion is running or was killed; remove the folder if none is running"
+        )
     model = build(args.model, args.flavor, args.mtp_layers)
     conversion: FromHuggingFace | ToHuggingFace
     if args.command == "from-hf":
@@ -68,7 +71,7 @@ def convert(args: argparse.Namespace) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(partial.parent).free, conversion.nbytes()
     if free < needed:
-        raise UsageError(f"{partial.parent} has {free / 1e9:.1f} GB free; {target.name} takes {needed / 1e9:.1f} GB")
+        raise UsageError(f"{partial.parent} has {free / 1e9:.1f} GB free; {target.name} needs {needed / 1e9:.1f} GB")
     try:
         with progress_bar() as progress:
             task = progress.add_task(target.name, total=needed)
@@ -77,10 +80,10 @@ def convert(args: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{target}: {needed / 1e9:.3g} GB, {len(model.tensors)} tensors of {model.name}")
-    only_ours = [name for piece in conversion.pieces for name in piece.only_ours(model)]
-    if only_ours:
-        lost = "not written" if args.command == "to-hf" else "written as 0"
-        print(f"{lost}, since Hugging Face's format has no place for them: {', '.join(only_ours)}")
+    unmapped = [name for piece in conversion.pieces for name in piece.unmapped(model)]
+    if unmapped:
+        action = "not written" if args.command == "to-hf" else "written as 0"
+        print(f"{action}, because Hugging Face's format does not contain them: {', '.join(unmapped)}")
 
 
 def progress_bar() -> Progress:
@@ -89,14 +92,14 @@ def progress_bar() -> Progress:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command line and returns its exit code."""
+    """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
     try:
         convert(args)
     except KeyboardInterrupt:
-        print("convert_checkpoint: interrupted, nothing was left", file=sys.stderr)
+        print(f"{PROG}: interrupted; the incomplete target was removed", file=sys.stderr)
         return 130
     except (UsageError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     return 0

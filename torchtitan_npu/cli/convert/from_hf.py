@@ -1,8 +1,8 @@
-"""From Hugging Face's format to a distributed checkpoint (DCP), tensor by tensor.
+"""Convert from Hugging Face's format to a distributed checkpoint (DCP), one tensor at a time.
 
-DCP writes what a planner gives it when it asks. This one reads a tensor at that moment, so that no more than the
-smaller weights of one layer are in memory. Weights of all experts are written as one chunk an expert: a rank that
-trains some of the experts then reads only those.
+DCP asks a planner for each tensor when it writes it. This planner reads the tensor at that moment, so only the small
+weights of one layer are in memory at a time. Expert weights are written as one chunk per expert, so a rank reads only
+the experts it trains.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from torchtitan_npu.cli.convert.pieces import Model, Piece, cut, read, stored_dtypes
+from torchtitan_npu.cli.convert.model_pieces import Model, Piece, cut, read, stored_dtypes
 from torchtitan_npu.errors import UsageError
 
 SCALES = ("_scale_inv", "_scales")
 
 
 class FromHuggingFace:
-    """A checked conversion of the folder ``source``, that has yet to be done."""
+    """Check the conversion of the folder ``source``. :meth:`write` runs it."""
 
     def __init__(self, source: Path, model: Model, quantized: bool) -> None:
         self.model = model
         self.pieces = cut(model)
         names = set(HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata)
         _check_quantization(source, names, quantized)
-        _check_nothing_is_left(source, names, self.pieces, model)
+        _check_all_used(source, names, self.pieces, model)
         self.reader = model.adapter.get_hf_storage_reader(str(source), quantized)
         if quantized and not isinstance(self.reader, QuantizedHuggingFaceStorageReader):
-            raise UsageError(f"--quantized: the adapter of {model.name} reads no quantised weights")
+            raise UsageError(f"--quantized: the adapter of {model.name} does not support quantized weights")
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.tensors: dict[str, Tensor] = {}
-        """What will be written, on the meta device, with the dtypes of the source."""
+        """The tensors to write, on the meta device, with the dtypes of the source."""
         for piece in self.pieces:
             dtypes = stored_dtypes(piece.theirs, self.metadata, str(source), model)
             if quantized:
-                dtypes = {name: torch.float32 if _is_quantised(name, names) else d for name, d in dtypes.items()}
-            self.tensors |= piece.ours  # of which the format may lack buffers
+                dtypes = {name: torch.float32 if _is_quantized(name, names) else d for name, d in dtypes.items()}
+            self.tensors |= piece.ours  # includes buffers that the format lacks
             self.tensors |= model.from_hf({name: value.to(dtypes[name]) for name, value in piece.theirs.items()})
 
     def nbytes(self) -> int:
-        """What will be written, in bytes."""
+        """Return the size of the checkpoint in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, target: Path, progress: Callable[[int], None]) -> None:
-        """Write the checkpoint to the folder ``target``; ``progress`` is told of bytes as they are written."""
+        """Write the checkpoint to the folder ``target``. Call ``progress`` with the bytes of each tensor."""
         planner = ReadingPlanner(self, progress)
         writer = FileForEachLayer(target, [piece.layer for piece in self.pieces])
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.save(dict(self.tensors), storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # around what happened, be it an interrupt
+        except CheckpointException as error:  # wraps the actual error, also an interrupt
             raise next(iter(error.failures.values()))[0] from None
 
     def read_slice(self, piece: Piece, number: int) -> Tensor:
-        """``[number]`` of the one tensor of a stacked ``piece``, which stays in that tensor's dimensions."""
+        """Read slice ``number`` of the tensor of a stacked ``piece``, with a leading dimension of 1."""
         (name,) = piece.ours
         their_name = list(piece.theirs)[number]
         value = torch.empty(piece.theirs[their_name].shape, dtype=self.tensors[name].dtype)
@@ -76,7 +76,7 @@ class FromHuggingFace:
         return value.unsqueeze(0)
 
     def read_piece(self, piece: Piece) -> dict[str, Tensor]:
-        """All of a ``piece``, by our names. What the format lacks, experts' biases, starts at 0 as in a new model."""
+        """Read a ``piece`` by TorchTitan's names. Buffers that the format lacks are 0, as initialized."""
         ours = {name: torch.zeros_like(self.tensors[name], device="cpu") for name in piece.ours}
         theirs = self.model.adapter.to_hf(ours)
         read(theirs, self.reader, self.metadata)
@@ -84,7 +84,7 @@ class FromHuggingFace:
 
 
 class ReadingPlanner(DefaultSavePlanner):
-    """Plans tensors on the meta device, and reads each when it is to be written."""
+    """Plan with tensors on the meta device. Read each tensor when DCP writes it."""
 
     def __init__(self, conversion: FromHuggingFace, progress: Callable[[int], None]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class ReadingPlanner(DefaultSavePlanner):
             value = self.conversion.read_slice(piece, index.offset[0])
         else:
             if piece is not self.current:
-                self.values.clear()  # before the next is read
+                self.values.clear()  # free the previous piece before reading the next
                 self.current, self.values = piece, self.conversion.read_piece(piece)
             value = self.values[index.fqn]
         self.progress(value.nbytes)
@@ -116,7 +116,7 @@ class ReadingPlanner(DefaultSavePlanner):
 
 
 def _slices(item: WriteItem) -> list[WriteItem]:
-    """``item`` cut along its first dimension."""
+    """Split ``item`` along its first dimension."""
     data = item.tensor_data
     assert data is not None
     items = []
@@ -129,7 +129,7 @@ def _slices(item: WriteItem) -> list[WriteItem]:
 
 
 class FileForEachLayer(FileSystemWriter):
-    """DCP's, which writes all into one file: files of terabytes are hard to handle."""
+    """Write one file per layer. DCP's writer would write a single file of terabytes."""
 
     def __init__(self, path: Path, layers: list[str]) -> None:
         super().__init__(path)
@@ -148,27 +148,30 @@ def _is_of(layer: str, item: WriteItem) -> bool:
     return name.startswith(layer) if layer else not name.startswith("layers.")
 
 
-def _is_quantised(name: str, names: set[str]) -> bool:
+def _is_quantized(name: str, names: set[str]) -> bool:
     return f"{name}_scale_inv" in names or (name.endswith("_blocks") and name.replace("_blocks", "_scales") in names)
 
 
 def _check_quantization(source: Path, names: set[str], quantized: bool) -> None:
     scales = sorted(name for name in names if name.endswith(SCALES))
     if scales and not quantized:
-        raise UsageError(f"{source} has quantised weights ({scales[0]} is a scale of some): --quantized reads them")
+        raise UsageError(f"{source} has quantized weights (with the scale {scales[0]}); add --quantized")
     if quantized and not scales:
-        raise UsageError(f"--quantized: {source} has no quantised weights")
+        raise UsageError(f"--quantized: {source} has no quantized weights")
 
 
-def _check_nothing_is_left(source: Path, names: set[str], pieces: list[Piece], model: Model) -> None:
-    """What the model does not take is the sign of another flavor, but for layers of multi-token prediction."""
-    taken = {name for piece in pieces for name in piece.theirs}
-    left = {name for name in names - taken if not name.endswith((*SCALES, "rotary_emb.inv_freq"))}
+def _check_all_used(source: Path, names: set[str], pieces: list[Piece], model: Model) -> None:
+    """Raise an error for weights that the model does not use, which indicate a wrong flavor.
+
+    Layers of multi-token prediction may be unused.
+    """
+    used = {name for piece in pieces for name in piece.theirs}
+    left = {name for name in names - used if not name.endswith((*SCALES, "rotary_emb.inv_freq"))}
     further = {name.removesuffix("eh_proj.weight") for name in left if name.endswith(".eh_proj.weight")}
     left = {name for name in left if not name.startswith(tuple(further))}
     if model.tied:
         left -= {"lm_head.weight"}
     if left:
         raise UsageError(
-            f"{source} has {min(left)} and {len(left) - 1} more weights that {model.name} has not: another --flavor?"
+            f"{source} has {min(left)} and {len(left) - 1} more weights that {model.name} lacks: wrong --flavor?"
         )

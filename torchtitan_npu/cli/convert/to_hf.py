@@ -1,4 +1,4 @@
-"""From a distributed checkpoint (DCP) to Hugging Face's format, piece by piece, in files of bounded size."""
+"""Convert from a distributed checkpoint (DCP) to Hugging Face's format, one piece at a time."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from torchtitan_npu.cli.convert.pieces import Model, Piece, cut, read, stored_dtypes
+from torchtitan_npu.cli.convert.model_pieces import Model, Piece, cut, read, stored_dtypes
 from torchtitan_npu.errors import UsageError
 
 FILE_BYTES = 5 * 10**9
-"""A file is no larger, but for a single tensor that is."""
+"""The largest file size, unless a single tensor is larger."""
 
 
 class ToHuggingFace:
-    """A checked conversion of the folder ``source``, that has yet to be done; parameters become ``dtype``, if given."""
+    """Check the conversion of the folder ``source``. :meth:`write` runs it, with parameters cast to ``dtype``."""
 
     def __init__(self, source: Path, model: Model, dtype: torch.dtype | None) -> None:
         self.model, self.dtype = model, dtype
         self.pieces = cut(model)
         self.reader = FileSystemReader(source)
         if not (source / ".metadata").exists():
-            raise UsageError(f"{source} has no .metadata: it is no distributed checkpoint, or not a whole one")
+            raise UsageError(f"{source} has no .metadata: it is not a distributed checkpoint, or it is incomplete")
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.dtypes = stored_dtypes(model.tensors, self.metadata, str(source), model)
 
     def nbytes(self) -> int:
-        """What will be written, in bytes."""
+        """Return the size of the files in bytes."""
         total = 0
         for piece in self.pieces:
             ours = {name: value.to(self._written_dtype(name)) for name, value in piece.ours.items()}
@@ -40,7 +40,7 @@ class ToHuggingFace:
         return total
 
     def write(self, target: Path, progress: Callable[[int], None]) -> None:
-        """Write safetensors files and their index to the folder ``target``; ``progress`` is told of bytes written."""
+        """Write safetensors files and their index to the folder ``target``. ``progress`` gets the bytes of each file."""
         target.mkdir()
         files = Files(target, progress)
         for piece in self.pieces:
@@ -48,30 +48,30 @@ class ToHuggingFace:
         files.finish()
 
     def _write_piece(self, piece: Piece, files: Files) -> None:
-        # nothing here may outlive its piece: a view of a stacked tensor keeps all of it in memory
+        # Clone slices: a view would keep the complete stacked tensor in memory.
         for name, value in self.read_piece(piece).items():
             files.add(name, value.clone() if piece.stacked else value.contiguous())
 
     def read_piece(self, piece: Piece) -> dict[str, Tensor]:
-        """All of a ``piece``, by Hugging Face's names."""
+        """Read a ``piece`` by Hugging Face's names."""
         ours = {name: torch.empty(value.shape, dtype=self.dtypes[name]) for name, value in piece.ours.items()}
         read(ours, self.reader, self.metadata)
         ours = {name: value.to(self._written_dtype(name)) for name, value in ours.items()}
         return self.model.adapter.to_hf(ours)
 
     def _written_dtype(self, name: str) -> torch.dtype:
-        """Buffers keep theirs: the bias that balances experts is in float32 in a release in bfloat16, too."""
+        """Return the dtype to write. Buffers keep theirs: a bfloat16 release has float32 expert biases, too."""
         return self.dtype if self.dtype is not None and name in self.model.parameters else self.dtypes[name]
 
 
 class Files:
-    """Files that are written when they are full."""
+    """Collect tensors and write a file whenever it is full."""
 
     def __init__(self, folder: Path, progress: Callable[[int], None]) -> None:
         self.folder, self.progress = folder, progress
         self.waiting: dict[str, Tensor] = {}
         self.written: list[list[str]] = []
-        """The names of the tensors in each file."""
+        """The tensor names of each file."""
         self.total = 0
 
     def add(self, name: str, value: Tensor) -> None:
@@ -87,11 +87,11 @@ class Files:
         self.waiting = {}
 
     def _file(self, number: int, count: int | None = None) -> Path:
-        """By Hugging Face's convention, once it is known how many files there are."""
+        """Return the path of file ``number``, with Hugging Face's suffix once the ``count`` of files is known."""
         return self.folder / f"model-{number:05d}{f'-of-{count:05d}' if count else ''}.safetensors"
 
     def finish(self) -> None:
-        """Write what is left, and the index."""
+        """Write the last file and the index."""
         self._write()
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self.written, start=1):

@@ -1,1 +1,1 @@
-"""What tools/doctor.py checks, one file a kind of check."""
+"""``torchtitan-npu doctor``: check whether this machine can train. One module per group of checks."""

@@ -1,8 +1,8 @@
-"""Says whether this machine can train: a green, yellow or red line for each thing, and what to do.
+"""Check whether this machine can train. Print a green, yellow or red line per check, with advice.
 
-    python tools/doctor.py [--backend npu|cuda|cpu] [--only versions,environment,...] [--json]
+    torchtitan-npu doctor [--backend npu|cuda|cpu] [--only versions,environment,...] [--json]
 
-Exit code 0: nothing is red, 1: something is, 2: it was asked wrongly. See docs/how-to/doctor.md.
+Exit code 0: no red line, 1: at least one red line, 2: invalid arguments. See docs/how-to/doctor.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from torchtitan_npu.cli.doctor.check import Line, green, in_one_line, red, yellow
-from torchtitan_npu.cli.doctor.conflicts import cautions, conflicts
+from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
+from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.cli.doctor.host import check_host
 from torchtitan_npu.cli.doctor.imports import check_imports
 from torchtitan_npu.cli.doctor.versions import check_versions, version_of
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def other_output_to_stderr() -> Iterator[None]:
-    """torch_npu and its libraries print warnings to stdout, also from the processes of the all-reduce."""
+    """Redirect stdout to stderr: torch_npu and its libraries print warnings there, also in child processes."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -55,24 +55,29 @@ def other_output_to_stderr() -> Iterator[None]:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "doctor.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        "torchtitan-npu doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--backend",
         "--home",
         choices=("npu", "cuda", "cpu"),
-        help="where this machine is to train (default: npu with torch_npu installed, else what PyTorch finds)",
+        help="backend to check for (default: npu if torch_npu is installed, else the one that PyTorch finds)",
     )
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {','.join(CHECKS)}")
-    parser.add_argument("--json", action="store_true", help="a list of {status, check, what, advice}")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), help=f"comma-separated subset of {','.join(CHECKS)}"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list of {status, check, what, advice}")
     args = parser.parse_args(argv)
     if unknown := set(args.only or ()) - set(CHECKS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(CHECKS)}")
     return args
 
 
-def examine(backend: Backend | None, wanted: list[str]) -> Iterator[Line]:
-    """The lines of the checks that are ``wanted``."""
+def examine(backend: Backend | None, wanted: list[str]) -> Iterator[Finding]:
+    """Run the ``wanted`` checks."""
     machine = Machine(backend)
     for name, check in CHECKS.items():
         if name in wanted:
@@ -80,7 +85,7 @@ def examine(backend: Backend | None, wanted: list[str]) -> Iterator[Line]:
 
 
 class Machine:
-    """What the checks know: where the machine is to train, and whether PyTorch loads."""
+    """Hold what the checks share: the backend to check for, and whether PyTorch loads."""
 
     def __init__(self, backend: Backend | None) -> None:
         self.error: str | None = None
@@ -98,63 +103,63 @@ class Machine:
             if found == "npu":
                 self.cann = torch.get_device_module(found).utils.get_cann_version() or None
         except (AttributeError, ImportError, RuntimeError, OSError) as error:
-            self.error = in_one_line(error)
+            self.error = first_line(error)
         self.backend: Backend = backend or ("npu" if version_of("torch_npu") else found)
         self.usable = self.error is None and self.backend == found
 
 
-def versions(machine: Machine) -> Iterator[Line]:
+def versions(machine: Machine) -> Iterator[Finding]:
     yield from check_versions(machine.backend == "npu", machine.cann)
     if machine.error is not None:
-        advice = "mend the red versions above; for libascendcl.so, source CANN's set_env.sh"
+        advice = "correct the red versions above; for libascendcl.so, source CANN's set_env.sh"
         yield red("import torch", machine.error, advice)
     else:
         yield green("import torch", "loads")
         yield from check_imports()
 
 
-def devices(machine: Machine) -> Iterator[Line]:
+def devices(machine: Machine) -> Iterator[Finding]:
     if machine.error is not None:
-        yield red("devices", "not seen: torch does not load", "see import torch")
+        yield red("devices", "not checked: torch does not load", "see import torch")
     else:
         from torchtitan_npu.cli.doctor.devices import check_devices
 
         yield from check_devices(machine.backend)
 
 
-def host(machine: Machine) -> Iterator[Line]:
+def host(machine: Machine) -> Iterator[Finding]:
     yield from check_host(machine.backend != "cpu", machine.ranks)
 
 
-def environment(machine: Machine) -> Iterator[Line]:
-    found = conflicts(os.environ)
+def environment(machine: Machine) -> Iterator[Finding]:
+    found = find_conflicts(os.environ)
     for conflict in found:
         yield red(" ".join(conflict.names), conflict.why, conflict.advice)
-    for caution in cautions(os.environ):
+    for caution in find_cautions(os.environ):
         yield yellow(" ".join(caution.names), caution.why, caution.advice)
     if not found:
-        yield green("environment", "no variables that conflict")
+        yield green("environment", "no conflicting variables")
 
 
-def operators(machine: Machine) -> Iterator[Line]:
+def operators(machine: Machine) -> Iterator[Finding]:
     if machine.usable:
         from torchtitan_npu.cli.doctor.operators import check_operators
 
         yield from check_operators(machine.backend)
     else:
-        yield yellow("operators", f"not run: there is no {machine.backend} to run on", "see devices")
+        yield yellow("operators", f"not run: no {machine.backend} device", "see devices")
 
 
-def collectives(machine: Machine) -> Iterator[Line]:
+def collectives(machine: Machine) -> Iterator[Finding]:
     if machine.usable:
         from torchtitan_npu.cli.doctor.collectives import check_all_reduce
 
         yield check_all_reduce(machine.backend, 2 if machine.backend == "cpu" else machine.ranks)
     else:
-        yield yellow("all-reduce", f"not run: there is no {machine.backend} to run on", "see devices")
+        yield yellow("all-reduce", f"not run: no {machine.backend} device", "see devices")
 
 
-CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
+CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
     "versions": versions,
     "devices": devices,
     "host": host,
@@ -164,8 +169,8 @@ CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
 }
 
 
-def show(lines: list[Line]) -> None:
-    """A line each, in color on a terminal; then the sum."""
+def show(lines: list[Finding]) -> None:
+    """Print one line per finding, in color on a terminal, and the counts."""
     width = min(44, max(len(line.check) for line in lines))
     for line in lines:
         status = f"{line.status:6}"

@@ -1,4 +1,4 @@
-"""The devices that PyTorch finds, their memory, and whether memory of the host can be pinned for them."""
+"""Check the devices that PyTorch finds, their memory, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any
 
 import torch
 
-from torchtitan_npu.cli.doctor.check import Line, green, in_one_line, red, yellow
+from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.cli.doctor.host import GIB
 from torchtitan_npu.cli.doctor.versions import version_of
 from torchtitan_npu.platform import Backend, backend
 
 FREE = 0.9
-"""Of a device's memory: less means that somebody else uses the device."""
+"""Fraction of free device memory. With less, another process uses the device."""
 PINNED = 1 << 28
-"""Bytes pinned for a try."""
+"""Bytes to pin as a test."""
 
 
-def check_devices(wanted: Backend) -> Iterator[Line]:
-    """``wanted``: where this machine is to train."""
+def check_devices(wanted: Backend) -> Iterator[Finding]:
+    """Check that PyTorch finds devices of the backend ``wanted``, and their memory."""
     if wanted != backend():
-        yield red("devices", f"no {wanted}: PyTorch finds {backend()} only", _advice(wanted))
+        yield red("devices", f"no {wanted} device: PyTorch finds only {backend()}", _advice(wanted))
         return
     if wanted == "cpu":
-        yield yellow("devices", "no accelerator: debug models train on the CPU", "nothing, if that is what you want")
+        yield yellow(
+            "devices", "no accelerator: only debug models train on the CPU", "none needed if that is the intention"
+        )
         return
     module = torch.get_device_module(wanted)
     count = module.device_count()
     try:
         name = module.get_device_name(0)
     except RuntimeError as error:
-        yield red("devices", f"{count}: {in_one_line(error)}", _advice(wanted))
+        yield red("devices", f"{count}: {first_line(error)}", _advice(wanted))
     else:
         yield green("devices", f"{count} × {name}")
     for index in range(count):
@@ -40,18 +42,18 @@ def check_devices(wanted: Backend) -> Iterator[Line]:
     try:
         torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        yield red("pinning memory", in_one_line(error), "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
+        yield red("pinning memory", first_line(error), "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
     else:
         yield green("pinning memory", f"{PINNED >> 20} MiB pinned")
 
 
-def memory_of(module: Any, device: str) -> Line:
-    """``device``: ``"npu:0"``; a device that another process has to itself, or that has failed, says so here first."""
+def memory_of(module: Any, device: str) -> Finding:
+    """Check the free memory of ``device`` (``"npu:0"``). A failed or exclusively used device raises here first."""
     name, index = device.split(":")
     try:
         free, total = module.mem_get_info(int(index))
     except RuntimeError as error:
-        return red(f"memory of {device}", in_one_line(error), f"see what {SHOW[name]} says of it")
+        return red(f"memory of {device}", first_line(error), f"check its state with {SHOW[name]}")
     what = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < FREE * total:
         return yellow(f"memory of {device}", what, f"another process uses it: {SHOW[name]}")
@@ -64,9 +66,11 @@ VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 def _advice(wanted: Backend) -> str:
     if wanted == "npu" and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" and version_of("torch_npu"):
-        return "unset TORCH_DEVICE_BACKEND_AUTOLOAD: it keeps torch from loading torch_npu"
+        return "unset TORCH_DEVICE_BACKEND_AUTOLOAD: it prevents torch from loading torch_npu"
     visible = VISIBLE.get(wanted, "")
     if visible in os.environ:
-        return f"{visible}={os.environ[visible]}: unset it, or name devices that {SHOW[wanted]} shows"
+        return f"{visible}={os.environ[visible]}: unset it, or set it to devices that {SHOW[wanted]} shows"
     package = {"npu": "torch_npu", "cuda": "a CUDA build of torch"}.get(wanted, "torch")
-    return f"see whether {SHOW.get(wanted, 'lscpu')} shows devices and {package} is installed; docs/how-to/install.md"
+    return (
+        f"check that {SHOW.get(wanted, 'lscpu')} shows devices and {package} is installed; see docs/how-to/install.md"
+    )

@@ -1,4 +1,4 @@
-"""Limits of the host: cores and NUMA, memory, pinned memory, shared memory, open files."""
+"""Check the limits of the host: cores and NUMA, memory, pinned memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_npu.cli.doctor.check import Line, green, yellow
+from torchtitan_npu.cli.doctor.findings import Finding, green, yellow
 from torchtitan_npu.components import available_memory
 
 GIB = 1 << 30
 SHARED_MEMORY = GIB
-"""Data loaders, gloo and NCCL pass data through it; a container has 64 MiB unless told otherwise."""
+"""Data loaders, gloo and NCCL use shared memory. A container has 64 MiB by default."""
 OPEN_FILES = 8192
-"""A socket for each peer of each process group: 16 groups of 512 ranks."""
+"""One socket per peer and process group: enough for 16 groups of 512 ranks."""
 NODES = Path("/sys/devices/system/node")
 
 
-def check_host(with_device: bool, ranks: int) -> Iterator[Line]:
-    """``with_device``: there are accelerators; ``ranks``: how many a job has on this machine."""
+def check_host(with_device: bool, ranks: int) -> Iterator[Finding]:
+    """Run all checks. ``ranks`` is the number of ranks of a job on this machine."""
     yield cores(ranks)
     yield memory()
     yield pinned_memory(with_device)
@@ -27,7 +27,7 @@ def check_host(with_device: bool, ranks: int) -> Iterator[Line]:
     yield open_files()
 
 
-def cores(ranks: int) -> Line:
+def cores(ranks: int) -> Finding:
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     numa = len(list(NODES.glob("node[0-9]*"))) or 1
     what = f"{usable} of {total} cores, {numa} NUMA node{'s' * (numa > 1)}"
@@ -35,44 +35,46 @@ def cores(ranks: int) -> Line:
     if usable < ranks:
         return yellow("cores", f"{what}, for {ranks} ranks", "give the job more cores, or fewer ranks")
     if usable < total and not binding.startswith("0") and "force:1" not in binding:
-        advice = f"set CPU_AFFINITY_CONF={binding},force:1, or let this process use every core"
-        return yellow("cores", f"{what}: torch_npu leaves CPU_AFFINITY_CONF={binding} out then", advice)
+        advice = f"set CPU_AFFINITY_CONF={binding},force:1, or allow this process to use every core"
+        return yellow("cores", f"{what}: torch_npu then ignores CPU_AFFINITY_CONF={binding}", advice)
     return green("cores", what)
 
 
-def memory() -> Line:
-    """For the swap optimizer and for checkpoints."""
+def memory() -> Finding:
+    """Check host memory, which the swap optimizer and checkpoints need."""
     free, total, installed = available_memory.available(), available_memory.total(), available_memory.installed()
     what = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
     if total < installed:
-        what += f", the limit of a control group; the machine has {installed / GIB:.0f} GiB"
+        what += f", the limit of the control group; the machine has {installed / GIB:.0f} GiB"
     if free < total / 2:
-        return yellow("host memory", what, "something else uses it: look at top")
+        return yellow("host memory", what, "another process uses it: see top")
     return green("host memory", what)
 
 
-def pinned_memory(with_device: bool) -> Line:
-    """Where the limit holds, registering memory with a network card or a device fails late, in the first collective."""
+def pinned_memory(with_device: bool) -> Finding:
+    """Check the limit of pinned memory. If it is too low, the first collective fails to register its buffers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return green("pinned memory", "no limit")
-    what = f"at most {limit / GIB:.3g} GiB a process"
+    what = f"at most {limit / GIB:.3g} GiB per process"
     if not with_device:
-        return green("pinned memory", f"{what}; none is needed here")
+        return green("pinned memory", f"{what}; none is needed on the CPU")
     return yellow("pinned memory", what, "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
 
 
-def shared_memory() -> Line:
+def shared_memory() -> Finding:
     space = os.statvfs("/dev/shm")
     size = space.f_blocks * space.f_frsize
     what = f"/dev/shm has {size / GIB:.3g} GiB"
     if size < SHARED_MEMORY:
-        return yellow("shared memory", what, "in a container: --shm-size=16g (Kubernetes: a volume of medium Memory)")
+        return yellow(
+            "shared memory", what, "in a container: --shm-size=16g (Kubernetes: an emptyDir volume with medium Memory)"
+        )
     return green("shared memory", what)
 
 
-def open_files() -> Line:
+def open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        return yellow("open files", f"at most {soft} a process", f"ulimit -n {OPEN_FILES} (the hard limit is {hard})")
-    return green("open files", f"at most {soft} a process")
+        return yellow("open files", f"at most {soft} per process", f"ulimit -n {OPEN_FILES} (the hard limit is {hard})")
+    return green("open files", f"at most {soft} per process")

@@ -1,4 +1,4 @@
-"""Whether what training imports does import: each in a process of its own, which it may end."""
+"""Import the training entry in a separate process, because a broken extension may crash it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_npu.cli.doctor.check import Line, green, red, yellow
+from torchtitan_npu.cli.doctor.findings import Finding, green, red, yellow
 
 ROOT = Path(__file__).resolve().parents[3]
-"""This package may not be installed yet."""
-MISSING = "pip install . in a checkout of this repository brings what is missing"
-BROKEN = "mend the red versions above, or pip install --force-reinstall --no-deps the package of that file"
+"""The parent of the package, which may not be installed."""
+MISSING = "pip install . in a checkout of this repository installs the missing packages"
+BROKEN = (
+    "correct the red versions above, or reinstall the package of that file with pip install --force-reinstall --no-deps"
+)
 
 
-def check_imports() -> Iterator[Line]:
-    """The entry, and torchao, which only the converters ``quantize.*`` import; torch must load."""
+def check_imports() -> Iterator[Finding]:
+    """Check the training entry, and torchao, which only the converters ``quantize.*`` import."""
     for module, status in (("torchtitan_npu.train", red), ("torchao", yellow)):
         if (error := import_error(module)) is None:
             yield green(f"import {module}", "loads")
@@ -27,14 +29,14 @@ def check_imports() -> Iterator[Line]:
 
 
 def import_error(module: str) -> str | None:
-    """What ends the import of ``module``, in one line, and in which file."""
+    """Import ``module`` in a new process. Return its error in one line with the file, or None."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return error_in(result.stderr, result.returncode) if result.returncode else None
 
 
 def error_in(stderr: str, code: int) -> str:
-    """The last traceback's first line of the error, and its innermost file; without one, how the process ended."""
+    """Return the error line and innermost file of the last traceback; without one, how the process ended."""
     _, header, trace = stderr.rpartition("Traceback (most recent call last):\n")
     places = re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)
     error = re.search(r"^\S.*", trace, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The ``npu::`` operators that this package calls: are they there, with the schema expected, and do they compute?"""
+"""Check the ``npu::`` operators that this package calls: registration, schema and results."""
 
 from __future__ import annotations
 
@@ -8,75 +8,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu.cli.doctor.check import Line, green, in_one_line, red, yellow
+from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.cli.doctor.samples import FAMILIES, Sample
 from torchtitan_npu.cli.doctor.sparse_samples import sparse_attention
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import spelt_out
 from torchtitan_npu.platform import Backend
-from torchtitan_npu.torch_internals.dispatch import tree_flatten, tree_map
+from torchtitan_npu.torch_internals.dispatch import has_kernel, op_schema, parse_schema, tree_flatten, tree_map
 
 KEYS = {"npu": "PrivateUse1", "cuda": "CUDA", "cpu": "CPU"}
-"""The dispatch key under which each backend's kernels are registered."""
+"""The dispatch key of each backend's kernels."""
 ROUNDINGS = 2
-"""The error that is expected, in units of half the dtype's epsilon at the largest value: one rounding of the output,
-and one before it, such as that of an attention's weights."""
+"""The expected error in units of half the dtype's epsilon at the largest value: one rounding of the output, and one of
+an intermediate result, such as attention weights."""
 WRONG = 16
-"""Times the expected error: no rounding explains that."""
+"""A multiple of the expected error that rounding cannot explain."""
 OF_SEVERAL_RANKS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
-"""They communicate: one process cannot call them."""
+"""Operators with a collective, which one process cannot call."""
 OPERATOR_FAILS = 'see docs/how-to/doctor.md, "When an operator fails"'
 
 
-def check_operators(backend: Backend) -> Iterator[Line]:
-    """A line an operator."""
+def check_operators(backend: Backend) -> Iterator[Finding]:
+    """Check each operator."""
     torch.manual_seed(0)
     for sample in samples():
         op = OPS[sample.op]
         yield _registration(op, backend) or _numbers(sample, backend)
     for name in OF_SEVERAL_RANKS:
-        yield _registration(OPS[name], backend) or green(name, "is there; it takes several devices, and was not called")
+        yield _registration(OPS[name], backend) or green(
+            name, "registered; not called, because it needs several devices"
+        )
 
 
 def samples() -> Iterator[Sample]:
-    """A call of every operator of the vocabulary that one process can call."""
+    """Yield a sample call of every operator that one process can call."""
     for family in (*FAMILIES, sparse_attention):
         yield from family()
 
 
-def _registration(op: Op, backend: Backend) -> Line | None:
-    """What is wrong with the operator as it is registered, if anything is."""
+def _registration(op: Op, backend: Backend) -> Finding | None:
+    """Return what is wrong with the registration of the operator, or None."""
     advice = "install the torch_npu that docs/how-to/install.md names"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{op.name}", KEYS[backend]):
-        return red(op.name, f"there is no kernel for {backend}", advice)
-    found, expected = op.overload()._schema, torch._C.parse_schema(op.schema)
+    if not has_kernel(f"npu::{op.name}", KEYS[backend]):
+        return red(op.name, f"no kernel for {backend}", advice)
+    found, expected = op_schema(op.overload()), parse_schema(op.schema)
     if str(found) == op.schema:
         return None
-    if found.is_backward_compatible_with(expected):  # type: ignore[attr-defined]  # the stub lacks it
-        return yellow(op.name, f"has more arguments than expected: {found}", "nothing; nobody here tried this version")
+    if found.is_backward_compatible_with(expected):
+        return yellow(op.name, f"has more arguments than expected: {found}", "none needed; this version is untested")
     return red(op.name, f"is {found}, not {op.schema}", advice)
 
 
-def _numbers(sample: Sample, backend: Backend) -> Line:
-    """The operator's error against its reference in float64, as a share of the largest value of each output."""
+def _numbers(sample: Sample, backend: Backend) -> Finding:
+    """Compare the operator with its reference in float64, relative to the largest value of each output."""
     try:
         found = run(sample, backend)
     except RuntimeError as error:
-        return red(sample.op, in_one_line(error), OPERATOR_FAILS)
+        return red(sample.op, first_line(error), OPERATOR_FAILS)
     expected = OPS[sample.op].reference(**tree_map(to_float64, sample.arguments))
     distance = largest_error(found, expected, sample.any_order)
-    limit = ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2  # what every sample is in
+    limit = ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2  # the dtype of every sample
     what = f"error {distance:.1e} of the largest value"
     if distance <= limit:
         return green(sample.op, what)
     if distance <= WRONG * limit:
-        return yellow(sample.op, f"{what}, where {limit:.1e} is expected", "compare loss curves early")
+        return yellow(sample.op, f"{what}, where {limit:.1e} is expected", "compare loss curves early in the training")
     return red(sample.op, f"{what}: wrong", OPERATOR_FAILS)
 
 
 def run(sample: Sample, backend: Backend) -> Any:
-    """The outputs of the call on a device of ``backend``, back on the CPU."""
-    # a copy of each, since some operators write to their arguments
+    """Run the call on a device of ``backend`` and return its outputs on the CPU."""
+    # Copies, because some operators write to their arguments.
     arguments = tree_map(lambda x: x.clone().to(backend) if isinstance(x, Tensor) else x, sample.arguments)
     op = OPS[sample.op].overload()
     args, kwargs = spelt_out(op, arguments)
@@ -84,7 +86,7 @@ def run(sample: Sample, backend: Backend) -> Any:
 
 
 def to_float64(value: Any) -> Any:
-    """Floating tensors, and dtypes as arguments, in float64; anything else as it is. Tensors are copies."""
+    """Convert floating-point tensors and dtypes to float64. Copy other tensors."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     if not isinstance(value, Tensor):
@@ -93,8 +95,10 @@ def to_float64(value: Any) -> Any:
 
 
 def largest_error(found: Any, expected: Any, any_order: bool = False) -> float:
-    """Over all outputs: the largest difference, divided by the largest value expected; infinite where they differ in
-    shape, in a whole number, or in being a number at all."""
+    """Return the largest difference over all outputs, divided by the largest expected value.
+
+    Return infinity if they differ in shape, in an integer, or in the position of a NaN.
+    """
     pairs = zip(*(tree_flatten(x)[0] for x in (found, expected)), strict=True)
     return max(_error(a, b, any_order) for a, b in pairs if isinstance(b, Tensor))
 

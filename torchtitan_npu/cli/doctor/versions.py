@@ -1,4 +1,4 @@
-"""The versions on this machine against ``versions.toml``. Nothing is imported: a wrong version may not import."""
+"""Check installed versions against ``versions.toml``, without importing them: a wrong version may fail to import."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.cli.doctor.check import Line, green, red, yellow
+from torchtitan_npu.cli.doctor.findings import Finding, green, red, yellow
 
 TABLE = tomllib.loads((Path(__file__).parent / "versions.toml").read_text())
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
-"""Where Ascend's installer writes it."""
+"""The version file of Ascend's driver installer."""
 CANN_ROOTS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
-"""Set by CANN's ``set_env.sh``."""
+"""Variables set by CANN's ``set_env.sh``."""
 
 
-def check_versions(on_npu: bool, loaded_cann: str | None = None) -> Iterator[Line]:
-    """``on_npu``: what only NPUs need must be there; ``loaded_cann``: the version that torch_npu says, if it loaded."""
+def check_versions(on_npu: bool, loaded_cann: str | None = None) -> Iterator[Finding]:
+    """Check all versions. ``on_npu`` requires torch_npu and CANN; ``loaded_cann`` is the version torch_npu reports."""
     yield from _others(on_npu)
     torch, torch_npu = version_of("torch"), version_of("torch_npu")
-    # what the advice goes by: the torch that there is, else the torch_npu
+    # The advice follows the installed torch, else the installed torch_npu.
     stack = stack_of(torch) or stack_of(torch_npu) or TABLE["stack"][0]
     if torch is None:
         yield red("torch", "not installed", f"pip install torch=={stack['torch']}")
     elif stack_of(torch) is None:
-        yield red("torch", f"{torch}, and {_is_for('torch')}", f"pip install torch=={stack['torch']}")
+        yield red("torch", f"{torch}: {_is_for('torch')}", f"pip install torch=={stack['torch']}")
     else:
         yield green("torch", torch)
     yield from _torch_npu(on_npu, torch, torch_npu, stack)
@@ -37,53 +37,55 @@ def check_versions(on_npu: bool, loaded_cann: str | None = None) -> Iterator[Lin
 
 
 def _is_for(package: str) -> str:
-    return f"this package is for {', '.join(row[package] for row in TABLE['stack'])}"
+    return f"this package supports {', '.join(row[package] for row in TABLE['stack'])}"
 
 
-def _torch_npu(on_npu: bool, torch: str | None, installed: str | None, stack: dict[str, str]) -> Iterator[Line]:
+def _torch_npu(on_npu: bool, torch: str | None, installed: str | None, stack: dict[str, str]) -> Iterator[Finding]:
     wanted = stack["torch_npu"]
     if installed is None:
         if on_npu:
             yield red("torch_npu", "not installed", f"pip install torch_npu=={wanted}")
         else:
-            yield green("torch_npu", "not installed, and not needed here")
+            yield green("torch_npu", "not installed and not needed here")
     elif torch is not None and numbers(installed)[:3] != numbers(torch)[:3]:
-        # the other of the two is what to change where this one is as the table has it
+        # If torch_npu matches the table, torch has to change.
         change = f"torch_npu=={wanted}" if installed != wanted else f"torch=={stack['torch']}"
-        what = f"{installed} with torch {torch}: it works with the torch of its own version only"
+        what = f"{installed} with torch {torch}: torch_npu requires the torch of its own version"
         yield red("torch_npu", what, f"pip install {change}")
     elif stack_of(installed) is None:
-        yield red("torch_npu", f"{installed}, and {_is_for('torch_npu')}", f"pip install torch_npu=={wanted}")
+        yield red("torch_npu", f"{installed}: {_is_for('torch_npu')}", f"pip install torch_npu=={wanted}")
     else:
         yield green("torch_npu", installed)
 
 
-def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterator[Line]:
+def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterator[Finding]:
     wanted = stack["cann"]
     if installed is None:
         if on_npu:
-            yield red("CANN", "not found", "install it, and source its set_env.sh in this shell")
+            yield red("CANN", "not found", "install CANN and source its set_env.sh in this shell")
         else:
-            yield green("CANN", "not found, and not needed here")
+            yield green("CANN", "not found and not needed here")
     elif numbers(installed) < numbers(wanted)[:2]:
         yield red("CANN", f"{installed}, older than {wanted}", f"install CANN {wanted}")
     elif numbers(installed)[:2] != numbers(wanted)[:2]:
         yield yellow(
-            "CANN", f"{installed}, and the table names {wanted}", "see docs/how-to/install.md; nobody here tried it"
+            "CANN",
+            f"{installed}; the tested version is {wanted}",
+            "see docs/how-to/install.md; this version is untested",
         )
     else:
         yield green("CANN", installed)
 
 
-def _others(on_npu: bool) -> Iterator[Line]:
+def _others(on_npu: bool) -> Iterator[Finding]:
     for row in TABLE["other"]:
         name, wanted = row["name"], row["version"]
         installed = _installed(name)
         if installed is None:
             if not row.get("needed", True) or (name == "driver" and not on_npu):
-                yield green(name, "not found, and not needed here")
+                yield green(name, "not found and not needed here")
             elif name == "driver":
-                yield yellow(name, f"{DRIVER} is not there", "install the driver; in a container, mount that file")
+                yield yellow(name, f"{DRIVER} does not exist", "install the driver; in a container, mount that file")
             else:
                 yield red(name, "not installed", f"pip install {name}=={wanted}")
         elif row.get("exact") and numbers(installed) != numbers(wanted):
@@ -91,7 +93,11 @@ def _others(on_npu: bool) -> Iterator[Line]:
         elif numbers(installed) >= numbers(wanted):
             yield green(name, installed)
         elif name == "triton-ascend" and version_of("triton"):
-            yield red(name, f"{installed} beside triton: they share a folder", f"pip uninstall triton, or {name}")
+            yield red(
+                name,
+                f"{installed} together with triton: both install into the same folder",
+                f"pip uninstall triton, or {name}",
+            )
         elif name in ("Python", "driver"):
             yield red(name, f"{installed}, older than {wanted}: {row['why']}", f"install {wanted} or newer")
         else:
@@ -99,13 +105,13 @@ def _others(on_npu: bool) -> Iterator[Line]:
 
 
 def stack_of(torch: str | None) -> dict[str, str] | None:
-    """The row for this torch: the same minor version."""
+    """Return the row of the table with the same minor version as ``torch``."""
     rows: list[dict[str, Any]] = TABLE["stack"]
     return next((row for row in rows if torch and numbers(row["torch"])[:2] == numbers(torch)[:2]), None)
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """``"2.12.0.post2+cpu"`` → (2, 12, 0); ``"8.3.RC1"`` → (8, 3)."""
+    """Parse ``"2.12.0.post2+cpu"`` as (2, 12, 0) and ``"8.3.RC1"`` as (8, 3)."""
     leading = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in leading[0].split(".")) if leading else ()
 
@@ -124,14 +130,14 @@ def _installed(name: str) -> str | None:
 
 
 def cann_version() -> str | None:
-    """The version of the CANN whose ``set_env.sh`` was sourced."""
+    """Return the version of the CANN whose ``set_env.sh`` was sourced."""
     roots = [Path(os.environ[name]) for name in CANN_ROOTS if name in os.environ]
     files = [file for root in roots for file in root.glob("*-linux/ascend_toolkit_install.info")]
     return next((version for file in files if (version := version_in(file))), None)
 
 
 def version_in(path: Path) -> str | None:
-    """``version=9.2.0``, as the files of CANN and of its driver say it."""
+    """Read ``version=9.2.0`` from a file of CANN or of its driver."""
     found = (
         re.search(r"^version\s*=\s*(\S+)", path.read_text(), re.IGNORECASE | re.MULTILINE) if path.is_file() else None
     )

@@ -1,1 +1,1 @@
-"""What tools/launch.py is made of."""
+"""``torchtitan-npu launch``: start a job with torchrun, and report the first failure first."""

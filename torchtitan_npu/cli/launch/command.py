@@ -1,7 +1,10 @@
-"""What tools/launch.sh runs: torchrun with an environment profile, one log a rank, and who failed first.
+"""Start a training job with torchrun, an environment profile and one log per rank. Report the first failure first.
 
-What is asked for is in the environment (docs/how-to/launch.md); the arguments go to torchtitan_npu.train. Exit code 0:
-trained, 1: a rank failed, 2: not started, 128 and a signal's number: ended by it.
+    [PROFILE=npu] [NPROC=8] torchtitan-npu launch --job.config_file X.toml [--section.key value ...]
+    NNODES=8 NODE_RANK=0 MASTER_ADDR=host0 torchtitan-npu launch ...      # on each node, NODE_RANK from 0 to 7
+
+Options are environment variables, listed in docs/how-to/launch.md. All arguments go to torchtitan_npu.train.
+Exit code 0: the job succeeded, 1: a rank failed, 2: not started, 128 + N: ended by signal N.
 """
 
 from __future__ import annotations
@@ -17,137 +20,129 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from torchtitan_npu.cli.launch import environment_profile as profile
+from torchtitan_npu.cli.launch.failure_report import describe, failures_of, gather_reports, report_path, write_report
+from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
+from torchtitan_npu.errors import UsageError
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Those that torchrun handles."""
-
-
-def refuse(why: object) -> NoReturn:
-    """Nothing was started: say why, in one line."""
-    print(f"launch: error: {why}", file=sys.stderr)
-    sys.exit(2)
-
-
-def refuse_without(missing: ModuleNotFoundError) -> NoReturn:
-    refuse(f"{sys.executable} has no {missing.name}: see docs/how-to/install.md")
-
-
-try:
-    from torchtitan_npu.cli.launch import profile
-    from torchtitan_npu.cli.launch.asked import Asked, asked
-    from torchtitan_npu.cli.launch.failures import describe, failures_of, gather_reports, report_path, write_report
-    from torchtitan_npu.errors import UsageError
-except ModuleNotFoundError as missing:
-    refuse_without(missing)
+"""The signals that torchrun handles."""
 
 
 def main(argv: list[str]) -> int:
-    for number in SIGNALS:  # until torchrun runs
+    """Launch the job with the arguments ``argv`` and return the exit code."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    for number in SIGNALS:  # until torchrun installs its own handlers
         signal.signal(number, interrupt)
     try:
-        wanted = asked(os.environ)
-        folder = prepare_logs(wanted)
+        options = read_options(os.environ)
+        folder = prepare_logs(options)
         try:
-            from torchtitan_npu import platform  # with torch, which takes its time: mistakes are told before
+            from torchtitan_npu import platform  # imports torch, which is slow: the options are checked before
         except ModuleNotFoundError as missing:
-            refuse_without(missing)
-        prepare_environment(wanted.profile or platform.backend())
-        return launch(wanted, folder, argv)
+            raise UsageError(f"{sys.executable} has no {missing.name}: see docs/how-to/install.md") from missing
+        prepare_environment(options.profile or platform.backend())
+        return launch(options, folder, argv)
     except UsageError as error:
-        refuse(error)
+        print(f"launch: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as ended:
         (number,) = ended.args
         print(f"launch: ended by {number.name}", file=sys.stderr)
-        return 128 + number  # as a shell says it
+        return 128 + number
 
 
 def interrupt(number: int, _: FrameType | None) -> NoReturn:
+    """Handle a signal: raise it as a ``KeyboardInterrupt``."""
     raise KeyboardInterrupt(signal.Signals(number))
 
 
-def note_signals() -> list[signal.Signals]:
-    """From now on signals interrupt nothing; those that come are in the list."""
-    noted: list[signal.Signals] = []
+def record_signals() -> list[signal.Signals]:
+    """Return a list to which later signals are appended. They no longer interrupt this process."""
+    recorded: list[signal.Signals] = []
     for number in SIGNALS:
-        signal.signal(number, lambda came, _: noted.append(signal.Signals(came)))
-    return noted
+        signal.signal(number, lambda received, _: recorded.append(signal.Signals(received)))
+    return recorded
 
 
-def prepare_logs(args: Asked) -> Path:
-    """Make a folder for this node's logs of this launch, and return it; an earlier launch's report is removed."""
-    node = args.logs / f"node{args.node}"
+def prepare_logs(options: LaunchOptions) -> Path:
+    """Create and return the log folder of this launch on this node. Remove the report of an earlier launch."""
+    node = options.logs / f"node{options.node}"
     try:
         node.mkdir(parents=True, exist_ok=True)
-        report_path(args.logs, args.node).unlink(missing_ok=True)
+        report_path(options.logs, options.node).unlink(missing_ok=True)
         return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d_%H%M%S_"), dir=node))
     except OSError as error:
-        raise UsageError(f"LOGS={args.logs}: {error.strerror}: {error.filename}") from error
+        raise UsageError(f"LOGS={options.logs}: {error.strerror}: {error.filename}") from error
 
 
 def prepare_environment(name: str) -> None:
-    """Add the profile to this process's environment, which the ranks inherit, and say what it added."""
+    """Add the profile to the environment of this process, which the ranks inherit. Print the added variables."""
     added = profile.apply(name, os.environ)
     kept = [variable.name for variable in profile.read(name) if variable.name not in added]
     print(f"launch: profile {name}: {' '.join(f'{k}={v}' for k, v in added.items()) or 'nothing to add'}")
     if kept:
-        print(f"launch: kept as you set it: {' '.join(f'{k}={os.environ[k]}' for k in kept)}")
+        print(f"launch: kept your settings: {' '.join(f'{k}={os.environ[k]}' for k in kept)}")
     os.environ |= added
 
 
-def launch(args: Asked, folder: Path, job: list[str]) -> int:
-    """Run the job on this node, and explain its end; return the exit code.
+def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
+    """Run the job on this node, report failures and return the exit code.
 
-    Raise ``KeyboardInterrupt``, as :func:`interrupt` does, where a signal ended it.
+    Raise ``KeyboardInterrupt``, as :func:`interrupt` does, if a signal ended the job.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from torchtitan_npu.cli.launch.console import WithholdErrors
+    from torchtitan_npu.cli.launch.deferred_errors import DeferErrors
 
     started = time.time()
     print(f"launch: logs of this node's ranks: {folder}", flush=True)
-    # what it logs when a rank fails is said below, in the right order
+    # Its messages about a failed rank are replaced by the report below.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    out, err = WithholdErrors(sys.stdout), WithholdErrors(sys.stderr)
+    out, err = DeferErrors(sys.stdout), DeferErrors(sys.stderr)
     described = False
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            failed = run_ranks(torchrun_arguments(args, folder, job))
-        signals = note_signals()  # torchrun's handlers stay, and would raise in the middle of the report
+            failed = run_ranks(torchrun_arguments(options, folder, job))
+        signals = record_signals()  # torchrun's handlers would raise in the middle of the report
         if failed is None:
             return 0
-        out.hold()  # other nodes may report later than an error waits
+        out.hold()  # other nodes may report after the time limit of deferred errors
         err.hold()
-        failures = failures_of(failed, args.node, folder)
-        write_report(args.logs, args.node, failures)
-        others = [node for node in range(args.nodes) if node != args.node]
-        reports = {args.node: failures} | gather_reports(args.logs, others, started, signals)
-        print(describe(reports, args.nodes), file=sys.stderr, flush=True)
+        failures = failures_of(failed, options.node, folder)
+        write_report(options.logs, options.node, failures)
+        others = [node for node in range(options.nodes) if node != options.node]
+        reports = {options.node: failures} | gather_reports(options.logs, others, started, signals)
+        print(describe(reports, options.nodes), file=sys.stderr, flush=True)
         described = True
         if signals:
             raise KeyboardInterrupt(signals[0])
         return 1
-    except SignalException as ended:  # torchrun has ended the ranks; what they said of it is released before it is told
+    except SignalException as ended:  # torchrun has stopped the ranks
         raise KeyboardInterrupt(ended.sigval) from None
     except (RendezvousError, DistError) as error:
-        print(f"launch: error: {did_not_meet(args, error)}", file=sys.stderr)
+        print(f"launch: error: {rendezvous_error(options, error)}", file=sys.stderr)
         return 2
     finally:
         for stream in (out, err):
-            stream.release(drop=described)  # rank 0's error is in the report, or followed from another's
+            stream.release(drop=described)  # the report contains rank 0's error or its cause
 
 
 def run_ranks(arguments: list[str]) -> ChildFailedError | None:
-    """Run torchrun until this node's ranks have ended; return which of them failed."""
+    """Run torchrun until the ranks of this node have ended. Return the failed ranks."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parsed = torchrun.parse_args(arguments)
-    # While the nodes meet, torchrun waits in C++ for up to 15 minutes, and no handler of Python's would run: a signal
-    # ends the process itself. When torchrun starts the ranks it sets its own handlers, which end them.
+    # During the rendezvous torchrun waits in C++ for up to 15 minutes, where no Python handler runs. With the default
+    # action, a signal ends the process. torchrun installs its own handlers before it starts the ranks.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -157,32 +152,33 @@ def run_ranks(arguments: list[str]) -> ChildFailedError | None:
     return None
 
 
-def did_not_meet(args: Asked, error: Exception) -> str:
-    """Why the launchers of the nodes did not find each other, and what to look at; torch's own text goes on."""
+def rendezvous_error(options: LaunchOptions, error: Exception) -> str:
+    """Return one line that says why the nodes did not find each other, and what to check."""
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    where = f"MASTER_ADDR={args.master} MASTER_PORT={args.port}"
-    if args.nodes == 1:
+    where = f"MASTER_ADDR={options.master} MASTER_PORT={options.port}"
+    if options.nodes == 1:
         return f"torchrun did not start: {text}"
-    advice = "is another launch there, or is the address not this node's?"
-    if args.node > 0:
-        advice = "does node 0 run, and is it reached from here?"
-    return f"the {args.nodes} nodes did not meet at {where}: {text} ({advice})"
+    advice = "is another launch running there, or is this not the address of this node?"
+    if options.node > 0:
+        advice = "is node 0 running, and reachable from this node?"
+    return f"rendezvous of {options.nodes} nodes failed at {where}: {text} ({advice})"
 
 
-def torchrun_arguments(args: Asked, folder: Path, job: list[str]) -> list[str]:
+def torchrun_arguments(options: LaunchOptions, folder: Path, job: list[str]) -> list[str]:
+    """Return the command line of torchrun for this node."""
     import torch
 
     from torchtitan_npu import platform
 
-    nproc = args.nproc or (
+    nproc = options.nproc or (
         1 if platform.backend() == "cpu" else torch.get_device_module(platform.backend()).device_count()
     )
     nodes = ["--standalone"]
-    if args.nodes > 1:
-        nodes = [f"--nnodes={args.nodes}", f"--node_rank={args.node}"]
-        nodes += [f"--master_addr={args.master}", f"--master_port={args.port}"]
-    # rank 0 on the console; the others in their files
-    show = ["--tee=3", "--local_ranks_filter=0"] if args.node == 0 else ["--redirects=3"]
+    if options.nodes > 1:
+        nodes = [f"--nnodes={options.nodes}", f"--node_rank={options.node}"]
+        nodes += [f"--master_addr={options.master}", f"--master_port={options.port}"]
+    # Show rank 0 on the console. The other ranks only write to their log files.
+    show = ["--tee=3", "--local_ranks_filter=0"] if options.node == 0 else ["--redirects=3"]
     return [
         *nodes,
         f"--nproc_per_node={nproc}",

@@ -1,1 +1,1 @@
-"""``torchtitan-npu list``: what this package brings."""
+"""``torchtitan-npu list``: list the configs, models, converters and operators of this package."""

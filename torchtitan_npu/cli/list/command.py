@@ -1,4 +1,7 @@
-"""``torchtitan-npu list configs|models|converters|operators``: one line each, with what it is for."""
+"""List the configs, models, converters or operators of this package, one per line.
+
+torchtitan-npu list configs|models|converters|operators
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torchtitan_npu
+from torchtitan_npu.cli.arguments import OneLineParser
 
 CONFIGS = Path(torchtitan_npu.__file__).parent / "train_configs"
 
 
 def configs() -> Iterator[tuple[str, str]]:
-    """Every TOML file users start from: its path, and the first line of its header."""
+    """Yield the path and the first header line of each shipped TOML file."""
     for path in sorted(CONFIGS.glob("*.toml")):
         first = path.read_text().splitlines()[0]
         yield str(path), first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def converters() -> Iterator[tuple[str, str]]:
+    """Yield each converter with the modules it replaces and the operators it uses."""
     _prepare()
     from torchtitan_npu.converters import CONVERTERS
 
@@ -27,16 +32,18 @@ def converters() -> Iterator[tuple[str, str]]:
 
 
 def models() -> Iterator[tuple[str, str]]:
+    """Yield each model with its flavors."""
     _prepare()
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_npu.upstream.train_specs import ADAPTED_MODELS
+    from torchtitan_npu.upstream.registries import plugin_models
 
-    for name in (*ADAPTED_MODELS, "deepseek_v32", "qwen3_vl"):
+    for name in sorted(plugin_models()):
         yield name, ", ".join(get_train_spec(name).model_args)
 
 
 def operators() -> Iterator[tuple[str, str]]:
+    """Yield each ``npu::`` operator with the kernels of this package."""
     from torchtitan_npu.ops import OPS
 
     for name, op in sorted(OPS.items()):
@@ -59,7 +66,9 @@ LISTS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="torchtitan-npu list", description=__doc__)
+    parser = OneLineParser(
+        "torchtitan-npu list", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=LISTS)
     rows = list(LISTS[parser.parse_args(argv).what]())
     width = max(len(name) for name, _ in rows)

@@ -1,2 +1,5 @@
-"""What tools/parity.py is made of: ``training`` runs a debug model, ``converters`` and ``layouts`` make tables,
-``goals`` judges them."""
+"""``torchtitan-npu parity``: measure how far converters and layouts are from the eager baseline.
+
+``training`` trains a debug model, ``compare_converters`` and ``compare_layouts`` build the tables, and ``thresholds``
+decides which rows fail.
+"""

@@ -1,4 +1,4 @@
-"""Trains a debug model for some steps, with the real Trainer, and records what it reports."""
+"""Train a debug model for some steps with the real Trainer, and record the reported metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ platform.prepare()
 register()
 
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
-from torchtitan.models.attention import FlexAttentionWrapper  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
@@ -36,46 +34,44 @@ MODELS = {
     "deepseek_v32": ("deepseek_v32", "debugmodel"),
     "gpt_oss": ("gpt_oss", "debugmodel"),
 }
-"""By name: TorchTitan's model and flavor."""
+"""Model and flavor by name."""
 NEEDS_CUDA = ("gpt_oss",)
-"""Flex attention has no gradient on a CPU. (llama4's, for chunked layers, fails in TorchTitan 0.2.2 on any device.)"""
+"""Models with flex attention, which has no backward on a CPU."""
 FLAVOR = "parity"
 GLOBAL_BATCH = 4
 
 
 class Curve(NamedTuple):
-    """What a run reported, step by step."""
+    """Hold the metrics of a run, one value per step."""
 
     losses: list[float]
     norms: list[float]
-    """As reported: torch adds up squares in float32, on a CPU one after the other; 1e-4 of the sum may be rounding."""
+    """As reported. torch sums squares in float32, sequentially on a CPU: rounding may reach 1e-4 of the sum."""
     exact_norms: list[float]
-    """The same, of the same gradients as the optimizer gets them, added up in float64."""
+    """The norm of the same gradients, summed in float64."""
 
 
-def apart(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two curves; not a number if one is nowhere."""
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference of two curves, NaN if a value is NaN."""
     a, b = torch.tensor([ours, theirs], dtype=torch.float64)
     return ((a - b) / b).abs().max().item()
 
 
 def add_flavor(name: str) -> None:
-    """The model's debug flavor with the experts in a loop: TorchTitan's grouped product on CUDA is in bfloat16 only."""
+    """Add a debug flavor that loops over experts: TorchTitan's grouped matmul on CUDA supports only bfloat16."""
     model, flavor = MODELS[name]
     spec = get_train_spec(model)
     args: Any = copy.deepcopy(spec.model_args[flavor])
     if hasattr(args, "moe_args"):
         args.moe_args.use_grouped_mm = False
     spec.model_args[FLAVOR] = args  # type: ignore[index]
-    if model == "gpt_oss":  # whose blocks are in bfloat16 as they are built
+    if model == "gpt_oss":  # builds its blocks in bfloat16
         model_cls = spec.model_cls
         spec.model_cls = lambda args: model_cls(args).float()  # type: ignore[assignment, attr-defined]
-        # TorchTitan has flex attention tuned, which takes minutes
-        FlexAttentionWrapper._compiled_flex_attn = staticmethod(torch.compile(flex_attention))  # type: ignore[assignment]
 
 
-def converters_for(name: str) -> list[str]:
-    """Those that find something to replace."""
+def applicable_converters(name: str) -> list[str]:
+    """Return the converters that find a target in the model."""
     config = JobConfig()
     config.model.name, config.model.flavor = MODELS[name][0], FLAVOR
     model = build_on_meta(config)
@@ -83,7 +79,7 @@ def converters_for(name: str) -> list[str]:
 
 
 def job_config(name: str, converters: list[str], steps: int, seq_len: int, lr: float) -> JobConfig:
-    """A job for one rank: the same batches in each run."""
+    """Return a job for one rank. Every run gets the same batches."""
     config = JobConfig()
     config.model.name, config.model.flavor = MODELS[name][0], FLAVOR
     config.model.hf_assets_path = shipped("torchtitan_npu/assets/tokenizer")
@@ -102,35 +98,36 @@ def job_config(name: str, converters: list[str], steps: int, seq_len: int, lr: f
 
 
 def exact_norm(trainer: Trainer) -> float:
-    """Of the whole gradients of all parameters, on all ranks."""
+    """Return the gradient norm over all parameters and ranks, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for parameter in (parameter for part in trainer.model_parts for parameter in part.parameters()):
         if (grad := parameter.grad) is not None:
             total += (grad.full_tensor() if isinstance(grad, DTensor) else grad).double().square().sum()
-    if trainer.parallel_dims.pp_enabled:  # the others' parameters are those of other layers
+    if trainer.parallel_dims.pp_enabled:  # each stage holds other layers
         dist.all_reduce(total, group=trainer.parallel_dims.get_mesh("pp").get_group())
     return total.sqrt().item()
 
 
-def train(config: JobConfig, rank: int = 0, ranks: int = 1, port: int = 0, nudge: int = 0) -> Curve:
-    """Train as one of ``ranks``, and record what is reported; weights start off by ``nudge`` in the last place."""
+def train(config: JobConfig, rank: int = 0, ranks: int = 1, port: int = 0, perturbation: int = 0) -> Curve:
+    """Train as one of ``ranks`` and record the metrics. Initial weights are changed by ``perturbation`` ulps."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     check_job(config, ranks)
     with tempfile.TemporaryDirectory() as folder:
         config.job.dump_folder = folder
-        curve = _train(config, nudge)
+        curve = _train(config, perturbation)
     dist.destroy_process_group()
-    gc.collect()  # TorchTitan turns the automatic collection off, and a Trainer is in cycles: models would pile up
+    gc.collect()  # TorchTitan disables automatic collection, and a Trainer has reference cycles
     return curve
 
 
-def _train(config: JobConfig, nudge: int) -> Curve:
+def _train(config: JobConfig, perturbation: int) -> Curve:
     trainer = Trainer(config)
     curve = Curve([], [], [])
-    if nudge:
+    if perturbation:
         with torch.no_grad():
-            torch._foreach_mul_(list(trainer.model_parts[0].parameters()), 1 + nudge * torch.finfo(torch.float32).eps)
+            for parameter in trainer.model_parts[0].parameters():
+                parameter.mul_(1 + perturbation * torch.finfo(torch.float32).eps)
 
     def log(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
         curve.losses.append(loss)

@@ -1,4 +1,4 @@
-"""Environment profiles: ``train_configs/env/NAME.env``, a reason above each variable."""
+"""Environment profiles: ``train_configs/env/NAME.env``, with a comment above each variable that gives the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_npu.cli.doctor.conflicts import conflicts
+from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
 from torchtitan_npu.errors import UsageError, nearest
 
 FOLDER = Path(__file__).resolve().parents[2] / "train_configs" / "env"
@@ -20,21 +20,23 @@ class Variable:
 
 
 def names() -> list[str]:
-    """The profiles there are."""
+    """Return the names of the shipped profiles."""
     return sorted(path.stem for path in FOLDER.glob("*.env"))
 
 
 def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
-    """The variables of ``profile``: a name of :func:`names`, the path of such a file, or ``none``.
+    """Read the variables of ``profile``: a name of :func:`names`, the path of an ``.env`` file, or ``none``.
 
-    A line ``include NAME`` stands for the variables of another one; ``within``: the files whose lines led here.
+    A line ``include NAME`` inserts the variables of another profile. ``within`` lists the including files.
     """
     if profile == "none":
         return []
     path = Path(profile) if profile.endswith(".env") else FOLDER / f"{profile}.env"
     if not path.is_file():
         known = [*names(), "none"]
-        raise UsageError(f"PROFILE={profile}: no such profile{nearest(profile, known)} (there are {', '.join(known)})")
+        raise UsageError(
+            f"PROFILE={profile}: no such profile{nearest(profile, known)} (choose from {', '.join(known)})"
+        )
     if path in within:
         raise UsageError(f"{path} includes itself: {' -> '.join(map(str, (*within, path)))}")
     variables: list[Variable] = []
@@ -51,7 +53,7 @@ def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
         elif not (equals and name.isidentifier()):
             raise UsageError(f"{path}:{number}: {line!r} is not NAME=value")
         elif not reason:
-            raise UsageError(f"{path}:{number}: {name} has no comment above it that says why")
+            raise UsageError(f"{path}:{number}: {name} needs a comment above it that gives the reason")
         else:
             variables.append(Variable(name, value, " ".join(reason)))
             reason = []
@@ -59,21 +61,24 @@ def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
 
 
 def apply(profile: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What ``profile`` adds to ``environment``: nothing that is set there already, and nothing that conflicts."""
+    """Return the variables that ``profile`` adds to ``environment``. Variables that are already set are kept.
+
+    Raise :class:`UsageError` if the result has conflicting variables.
+    """
     added = {v.name: v.value for v in read(profile) if v.name not in environment}
-    _refuse_an_old_name(profile, added, environment)
-    for conflict in conflicts({**environment, **added}):
+    _check_old_name(profile, added, environment)
+    for conflict in find_conflicts({**environment, **added}):
         ours = [name for name in conflict.names if name in added]
-        source = f" ({', '.join(ours)} comes from PROFILE={profile}; what you set yourself is kept)" if ours else ""
+        source = f" ({', '.join(ours)} comes from PROFILE={profile}; variables that you set are kept)" if ours else ""
         raise UsageError(f"{conflict}{source}")
     return added
 
 
-def _refuse_an_old_name(profile: str, added: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """The conflict of a variable's two names, for who has set but the old one: the new one is the profile's."""
+def _check_old_name(profile: str, added: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """Reject the old name of a variable set by the user if the profile sets the new name to another value."""
     old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     if new in added and environment.get(old, added[new]) != added[new]:
         raise UsageError(
-            f"{old}={environment[old]}: the old name of {new}, which PROFILE={profile} sets to {added[new]}; "
-            f"put it into {new}, or PROFILE=none"
+            f"{old}={environment[old]} is the old name of {new}, which PROFILE={profile} sets to {added[new]}; "
+            f"set {new} instead, or PROFILE=none"
         )

@@ -1,4 +1,4 @@
-"""Shows what rank 0 writes as it comes, but not its errors: the cause may be another rank, to be read first."""
+"""Show the output of rank 0 immediately, but defer its errors: another rank may have failed first."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TextIO
 
 ERROR = re.compile(
     r"Traceback \(most recent call last\)"
-    r"|\[E\d{4} "  # PyTorch's C++ log: time-outs of collectives
+    r"|\[E\d{4} "  # PyTorch's C++ log: timeouts of collectives
     r"|terminate called"
-    r"|ERR\d{5}|EI\d{4}"  # torch_npu's and HCCL's error codes
+    r"|ERR\d{5}|EI\d{4}"  # error codes of torch_npu and HCCL
 )
 
 
-class WithholdErrors(io.TextIOBase):
-    """Passes lines on to ``console`` until one begins an error; that and what follows waits for :meth:`release`.
+class DeferErrors(io.TextIOBase):
+    """Write text to ``console`` until an error begins. Defer everything from there until :meth:`release`.
 
-    A job may survive an error that it logs: after ``seconds`` without an end, what waited is shown, and the rest too.
-    torchrun takes 30 to end ranks that do not end by themselves.
+    A job may survive an error that it logs: if it still runs after ``seconds``, the deferred text is shown. torchrun
+    needs 30 seconds to kill ranks that do not exit.
     """
 
     def __init__(self, console: TextIO, seconds: float = 60) -> None:
         self.console = console
         self.seconds = seconds
-        self.withheld: list[str] = []
+        self.deferred: list[str] = []
         self.timer: threading.Timer | None = None
         self.held = False
         self.lock = threading.Lock()
@@ -33,28 +33,28 @@ class WithholdErrors(io.TextIOBase):
     def write(self, text: str) -> int:
         with self.lock:
             if self.timer is None and ERROR.search(text):
-                self.timer = threading.Timer(self.seconds, self._give_up)
+                self.timer = threading.Timer(self.seconds, self._expire)
                 self.timer.daemon = True
                 self.timer.start()
             if self.timer is None:
                 self.console.write(text)
                 self.console.flush()
             else:
-                self.withheld.append(text)
+                self.deferred.append(text)
         return len(text)
 
     def hold(self) -> None:
-        """The job has failed: an error is not shown before :meth:`release`, however long that takes."""
+        """Defer errors until :meth:`release`, without a time limit, because the job has failed."""
         with self.lock:
             self.held = True
 
-    def _give_up(self) -> None:
+    def _expire(self) -> None:
         with self.lock:
             if not self.held:
                 self._release()
 
     def release(self, drop: bool = False) -> None:
-        """Show what waited, or ``drop`` it, and begin again."""
+        """Show or ``drop`` the deferred text, and show later output immediately again."""
         with self.lock:
             self._release(drop)
 
@@ -63,6 +63,6 @@ class WithholdErrors(io.TextIOBase):
             self.timer.cancel()
             self.timer = None
         if not drop:
-            self.console.write("".join(self.withheld))
+            self.console.write("".join(self.deferred))
             self.console.flush()
-        self.withheld.clear()
+        self.deferred.clear()

@@ -1,6 +1,6 @@
-"""Environment variables that fight each other or that nobody would understand, for the doctor and the launcher.
+"""Find environment variables with conflicting or invalid values, for the doctor and the launcher.
 
-Each rule takes the environment and yields :class:`Conflict`; where it comes from is said beside it.
+Each rule takes the environment and yields :class:`Conflict`. Its docstring names the source of the rule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ YES = ("1", "true")
 
 @dataclass(frozen=True)
 class Conflict:
-    """``names``: the variables to look at; ``why``: what happens; ``advice``: what to do."""
+    """Hold the variables (``names``), the effect (``why``) and the remedy (``advice``)."""
 
     names: tuple[str, ...]
     why: str
@@ -24,30 +24,30 @@ class Conflict:
         return f"{self.why}; {self.advice}"
 
 
-def conflicts(environment: Environment) -> list[Conflict]:
-    """Every conflict in ``environment``."""
+def find_conflicts(environment: Environment) -> list[Conflict]:
+    """Return every conflict in ``environment``."""
     return [conflict for rule in RULES for conflict in rule(environment)]
 
 
 def allocator_options(text: str) -> dict[str, str]:
-    """``"a:1,b:2"`` as a dictionary."""
+    """Parse ``"a:1,b:2"``."""
     pairs = (part.partition(":") for part in text.split(",") if part.strip())
     return {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
 
 
 def task_queue(environment: Environment) -> Iterator[Conflict]:
-    """torch_npu's reference of TASK_QUEUE_ENABLE: with synchronous launches the queue is off, whatever it says."""
+    """torch_npu's reference of TASK_QUEUE_ENABLE: synchronous launches disable the queue."""
     queue = environment.get("TASK_QUEUE_ENABLE", "0")
     if environment.get("ASCEND_LAUNCH_BLOCKING") == "1" and queue != "0":
         yield Conflict(
             ("ASCEND_LAUNCH_BLOCKING", "TASK_QUEUE_ENABLE"),
-            f"ASCEND_LAUNCH_BLOCKING=1 switches off the queue that TASK_QUEUE_ENABLE={queue} asks for",
+            f"ASCEND_LAUNCH_BLOCKING=1 disables the queue that TASK_QUEUE_ENABLE={queue} enables",
             "unset ASCEND_LAUNCH_BLOCKING, or set TASK_QUEUE_ENABLE=0 to debug",
         )
 
 
 def allocator(environment: Environment) -> Iterator[Conflict]:
-    """torch_npu's allocator refuses the first two; without a cache it has nothing to configure."""
+    """torch_npu's allocator rejects the first two. Without a cache it ignores its configuration."""
     name = "PYTORCH_NPU_ALLOC_CONF"
     if name not in environment:
         return
@@ -56,19 +56,19 @@ def allocator(environment: Environment) -> Iterator[Conflict]:
     if options.get("expandable_segments") == "true" and others:
         yield Conflict(
             (name,),
-            f"{name}: torch_npu takes no {' or '.join(others)} together with expandable_segments:True",
+            f"{name}: torch_npu does not support {' or '.join(others)} together with expandable_segments:True",
             "keep one of them",
         )
     if "PYTORCH_ALLOC_CONF" in environment:
         yield Conflict(
             (name, "PYTORCH_ALLOC_CONF"),
-            f"torch_npu refuses {name} and PYTORCH_ALLOC_CONF together",
+            f"torch_npu rejects {name} together with PYTORCH_ALLOC_CONF",
             "unset PYTORCH_ALLOC_CONF",
         )
     if environment.get("PYTORCH_NO_NPU_MEMORY_CACHING") == "1":
         yield Conflict(
             (name, "PYTORCH_NO_NPU_MEMORY_CACHING"),
-            f"PYTORCH_NO_NPU_MEMORY_CACHING=1 switches off the cache that {name} configures",
+            f"PYTORCH_NO_NPU_MEMORY_CACHING=1 disables the cache that {name} configures",
             "unset one of them",
         )
 
@@ -90,7 +90,7 @@ def collectives(environment: Environment) -> Iterator[Conflict]:
     if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and deterministic in ("true", "strict"):
         yield Conflict(
             ("HCCL_OP_EXPANSION_MODE", "HCCL_DETERMINISTIC"),
-            f"HCCL_DETERMINISTIC={deterministic} overrules HCCL_OP_EXPANSION_MODE=AIV",
+            f"HCCL_DETERMINISTIC={deterministic} overrides HCCL_OP_EXPANSION_MODE=AIV",
             "unset one of them",
         )
     for part in environment.get("HCCL_ALGO", "").replace("/", ";").split(";"):
@@ -98,13 +98,13 @@ def collectives(environment: Environment) -> Iterator[Conflict]:
         if level.strip() == "level0" and algorithm.strip() != "NA":
             yield Conflict(
                 ("HCCL_ALGO",),
-                f"HCCL_ALGO asks for {algorithm.strip()!r} within a server (level0), where HCCL takes nothing but NA",
+                f"HCCL_ALGO sets {algorithm.strip()!r} within a server (level0), where HCCL accepts only NA",
                 "write level0:NA",
             )
 
 
 def renamed(environment: Environment) -> Iterator[Conflict]:
-    """torch_npu reads the old name still, with a warning."""
+    """torch_npu still reads the old name, with a warning."""
     for name in ("HCCL_ASYNC_ERROR_HANDLING", "HCCL_DESYNC_DEBUG", "HCCL_BLOCKING_WAIT"):
         old, new = environment.get(name), environment.get(f"TORCH_{name}")
         if None not in (old, new) and old != new:
@@ -114,7 +114,7 @@ def renamed(environment: Environment) -> Iterator[Conflict]:
 
 
 def allowed_values(environment: Environment) -> Iterator[Conflict]:
-    """torch_npu and HCCL refuse other values, or ignore them."""
+    """torch_npu and HCCL reject or ignore other values."""
     for name, allowed in {
         "TASK_QUEUE_ENABLE": ("0", "1", "2"),
         "ASCEND_LAUNCH_BLOCKING": ("0", "1"),
@@ -124,13 +124,13 @@ def allowed_values(environment: Environment) -> Iterator[Conflict]:
     }.items():
         value = environment.get(name)
         if value is not None and value not in allowed and value.lower() not in allowed:
-            yield Conflict((name,), f"{name}={value} is none of {', '.join(allowed)}", "correct or unset it")
+            yield Conflict((name,), f"{name}={value} is not one of {', '.join(allowed)}", "correct or unset it")
     for name in ("HCCL_BUFFSIZE", "HCCL_CONNECT_TIMEOUT", "OMP_NUM_THREADS"):
         value = environment.get(name)
-        # OpenMP takes a number for each nested level
+        # OpenMP accepts one number per nesting level.
         parts = [] if value is None else value.split(",") if name == "OMP_NUM_THREADS" else [value]
         if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            yield Conflict((name,), f"{name}={value} is not a whole number above 0", "correct or unset it")
+            yield Conflict((name,), f"{name}={value} is not an integer above 0", "correct or unset it")
 
 
 RULES: tuple[Callable[[Environment], Iterator[Conflict]], ...] = (
@@ -143,18 +143,18 @@ RULES: tuple[Callable[[Environment], Iterator[Conflict]], ...] = (
 )
 
 
-def cautions(environment: Environment) -> Iterator[Conflict]:
-    """What works, and that one may have forgotten."""
+def find_cautions(environment: Environment) -> Iterator[Conflict]:
+    """Yield settings that work but that a user may have left from debugging."""
     for name, what in {
-        "ASCEND_LAUNCH_BLOCKING": "every operator waits for the one before",
-        "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+        "ASCEND_LAUNCH_BLOCKING": "every operator waits for the previous one",
+        "CUDA_LAUNCH_BLOCKING": "every kernel waits for the previous one",
         "TORCH_HCCL_BLOCKING_WAIT": "the host waits for each collective",
     }.items():
         if environment.get(name, "").lower() in YES:
-            yield Conflict((name,), f"{name}={environment[name]}: {what}", "unset it when nothing is to be debugged")
+            yield Conflict((name,), f"{name}={environment[name]}: {what}", "unset it unless you are debugging")
     if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV":
         yield Conflict(
             ("HCCL_OP_EXPANSION_MODE",),
-            "HCCL_OP_EXPANSION_MODE=AIV is for inference and one communicator at a time, says HCCL's reference",
+            "HCCL's reference recommends HCCL_OP_EXPANSION_MODE=AIV for inference with one communicator at a time",
             "unset it for a training job",
         )

@@ -1,16 +1,13 @@
-"""Names the ways in which two loss curves usually differ, and says what to check next."""
+"""Recognize the typical ways in which two loss curves differ, and say what to check next."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .curves import name_steps
-
-if TYPE_CHECKING:
-    from .compare import MetricComparison
+from .metrics import MetricComparison
 
 NAN = "NaN"
 FIRST_STEP = "off at the first step"
@@ -18,48 +15,48 @@ LATE_DRIFT = "late drift"
 SPIKE = "spike"
 OTHER = "no named pattern"
 
-# Over this relative difference at the first step the two runs did not start from the same place.
+# Above this relative difference at the first step, the two runs did not start from the same state.
 FIRST_STEP_LIMIT = 0.01
-# Rounding that adds up like a random walk grows with sqrt(step): 2.6 between the medians of the first and the last
-# quarter. A constant difference gives 1.
+# Rounding errors that accumulate like a random walk grow with sqrt(step). The median then grows by 2.6 from the first
+# to the last quarter. A constant difference gives 1.
 DRIFT_FACTOR = 2.0
-# A drift whose difference changes sign also leaves single steps outside while it crosses the tolerance. If differences
-# are normally distributed, ten times their median is seven standard deviations: a spike, not a crossing.
+# A drift whose difference changes sign also leaves single steps out of tolerance. If differences are normally
+# distributed, ten times their median is seven standard deviations: a spike, not such a crossing.
 SPIKE_FACTOR = 10.0
 SPIKE_WINDOW = 4
 SPIKE_LENGTH = 2
 
 _ADVICE = {
     NAN: (
-        "A NaN or infinity in one run only is a numerical fault of that run; in both, of what they share.",
-        "Which metric has it first: a gradient norm before the loss points at a backward; look for a mask, a softmax "
+        "A NaN or infinity in one run only is a numerical fault of that run. In both, the fault is in shared code.",
+        "Which metric has it first? A gradient norm before the loss points at a backward. Look for a mask, a softmax "
         "or a division in the converted modules, and for an overflow of the dtype.",
     ),
     FIRST_STEP: (
-        "Before any update the forward, the initial weights, the data or the configuration already differ.",
-        "Seed, checkpoint, dataset and batch size of both runs; then the converters one at a time. If only the "
+        "The forward, the initial weights, the data or the configuration differ before any update.",
+        "Seed, checkpoint, dataset and batch size of both runs, then the converters one at a time. If only the "
         "gradient norm is off, the forward agrees and a backward does not.",
     ),
     LATE_DRIFT: (
-        "The runs start alike and move apart: rounding that adds up, or a gradient that is slightly wrong.",
-        "Repeat in float32: accumulated rounding shrinks to 1e-5 or less, a wrong gradient stays. Compare the "
+        "The runs start equal and diverge slowly: accumulated rounding, or a gradient that is slightly wrong.",
+        "Repeat in float32: accumulated rounding shrinks to 1e-5 or less, a wrong gradient does not. Compare the "
         "gradient norm of the first steps.",
     ),
     SPIKE: (
-        "Single steps differ and the curves meet again: one batch is treated differently, not the whole computation.",
+        "Single steps differ and the curves agree again: one batch is processed differently, not every batch.",
         "Data order and the batch of that step (very long, empty or padded sequences, an expert without tokens).",
     ),
     OTHER: (
-        "The curves differ, but not by a NaN, over 1% at the first step, a late drift or spikes.",
-        "Where it begins. At the first step the forward differs a little (dtype, an epsilon), or a backward if the "
-        "loss agrees there; at the second step the optimizer; later a schedule, a resume or the data.",
+        "The curves differ, but without a NaN, over 1% at the first step, a late drift or spikes.",
+        "Where does it begin? First step: the forward differs a little (dtype, an epsilon), or a backward if the loss "
+        "agrees there. Second step: the optimizer. Later: a schedule, a resume or the data.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One named difference of one metric: ``what`` was seen, what it usually ``means``, what to ``check`` next."""
+    """Describe a difference of one metric: ``what`` was seen, what it usually ``means``, what to ``check`` next."""
 
     name: str
     metric: str
@@ -70,10 +67,13 @@ class Pattern:
 
 
 def find_patterns(metric: MetricComparison) -> list[Pattern]:
-    """The patterns in one metric. NaN and a first step over 1% are always named, the others only out of tolerance."""
+    """Find the patterns in one metric.
+
+    NaN and a first step over 1% are always reported, the other patterns only out of tolerance.
+    """
     finite = ~np.isnan(metric.relative)
     end = len(finite) if finite.all() else int(np.argmin(finite))
-    # After the first NaN nothing can be measured.
+    # No difference is defined after the first NaN.
     steps, relative, within = metric.steps[:end], metric.relative[:end], metric.within[:end]
     found = []
     if end < len(finite):
@@ -111,10 +111,10 @@ def _describe_nan(metric: MetricComparison, index: int) -> str:
 
 
 def _drift(relative: np.ndarray, within: np.ndarray) -> tuple[float, float] | None:
-    """(first, last): the median relative difference of the first and the last quarter, when this is a drift.
+    """Return the median relative difference of the first and of the last quarter if this is a drift, else None.
 
-    It is one when the first step is within tolerance, most of the last quarter is not, and the medians have grown by
-    :data:`DRIFT_FACTOR`. Fewer than four steps have no quarters.
+    In a drift the first step is within tolerance, most of the last quarter is not, and the median has grown by
+    :data:`DRIFT_FACTOR`. A drift needs at least four steps.
     """
     quarter = len(relative) // 4
     if quarter == 0 or not within[0] or np.mean(within[-quarter:]) >= 0.5:
@@ -124,9 +124,12 @@ def _drift(relative: np.ndarray, within: np.ndarray) -> tuple[float, float] | No
 
 
 def _spikes(relative: np.ndarray, within: np.ndarray) -> list[int]:
-    """Indices of at most :data:`SPIKE_LENGTH` steps in a row out of tolerance, within it before and after, that differ
-    :data:`SPIKE_FACTOR` times more than the median of the :data:`SPIKE_WINDOW` steps on each side. The last step is
-    none: nothing shows that the curves meet again."""
+    """Return the indices of spikes.
+
+    A spike is at most :data:`SPIKE_LENGTH` consecutive steps out of tolerance, with steps within tolerance before and
+    after. It differs :data:`SPIKE_FACTOR` times more than the median of the :data:`SPIKE_WINDOW` steps on each side.
+    The last step is never a spike: nothing shows that the curves agree again.
+    """
     spikes: list[int] = []
     start = 0
     while start < len(within):

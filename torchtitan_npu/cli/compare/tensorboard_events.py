@@ -1,7 +1,7 @@
-"""Reads the TensorBoard events of a run folder, at any depth below it.
+"""Read the TensorBoard events of a run folder, at any depth below it.
 
-TorchTitan writes to ``<dump_folder>/tb/<YYYYmmdd-HHMM>[/rank_N]``. Files in one folder follow each other (a resume
-within the minute); folders are runs of their own.
+TorchTitan writes to ``<dump_folder>/tb/<YYYYmmdd-HHMM>[/rank_N]``. Several files in one folder are one run that was
+resumed within the same minute. Each folder is a separate run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, Point, Unusable, is_placeholder, name_steps
+from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, is_placeholder, name_steps
 
 TAGS = {LOSS: "loss_metrics/global_avg_loss", GRAD_NORM: "grad_norm"}
 TAGS |= {name: f"loss_metrics/{name}" for name in AUXILIARY}
@@ -21,17 +21,17 @@ Metrics = dict[str, dict[int, Point]]
 
 
 class EventFile(NamedTuple):
-    """What one event file holds, and when its first loss was written."""
+    """Hold the metrics of one event file and the time of its first loss."""
 
     started: float
     metrics: Metrics
 
 
 def read_events(path: Path) -> Curve:
-    """The curve below ``path`` (a run folder, one of its time-stamped folders, or one event file)."""
+    """Read the curve below ``path``: a run folder, one of its time-stamped folders, or one event file."""
     paths = sorted(path.rglob("events.out.tfevents.*")) if path.is_dir() else [path]
     if not paths:
-        raise Unusable(f"{path}: no TensorBoard events below it (was the run started with metrics.enable_tensorboard?)")
+        raise InputError(f"{path}: no TensorBoard events found (did the run set metrics.enable_tensorboard?)")
     curve = Curve(str(path), "TensorBoard events", {})
     folders: defaultdict[Path, list[EventFile]] = defaultdict(list)
     for event_path in paths:
@@ -39,7 +39,7 @@ def read_events(path: Path) -> Curve:
         if event_file is not None:
             folders[event_path.parent].append(event_file)
     if not folders:
-        raise Unusable(f"{path}: its TensorBoard events hold no {TAGS[LOSS]}")
+        raise InputError(f"{path}: its TensorBoard events contain no {TAGS[LOSS]}")
 
     runs = {
         folder: (min(file.started for file in files), _chain(folder, files, curve)) for folder, files in folders.items()
@@ -53,9 +53,7 @@ def read_events(path: Path) -> Curve:
             twice = [step for step in points if step in known and not known[step].same_as(points[step])]
             if twice:
                 names = ", ".join(str(folder) for folder in in_time_order)
-                raise Unusable(
-                    f"{path}: several runs below it disagree at steps {name_steps(twice)}; name one of {names}"
-                )
+                raise InputError(f"{path}: several runs disagree at steps {name_steps(twice)}; choose one of {names}")
             known |= points
     if len(in_time_order) > 1:
         curve.notes.append(f"{path}: joined from {', '.join(folder.name for folder in in_time_order)}")
@@ -64,8 +62,8 @@ def read_events(path: Path) -> Curve:
 
 
 def _read_file(path: Path) -> EventFile | None:
-    """The metrics in one event file, or None when it has no loss."""
-    # Imported here: it takes a third of a second that the other sources need not wait for.
+    """Read the metrics of one event file. Return None if it has no loss."""
+    # Imported here: this takes 0.3 s, which the other sources do not need.
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0}, purge_orphaned_data=False)
@@ -79,9 +77,9 @@ def _read_file(path: Path) -> EventFile | None:
 
 
 def _chain(folder: Path, files: list[EventFile], curve: Curve) -> Metrics:
-    """Files of one folder merged in the order of writing: a file that restarts at step s replaces all from s on.
+    """Merge the files of one folder in the order of writing. A file that restarts at step s replaces all steps from s.
 
-    Keeping the older file's steps beyond the newer one's end would splice two runs into one curve.
+    To keep the older file's later steps would splice two runs into one curve.
     """
     chained: Metrics = {}
     for event_file in sorted(files, key=lambda event_file: event_file.started):
@@ -100,7 +98,7 @@ def _chain(folder: Path, files: list[EventFile], curve: Curve) -> Metrics:
 
 
 def _keep_metrics_ranks(path: Path, runs: dict[Path, tuple[float, Metrics]], curve: Curve) -> None:
-    """Of the ``rank_N`` folders that ``metrics.save_for_all_ranks`` writes, keep the lowest rank that has the loss."""
+    """Keep only the lowest rank with a loss of the ``rank_N`` folders that ``metrics.save_for_all_ranks`` writes."""
     by_run: defaultdict[Path, dict[int, Path]] = defaultdict(dict)
     for folder in runs:
         if match := _RANK_FOLDER.fullmatch(folder.name):
@@ -112,9 +110,9 @@ def _keep_metrics_ranks(path: Path, runs: dict[Path, tuple[float, Metrics]], cur
             if not all(is_placeholder(point.value) for point in runs[folder][1][LOSS].values())
         ]
         if not with_loss:
-            raise Unusable(f"{path}: only pipeline stages without the loss (loss -1) have events below {run}")
+            raise InputError(f"{path}: only pipeline stages without the loss (loss -1) have events below {run}")
         for rank, folder in ranks.items():
             if rank != min(with_loss):
                 del runs[folder]
         if len(ranks) > 1:
-            curve.notes.append(f"{run}: several ranks logged; the values are rank {min(with_loss)}'s")
+            curve.notes.append(f"{run}: several ranks logged; the values are from rank {min(with_loss)}")

@@ -1,4 +1,4 @@
-"""Makes the two runs to compare: the same TOML once without converters and once with them."""
+"""Train the two runs to compare: the same TOML file without and with converters."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from .console import parse_step_line
-from .curves import LOSS, Unusable, is_placeholder
+from .console_log import parse_step_line
+from .curves import LOSS, InputError, is_placeholder
 from .report import REPORT_FILES
 
 SIDES = ("baseline", "candidate")
-# In each run folder this tool made: --force removes a folder only when it is there.
+# Marks run folders that this command created: --force removes no other folder.
 MARKER = ".made_by_compare_loss"
 TRAINER = "torchtitan_npu.train"
 
 _ERROR_LINE = re.compile(r"(?:^|[\s.:])\w*(?:Error|Exception|error): ")
-# torchrun's own account of a failed rank comes after the rank's error and does not say what it was.
+# torchrun's report of a failed rank follows the rank's error and does not contain it.
 _TORCHRUN = re.compile(r"ChildFailedError|torch/distributed/elastic/|error_file:|traceback :")
 
 
 @dataclass(frozen=True)
 class RunPair:
-    """What the user asked for; ``extra`` arguments go to both runs."""
+    """Hold the options of ``compare run``. Both runs get the ``extra`` arguments."""
 
     config: Path
     converters: list[str]
@@ -43,25 +43,25 @@ class RunPair:
 
 
 def train_command(pair: RunPair, side: str) -> list[str]:
-    """The command line of one run: ``side`` is "baseline" (no converters) or "candidate"."""
+    """Return the command line of one run: ``side`` is "baseline" (no converters) or "candidate"."""
     converters = ",".join(pair.converters) if side == "candidate" else ""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={pair.nproc}"),
         *("-m", TRAINER, "--job.config_file", str(pair.config), "--job.dump_folder", str(pair.out / side)),
-        # With "=": an empty value of its own would be dropped by a shell that the line is copied to.
+        # With "=": a shell would drop a separate empty argument if the line is copied.
         f"--model.converters={converters}",
         *("--training.steps", str(pair.steps), "--debug.seed", str(pair.seed), "--debug.deterministic"),
-        # The folder is named because an absolute one in the TOML would lie outside the dump folder.
+        # Set explicitly: an absolute folder in the TOML file would be outside the dump folder.
         *("--metrics.enable_tensorboard", "--metrics.save_tb_folder", "tb", "--metrics.log_freq", "1"),
         *pair.extra,
     ]
 
 
-def launch_both(pair: RunPair, force: bool = False) -> tuple[Path, Path]:
-    """Runs baseline, then candidate, with a progress bar each; returns their run folders."""
-    # what begins with the package's name is found in the installed package, by the entry
-    if not pair.config.is_file() and pair.config.parts[0] != TRAINER.partition(".")[0]:
-        raise Unusable(f"--config {pair.config}: no such file")
+def train_both(pair: RunPair, force: bool = False) -> tuple[Path, Path]:
+    """Train the baseline, then the candidate, each with a progress bar. Return their run folders."""
+    # The training entry looks up train_configs/... and torchtitan_npu/... in the installed package.
+    if not pair.config.is_file() and pair.config.parts[0] not in ("train_configs", "torchtitan_npu"):
+        raise InputError(f"--config {pair.config}: no such file")
     prepare_out(pair.out, force)
     columns = (
         TextColumn("{task.description:<9}"),
@@ -78,15 +78,17 @@ def launch_both(pair: RunPair, force: bool = False) -> tuple[Path, Path]:
 
 
 def prepare_out(out: Path, force: bool) -> None:
-    """Makes the two run folders; what an earlier run left there stays unless ``force``, which removes nothing else."""
+    """Create the two run folders. ``force`` removes the files of an earlier run, and nothing else."""
     folders = [out / side for side in SIDES]
     files = [out / name for name in (*(f"{side}.log" for side in SIDES), *REPORT_FILES)]
     present = [path for path in (*folders, *files) if os.path.lexists(path)]
     if present and not force:
-        raise Unusable(f"{out} holds an earlier run ({present[0].name}); name another --out, or --force to replace it")
+        raise InputError(
+            f"{out} contains an earlier run ({present[0].name}); choose another --out, or replace it with --force"
+        )
     for folder in folders:
         if os.path.lexists(folder) and not (folder / MARKER).is_file():
-            raise Unusable(f"{folder} was not made by this tool and stays; name another --out")
+            raise InputError(f"{folder} was not created by this command and is kept; choose another --out")
     for path in present:
         if path in folders:
             shutil.rmtree(path)
@@ -98,7 +100,7 @@ def prepare_out(out: Path, force: bool) -> None:
 
 
 def _run(command: list[str], side: str, log: Path, progress: Progress, task: TaskID) -> None:
-    """One run to its end: the output goes to ``log`` line by line, the steps in it move the bar."""
+    """Run ``command`` to its end. Copy its output to ``log`` and advance the progress bar with its steps."""
     progress.start_task(task)
     tail: deque[str] = deque(maxlen=2000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -117,15 +119,18 @@ def _run(command: list[str], side: str, log: Path, progress: Progress, task: Tas
                 step = parse_step_line(line)
                 if step is not None and not is_placeholder(step.metrics[LOSS].value):
                     progress.update(task, completed=step.step, loss=f"loss {step.metrics[LOSS].value:.5f}")
-        except (KeyboardInterrupt, OSError):  # OSError: the log cannot be written. No training may outlive the tool.
+        except (
+            KeyboardInterrupt,
+            OSError,
+        ):  # OSError: the log cannot be written. Never leave a training process behind.
             process.terminate()
             process.wait()
             raise
     if process.returncode != 0:
-        raise Unusable(f"the {side} run failed (exit code {process.returncode}): {last_error_line(tail)}; see {log}")
+        raise InputError(f"the {side} run failed (exit code {process.returncode}): {last_error_line(tail)}; see {log}")
 
 
 def last_error_line(lines: Iterable[str]) -> str:
-    """The last line of the training itself that names an error."""
+    """Return the last line that names an error of the training itself."""
     errors = [line.strip() for line in lines if _ERROR_LINE.search(line) and not _TORCHRUN.search(line)]
-    return errors[-1] if errors else "its log names no error"
+    return errors[-1] if errors else "no error found in its log"

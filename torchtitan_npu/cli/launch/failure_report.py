@@ -1,7 +1,7 @@
-"""Which rank failed first, on whichever node, and what it said.
+"""Report which rank failed first, on any node, with its error.
 
-When a rank fails, the others fail after it: connections that close, collectives that time out. Each node's launcher
-writes down its failed ranks in the folder of the logs; where the nodes share that folder, each can tell who was first.
+When a rank fails, the others fail after it: connections close and collectives time out. The launcher of each node
+writes its failed ranks to the log folder. If the nodes share this folder, each node can find the first failure.
 """
 
 from __future__ import annotations
@@ -16,52 +16,55 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the launcher refuses what it can before torch is imported
+if TYPE_CHECKING:  # the launcher checks its options before it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 LAST_LINES = 30
-"""Of a rank that left no traceback: how much of its log is shown."""
+"""Lines of the log to show for a rank without a traceback."""
 KILLED_AFTER = 30
-"""Seconds that torchrun gives the other ranks of a node to end after its SIGTERM; then it sends SIGKILL."""
-PATIENCE = KILLED_AFTER + 10.0
-"""Seconds to wait for the other nodes' reports."""
+"""Seconds between torchrun's SIGTERM to the other ranks of a node and its SIGKILL."""
+REPORT_TIMEOUT = KILLED_AFTER + 10.0
+"""Seconds to wait for the reports of other nodes."""
 SKEW = 60.0
-"""Seconds by which clocks may differ: a report that is older than this launch by more is of an earlier one."""
+"""Allowed clock difference in seconds. A report older than this launch by more belongs to an earlier launch."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed rank."""
+    """Describe one failed rank."""
 
     rank: int
     node: int
     host: str
     exit_code: int
     time: float
-    """When it failed, in seconds since the epoch."""
+    """Time of the failure in seconds since the epoch."""
     error: str
-    """Its traceback, or the end of its log."""
+    """The traceback, or the end of the log."""
     log: str
-    """The folder with its ``stdout.log`` and ``stderr.log``."""
-    ended_by_torchrun: bool
-    """It had not failed: torchrun ends the ranks of a node that still run when another has."""
+    """The folder with ``stdout.log`` and ``stderr.log``."""
+    killed_by_torchrun: bool
+    """True for a rank that did not fail itself: torchrun kills the other ranks of a node after a failure."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """The smallest is the cause. A mistake in the job makes every rank exit, and only one of them says why."""
-        return self.ended_by_torchrun, not self.error, self.time
+        """Return the sort key; the smallest failure is the cause.
+
+        Ranks with an error text come first: an invalid job makes every rank exit, and only one prints the reason.
+        """
+        return self.killed_by_torchrun, not self.error, self.time
 
     def __str__(self) -> str:
         code = f"exit code {self.exit_code}"
         if self.exit_code < 0:
-            code = f"ended by {signal.Signals(-self.exit_code).name}"
+            code = f"killed by {signal.Signals(-self.exit_code).name}"
         return f"rank {self.rank} (node {self.node}, {self.host}), {code}"
 
 
 def failures_of(error: ChildFailedError, node: int, folder: Path) -> list[Failure]:
-    """The failed ranks of this node; ``folder``: what torchrun was given for the logs of this launch, and of no other.
+    """Return the failed ranks of this node. ``folder`` is torchrun's log folder of this launch.
 
-    A failure's own ``error_file`` does not tell where the logs are: a rank that raised nothing has none.
+    The ``error_file`` of a failure does not give the log folder: a rank without an exception has no such file.
     """
     logs = {int(path.name): path for path in folder.glob("*/attempt_*/[0-9]*")}
     first = min(failure.timestamp for failure in error.failures.values())
@@ -72,20 +75,20 @@ def failures_of(error: ChildFailedError, node: int, folder: Path) -> list[Failur
 
 
 def _failure(rank: int, failure: ProcessFailure, node: int, log: Path, later: int) -> Failure:
-    """``later``: how many seconds after the first of its node torchrun saw that it had ended."""
+    """Describe one rank, which ended ``later`` seconds after the first failure of its node."""
     outputs = [path for path in (log / "stderr.log", log / "stdout.log") if path.is_file()]
     recorded = log / "error.json"
-    # a rank that raised wrote the file then, and torchrun's own time is in whole seconds; one that was killed wrote its
-    # last line before the others could notice
+    # File times are more precise than torchrun's, which are in whole seconds. A rank writes error.json when it raises.
+    # A killed rank wrote its last line before the other ranks could notice.
     written = [recorded] if recorded.is_file() else outputs
     when = max((path.stat().st_mtime for path in written), default=float(failure.timestamp))
     ends = ["\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:]) for path in outputs]
     text = _traceback(failure) or next(filter(None, ends), "")
-    # one that raised had failed, even if it hung then and had to be ended
-    ended = not recorded.is_file() and (
+    # A rank that raised has failed, even if it then hung and was killed.
+    killed = not recorded.is_file() and (
         failure.exitcode == -signal.SIGTERM or (failure.exitcode == -signal.SIGKILL and later >= KILLED_AFTER)
     )
-    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), ended)
+    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), killed)
 
 
 def _traceback(failure: ProcessFailure) -> str:
@@ -100,7 +103,7 @@ def report_path(logs: Path, node: int) -> Path:
 
 
 def write_report(logs: Path, node: int, failures: list[Failure]) -> None:
-    """All at once: another node may be reading."""
+    """Write the report atomically, because another node may be reading it."""
     path = report_path(logs, node)
     part = path.with_suffix(".part")
     part.write_text(json.dumps([asdict(failure) for failure in failures], indent=1))
@@ -112,13 +115,13 @@ def gather_reports(
     nodes: Collection[int],
     started: float,
     signals: Sequence[signal.Signals] = (),
-    patience: float = PATIENCE,
+    timeout: float = REPORT_TIMEOUT,
 ) -> dict[int, list[Failure]]:
-    """The failures of each of ``nodes`` that reported before the ``patience`` ended; this launch has ``started`` then.
+    """Return the failures of each node that reports within ``timeout``, for the launch that began at ``started``.
 
-    When one of ``signals`` comes, which a handler adds to, there is no more waiting.
+    A signal handler appends to ``signals``. Waiting ends as soon as the list is not empty.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         reports = dict(_reports(logs, nodes, started))
         if len(reports) == len(nodes) or signals or time.monotonic() > deadline:
@@ -134,16 +137,20 @@ def _reports(logs: Path, nodes: Collection[int], started: float) -> Iterator[tup
 
 
 def describe(reports: dict[int, list[Failure]], nodes: int) -> str:
-    """What the user reads: the first failure with its error, then a line for each that followed."""
+    """Return the report for the user: the first failure with its error, then one line per later failure."""
     first, *later = sorted((f for failures in reports.values() for f in failures), key=lambda f: f.order)
     lines = [f"first failure: {first}, at {time.strftime('%H:%M:%S', time.localtime(first.time))}"]
-    lines += [f"  {line}" for line in first.error.splitlines()] or ["  it said nothing"]
-    lines += [f"  its log: {first.log}"]
+    lines += [f"  {line}" for line in first.error.splitlines()] or ["  no output"]
+    lines += [f"  log: {first.log}"]
     for failure in later:
-        what = "ended with it" if failure.ended_by_torchrun else (failure.error.splitlines() or [""])[-1]
-        lines.append(f"after it: {failure}: {what} (its log: {failure.log})")
+        what = (
+            "killed by torchrun after the first failure"
+            if failure.killed_by_torchrun
+            else (failure.error.splitlines() or [""])[-1]
+        )
+        lines.append(f"later: {failure}: {what} (log: {failure.log})")
     lines += [
-        f"node {node} has not reported: its ranks still run, or the nodes do not share the folder of the logs"
+        f"node {node} has not reported: its ranks still run, or the nodes do not share the log folder"
         for node in range(nodes)
         if node not in reports
     ]

@@ -1,4 +1,4 @@
-"""Draws both curves and, below them, their relative difference on a log scale."""
+"""Plot both curves and, below them, their relative difference on a log scale."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .compare import Comparison, MetricComparison
+    from .comparison import Comparison
+    from .metrics import MetricComparison
 
-# All lengths in inches: a fixed layout keeps the pictures of a series comparable.
+# All lengths in inches. The fixed layout keeps a series of plots comparable.
 DPI = 100
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, GAP = 9.0, 0.85, 0.25, 0.8, 0.55, 0.38
 HEIGHTS = {LOSS: 2.5, GRAD_NORM: 1.5, **dict.fromkeys(AUXILIARY, 1.5), "difference": 1.9}
@@ -25,7 +26,7 @@ _BASELINE, _CANDIDATE = "#4c78a8", "#e4572e"
 _DIFFERENCE = {LOSS: "#3b3b6d", GRAD_NORM: "#4c9f70", "indexer_loss": "#b07aa1", "mtp_loss": "#c49a3a"}
 _LABELS = {LOSS: "loss", GRAD_NORM: "gradient norm", "indexer_loss": "indexer loss", "mtp_loss": "MTP loss"}
 _MARKERS = {LOSS: "o", GRAD_NORM: "s", "indexer_loss": "D", "mtp_loss": "^"}
-# Where several metrics sit on one edge, smaller markers show on top of larger ones.
+# Several metrics may share an edge: smaller markers are drawn on top of larger ones.
 _EDGE_STYLES: dict[str, dict[str, Any]] = {
     LOSS: {"linestyle": "none", "ms": 4.0, "clip_on": False, "zorder": 6},
     GRAD_NORM: {"linestyle": "none", "ms": 8.0, "clip_on": False, "zorder": 5},
@@ -34,14 +35,14 @@ _EDGE_STYLES: dict[str, dict[str, Any]] = {
 }
 _PASSED, _FAILED, _GREY = "#2e7d32", "#c62828", "0.35"
 _DOTTED: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (1, 1.2))}
-# Beyond this many steps markers would merge into a band.
+# With more steps, markers would overlap.
 _MOST_MARKERS = 60
 
 
 def draw(comparison: Comparison) -> bytes:
-    """The picture as PNG."""
-    # Imported here: it takes a second that reading and comparing need not wait for. A Figure without pyplot leaves
-    # no backend and no state behind.
+    """Return the plot as PNG."""
+    # Imported here: this takes a second, which reading and comparing do not need. A Figure without pyplot sets no
+    # backend and no global state.
     from matplotlib.figure import Figure
 
     heights = [*(HEIGHTS[metric.name] for metric in comparison.metrics), HEIGHTS["difference"]]
@@ -64,13 +65,13 @@ def draw(comparison: Comparison) -> bytes:
     panels[0].legend(loc="upper right", frameon=False)
     _write_title(figure, comparison, height)
     png = io.BytesIO()
-    # Without the version in its metadata the same comparison gives the same bytes.
+    # Without the version in the metadata, equal comparisons give equal bytes.
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
 
 
 def _draw_curves(panel: Axes, metric: MetricComparison) -> None:
-    """Baseline broad and solid, candidate dashed on top: of two identical curves both can be seen."""
+    """Draw the baseline wide and solid, the candidate dashed on top, so that identical curves are both visible."""
     marker = "o" if len(metric.steps) <= _MOST_MARKERS else None
     panel.plot(
         metric.steps, metric.baseline, color=_BASELINE, alpha=0.5, linewidth=4, marker=marker, ms=5, label="baseline"
@@ -82,8 +83,11 @@ def _draw_curves(panel: Axes, metric: MetricComparison) -> None:
 
 
 def _draw_difference(panel: Axes, comparison: Comparison) -> None:
-    """Relative differences on a log scale. Zero has no place there: such steps are hollow markers on the bottom edge,
-    which is labelled 0; steps without two finite values are crosses on the top edge."""
+    """Draw relative differences on a log scale.
+
+    A log scale has no zero: equal steps are hollow markers on the bottom edge, which is labelled 0. Steps without two
+    finite values are crosses on the top edge.
+    """
     bottom, top = _limits(comparison)
     panel.set_yscale("log")
     panel.set_ylim(bottom, top)
@@ -102,7 +106,7 @@ def _draw_difference(panel: Axes, comparison: Comparison) -> None:
         if with_tolerance:
             with np.errstate(divide="ignore", invalid="ignore"):
                 limit = metric.limit / np.abs(metric.baseline)
-            # Half a step further on both sides: a single step would have no line.
+            # Extend by half a step on both sides: a single step would have no line.
             around = [metric.steps[0] - 0.5, *metric.steps, metric.steps[-1] + 0.5]
             panel.plot(around, [limit[0], *limit, limit[-1]], color=colour, **_DOTTED)
     if with_tolerance:
@@ -119,19 +123,19 @@ def _draw_difference(panel: Axes, comparison: Comparison) -> None:
 
 
 def _plot_level(panel: Axes, steps: np.ndarray, level: float, **style: Any) -> None:
-    """Markers of one height at ``steps``."""
+    """Draw markers at ``steps`` and one height."""
     panel.plot(steps, np.full(len(steps), level), **style)
 
 
 def _limits(comparison: Comparison) -> tuple[float, float]:
-    """The decades that hold every difference and the tolerance, with room at both ends for what sits on the edges."""
+    """Return axis limits that contain every difference and the tolerance, with room for the markers on the edges."""
     values = np.concatenate([metric.relative for metric in comparison.metrics])
     values = values[np.isfinite(values) & (values > 0)]
     shown = [float(value) for value in (values.min(initial=math.inf), values.max(initial=0.0))]
     if not comparison.tolerance.assert_equal:
         shown.append(comparison.tolerance.rtol)
     shown = [math.log10(value) for value in shown if 0 < value < math.inf] or [-6.0]
-    # At least three decades: a narrower log scale has no labelled ticks.
+    # Show at least three decades: a narrower log scale has no labelled ticks.
     lowest, highest = math.floor(min(shown)) - 0.8, math.ceil(max(shown)) + 0.6
     return 10.0 ** min(lowest, highest - 3.4), 10.0**highest
 
@@ -146,7 +150,7 @@ def _style(panel: Axes, first_diverging_step: int | None) -> None:
 
 
 def _write_title(figure: Figure, comparison: Comparison, height: float) -> None:
-    """The verdict and the patterns in bold, below it what was compared."""
+    """Write the verdict and the patterns in bold, and the two sources below."""
     names = list(dict.fromkeys(pattern.name for pattern in comparison.patterns))
     verdict = comparison.headline.split(":")[0] + (f": {', '.join(names)}" if names else "")
     left = LEFT / WIDTH

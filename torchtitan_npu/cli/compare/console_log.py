@@ -1,4 +1,4 @@
-"""Reads TorchTitan's step lines from a console log, where values have as many digits as were printed."""
+"""Read TorchTitan's step lines from a console log. Values have only the digits that were printed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, Point, Unusable, build_curve, is_placeholder
+from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, build_curve, is_placeholder
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# torchrun puts "[rank0]:" (or "[default0]:", by its --role) before each line when it tees several ranks.
+# torchrun prefixes each line with "[rank0]:" (or "[default0]:", depending on --role) when it tees several ranks.
 _RANK = re.compile(r"^\[[A-Za-z_]*(\d+)\]:")
 _NUMBER = r"([-+]?(?:nan|inf|\d+\.?\d*(?:e[-+]?\d+)?))(?=\s|$)"
-# Validation prints "validate step: ..." with a loss of its own, which is not the training loss.
+# "validate step: ..." is excluded: it reports the validation loss.
 _STEP_LINE = re.compile(
     rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*{_NUMBER}(?:\s+grad_norm:\s*{_NUMBER})?", re.IGNORECASE
 )
-# Other losses follow on a line of their own.
+# Auxiliary losses are on a separate line.
 _AUXILIARY_LINE = re.compile(rf"\bstep:\s*(\d+)\s+(?=(?:{'|'.join(AUXILIARY)}):)")
 _AUXILIARY = re.compile(rf"\b({'|'.join(AUXILIARY)}):\s*{_NUMBER}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """One step as a rank printed it; ``rank`` is None when torchrun put no prefix before it."""
+    """Hold one step as a rank printed it. ``rank`` is None for a line without torchrun's prefix."""
 
     rank: int | None
     step: int
@@ -34,7 +34,7 @@ class StepLine:
 
 
 def parse_step_line(line: str) -> StepLine | None:
-    """The step, loss and gradient norm in a console line, or None for any other line."""
+    """Return the step, loss and gradient norm in a console line, or None for any other line."""
     line = _COLOUR.sub("", line)
     match = _STEP_LINE.search(line)
     if match is None:
@@ -48,7 +48,7 @@ def parse_step_line(line: str) -> StepLine | None:
 
 
 def parse_auxiliary_line(line: str) -> StepLine | None:
-    """The step and the losses beside the main one in a console line, or None for any other line."""
+    """Return the step and the auxiliary losses in a console line, or None for any other line."""
     line = _COLOUR.sub("", line)
     match = _AUXILIARY_LINE.search(line)
     if match is None:
@@ -59,26 +59,26 @@ def parse_auxiliary_line(line: str) -> StepLine | None:
 
 
 def printed_point(text: str) -> Point:
-    """A printed number, with half a unit of its last digit as its resolution."""
+    """Parse a printed number. Its resolution is half a unit of its last digit."""
     exponent = Decimal(text).as_tuple().exponent
     value = float(text)
-    if not isinstance(exponent, int):  # Decimal marks NaN and infinity with a letter
+    if not isinstance(exponent, int):  # Decimal uses a letter for NaN and infinity
         return Point(value)
-    # The ulp covers what is lost when the decimal digits become a binary float.
+    # The ulp covers the rounding from decimal digits to a binary float.
     return Point(value, 0.5 * 10.0**exponent + math.ulp(value))
 
 
 def read_console(path: Path) -> Curve:
-    """The curve in a console log, from one rank: the lowest that has the loss, as TorchTitan's metrics rank is."""
+    """Read the curve from one rank of a console log: like TorchTitan, from the lowest rank that has the loss."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         found = [parse_step_line(line) or parse_auxiliary_line(line) for line in lines]
     steps = [step for step in found if step is not None and LOSS in step.metrics]
     auxiliary = [step for step in found if step is not None and LOSS not in step.metrics]
     if not steps:
-        raise Unusable(f"{path}: no line 'step: ... loss: ...' found (read as a console log)")
+        raise InputError(f"{path}: found no line 'step: ... loss: ...' (read as a console log)")
     with_loss = [step for step in steps if not is_placeholder(step.metrics[LOSS].value)]
     if not with_loss:
-        raise Unusable(
+        raise InputError(
             f"{path}: only pipeline stages without the loss were logged (loss -1); log the last stage's rank too"
         )
     ranks = {step.rank for step in with_loss if step.rank is not None}
@@ -86,7 +86,7 @@ def read_console(path: Path) -> Curve:
     rows = _rows(step for step in [*with_loss, *auxiliary] if step.rank == chosen)
     curve = build_curve(str(path), "console log", rows)
     if len(ranks) > 1:
-        curve.notes.append(f"{path}: several ranks logged; the values are rank {chosen}'s")
+        curve.notes.append(f"{path}: several ranks logged; the values are from rank {chosen}")
     return curve
 
 

@@ -1,6 +1,6 @@
-"""The table of layouts: how far a debug model's curves on several ranks are from those of one, eager, in float32.
+"""Compare the curves of a debug model on parallel layouts with an eager run on one rank, in float32.
 
-Every run has the same global batches and first weights. The ranks are processes of this machine.
+Every run has the same global batches and initial weights. Each rank is a process of this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from torch.multiprocessing import start_processes
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 
-from .training import GLOBAL_BATCH, Curve, add_flavor, apart, check_job, converters_for, job_config, train
+from .training import (
+    GLOBAL_BATCH,
+    Curve,
+    add_flavor,
+    applicable_converters,
+    check_job,
+    job_config,
+    largest_difference,
+    train,
+)
 
 SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
@@ -51,15 +60,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2·TP2·CP2": {PP: 2, TP: 2, CP: 2},
     "PP2·FSDP2·CP2·EP4": {PP: 2, SHARD: 2, CP: 2, EP: 4},
 }
-"""By name: keys of ``[parallelism]``. Experts are spread over ranks that the other degrees count."""
+"""The keys of ``[parallelism]`` by name. Expert parallelism reuses the ranks of the other dimensions."""
 
 
 def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """A row for each of ``args.layouts``, or all on up to ``args.ranks`` ranks; as asked, with all converters too."""
+    """Return a row for each of ``args.layouts``, or for all layouts on up to ``args.ranks`` ranks."""
     add_flavor(name)
     variants: dict[str, list[str]] = {"": []}
     if args.converters:
-        variants[", all converters"] = converters_for(name)
+        variants[", all converters"] = applicable_converters(name)
     reference = run(name, "", [], args)
     console.print(f"{name}: one rank, eager, loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}")
     rows = []
@@ -68,14 +77,14 @@ def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> li
         try:
             for what, converters in variants.items():
                 curve = run(name, layout, converters, args)
-                row[f"loss{what}"] = apart(curve.losses, reference.losses)
-                row[f"gradient norm{what}"] = apart(curve.exact_norms, reference.exact_norms)
-                row[f"norm as reported{what}"] = apart(curve.norms, reference.norms)
+                row[f"loss{what}"] = largest_difference(curve.losses, reference.losses)
+                row[f"gradient norm{what}"] = largest_difference(curve.exact_norms, reference.exact_norms)
+                row[f"norm as reported{what}"] = largest_difference(curve.norms, reference.norms)
                 console.print(f"{name}: {layout}{what}, {row[f'loss{what}']:.1e} {row[f'gradient norm{what}']:.1e}")
         except UsageError as error:
-            if args.layouts:  # by name
+            if args.layouts:  # the user named this layout
                 raise
-            console.print(f"{name}: {layout} is left out: {error}")
+            console.print(f"{name}: {layout} is skipped: {error}")
         else:
             rows.append(row)
     return rows
@@ -87,7 +96,7 @@ def ranks_of(layout: str) -> int:
 
 
 def run(name: str, layout: str, converters: list[str], args: argparse.Namespace) -> Curve:
-    """Train on as many processes as ``layout`` has ranks, or on one where it is empty."""
+    """Train with one process per rank of ``layout``, or on one rank if it is empty."""
     config = job_config(name, converters, args.steps, args.seq_len, args.lr)
     for key, value in LAYOUTS[layout].items() if layout else ():
         setattr(config.parallelism, key, value)
@@ -95,17 +104,19 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
     data_ranks = parallelism.data_parallel_replicate_degree * max(parallelism.data_parallel_shard_degree, 1)
     config.training.local_batch_size = GLOBAL_BATCH // data_ranks
     config.dsa.document_mask = args.documents
-    config.training.max_norm = 1e9  # or gradients would be scaled by a rounded norm, before the exact one is taken
+    config.training.max_norm = (
+        1e9  # no clipping: it would scale gradients by a rounded norm before exact_norm reads them
+    )
     check_job(config, ranks)
-    # importing TorchTitan takes seconds of CPU: a server does it once and forks the ranks
+    # Importing TorchTitan takes seconds: a fork server does it once for all ranks.
     multiprocessing.set_forkserver_preload(["torchtitan_npu.train"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the machine's cores
-    # the ranks meet here, as with torchrun: a port that is free now may be taken when rank 0 opens it
+    # As with torchrun, the parent opens the store: a free port could be taken before rank 0 opens it.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_rank, (name, config, ranks, store.port, folder), ranks, start_method="forkserver")
         curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
-        # only a pipeline's last stage knows the loss, the others say -1; a loss that is not a number is one
+        # Only the last pipeline stage has the loss, the others report -1. NaN counts as a loss.
         return next(curve for curve in curves if not curve.losses[0] < 0)
 
 
