@@ -1,8 +1,8 @@
-"""Two nodes on this machine.
+"""Run a command on two nodes emulated on this machine.
 
-A node is a network namespace with a host name and an address; a virtual cable to the other one is all it can reach.
-Where a machine does not permit that, the tests fail and say so; with NODES=addresses in the environment, nodes are two
-loopback addresses.
+A node is a network namespace with a host name and an address, connected to the other node by a virtual link. If the
+machine does not allow namespaces, the tests fail. With NODES=addresses in the environment, nodes are two loopback
+addresses instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "bash", "-euc"]
 NAMESPACES += [
     r"""
-    mount -t tmpfs none /run  # seen in here only, as all that follows
+    mount -t tmpfs none /run  # visible only in this namespace, like all that follows
     printf '127.0.0.1 localhost\n10.0.0.1 node0\n10.0.0.2 node1\n' > /run/hosts
     mount --bind /run/hosts /etc/hosts
     hostname node0
@@ -37,31 +37,31 @@ NAMESPACES += [
     """,
     "nodes",
 ]
-"""Followed by a command: runs it on node0 and on node1 at the same time."""
+"""Prefix of a command that runs on node0 and node1 at the same time."""
 ADDRESSES = ["bash", "-euc", '"${@/@/1}" & "${@/@/2}"; wait $!', "nodes"]
-"""Likewise, with 1 and 2 in the place of @."""
+"""The same for two loopback addresses: @ in the command becomes 1 and 2."""
 
 
 def free_port() -> int:
-    """Not one of those that the system hands out to whoever asks for any: it would be taken before it is used."""
-    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    """Return a free port outside the ephemeral range, where the system could assign it before it is used."""
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = 1024 + secrets.randbelow(first_handed_out - 1024)
+        port = 1024 + secrets.randbelow(first_ephemeral - 1024)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
 
 
 def run_on_two_nodes(command: Callable[[str, int], list[str]], environment: dict[str, str]) -> None:
-    """Run on each node what ``command`` makes of node 0's address and a port of it, and wait for both to end well.
+    """Run ``command(address, port)`` of node 0 on each node, and check that both succeed.
 
-    Where nodes are addresses, node 0's is 127.0.0.1, and @ in the command stands for the last number of a node's own.
+    With NODES=addresses, node 0 is 127.0.0.1 and @ in the command is the last number of the node's address.
     """
     if os.environ.get("NODES") == "addresses":
         nodes, arguments = ADDRESSES, command("127.0.0.1", free_port())
     else:
         trial = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True)
-        assert trial.returncode == 0, f"no network namespaces here (NODES=addresses does without): {trial.stderr}"
+        assert trial.returncode == 0, f"network namespaces are not allowed (set NODES=addresses): {trial.stderr}"
         nodes, arguments = NAMESPACES, command("node0", 29500)
     process = subprocess.Popen(
         [*nodes, *arguments],
@@ -76,5 +76,5 @@ def run_on_two_nodes(command: Callable[[str, int], list[str]], environment: dict
         output, _ = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # each torchrun ends its ranks
+            os.killpg(process.pid, signal.SIGTERM)  # each torchrun stops its ranks
     assert process.returncode == 0, output[-4000:]

@@ -1,4 +1,4 @@
-"""Verdicts, patterns, alignment and reports of tools/compare_loss.py."""
+"""``torchtitan-npu compare``: verdicts, patterns, alignment of steps, reports and the command line."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torchtitan_npu.cli.compare.comparison import (
     UNPROVEN,
     WITHIN,
     Comparison,
-    Tolerance,
     compare,
 )
 from torchtitan_npu.cli.compare.console_log import printed_point
-from torchtitan_npu.cli.compare.curves import Curve, Point, Unusable, build_curve, name_steps
+from torchtitan_npu.cli.compare.curves import Curve, InputError, Point, build_curve, name_steps
 from torchtitan_npu.cli.compare.diagnosis import FIRST_STEP, LATE_DRIFT, NAN, OTHER, SPIKE
+from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.plot import DPI, WIDTH
-from torchtitan_npu.cli.compare.sources import read_curve
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
+from torchtitan_npu.cli.compare.sources import read_curve
 
-# Examples are not timed: a busy machine is no fault of the code.
+# No deadline: the machine may be busy.
 untimed = settings(deadline=None, max_examples=50)
 NAN_VALUE = math.nan
 
@@ -45,7 +45,7 @@ def printed_curve(loss: list[str]) -> Curve:
 
 
 def off_by(relative: list[float], rtol: float = 1e-3) -> Comparison:
-    """Compares a falling curve with itself, off by ``relative`` at each step."""
+    """Compare a falling curve with itself, changed by the factor ``1 + relative`` at each step."""
     base = [8.0 / (1 + 0.1 * i) for i in range(len(relative))]
     return compare(curve(base), curve([a * (1 + r) for a, r in zip(base, relative, strict=True)]), Tolerance(rtol))
 
@@ -94,7 +94,7 @@ def test_the_tolerance_is_atol_plus_rtol_times_the_baseline() -> None:
     assert compare(base, other, Tolerance(rtol=0.125, atol=0.25)).verdict == WITHIN
     assert compare(base, other, Tolerance(rtol=0.125, atol=0.2)).first_diverging_step == 1
     assert compare(base, other, Tolerance(rtol=0.1, atol=0.25)).first_diverging_step == 2
-    # relative to the baseline, not to the candidate: 1 against 2 is off by 100%, 2 against 1 by 50%
+    # Relative to the baseline, not to the candidate: 1 and 2 differ by 100%, 2 and 1 by 50%.
     assert not compare(curve([1.0]), curve([2.0]), Tolerance(0.5, 0.0)).passed
     assert compare(curve([2.0]), curve([1.0]), Tolerance(0.5, 0.0)).passed
 
@@ -113,13 +113,13 @@ def test_the_gradient_norm_alone_can_diverge() -> None:
     assert result.headline == "first diverging step 2 (grad_norm)"
 
 
-def test_a_missing_gradient_norm_is_said() -> None:
-    with pytest.raises(Unusable, match=r"no grad_norm in the candidate \(curve\); --allow-partial"):
+def test_a_missing_gradient_norm_is_reported() -> None:
+    with pytest.raises(InputError, match=r"the candidate \(curve\) has no grad_norm; --allow-partial"):
         compare(curve([8.0], [1.0]), curve([8.0]), Tolerance())
     result = compare(curve([8.0], [1.0]), curve([8.0]), Tolerance(), allow_partial=True)
     assert result.verdict == IDENTICAL
     assert [metric.name for metric in result.metrics] == ["loss"]
-    assert result.notes == ["grad_norm was not compared: there is none in the candidate (curve)"]
+    assert result.notes == ["grad_norm was not compared: it is missing in the candidate (curve)"]
 
 
 # --- printed digits ---
@@ -131,9 +131,9 @@ def test_printed_digits_are_compared_as_printed() -> None:
     result = compare(recorded, log, Tolerance(0.0, 0.0))
     assert result.verdict == IDENTICAL_PRINTED
     assert any("printed digits" in note for note in result.notes)
-    # half a unit is 5e-6; 7.00000 could not have been printed for 7.0000051
+    # Half a unit is 5e-6: 7.0000051 is not printed as 7.00000.
     assert compare(curve([8.12345, 7.0000051]), log, Tolerance(0.0, 0.0)).first_diverging_step == 2
-    # two logs with the same number of digits: one unit apart means different values
+    # In two logs with the same number of digits, a difference of one unit means different values.
     other = printed_curve(["8.12345", "7.00001"])
     assert compare(log, other, Tolerance(0.0, 0.0)).first_diverging_step == 2
     assert compare(log, other, Tolerance()).verdict == WITHIN
@@ -148,7 +148,7 @@ def test_a_value_equals_itself_however_many_digits_are_printed(value: float, dig
 
 
 def test_exactly_half_a_unit_counts_as_equal() -> None:
-    # In binary 0.125 - 0.12 is a little more than 0.005: that is the parser's rounding, not a difference.
+    # In binary 0.125 - 0.12 is slightly above 0.005, because of the parser's rounding.
     assert 0.125 - 0.12 > 0.5 * 10.0**-2
     assert compare(curve([0.125]), printed_curve(["0.12"]), Tolerance(0.0, 0.0)).verdict == IDENTICAL_PRINTED
 
@@ -167,26 +167,26 @@ def test_printed_digits_cannot_prove_equality() -> None:
 
 def test_different_steps_are_named() -> None:
     short, long = curve([8.0, 7.0]), curve([8.0, 7.0, 6.0, 5.0])
-    with pytest.raises(Unusable, match=r"steps 3-4 only in the candidate .* --allow-partial"):
+    with pytest.raises(InputError, match=r"steps 3-4 only in the candidate .* --allow-partial"):
         compare(short, long, Tolerance())
     result = compare(short, long, Tolerance(), allow_partial=True)
     assert (result.verdict, result.metrics[0].steps.tolist()) == (IDENTICAL, [1, 2])
     assert any("steps 3-4 only in the candidate" in note for note in result.notes)
 
 
-def test_no_common_step_is_unusable_even_in_part() -> None:
-    with pytest.raises(Unusable, match="no step in common"):
+def test_no_common_step_is_an_error_even_with_allow_partial() -> None:
+    with pytest.raises(InputError, match="no common step"):
         compare(curve([8.0]), curve([8.0], first=2), Tolerance(), allow_partial=True)
 
 
-def test_gaps_are_fine_when_both_sides_have_them() -> None:
+def test_gaps_on_both_sides_are_accepted() -> None:
     sparse = build_curve("sparse", "test", [(step, "loss", Point(1.0 / step)) for step in (1, 10, 20)])
     assert compare(sparse, sparse, Tolerance()).verdict == IDENTICAL
 
 
-def test_a_step_missing_in_the_gradient_norm_only_is_named() -> None:
+def test_a_step_missing_only_in_the_gradient_norm_is_named() -> None:
     partial = curve([8.0, 7.0], [1.0])
-    with pytest.raises(Unusable, match="grad_norm: steps 2 only in the baseline"):
+    with pytest.raises(InputError, match="grad_norm: steps 2 only in the baseline"):
         compare(curve([8.0, 7.0], [1.0, 1.0]), partial, Tolerance())
 
 
@@ -221,7 +221,7 @@ def test_nan_on_either_side(bad_baseline: float, bad_candidate: float, where: st
 def test_off_at_the_first_step_is_named_over_one_percent() -> None:
     assert pattern_names(off_by([0.011] * 12)) == [(FIRST_STEP, "loss")]
     assert pattern_names(off_by([0.009] * 12)) == [(OTHER, "loss")]
-    # also when the tolerance lets it pass
+    # Also if it is within tolerance.
     loose = off_by([0.011] * 12, rtol=0.1)
     assert (loose.verdict, pattern_names(loose)) == (WITHIN, [(FIRST_STEP, "loss")])
 
@@ -238,11 +238,11 @@ def test_a_jump_that_stays_is_a_late_drift_and_a_constant_difference_is_not() ->
     assert pattern_names(off_by([1e-6] + [5e-3] * 19)) == [(OTHER, "loss")]
 
 
-def test_a_difference_that_is_there_at_the_first_step_is_no_late_drift() -> None:
+def test_a_difference_at_the_first_step_is_not_a_late_drift() -> None:
     assert pattern_names(off_by([2e-3 * step for step in range(1, 21)])) == [(OTHER, "loss")]
 
 
-def test_a_drift_within_tolerance_has_no_name() -> None:
+def test_a_drift_within_tolerance_is_not_reported() -> None:
     assert off_by([1e-6 * step for step in range(40)]).patterns == []
 
 
@@ -257,28 +257,28 @@ def test_spikes() -> None:
         assert result.patterns[0].what == f"out of tolerance at {steps}, within it before and after"
 
 
-def test_what_is_no_spike() -> None:
+def test_differences_that_are_not_spikes() -> None:
     three, last, flicker = [1e-6] * 20, [1e-6] * 20, [9e-4, 1.1e-3] * 10
     three[7:10] = [0.05] * 3
-    last[19] = 0.05  # nothing shows that the curves meet again
+    last[19] = 0.05  # nothing shows that the curves agree again
     for relative in (three, last, flicker):
         assert pattern_names(off_by(relative)) == [(OTHER, "loss")]
 
 
 def test_a_drift_that_changes_sign_has_no_spikes() -> None:
-    # every other step or so lies within tolerance, because the difference passes through zero
+    # Some steps are within tolerance, because the difference passes through zero.
     result = off_by([1e-4 * step * math.sin(2.4 * step) for step in range(60)])
     assert result.metrics[0].within[30:].any()
     assert pattern_names(result) == [(LATE_DRIFT, "loss")]
 
 
-def test_a_spike_before_a_nan_is_still_found() -> None:
+def test_a_spike_before_a_nan_is_found() -> None:
     base = [4.0] * 20
     other = [4.0] * 5 + [4.4] + [4.0] * 6 + [NAN_VALUE] * 8
     assert pattern_names(compare(curve(base), curve(other), Tolerance())) == [(NAN, "loss"), (SPIKE, "loss")]
 
 
-def test_every_pattern_says_what_it_means_and_what_to_check() -> None:
+def test_every_pattern_has_a_meaning_and_a_check() -> None:
     for result in (off_by([0.02] * 8), off_by([0.0, 0.0, 0.5, 0.0]), off_by([2e-4 * s for s in range(40)])):
         lines = summary_lines(result)
         for pattern in result.patterns:
@@ -290,21 +290,21 @@ def test_every_pattern_says_what_it_means_and_what_to_check() -> None:
 
 
 def png_size(content: bytes) -> tuple[int, int]:
-    """Width and height, after the signature and down to the end chunk: a PNG that is whole."""
+    """Return width and height of a complete PNG, checking its first and last chunk."""
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert content[12:16] == b"IHDR"
     assert content[-8:-4] == b"IEND"
     return struct.unpack(">II", content[16:24])
 
 
-def test_the_three_files(tmp_path: Path) -> None:
+def test_the_report_has_three_files(tmp_path: Path) -> None:
     base = curve([8.0, 4.0, 2.0, 1.0, 1.0], [1.0] * 5)
     other = curve([8.0, 4.0, 2.5, 1.0, NAN_VALUE], [1.0] * 5)
     write_report(compare(base, other, Tolerance(rtol=0.01, atol=0.0)), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["comparison.png", "report.json", "report.md"]
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     report = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
     assert (report["verdict"], report["passed"], report["first_diverging_step"]) == ("diverged", False, 3)
@@ -362,7 +362,7 @@ def test_odd_curves_can_be_drawn(loss: list[float], other: list[float], toleranc
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Three small curves: a base, one that is close to it, one that is far."""
+    """Write three small curves: a base, one close to it, one far from it."""
     written = {}
     for name, factor in (("base", 1.0), ("close", 1.0001), ("far", 1.2)):
         path = tmp_path / f"{name}.json"
@@ -390,7 +390,7 @@ def test_exit_codes(candidate, options, code, first_line, files, tmp_path, capsy
     assert json.loads((out / "report.json").read_text())["passed"] is (code == 0)
 
 
-def test_unusable_input_is_one_line_and_writes_nothing(files, tmp_path, capsys) -> None:
+def test_invalid_input_is_one_line_and_writes_nothing(files, tmp_path, capsys) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text("step,loss\n")
     shorter = tmp_path / "shorter.csv"
@@ -401,7 +401,7 @@ def test_unusable_input_is_one_line_and_writes_nothing(files, tmp_path, capsys) 
         printed = capsys.readouterr()
         assert printed.out == ""
         assert len(printed.err.splitlines()) == 1
-        assert printed.err.startswith("compare_loss: ")
+        assert printed.err.startswith("torchtitan-npu compare: ")
     assert not out.exists()
     assert main([files["base"], str(shorter), "--allow-partial", "--out", str(out)]) == 0
 
@@ -422,13 +422,13 @@ def test_unusable_input_is_one_line_and_writes_nothing(files, tmp_path, capsys) 
         ["run", "--config", "x.toml", "--candidate-converters", "a", "--nproc", "0"],
     ],
 )
-def test_unusable_arguments_are_one_line(options, capsys) -> None:
+def test_invalid_arguments_are_one_line(options, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(options)
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_an_output_folder_that_cannot_be_made_is_one_line(files, capsys) -> None:
+def test_an_output_folder_that_cannot_be_created_is_one_line(files, capsys) -> None:
     assert main([files["base"], files["base"], "--out", files["far"]]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

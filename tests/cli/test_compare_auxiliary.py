@@ -1,4 +1,4 @@
-"""tools/compare_loss.py also compares the losses that a model has beside the main one."""
+"""``torchtitan-npu compare`` also compares auxiliary losses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_npu.cli.compare import command as compare_loss
-from torchtitan_npu.cli.compare.comparison import Tolerance, compare
-from torchtitan_npu.cli.compare.curves import Unusable
+from torchtitan_npu.cli.compare.comparison import compare
+from torchtitan_npu.cli.compare.curves import InputError
+from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.plot import DPI, GAP, HEIGHTS, draw
 from torchtitan_npu.cli.compare.sources import read_curve
 
@@ -19,7 +20,7 @@ PREFIX = "[rank0]:[titan] 2026-11-15 08:58:36,855 - root - INFO - "
 
 
 def console(path: Path, *losses: float) -> Path:
-    """A log of so many steps as the metrics print it, the indexer's ``losses`` on lines of their own."""
+    """Write a console log with one step per value of the indexer's ``losses``."""
     lines = []
     for step, loss in enumerate(losses, start=1):
         lines.append(f"{PREFIX}\033[31mstep: {step:2}  \033[32mloss:  8.11174  \033[33mgrad_norm:  1.3532\033[39m")
@@ -37,7 +38,7 @@ def events(path: Path, *losses: float) -> Path:
     return path
 
 
-def test_they_are_read_from_every_source(tmp_path: Path) -> None:
+def test_auxiliary_losses_are_read_from_every_source(tmp_path: Path) -> None:
     columns = tmp_path / "a.json"
     columns.write_text(json.dumps({"step": [1, 2], "loss": [8, 7], "indexer_loss": [0.5, 0.25]}))
     for path in (columns, console(tmp_path / "a.log", 0.5, 0.25), events(tmp_path / "run", 0.5, 0.25)):
@@ -48,7 +49,7 @@ def test_they_are_read_from_every_source(tmp_path: Path) -> None:
     assert printed["indexer_loss"][1].resolution == pytest.approx(0.5e-5)
 
 
-def test_one_that_diverges_is_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverging_auxiliary_loss_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [console(tmp_path / "a.log", 0.5, 0.25), console(tmp_path / "b.log", 0.5, 0.26)]
     assert compare_loss.main([*map(str, sides), "--rtol", "1e-2", "--out", str(tmp_path)]) == 1
     assert "first diverging step 2 (indexer_loss)" in capsys.readouterr().out
@@ -61,7 +62,7 @@ def test_one_that_diverges_is_the_verdict(tmp_path: Path, capsys: pytest.Capture
     }
 
 
-def test_a_model_without_them_is_compared_as_ever(tmp_path: Path) -> None:
+def test_a_model_without_auxiliary_losses(tmp_path: Path) -> None:
     plain = tmp_path / "plain.json"
     plain.write_text('{"step": [1, 2], "loss": [8, 7], "grad_norm": [1, 1]}')
     comparison = compare(read_curve(plain), read_curve(plain), Tolerance())
@@ -69,17 +70,17 @@ def test_a_model_without_them_is_compared_as_ever(tmp_path: Path) -> None:
     assert not comparison.notes
 
 
-def test_one_side_without_it_is_an_error(tmp_path: Path) -> None:
+def test_an_auxiliary_loss_on_one_side_only_is_an_error(tmp_path: Path) -> None:
     with_it = read_curve(events(tmp_path / "run", 0.5))
     without = tmp_path / "without.json"
     without.write_text('{"step": [1], "loss": [8]}')
-    with pytest.raises(Unusable, match="no indexer_loss in the candidate"):
+    with pytest.raises(InputError, match=r"the candidate .* has no indexer_loss"):
         compare(with_it, read_curve(without), Tolerance())
 
 
-def test_the_picture_has_a_panel_more(tmp_path: Path) -> None:
+def test_the_plot_has_one_more_panel(tmp_path: Path) -> None:
     curve = read_curve(events(tmp_path / "run", 0.5, 0.25))
     comparison = compare(curve, curve, Tolerance())
     without = dataclasses.replace(comparison, metrics=comparison.metrics[:1])
-    with_it, plain = (int.from_bytes(draw(each)[20:24]) for each in (comparison, without))  # where a PNG has its height
+    with_it, plain = (int.from_bytes(draw(each)[20:24]) for each in (comparison, without))  # the PNG's height
     assert with_it - plain == round((HEIGHTS["indexer_loss"] + GAP) * DPI)

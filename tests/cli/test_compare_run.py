@@ -1,4 +1,4 @@
-"""``compare_loss.py run``: real torchrun launches of a stand-in trainer, the logs, the progress bar, the folders."""
+"""``torchtitan-npu compare run``: torchrun launches of a fake trainer, logs, progress bars and folders."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from torchtitan_npu.cli.compare.command import main
-from torchtitan_npu.cli.compare.curves import Unusable
+from torchtitan_npu.cli.compare.curves import InputError
 from torchtitan_npu.cli.compare.train_pair import (
     MARKER,
     RunPair,
     last_error_line,
-    launch_both,
     prepare_out,
+    train_both,
     train_command,
 )
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_loss.py"
-# Trains nothing, but takes TorchTitan's arguments, prints its lines from every rank and writes its events from rank 0.
-# As ``torchtitan_npu.train`` in the working directory it hides the installed one, so the command line is the real one.
+# A fake trainer that accepts TorchTitan's arguments, prints its lines from every rank and writes events from rank 0.
+# As ``torchtitan_npu.train`` in the working directory it hides the installed module, so the command line is unchanged.
 TRAINER = """
 import json, os, sys
 from pathlib import Path
@@ -54,7 +54,7 @@ if writer:
 
 
 def make_job(folder: Path, plan: dict[str, object]) -> list[str]:
-    """The stand-in trainer and its plan in ``folder``; returns the arguments that start it from there."""
+    """Write the fake trainer and its plan to ``folder``. Return the arguments that start it there."""
     package = folder / "torchtitan_npu"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -87,10 +87,10 @@ def test_two_runs_and_their_comparison(tmp_path: Path) -> None:
         assert f"--model.converters={converters}" in given
         assert given[-2:] == ["--training.seq_len", "128"]
 
-    # the runs stay as they are: again without --force is refused, and the logs can be compared as well
+    # A second run without --force is an error. The logs can be compared, too.
     again = RunPair(tmp_path / "job.toml", ["a"], out, nproc=1, steps=5)
-    with pytest.raises(Unusable, match="holds an earlier run"):
-        launch_both(again)
+    with pytest.raises(InputError, match="contains an earlier run"):
+        train_both(again)
     logs = [str(out / "baseline.log"), str(out / "candidate.log")]
     assert main([*logs, "--rtol", "1e-5", "--out", str(tmp_path / "logs")]) == 1
 
@@ -101,7 +101,7 @@ def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeyp
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines()[-1] == (
-        "compare_loss: the baseline run failed (exit code 1): RuntimeError: npu_rms_norm: unknown epsilon; "
+        "torchtitan-npu compare: the baseline run failed (exit code 1): RuntimeError: npu_rms_norm: unknown epsilon; "
         "see o/baseline.log"
     )
     assert not (tmp_path / "o" / "report.json").exists()
@@ -124,19 +124,19 @@ def test_the_command_line_of_each_side() -> None:
     assert line.endswith("--foo 1")
 
 
-def test_a_missing_config_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_missing_config_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(Unusable, match="no such file"):
-        launch_both(RunPair(tmp_path / "absent.toml", ["a"], out, nproc=1, steps=1))
+    with pytest.raises(InputError, match="no such file"):
+        train_both(RunPair(tmp_path / "absent.toml", ["a"], out, nproc=1, steps=1))
     assert not out.exists()
 
 
-def test_force_removes_what_the_tool_made_and_nothing_else(tmp_path: Path) -> None:
+def test_force_removes_only_files_of_an_earlier_run(tmp_path: Path) -> None:
     prepare_out(tmp_path, force=False)
     (tmp_path / "baseline" / "tb").mkdir()
     for name in ("candidate.log", "report.json", "mine.txt"):
         (tmp_path / name).touch()
-    with pytest.raises(Unusable, match="--force"):
+    with pytest.raises(InputError, match="--force"):
         prepare_out(tmp_path, force=False)
     assert (tmp_path / "baseline" / "tb").is_dir()
     prepare_out(tmp_path, force=True)
@@ -144,12 +144,12 @@ def test_force_removes_what_the_tool_made_and_nothing_else(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "baseline").iterdir()] == [MARKER]
 
 
-def test_force_keeps_a_folder_that_the_tool_did_not_make(tmp_path: Path) -> None:
+def test_force_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
     prepare_out(tmp_path, force=False)
     (tmp_path / "candidate" / MARKER).unlink()
     (tmp_path / "candidate" / "checkpoint").touch()
     (tmp_path / "report.json").touch()
-    with pytest.raises(Unusable, match="was not made by this tool"):
+    with pytest.raises(InputError, match="was not created by this command"):
         prepare_out(tmp_path, force=True)
     assert (tmp_path / "candidate" / "checkpoint").exists()
     assert (tmp_path / "baseline" / MARKER).exists()
@@ -168,9 +168,9 @@ def test_force_keeps_a_folder_that_the_tool_did_not_make(tmp_path: Path) -> None
         ("step: 3  loss: 8.0", False),
     ],
 )
-def test_which_line_names_the_error(line: str, found: bool) -> None:
+def test_last_error_line(line: str, found: bool) -> None:
     assert last_error_line(["Error: earlier", f"{line}\n", "\n"]) == (line if found else "Error: earlier")
 
 
-def test_a_log_without_an_error_says_so() -> None:
-    assert last_error_line(["step: 1\n"]) == "its log names no error"
+def test_a_log_without_an_error() -> None:
+    assert last_error_line(["step: 1\n"]) == "no error found in its log"

@@ -1,4 +1,4 @@
-"""Every kind of input of tools/compare_loss.py: what is read from it, and what is refused."""
+"""``torchtitan-npu compare``: what each kind of input gives, and which inputs are errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from torchtitan_npu.cli.compare.console_log import parse_step_line
-from torchtitan_npu.cli.compare.curves import Curve, Unusable
+from torchtitan_npu.cli.compare.curves import Curve, InputError
 from torchtitan_npu.cli.compare.sources import read_curve
 
-# Examples are not timed: a busy machine is no fault of the code.
+# No deadline: the machine may be busy.
 untimed = settings(deadline=None, max_examples=50)
 COLOURS = ("\033[31m", "\033[32m", "\033[38;2;180;60;0m", "\033[38;2;54;234;195m", "\033[39m")
 
@@ -32,9 +32,9 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def refused(path: Path) -> str:
-    """The message with which a source is refused."""
-    with pytest.raises(Unusable) as error:
+def error_of(path: Path) -> str:
+    """Read ``path`` and return the error message."""
+    with pytest.raises(InputError) as error:
         read_curve(path)
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
@@ -43,7 +43,7 @@ def refused(path: Path) -> str:
 # --- JSON and CSV ---
 
 
-def test_json_columns_and_records_are_the_same(tmp_path: Path) -> None:
+def test_json_columns_and_records_are_equivalent(tmp_path: Path) -> None:
     columns = write(
         tmp_path / "a.json", '{"step": [2, 1], "loss": [NaN, 8.5], "grad_norm": [Infinity, 1.5], "lr": [0]}'
     )
@@ -61,7 +61,7 @@ def test_json_columns_and_records_are_the_same(tmp_path: Path) -> None:
 
 @untimed
 @given(st.dictionaries(st.integers(0, 1000), st.floats(allow_nan=False), min_size=1), st.randoms())
-def test_the_order_of_records_changes_nothing(tmp_path_factory, points: dict[int, float], rng: random.Random) -> None:
+def test_the_order_of_records_does_not_matter(tmp_path_factory, points: dict[int, float], rng: random.Random) -> None:
     records = [{"step": step, "loss": loss} for step, loss in points.items()]
     rng.shuffle(records)
     path = tmp_path_factory.mktemp("order") / "a.json"
@@ -96,7 +96,7 @@ def test_recorded_values_are_exact(tmp_path: Path) -> None:
         ("a.json", "[]", "no loss found"),
         ("a.json", '[{"step": 1, "loss": null}]', "record 1: loss is None"),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: loss is True"),
-        ("a.json", '[{"step": 1.5, "loss": 8}]', "step 1.5 is not a whole number"),
+        ("a.json", '[{"step": 1.5, "loss": 8}]', "step 1.5 is not an integer"),
         ("a.json", '[{"step": 1, "loss": 8}, {"step": 1, "loss": 9}]', "step 1 occurs twice"),
         ("a.csv", "", "must name the columns"),
         ("a.csv", "1,8.5\n", "must name the columns"),
@@ -104,13 +104,13 @@ def test_recorded_values_are_exact(tmp_path: Path) -> None:
         ("a.csv", "step,loss\n1,\n", "record 1: loss is ''"),
         ("a.csv", "step,loss\n1,high\n", "record 1: loss is 'high'"),
         ("a.csv", "step,loss\n3,8\n3,9\n", "step 3 occurs twice with different values of loss: 8 and 9"),
-        ("a.log", "", "no line 'step: ... loss: ...' found"),
+        ("a.log", "", "found no line 'step: ... loss: ...'"),
         ("a.log", "step: 1  loss: -1.00000  grad_norm: 1.0\n", "log the last stage's rank"),
         ("a.log", "step: 7  loss: 8.0  grad_norm: 1.0\nstep: 7  loss: 8.1  grad_norm: 1.0\n", "step 7 occurs twice"),
     ],
 )
-def test_what_is_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
-    assert message in refused(write(tmp_path / name, text))
+def test_invalid_files_are_errors(name: str, text: str, message: str, tmp_path: Path) -> None:
+    assert message in error_of(write(tmp_path / name, text))
 
 
 def test_the_same_step_with_the_same_value_is_read_once(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_the_same_step_with_the_same_value_is_read_once(tmp_path: Path) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    assert "no such file or folder" in refused(tmp_path / "absent.json")
+    assert "no such file or folder" in error_of(tmp_path / "absent.json")
 
 
 # --- console logs ---
 
 
 def step_line(step: int, loss: float, grad_norm: float, prefix: str = "", colours: tuple[str, ...] = COLOURS) -> str:
-    """The line as torchtitan.components.metrics.MetricsProcessor.log formats it."""
+    """Format a line like torchtitan.components.metrics.MetricsProcessor.log."""
     red, green, orange, turquoise, reset = colours
     return (
         f"{prefix}[titan] 2026-01-31 12:00:00,123 - root - INFO - {red}step: {step:2}  {green}loss: {loss:8.5f}  "
@@ -149,12 +149,12 @@ def test_console_log(colours: tuple[str, ...], prefix: str, tmp_path: Path) -> N
 
 
 def test_console_log_takes_the_metrics_rank(tmp_path: Path) -> None:
-    # ranks 0 and 1 are a pipeline stage without the loss: -1 each, summed over both
+    # Ranks 0 and 1 are a pipeline stage without the loss: -1 each, summed over both.
     ranks = {0: -2.0, 1: -2.0, 2: 8.0, 3: 8.00001}
     lines = [step_line(1, loss, 1.0, f"[rank{rank}]:") for rank, loss in reversed(ranks.items())]
     curve = read_curve(write(tmp_path / "train.log", "".join(lines)))
     assert values(curve) == {1: 8.0}
-    assert "rank 2's" in curve.notes[0]
+    assert "from rank 2" in curve.notes[0]
 
 
 def test_console_log_of_several_ranks_without_prefix(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ LOSS_TAG, GRAD_NORM_TAG = "loss_metrics/global_avg_loss", "grad_norm"
 
 
 def write_events(folder: Path, losses: dict[int, float], started: float = 0.0, grad_norm: bool = True) -> None:
-    """An event file in ``folder``, as torch's SummaryWriter writes it for TorchTitan (without importing torch)."""
+    """Write an event file like torch's SummaryWriter, without importing torch."""
     writer = EventFileWriter(str(folder), filename_suffix=f".{len(list(folder.glob('*')))}")
     for step, loss in losses.items():
         scalars = {LOSS_TAG: loss, "memory/num_ooms": 0.0} | ({GRAD_NORM_TAG: loss / 2} if grad_norm else {})
@@ -204,7 +204,7 @@ def test_run_folder_at_any_depth(tmp_path: Path) -> None:
         assert list(curve.metrics["loss"]) == [1, 2, 10]
         assert values(curve)[1] == 8.5
         assert math.isnan(values(curve)[2])
-        assert values(curve)[10] == pytest.approx(0.1, rel=2**-24)  # events hold float32
+        assert values(curve)[10] == pytest.approx(0.1, rel=2**-24)  # event files store float32
         assert values(curve, "grad_norm")[1] == 4.25
         assert not curve.printed
 
@@ -236,37 +236,37 @@ def test_runs_that_disagree_must_be_named(tmp_path: Path) -> None:
     first, second = tmp_path / "tb" / "20260131-1200", tmp_path / "tb" / "20260131-1205"
     write_events(first, {1: 8.0, 2: 7.0})
     write_events(second, {1: 8.0, 2: 7.5}, started=1000.0)
-    message = refused(tmp_path)
+    message = error_of(tmp_path)
     assert "disagree at steps 2" in message
     assert str(first) in message
     assert str(second) in message
     assert values(read_curve(second))[2] == 7.5
 
 
-def test_of_all_ranks_the_lowest_with_the_loss_is_read(tmp_path: Path) -> None:
+def test_the_lowest_rank_with_a_loss_is_read(tmp_path: Path) -> None:
     run = tmp_path / "tb" / "20260131-1200"
     for rank, loss in enumerate((-1.0, -1.0, 8.0, 8.5)):
         write_events(run / f"rank_{rank}", {1: loss})
     curve = read_curve(tmp_path)
     assert values(curve) == {1: 8.0}
-    assert "rank 2's" in curve.notes[0]
+    assert "from rank 2" in curve.notes[0]
 
 
-def test_folders_without_a_loss_are_refused(tmp_path: Path) -> None:
-    assert "enable_tensorboard" in refused(tmp_path)
+def test_folders_without_a_loss_are_errors(tmp_path: Path) -> None:
+    assert "enable_tensorboard" in error_of(tmp_path)
     writer = EventFileWriter(str(tmp_path))
     writer.add_event(Event(step=1, wall_time=1.0, summary=Summary(value=[Summary.Value(tag="lr", simple_value=0.1)])))
     writer.close()
-    assert "hold no loss_metrics/global_avg_loss" in refused(tmp_path)
+    assert "contain no loss_metrics/global_avg_loss" in error_of(tmp_path)
 
 
-def test_the_end_of_a_killed_run_may_be_cut_off(tmp_path: Path) -> None:
+def test_a_truncated_event_file_of_a_killed_run_is_read(tmp_path: Path) -> None:
     write_events(tmp_path, {1: 8.0, 2: 7.0}, grad_norm=False)
     path = next(tmp_path.iterdir())
     path.write_bytes(path.read_bytes()[:-3])
     assert values(read_curve(tmp_path)) == {1: 8.0, 2: 7.0}
 
 
-def test_a_damaged_event_file_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_event_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "events.out.tfevents.1.host").write_bytes(b"not an event file at all")
-    assert "hold no loss" in refused(tmp_path)
+    assert "contain no loss" in error_of(tmp_path)

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py: there and back again, into a job, in little memory, and what it refuses."""
+"""``torchtitan-npu convert``: round trips, a job that starts from the result, memory use and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def options(model: tuple[str, str, int]) -> list[str]:
 
 
 def weights_of(model: tuple[str, str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Random ones by our names and by Hugging Face's: matrices in bfloat16, as they are released."""
+    """Return random weights by TorchTitan's and by Hugging Face's names, with matrices in bfloat16 as in releases."""
     without_weights = build(*model)
     generator = torch.Generator().manual_seed(0)
     ours = {}
@@ -67,7 +67,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model[1]} {model[0]} {model[2]}")
-def test_there_and_back_is_the_same(model: tuple[str, str, int], tmp_path: Path, capsys: Any) -> None:
+def test_a_round_trip_is_bit_identical(model: tuple[str, str, int], tmp_path: Path, capsys: Any) -> None:
     ours, theirs = weights_of(model)
     (tmp_path / "hf").mkdir()
     write(theirs, tmp_path / "hf", files=2)
@@ -80,16 +80,16 @@ def test_there_and_back_is_the_same(model: tuple[str, str, int], tmp_path: Path,
     assert main(["to-hf", there, back, *options(model)]) == 0
     assert_same(read_back(Path(back)), theirs)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "new folder"]
-    said = capsys.readouterr().out
-    assert f"{len(ours)} tensors of {model[0]}" in said
-    assert ("not written" in said and "layers.0.moe.expert_bias" in said) == (model[1] == "qwen3_moe")
+    output = capsys.readouterr().out
+    assert f"{len(ours)} tensors of {model[0]}" in output
+    assert ("not written" in output and "layers.0.moe.expert_bias" in output) == (model[1] == "qwen3_moe")
 
 
 RELEASED = ("deepseek_v32", "tiny", 1)
 
 
 def train_from(folder: str, dump_folder: str) -> dict[str, Tensor]:
-    """The weights that a job on this rank starts with; it then saves a checkpoint."""
+    """Train a job that loads ``folder`` and saves a checkpoint. Return its initial weights."""
     add_tiny()
     job = {
         "model.name": "deepseek_v32",
@@ -106,8 +106,8 @@ def train_from(folder: str, dump_folder: str) -> dict[str, Tensor]:
     return weights
 
 
-def test_a_job_starts_from_it_and_its_checkpoint_is_exported(tmp_path: Path) -> None:
-    """From weights in FP8, on two ranks that share the experts, to a checkpoint with optimizer states and the like."""
+def test_a_job_loads_the_checkpoint_and_its_own_is_exported(tmp_path: Path) -> None:
+    """From FP8 weights, through a job with expert parallelism, to an export without optimizer states."""
     _, theirs = weights_of(RELEASED)
     files, expected = quantised(theirs)
     (tmp_path / "hf").mkdir()
@@ -124,14 +124,14 @@ def test_a_job_starts_from_it_and_its_checkpoint_is_exported(tmp_path: Path) -> 
     assert exported.keys() == theirs.keys()
     for name, value in exported.items():
         assert value.dtype == (torch.float32 if "e_score_correction_bias" in name else torch.bfloat16), name
-        # a first step moves a weight by the learning rate, 8e-4, an expert's bias by 1e-3; and bfloat16 has 8 bits
+        # The first step changes a weight by the learning rate, 8e-4, an expert bias by 1e-3. bfloat16 has 8 bits.
         moved = (value.float() - expected[name].float()).abs()
         assert (moved <= 1.01e-3 + expected[name].float().abs() * 2**-8).all(), name
 
 
-def test_takes_a_fraction_of_the_models_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_takes_a_fraction_of_the_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flavors: Any = get_train_spec("deepseek_v32").model_args
-    flavors["tiny"].vocab_size = 256  # in a large model, too, most weights are the experts'
+    flavors["tiny"].vocab_size = 256  # as in large models, most weights are expert weights
     _, theirs = weights_of(RELEASED)
     (tmp_path / "hf").mkdir()
     write(theirs, tmp_path / "hf")
@@ -145,35 +145,39 @@ def test_takes_a_fraction_of_the_models_memory(tmp_path: Path, monkeypatch: pyte
     expert = max(theirs[name].nbytes for piece in pieces if piece.stacked for name in piece.theirs)
     with NewMemory() as there:
         assert main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "dcp"), *options(RELEASED)]) == 0
-    # DCP keeps the last chunk of each tensor in a file, here of three; and one weight is on its way
+    # DCP keeps the last chunk of each tensor in a file, here three, and one weight is in flight.
     assert there.peak <= rest + 4 * expert < model / 4
     with NewMemory() as back:
         assert main(["to-hf", str(tmp_path / "dcp"), str(tmp_path / "back"), *options(RELEASED)]) == 0
-    assert back.peak <= stacked + 100_000 + 2 * expert < model / 4  # one on its way from, and one to a file
+    assert back.peak <= stacked + 100_000 + 2 * expert < model / 4  # one being read, one being written
     sizes = [path.stat().st_size for path in (tmp_path / "back").glob("*.safetensors")]
     largest = max(value.nbytes for value in theirs.values())
-    assert len(sizes) > 3 and max(sizes) <= max(100_000, largest) + 10_000  # and a header
+    assert len(sizes) > 3 and max(sizes) <= max(100_000, largest) + 10_000  # plus a header
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "says"),
+    ("changes", "arguments", "message"),
     [
         ({}, ["--model", "deepseek_v23", "--flavor", "tiny"], "--model deepseek_v23 .*did you mean 'deepseek_v"),
         ({}, ["--model", "deepseek_v32", "--flavor", "tinny"], "--flavor tinny .*did you mean 'tiny'"),
-        ({}, ["--model", "llama4", "--flavor", "llama4"], r"no name .* for layers\.0\.feed_forward\.w1\.weight"),
+        (
+            {},
+            ["--model", "llama4", "--flavor", "llama4"],
+            r"no Hugging Face name for layers\.0\.feed_forward\.w1\.weight",
+        ),
         ({}, ["--model", "llama3", "--flavor", "llama3", "--mtp-layers", "1"], "--mtp-layers must be 0"),
-        ({}, ["--model", "deepseek_v32", "--flavor", "debugmodel"], r"weight is \(.*\) in .* and \(.*another --flavor"),
+        ({}, ["--model", "deepseek_v32", "--flavor", "debugmodel"], r"weight is \(.*\) in .* and \(.*wrong --flavor"),
         ({}, [*options(("deepseek_v32", "tiny", 2))], r"no model\.layers\.4\..*--mtp-layers"),
-        ({}, [*options(RELEASED), "--quantized"], "no quantised weights"),
+        ({}, [*options(RELEASED), "--quantized"], "no quantized weights"),
         ({"lm_head.weight": None}, options(RELEASED), "no lm_head.weight"),
         ({"model.norm.weight": (63,)}, options(RELEASED), r"model.norm.weight is \(63,\) in .* and \(64,\)"),
         ({"model.layers.9.mlp.gate.weight": (8, 64)}, options(RELEASED), r"model.layers.9.mlp.gate.weight and 0 more"),
-        ({"model.layers.0.mlp.up_proj.weight_scale_inv": (1, 1)}, options(RELEASED), "--quantized reads them"),
+        ({"model.layers.0.mlp.up_proj.weight_scale_inv": (1, 1)}, options(RELEASED), "add --quantized"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_says_in_a_line_what_does_not_fit(
-    changes: dict[str, Any], arguments: list[str], says: str, tmp_path: Path, capsys: Any
+def test_a_mismatch_is_one_line(
+    changes: dict[str, Any], arguments: list[str], message: str, tmp_path: Path, capsys: Any
 ) -> None:
     _, theirs = weights_of(RELEASED)
     for name, shape in changes.items():
@@ -185,12 +189,12 @@ def test_says_in_a_line_what_does_not_fit(
     capsys.readouterr()
     assert main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "dcp"), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("convert_checkpoint: ") and error.count("\n") == 1
-    assert re.search(says, error), error
+    assert error.startswith("torchtitan-npu convert: ") and error.count("\n") == 1
+    assert re.search(message, error), error
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_does_not_touch_what_is_there(tmp_path: Path, capsys: Any) -> None:
+def test_existing_folders_are_kept(tmp_path: Path, capsys: Any) -> None:
     source, target = tmp_path / "hf", tmp_path / "dcp"
     source.mkdir()
     save_file({"lm_head.weight": torch.zeros(1)}, source / "model.safetensors")
@@ -206,7 +210,7 @@ def test_does_not_touch_what_is_there(tmp_path: Path, capsys: Any) -> None:
     assert "no .metadata" in capsys.readouterr().err and not target.exists()
 
 
-def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, theirs = weights_of(RELEASED)
     (tmp_path / "hf").mkdir()
     write(theirs, tmp_path / "hf")

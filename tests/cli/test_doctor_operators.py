@@ -1,4 +1,4 @@
-"""The doctor's calls of the operators: each is there, an NPU would take it, and a wrong kernel does not pass."""
+"""The doctor calls every operator within the NPU's limits, and detects a wrong kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _library.define("npu_doctor_test(Tensor input, int dim=-1) -> Tensor")
 _library.impl("npu_doctor_test", lambda input, dim: input, "CPU")
 
 
-def test_one_call_of_each_operator_that_no_npu_refuses() -> None:
+def test_one_call_of_each_operator_within_the_limits() -> None:
     samples = list(operators.samples())
     assert sorted([*(sample.op for sample in samples), *operators.OF_SEVERAL_RANKS]) == sorted(OPS)
     for sample in samples:
@@ -27,7 +27,7 @@ def test_one_call_of_each_operator_that_no_npu_refuses() -> None:
 
 
 def line_with_reference(sample: Sample, change: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The status when the reference, so to speak the kernel, computes something else."""
+    """Return the status if the reference computes something else than the kernel."""
     op = OPS[sample.op]
     other = dataclasses.replace(op, reference=lambda **arguments: change(op.reference(**arguments)))
     monkeypatch.setitem(OPS, sample.op, other)
@@ -45,20 +45,20 @@ def line_with_reference(sample: Sample, change: Any, monkeypatch: pytest.MonkeyP
         (lambda y: y[:-1], "red"),
     ],
 )
-def test_what_is_not_rounding_is_not_green(change: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_above_rounding_is_not_green(change: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     swiglu, _ = gates()
     assert line_with_reference(swiglu, change, monkeypatch) == status
 
 
-def test_a_whole_number_that_differs_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_integer_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     permute = next(permutation())
     wrong = lambda outputs: (outputs[0], outputs[1].flip(0))  # noqa: E731
     assert line_with_reference(permute, wrong, monkeypatch) == "red"
 
 
-def test_errors_that_cannot_be_divided() -> None:
+def test_errors_of_nan_infinity_and_integers() -> None:
     one, nan, inf = torch.ones(3).double(), torch.full((3,), torch.nan), torch.full((3,), -torch.inf)
     assert operators.largest_error(nan, one) == torch.inf
     assert operators.largest_error(one.float(), nan.double()) == torch.inf
@@ -71,15 +71,15 @@ def test_errors_that_cannot_be_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "home", "status"),
+    ("expected", "backend", "status"),
     [
         ("npu::npu_doctor_test(Tensor input, int dim=-1) -> Tensor", "cpu", None),
         ("npu::npu_doctor_test(Tensor input) -> Tensor", "cpu", "yellow"),
         ("npu::npu_doctor_test(Tensor input, int dim=-1, int more=0) -> Tensor", "cpu", "red"),
         ("npu::npu_doctor_test(Tensor input, int dim=-1) -> (Tensor, Tensor)", "cpu", "red"),
-        ("npu::npu_doctor_test(Tensor input, int dim=-1) -> Tensor", "npu", "red"),  # no kernel for it
+        ("npu::npu_doctor_test(Tensor input, int dim=-1) -> Tensor", "npu", "red"),  # no kernel
     ],
 )
-def test_schemas(expected: str, home: Any, status: str | None) -> None:
-    line = operators._registration(dataclasses.replace(OPS["npu_swiglu"], schema=expected), home)
+def test_schemas(expected: str, backend: Any, status: str | None) -> None:
+    line = operators._registration(dataclasses.replace(OPS["npu_swiglu"], schema=expected), backend)
     assert (line and line.status) == status

@@ -1,4 +1,4 @@
-"""The launcher: environment profiles, one-line refusals, one log a rank, and who failed first."""
+"""``torchtitan-npu launch``: environment profiles, one-line errors, one log per rank, the first failure first."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests._helpers.nodes import free_port
-from torchtitan_npu.cli.doctor.environment_conflicts import conflicts
+from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
 from torchtitan_npu.cli.launch import environment_profile as profile
-from torchtitan_npu.cli.launch.deferred_errors import WithholdErrors
+from torchtitan_npu.cli.launch.deferred_errors import DeferErrors
 from torchtitan_npu.cli.launch.failure_report import (
     KILLED_AFTER,
-    PATIENCE,
+    REPORT_TIMEOUT,
     Failure,
     describe,
     failures_of,
@@ -49,22 +49,22 @@ def launch(folder: Path, *job: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, **options, capture_output=True, timeout=200)
 
 
-def test_a_job_that_trains_is_shown_and_logged(tmp_path: Path) -> None:
+def test_a_job_is_shown_and_logged(tmp_path: Path) -> None:
     result = launch(tmp_path, OMP_NUM_THREADS="1")
     console = result.stdout + result.stderr
     assert result.returncode == 0, console[-3000:]
-    assert "launch: profile cpu: nothing to add\nlaunch: kept as you set it: OMP_NUM_THREADS=1\n" in console
+    assert "launch: profile cpu: nothing to add\nlaunch: kept your settings: OMP_NUM_THREADS=1\n" in console
     assert "[rank0]:" in console and "step:  1" in console
     (log,) = tmp_path.glob("logs/node0/*/*/attempt_0/0/stdout.log")
     assert "step:  1" in log.read_text()
 
 
-def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
-    """Every rank exits, and only one of them says why."""
+def test_an_invalid_job_is_reported_once(tmp_path: Path) -> None:
+    """Every rank exits, and only one of them prints the reason."""
     result = launch(tmp_path, "--parallelism.data_parallel_shard_degree=1", NPROC="2", OMP_NUM_THREADS="1")
     assert result.returncode == 1
     report = result.stderr[result.stderr.index("first failure: rank 0 (node 0, ") :]
-    assert report.partition("its log:")[0].count("torchtitan_npu: error: 2 ranks") == 1
+    assert report.partition("  log:")[0].count("torchtitan_npu: error: 2 ranks") == 1
     assert "[rank1]:" not in result.stdout + result.stderr
     assert len(list(tmp_path.glob("logs/node0/*/*/attempt_0/*/stderr.log"))) == 2
 
@@ -74,72 +74,68 @@ def test_a_mistake_in_the_job_is_what_is_shown(tmp_path: Path) -> None:
     [
         ({"NNODES": "two"}, "NNODES=two is not a number"),
         ({"NPROC": "-1"}, "NPROC=-1 is not a number"),
-        ({"NPROC": "0"}, "NPROC=0: at least one rank trains"),
-        ({"NNODES": "2"}, "NODE_RANK is not set: the number of this node, 0 to 1"),
-        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is none of the 2 nodes, 0 to 1"),
-        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is not set: the name or address of node 0"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port, 1 to 65535"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port, 1 to 65535"),
-        ({"PROFILE": "npuu"}, "PROFILE=npuu: no such profile; did you mean 'npu'?"),
-        (
-            {"PROFILE": "npu", "ASCEND_LAUNCH_BLOCKING": "1"},
-            "ASCEND_LAUNCH_BLOCKING=1 switches off the queue that TASK_QUEUE_ENABLE=2 asks for; unset "
-            "ASCEND_LAUNCH_BLOCKING, or set TASK_QUEUE_ENABLE=0 to debug (TASK_QUEUE_ENABLE comes from PROFILE=npu; ",
-        ),
+        ({"NPROC": "0"}, "NPROC=0: must be at least 1"),
+        ({"NNODES": "2"}, "NODE_RANK is not set: set it to the number of this node, 0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2: must be 0 to 1 with NNODES=2"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is not set: set it to the name or address of node 0"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0: must be 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: must be 1 to 65535"),
     ],
     ids=str,
 )
-def test_what_cannot_start_is_one_line(environment: dict[str, str], error: str, tmp_path: Path) -> None:
+def test_an_invalid_option_is_one_line(environment: dict[str, str], error: str, tmp_path: Path) -> None:
     result = launch(tmp_path, **environment)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: {error}")
 
 
-def test_nodes_that_do_not_meet_are_one_line(tmp_path: Path) -> None:
-    with socket.socket() as other:  # what is there is no launcher
+def test_a_failed_rendezvous_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as other:  # not a launcher
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
         result = launch(tmp_path, NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"launch: error: the 2 nodes did not meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: ")
-    assert "EADDRINUSE" in line and line.endswith("(is another launch there, or is the address not this node's?)")
+    assert line.startswith(f"launch: error: rendezvous of 2 nodes failed at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: ")
+    assert "EADDRINUSE" in line and line.endswith(
+        "(is another launch running there, or is this not the address of this node?)"
+    )
 
 
-def test_a_signal_while_the_nodes_meet_ends_the_launcher(tmp_path: Path) -> None:
-    """Then torchrun waits in C++, here for what node 0 answers, and no handler of Python's would run."""
+def test_a_signal_during_the_rendezvous_ends_the_launcher(tmp_path: Path) -> None:
+    """torchrun waits in C++ for the answer of node 0, where no Python handler runs."""
     with socket.socket() as node_0:
         node_0.bind(("127.0.0.1", 0))
         node_0.listen()
         node_0.settimeout(100)
-        meet = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC": "1"}
-        with launched_job(tmp_path, meet | {"MASTER_PORT": str(node_0.getsockname()[1])}) as launched:
+        rendezvous = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC": "1"}
+        with launched_job(tmp_path, rendezvous | {"MASTER_PORT": str(node_0.getsockname()[1])}) as launched:
             connection, _ = node_0.accept()
             with connection:
                 launched.send_signal(signal.SIGTERM)
                 try:
-                    assert launched.wait(timeout=20) == -signal.SIGTERM  # a shell says 143
+                    assert launched.wait(timeout=20) == -signal.SIGTERM  # 143 in a shell
                 finally:
-                    launched.kill()  # nothing less would
+                    launched.kill()  # SIGTERM did not work
 
 
 RANK = """
 import os, sys, time
 if "LOCAL_RANK" in os.environ:
     if os.environ["RANK"] == os.environ.get("FAILS"):
-        os.makedirs(os.environ["LOGS"] + "/node0/another_launch/attempt_0")  # newer than this one's
+        os.makedirs(os.environ["LOGS"] + "/node0/another_launch/attempt_0")  # newer than this launch
         sys.stderr.write("Traceback (most recent call last):\\nRuntimeError: planted\\n")
         sys.stderr.flush()
         os._exit(1)
     print("the rank runs", flush=True)
     time.sleep(600)
 """
-"""Of a rank, before it is anything else; the launcher and torchrun are the real ones."""
+"""The start of a fake rank. The launcher and torchrun are the real ones."""
 
 
 def first_on_path(folder: Path, file: str, text: str) -> dict[str, str]:
-    """An environment where Python finds ``text`` before anything else of that name."""
+    """Write ``text`` to ``file`` and return an environment in which Python finds it first."""
     path = folder / "first" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -153,7 +149,7 @@ def launched_job(folder: Path, environment: dict[str, str]) -> Iterator[subproce
         try:
             yield launched
         finally:
-            launched.terminate()  # a test that fails does not wait for the ranks
+            launched.terminate()  # do not wait for the ranks if the test fails
 
 
 def wait_for(glob: str, folder: Path, text: str) -> None:
@@ -163,7 +159,7 @@ def wait_for(glob: str, folder: Path, text: str) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_is_said_last(tmp_path: Path) -> None:
+def test_ctrl_c_is_reported_last(tmp_path: Path) -> None:
     with launched_job(tmp_path, first_on_path(tmp_path, "sitecustomize.py", RANK)) as launched:
         wait_for("logs/node0/*/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
         launched.send_signal(signal.SIGINT)
@@ -173,16 +169,17 @@ def test_ctrl_c_is_said_last(tmp_path: Path) -> None:
     assert all(line.startswith("[rank0]:") for line in errors.splitlines() if "Traceback" in line)  # not the launcher's
 
 
-def test_a_signal_while_reports_are_awaited_shows_what_is_known(tmp_path: Path) -> None:
-    """Node 0 has failed and waits for node 1, whose rank has not noticed."""
-    meet = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
-    meet |= first_on_path(tmp_path, "sitecustomize.py", RANK) | {"FAILS": "0"}
-    node_0, node_1 = (launched_job(tmp_path, meet | {"NODE_RANK": node}) for node in "01")
+@pytest.mark.slow  # three processes import torch
+def test_a_signal_while_waiting_for_reports_shows_the_known_failures(tmp_path: Path) -> None:
+    """Node 0 has failed and waits for the report of node 1, which still runs."""
+    rendezvous = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
+    rendezvous |= first_on_path(tmp_path, "sitecustomize.py", RANK) | {"FAILS": "0"}
+    node_0, node_1 = (launched_job(tmp_path, rendezvous | {"NODE_RANK": node}) for node in "01")
     with node_0 as failed, node_1 as running:
         wait_for("logs/node1/*/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
         wait_for("logs/node0.failures.json", tmp_path, "planted")
         failed.send_signal(signal.SIGTERM)
-        _, report = failed.communicate(timeout=PATIENCE / 2)  # the wait ends with the signal
+        _, report = failed.communicate(timeout=REPORT_TIMEOUT / 2)  # the signal ends the wait
         running.send_signal(signal.SIGTERM)
         _, errors = running.communicate(timeout=100)
     assert failed.returncode == running.returncode == 128 + signal.SIGTERM
@@ -194,48 +191,47 @@ def test_a_signal_while_reports_are_awaited_shows_what_is_known(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_torch_is_imported_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_during_the_import_of_torch_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
     torch = f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"
     result = launch(tmp_path, **first_on_path(tmp_path, "torch/__init__.py", torch))
     assert (result.returncode, result.stderr) == (128 + number, f"launch: ended by {number.name}\n")
 
 
 @pytest.mark.parametrize("file", ["logs", "logs/node0", "logs/node0.failures.json/file"])
-def test_logs_that_cannot_be_made_are_one_line(file: str, tmp_path: Path) -> None:
-    in_the_way = tmp_path / file
-    in_the_way.parent.mkdir(parents=True, exist_ok=True)
-    in_the_way.touch()
+def test_a_log_folder_that_cannot_be_created_is_one_line(file: str, tmp_path: Path) -> None:
+    obstacle = tmp_path / file
+    obstacle.parent.mkdir(parents=True, exist_ok=True)
+    obstacle.touch()
     result = launch(tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: LOGS={tmp_path / 'logs'}: ")
 
 
-def test_logs_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+def test_a_log_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/node0").symlink_to("/proc/self")  # a folder where nobody, not even root, makes another
+    (tmp_path / "logs/node0").symlink_to("/proc/self")  # not even root can create a folder there
     result = launch(tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: LOGS={tmp_path / 'logs'}: ")
 
 
-@pytest.mark.parametrize(("path", "missing"), [("", "torchtitan_npu"), (str(ROOT), "torch")], ids=["", "torch"])
-def test_a_python_without_a_package_is_one_line(path: str, missing: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-S", "tools/launch.py"]  # without what is installed
-    environment = os.environ | {"PYTHONPATH": path, "LOGS": str(tmp_path)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def test_a_python_without_torch_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-m", "torchtitan_npu.cli.main", "launch"]  # -S: without site-packages
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGS": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr == f"launch: error: {sys.executable} has no {missing}: see docs/how-to/install.md\n"
+    assert result.stderr == f"launch: error: {sys.executable} has no torch: see docs/how-to/install.md\n"
 
 
 @pytest.mark.parametrize("name", profile.names())
-def test_a_shipped_profile_conflicts_with_nothing_and_gives_its_reasons(name: str) -> None:
+def test_a_shipped_profile_has_reasons_and_no_conflicts(name: str) -> None:
     variables = profile.read(name)
     assert profile.apply(name, {}) == {variable.name: variable.value for variable in variables}
     assert len({variable.name for variable in variables}) == len(variables)
     assert all(variable.reason for variable in variables)
 
 
-def test_the_profile_of_the_npu() -> None:
+def test_the_npu_profiles() -> None:
     assert {"npu", "npu_aiv", "cuda", "cpu"} == set(profile.names())
     npu, aiv = profile.apply("npu", {}), profile.apply("npu_aiv", {})
     assert npu["TASK_QUEUE_ENABLE"] == "2" and npu["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
@@ -243,81 +239,95 @@ def test_the_profile_of_the_npu() -> None:
     assert set(aiv) - set(npu) == {"HCCL_OP_EXPANSION_MODE", "HCCL_OP_BASE_FFTS_MODE_ENABLE", "HCCL_ALGO"}
 
 
-def test_what_the_user_set_is_kept() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     own = {"TASK_QUEUE_ENABLE": "0", "ASCEND_LAUNCH_BLOCKING": "1", "HCCL_BUFFSIZE": ""}
-    with pytest.raises(UsageError, match="HCCL_BUFFSIZE= is not a whole number"):  # set, if to nothing
+    with pytest.raises(UsageError, match="HCCL_BUFFSIZE= is not an integer"):  # an empty value counts as set
         profile.apply("npu", own)
     own["HCCL_BUFFSIZE"] = "120"
     added = profile.apply("npu", own)
     assert not set(added) & set(own) and "CPU_AFFINITY_CONF" in added
-    assert conflicts(own | added) == []
+    assert find_conflicts(own | added) == []
     assert profile.apply("none", own) == {}
 
 
-def test_a_conflict_of_the_user_s_own_names_no_profile() -> None:
+def test_an_unknown_profile_is_an_error() -> None:
+    with pytest.raises(UsageError, match="^PROFILE=npuu: no such profile; did you mean 'npu'"):
+        profile.apply("npuu", {})
+
+
+def test_a_conflict_with_the_profile_names_its_variable() -> None:
+    with pytest.raises(UsageError) as error:
+        profile.apply("npu", {"ASCEND_LAUNCH_BLOCKING": "1"})
+    assert str(error.value).startswith(
+        "ASCEND_LAUNCH_BLOCKING=1 disables the queue that TASK_QUEUE_ENABLE=2 enables; unset ASCEND_LAUNCH_BLOCKING, "
+        "or set TASK_QUEUE_ENABLE=0 to debug (TASK_QUEUE_ENABLE comes from PROFILE=npu; "
+    )
+
+
+def test_a_conflict_between_variables_of_the_user_names_no_profile() -> None:
     with pytest.raises(UsageError) as error:
         profile.apply("cpu", {"HCCL_ALGO": "level0:ring"})
     assert "level0:NA" in str(error.value) and "PROFILE" not in str(error.value)
 
 
-def test_advice_is_for_who_set_but_the_old_name_of_a_variable() -> None:
+def test_the_old_name_of_a_variable_in_the_profile_is_an_error() -> None:
     old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     own = {old: "max_split_size_mb:128"}
     with pytest.raises(UsageError) as error:
         profile.apply("cuda", own)
     assert str(error.value) == (
-        f"{old}=max_split_size_mb:128: the old name of {new}, which PROFILE=cuda sets to expandable_segments:True; "
-        f"put it into {new}, or PROFILE=none"
+        f"{old}=max_split_size_mb:128 is the old name of {new}, which PROFILE=cuda sets to expandable_segments:True; "
+        f"set {new} instead, or PROFILE=none"
     )
-    assert profile.apply("none", own) == {} and new not in profile.apply("cuda", {new: own[old]})  # as it says
-    assert new in profile.apply("cuda", {old: "expandable_segments:True"})  # the same by both names
-    with pytest.raises(UsageError, match=f"; keep {new}$"):  # both are the user's
+    assert profile.apply("none", own) == {} and new not in profile.apply("cuda", {new: own[old]})  # the advice works
+    assert new in profile.apply("cuda", {old: "expandable_segments:True"})  # equal values do not conflict
+    with pytest.raises(UsageError, match=f"; keep {new}$"):  # the user set both
         profile.apply("cuda", own | {new: "expandable_segments:True"})
 
 
-def test_a_profile_of_one_s_own_needs_reasons_too(tmp_path: Path) -> None:
+def test_a_profile_of_the_user_needs_reasons(tmp_path: Path) -> None:
     path = tmp_path / "mine.env"
     path.write_text("# About the file.\n\n# a = b\n# and more\nONE=a=b;c:d\n")
     assert profile.read(str(path)) == [profile.Variable("ONE", "a=b;c:d", "a = b and more")]
     path.write_text("# About the file.\n\nONE=1\n")
-    with pytest.raises(UsageError, match=r"mine.env:3: ONE has no comment above it"):
+    with pytest.raises(UsageError, match=r"mine.env:3: ONE needs a comment above it"):
         profile.read(str(path))
     path.write_text("# why\nexport ONE=1\n")
     with pytest.raises(UsageError, match=r"mine.env:2: 'export ONE=1' is not NAME=value"):
         profile.read(str(path))
 
 
-def test_a_profile_that_includes_itself_is_refused(tmp_path: Path) -> None:
+def test_a_profile_that_includes_itself_is_an_error(tmp_path: Path) -> None:
     one, two = tmp_path / "one.env", tmp_path / "two.env"
     one.write_text(f"include cpu\ninclude {two}\n")
     two.write_text(f"include cpu\ninclude {one}\n")
     with pytest.raises(UsageError, match=f"^{one} includes itself: {one} -> {two} -> {one}$"):
         profile.read(str(one))
-    two.write_text("include cpu\n")  # twice the same is no circle
+    two.write_text("include cpu\n")  # including a profile twice is allowed
     assert profile.read(str(one)) == 2 * profile.read("cpu")
 
 
 def failure(rank: int, when: float, error: str = "", exit_code: int = 1) -> Failure:
-    ended = exit_code == -signal.SIGTERM
-    return Failure(rank, rank // 2, f"host{rank // 2}", exit_code, when, error, f"log{rank}", ended)
+    killed = exit_code == -signal.SIGTERM
+    return Failure(rank, rank // 2, f"host{rank // 2}", exit_code, when, error, f"log{rank}", killed)
 
 
 def test_the_cause_comes_first() -> None:
     now = time.time()
-    killed = failure(3, now - 100, "step 7", -signal.SIGKILL)  # its last line is old, and torchrun did not end it
+    killed = failure(3, now - 100, "step 7", -signal.SIGKILL)  # its last line is old, and torchrun did not kill it
     timed_out = failure(1, now, "Traceback\nRuntimeError: timed out")
     silent = failure(0, now - 200, "")
     ended = failure(2, now - 300, "step 7", -signal.SIGTERM)
     lines = describe({0: [silent, timed_out], 1: [ended, killed]}, 3).splitlines()
-    assert lines[0].startswith("first failure: rank 3 (node 1, host1), ended by SIGKILL, at ")
-    assert lines[1:3] == ["  step 7", "  its log: log3"]
-    assert [line.split(",")[0] for line in lines[3:6]] == [f"after it: rank {r} (node {r // 2}" for r in (1, 0, 2)]
-    assert "RuntimeError: timed out (its log: log1)" in lines[3] and "ended with it" in lines[5]
+    assert lines[0].startswith("first failure: rank 3 (node 1, host1), killed by SIGKILL, at ")
+    assert lines[1:3] == ["  step 7", "  log: log3"]
+    assert [line.split(",")[0] for line in lines[3:6]] == [f"later: rank {r} (node {r // 2}" for r in (1, 0, 2)]
+    assert "RuntimeError: timed out (log: log1)" in lines[3] and "killed by torchrun" in lines[5]
     assert lines[6].startswith("node 2 has not reported")
 
 
 def ended_rank(folder: Path, rank: int, exit_code: int, last: float, seen: float, raised: str = "") -> ProcessFailure:
-    """As torchrun records it: what a rank said ``last``, and when torchrun had ``seen`` its end."""
+    """Return a failure as torchrun records it, with the times of the last output and of its detection."""
     log = folder / "none_x" / "attempt_0" / str(rank)
     log.mkdir(parents=True)
     (log / "stdout.log").write_text("step 7\n")
@@ -335,22 +345,22 @@ def ended_rank(folder: Path, rank: int, exit_code: int, last: float, seen: float
 @pytest.mark.parametrize(
     ("cause", "other", "shown", "followed"),
     [
-        # rank 0 times out while rank 1, which has raised, does not end: a thread of it runs on
+        # Rank 1 raises but does not exit, because of another thread. Rank 0 times out.
         ((-signal.SIGTERM, 0, 9, "planted"), (1, 8, 8, "timed out"), "planted", "exit code 1: timed out"),
         ((-signal.SIGKILL, 0, 39, "planted"), (1, 8, 8, "timed out"), "planted", "exit code 1: timed out"),
-        # rank 0, in the middle of a step, does not end when rank 1 has failed
-        ((1, 0, 0, "planted"), (-signal.SIGKILL, -9, KILLED_AFTER), "planted", "ended by SIGKILL: ended with it"),
-        ((3, 0, 0), (-signal.SIGKILL, -9, KILLED_AFTER), "step 7", "ended by SIGKILL: ended with it"),
-        # somebody else has killed rank 1, as the kernel does when memory ends
-        ((-signal.SIGKILL, 0, 1), (-signal.SIGTERM, -9, 2), "step 7", "ended by SIGTERM: ended with it"),
-        ((-signal.SIGKILL, 0, 1), (-signal.SIGKILL, -9, 31), "step 7", "ended by SIGKILL: ended with it"),
+        # Rank 0 does not exit after the failure of rank 1.
+        ((1, 0, 0, "planted"), (-signal.SIGKILL, -9, KILLED_AFTER), "planted", "killed by SIGKILL: killed by torchrun"),
+        ((3, 0, 0), (-signal.SIGKILL, -9, KILLED_AFTER), "step 7", "killed by SIGKILL: killed by torchrun"),
+        # Another process killed rank 1, such as the kernel's out-of-memory killer.
+        ((-signal.SIGKILL, 0, 1), (-signal.SIGTERM, -9, 2), "step 7", "killed by SIGTERM: killed by torchrun"),
+        ((-signal.SIGKILL, 0, 1), (-signal.SIGKILL, -9, 31), "step 7", "killed by SIGKILL: killed by torchrun"),
     ],
     ids=str,
 )
-def test_what_torchrun_ended_is_not_the_cause(
+def test_a_rank_killed_by_torchrun_is_not_the_cause(
     cause: tuple[int, float, float], other: tuple[int, float, float], shown: str, followed: str, tmp_path: Path
 ) -> None:
-    """Each: exit code, its last words and its end in seconds, what it raised."""
+    """Each rank: exit code, seconds of its last output and of its end, its error."""
     now = time.time()
     failures = {
         rank: ended_rank(tmp_path, rank, code, now + last, now + seen, *raised)
@@ -358,22 +368,22 @@ def test_what_torchrun_ended_is_not_the_cause(
     }
     lines = describe({0: failures_of(ChildFailedError("train", failures), 0, tmp_path)}, 1).splitlines()
     assert lines[0].startswith("first failure: rank 1 (node 0, ") and lines[1] == f"  {shown}"
-    assert lines[2] == f"  its log: {tmp_path / 'none_x/attempt_0/1'}"
-    assert lines[3].startswith("after it: rank 0 (node 0, ") and f"), {followed} (its log: " in lines[3]
+    assert lines[2] == f"  log: {tmp_path / 'none_x/attempt_0/1'}"
+    assert lines[3].startswith("later: rank 0 (node 0, ") and f"), {followed}" in lines[3]
 
 
-def test_reports_of_an_earlier_launch_do_not_count(tmp_path: Path) -> None:
+def test_reports_of_an_earlier_launch_are_ignored(tmp_path: Path) -> None:
     now = time.time()
     for node in (0, 1):
         write_report(tmp_path, node, [failure(2 * node, now, "error")])
     assert set(gather_reports(tmp_path, [0, 1], started=now)) == {0, 1}
     os.utime(tmp_path / "node0.failures.json", (now - 3600, now - 3600))
-    assert set(gather_reports(tmp_path, [0, 1], started=now, patience=0)) == {1}
+    assert set(gather_reports(tmp_path, [0, 1], started=now, timeout=0)) == {1}
 
 
-def test_errors_of_rank_0_wait() -> None:
+def test_errors_of_rank_0_are_deferred() -> None:
     console = io.StringIO()
-    shown = WithholdErrors(console, seconds=60)
+    shown = DeferErrors(console, seconds=60)
     print("step 1", file=shown)
     for line in ("Traceback (most recent call last):", "RuntimeError: timed out"):
         print(line, file=shown)
@@ -386,9 +396,9 @@ def test_errors_of_rank_0_wait() -> None:
     assert console.getvalue().endswith("timed out\nstep 2\n")
 
 
-def test_a_job_that_survives_its_error_is_shown_again() -> None:
+def test_the_output_of_a_job_that_survives_its_error_is_shown() -> None:
     console = io.StringIO()
-    shown = WithholdErrors(console, seconds=0.05)
+    shown = DeferErrors(console, seconds=0.05)
     print("Traceback (most recent call last):\nstep 2", file=shown)
     deadline = time.monotonic() + 10
     while "step 2" not in console.getvalue() and time.monotonic() < deadline:
@@ -397,9 +407,9 @@ def test_a_job_that_survives_its_error_is_shown_again() -> None:
     assert console.getvalue() == "Traceback (most recent call last):\nstep 2\nstep 3\n"
 
 
-def test_an_error_of_a_job_that_has_failed_waits_as_long_as_it_takes() -> None:
+def test_errors_of_a_failed_job_have_no_time_limit() -> None:
     console = io.StringIO()
-    shown = WithholdErrors(console, seconds=0.05)
+    shown = DeferErrors(console, seconds=0.05)
     print("Traceback (most recent call last):", file=shown)
     shown.hold()
     time.sleep(0.3)

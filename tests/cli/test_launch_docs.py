@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/launch.md: each node of a cluster would be asked for what it should."""
+"""The examples of docs/how-to/launch.md start the launcher of each node with the right options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from torchtitan_npu.cli.doctor.command import CHECKS
-from torchtitan_npu.cli.launch.launch_options import Asked, asked
+from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/launch.md").read_text()
@@ -20,14 +20,14 @@ JOB = "--job.config_file my_job.toml"
 
 
 def block(language: str, words: str) -> str:
-    """The example with these ``words``."""
+    """Return the example that contains ``words``."""
     (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if words in text)
     return found
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder to run examples in, whose tools write down how they were called; ``DOCTOR`` is one's exit code."""
+    """Return a folder with fake tools that record their calls. ``DOCTOR`` is the exit code of the doctor."""
     for path, text in {
         "tools/launch.sh": 'echo "$@" > launched; env > environment',
         "tools/doctor.py": 'echo "$@" > examined; exit $DOCTOR',
@@ -48,10 +48,10 @@ def run(command: list[str], checkout: Path, **environment: str) -> int:
     return subprocess.run(command, cwd=checkout, env={"PATH": path, "DOCTOR": "0"} | environment).returncode
 
 
-def launched(checkout: Path) -> tuple[str, Asked]:
-    """The arguments of tools/launch.sh, and what it was asked for."""
+def launched(checkout: Path) -> tuple[str, LaunchOptions]:
+    """Return the arguments and options of the launch."""
     lines = (checkout / "environment").read_text().splitlines()
-    return (checkout / "launched").read_text().strip(), asked(dict(line.split("=", 1) for line in lines))
+    return (checkout / "launched").read_text().strip(), read_options(dict(line.split("=", 1) for line in lines))
 
 
 SLURM = {"SLURM_NNODES": "8", "SLURM_JOB_NODELIST": "node[3-10]", "SLURM_SUBMIT_DIR": "/home", "SLURM_JOB_ID": "12"}
@@ -61,9 +61,9 @@ def test_slurm(checkout: Path) -> None:
     script = block("bash", "#SBATCH")
     assert "#SBATCH --nodes=8 --ntasks-per-node=1" in script
     assert run(["bash", "-c", script], checkout, **SLURM) == 0
-    job, wanted = launched(checkout)
+    job, options = launched(checkout)
     assert job == JOB
-    assert (wanted.nodes, wanted.node, wanted.master, wanted.logs) == (8, 7, "node3", Path("/home/logs/12"))
+    assert (options.nodes, options.node, options.master, options.logs) == (8, 7, "node3", Path("/home/logs/12"))
     option, checks = (checkout / "examined").read_text().split()
     assert option == "--only" and set(checks.split(",")) <= set(CHECKS)
 
@@ -82,17 +82,17 @@ def test_kubernetes(checkout: Path) -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     environment = container_environment(container["env"], {"batch.kubernetes.io/controller-uid": "9a3c"})
     assert run(container["command"], checkout, **environment, JOB_COMPLETION_INDEX="7") == 0
-    arguments, wanted = launched(checkout)
-    assert arguments == JOB and (wanted.nodes, wanted.node) == (spec["completions"], 7)
+    arguments, options = launched(checkout)
+    assert arguments == JOB and (options.nodes, options.node) == (spec["completions"], 7)
     assert spec["completions"] == spec["parallelism"] and spec["completionMode"] == "Indexed"
-    # an Indexed Job's pods are called by its name and their number, in the domain of the service
-    assert wanted.master == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    # The pods of an Indexed Job are named after the job and their index, in the domain of the service.
+    assert options.master == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert wanted.logs == Path(container["volumeMounts"][0]["mountPath"]) / "logs" / "9a3c"  # each job its own
+    assert options.logs == Path(container["volumeMounts"][0]["mountPath"]) / "logs" / "9a3c"  # one folder per job
 
 
 def container_environment(variables: list[dict[str, Any]], labels: dict[str, str]) -> dict[str, str]:
-    """As Kubernetes makes it: a label of the pod, or a text in which ``$(NAME)`` stands for an earlier variable."""
+    """Return the environment like Kubernetes: values are labels of the pod, or text with ``$(NAME)`` references."""
     environment: dict[str, str] = {}
     for variable in variables:
         if "valueFrom" in variable:
@@ -108,5 +108,5 @@ def test_two_nodes_by_hand(checkout: Path) -> None:
     lines = block("bash", "two nodes").splitlines()
     for node, line in enumerate(line for line in lines if not line.startswith("#")):
         assert run(["bash", "-c", line], checkout) == 0
-        job, wanted = launched(checkout)
-        assert job == JOB and (wanted.nodes, wanted.node, wanted.master) == (2, node, "host0")
+        job, options = launched(checkout)
+        assert job == JOB and (options.nodes, options.node, options.master) == (2, node, "host0")

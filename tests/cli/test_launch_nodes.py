@@ -1,4 +1,4 @@
-"""The launcher on two nodes: they train together, and when a rank of one fails, both nodes show its error first."""
+"""``torchtitan-npu launch`` on two nodes: both train, and both report the rank that failed first."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ JOB = {
 }
 NODE = """
 case $1 in
-    @) export NODE_RANK=${HOSTNAME#node} ;;  # a namespace: its host is called node0 or node1
+    @) export NODE_RANK=${HOSTNAME#node} ;;  # a namespace, with the host name node0 or node1
     *) export NODE_RANK=$(($1 - 1)) ;;
 esac
 shift
 bash tools/launch.sh "$@" > "$OUT/console$NODE_RANK" 2>&1 && code=0 || code=$?
 echo $code > "$OUT/code$NODE_RANK"
 """
-"""Run on each node; what it shows goes to a file of its own."""
+"""Run on each node, with its console output in a file."""
 
 
-def test_the_rank_that_failed_first_is_shown_first_on_every_node(tmp_path: Path) -> None:
+def test_every_node_reports_the_first_failure_first(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(FAULT)
     launch_on_two_nodes(tmp_path)
     for node in (0, 1):
         console = (tmp_path / f"console{node}").read_text()
         assert (tmp_path / f"code{node}").read_text() == "1\n", console
-        assert "launch: profile cpu: nothing to add\nlaunch: kept as you set it: OMP_NUM_THREADS=1\n" in console
-        # rank 0 fails when the connection closes, and writes that before anybody knows why
+        assert "launch: profile cpu: nothing to add\nlaunch: kept your settings: OMP_NUM_THREADS=1\n" in console
+        # Rank 0 fails when its connection closes, and logs that before the cause is known.
         first = console.index("first failure: rank 1 (node 1, ")
         planted = console.index("RuntimeError: the planted fault")
-        after = console.index("after it: rank 0 (node 0, ")
-        assert first < planted < after < console.index("Connection closed by peer"), console
+        later = console.index("later: rank 0 (node 0, ")
+        assert first < planted < later < console.index("Connection closed by peer"), console
         assert "Traceback" not in console[:first], console
-        assert ("Training starts at step 1" in console[:first]) == (node == 0), console  # rank 0 is shown as it runs
-    # one log a rank, and rank 1's is with its node
+        assert ("Training starts at step 1" in console[:first]) == (node == 0), console  # rank 0 is shown while it runs
+    # One log per rank, on its node.
     for node, text in ((0, "Connection closed by peer"), (1, "the planted fault")):
         (log,) = tmp_path.glob(f"logs/node{node}/*/*/attempt_0/0/stderr.log")
         assert text in log.read_text()

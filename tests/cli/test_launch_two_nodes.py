@@ -1,9 +1,11 @@
-"""Two nodes, each with a torchrun of its own, train together as the ranks of one node do."""
+"""Two nodes, each with its own torchrun, give the losses of two ranks on one node."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.nodes import ROOT, run_on_two_nodes
@@ -20,13 +22,14 @@ JOB = {
 }
 
 
+@pytest.mark.slow  # test_launch_nodes.py trains on two nodes, too
 def test_two_nodes_train_as_one(tmp_path: Path) -> None:
     run_on_two_nodes(lambda master, port: [*torchrun(master, port), *options(tmp_path / "two")], {})
     run_on_ranks(2, train_on_one_node, tmp_path / "one", process_group=False)
     two, one = (read_curve(tmp_path / name).metrics for name in ("two", "one"))
     for metric in ("loss", "grad_norm"):
         assert list(one[metric]) == [1, 2]
-        # the same two ranks add the same two numbers, over whichever network
+        # Two ranks sum the same two numbers over any network.
         assert two[metric] == one[metric]
 
 

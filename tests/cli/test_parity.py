@@ -1,4 +1,4 @@
-"""The tool that compares converted training with eager and many ranks with one: it runs, and its yardstick is one."""
+"""``torchtitan-npu parity``: tables of converters and layouts, thresholds and errors."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ PIPELINES = ["PP2", "PP2, interleaved", "PP2, zero-bubble"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_row_for_each_converter_and_for_a_nudge(tmp_path: Path) -> None:
+def test_a_row_for_each_converter_and_for_perturbed_weights(tmp_path: Path) -> None:
     out = tmp_path / "parity.json"
     options = ["--models", "llama3", "--steps", "2", "--seq-len", "32", "--out", str(out)]
     subprocess.run([sys.executable, ROOT / "tools" / "parity.py", *options], check=True, cwd=ROOT, timeout=300)
     rows = {row["converters"]: row for row in json.loads(out.read_text())}
-    *converted, nudged = rows
+    *converted, perturbed = rows
     assert converted == ["npu_rms_norm", "npu_rope", "all"]
     assert all(row["loss"] < 1e-6 and row["gradient norm"] < 1e-5 for row in rows.values())
-    assert rows[nudged]["gradient norm"] > 0
-    assert_judged(rows["all"], rows[nudged])
+    assert rows[perturbed]["gradient norm"] > 0
+    assert_thresholds(rows["all"], rows[perturbed])
 
 
-def assert_judged(all_converters: dict[str, Any], nudged: dict[str, Any]) -> None:
-    """What is too far off, or nowhere, is said and makes the exit code; the yardstick may be as far as it is."""
+def assert_thresholds(all_converters: dict[str, Any], perturbed: dict[str, Any]) -> None:
+    """A value above its threshold, or not finite, fails. The perturbed row has no threshold."""
     from torchtitan_npu.cli.parity.command import parse_args, report
 
     def judge(row: dict[str, Any], *options: str) -> tuple[int, str]:
         console = Console(record=True, width=200)
         return report([row], parse_args(list(options)), console), console.export_text()
 
-    assert judge(all_converters)[0] == judge(nudged)[0] == 0
+    assert judge(all_converters)[0] == judge(perturbed)[0] == 0
     for what, wrong in (("loss", 2e-5), ("gradient norm", 2e-4)):
         code, text = judge({**all_converters, what: wrong})
         assert code == 1 and f"llama3, all: {what} {wrong:.1e} is above {wrong / 2:g}" in text
-        assert judge({**nudged, what: wrong})[0] == 0
+        assert judge({**perturbed, what: wrong})[0] == 0
         assert judge({**all_converters, what: wrong}, "--dtype", "bfloat16")[0] == 0
-    for row in (all_converters, nudged):
+    for row in (all_converters, perturbed):
         for options in ([], ["--dtype", "bfloat16"]):
             code, text = judge({**row, "loss": math.nan}, *options)
-            assert code == 1 and "loss nan is no finite number" in text
+            assert code == 1 and "loss nan is not finite" in text
 
 
-def test_a_run_that_ends_nowhere_is_the_farthest() -> None:
+def test_a_nan_run_is_sorted_last() -> None:
     from torchtitan_npu.cli.parity.compare_converters import from_float32
     from torchtitan_npu.cli.parity.training import Curve
 
@@ -60,21 +60,19 @@ def test_a_run_that_ends_nowhere_is_the_farthest() -> None:
     ("options", "message"),
     [
         (["--layouts", "--ranks", "1"], "--ranks: invalid choice: 1"),
-        (["--models", "llama3", "gpt_oss"], "--models gpt_oss: trains on CUDA only"),
-        (["--layouts", "FSDP2", "--models", "gpt_oss"], "--models gpt_oss: trains on CUDA only"),
-        (["--converters"], "--converters goes with --layouts"),
-        (["--documents"], "--documents goes with --layouts"),
-        (["--ranks", "2"], "--ranks goes with --layouts"),
-        (["--layouts", "TP2", "--ranks", "2"], "--ranks is for --layouts without names"),
-        (["--samples", "2"], "--samples goes with --dtype bfloat16"),
+        (["--models", "llama3", "gpt_oss"], "--models gpt_oss: trains only on CUDA"),
+        (["--layouts", "FSDP2", "--models", "gpt_oss"], "--models gpt_oss: trains only on CUDA"),
+        (["--converters"], "--converters requires --layouts"),
+        (["--documents"], "--documents requires --layouts"),
+        (["--ranks", "2"], "--ranks requires --layouts"),
+        (["--layouts", "TP2", "--ranks", "2"], "--ranks applies only to --layouts without names"),
+        (["--samples", "2"], "--samples requires --dtype bfloat16"),
         (["--dtype", "bfloat16", "--samples", "0"], "--samples must be at least 1"),
         (["--steps", "0"], "--steps must be at least 1"),
-        (["--layouts", "--dtype", "bfloat16"], "--layouts are compared in float32"),
+        (["--layouts", "--dtype", "bfloat16"], "--layouts requires --dtype float32"),
     ],
 )
-def test_arguments_that_cannot_be_are_one_line(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from torchtitan_npu.cli.parity.command import parse_args
 
     with pytest.raises(SystemExit) as ended:
@@ -84,36 +82,36 @@ def test_arguments_that_cannot_be_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_a_job_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from torchtitan_npu.cli.parity.command import main
 
     assert main(["--layouts", "FSDP2", "--models", "llama3", "--documents"]) == 2
     error = capsys.readouterr().err
-    assert error == "parity.py: error: [dsa] has no meaning for model.name 'llama3': remove the section\n"
+    assert error.startswith("torchtitan-npu parity: ") and "[dsa]" in error and error.count("\n") == 1
 
 
 def test_a_row_for_each_layout() -> None:
     from torchtitan_npu.cli.parity.command import parse_args
-    from torchtitan_npu.cli.parity.thresholds import missed
     from torchtitan_npu.cli.parity.compare_layouts import compare_layouts
+    from torchtitan_npu.cli.parity.thresholds import find_failures
 
     args = parse_args(["--layouts", "PP2", "--steps", "2", "--seq-len", "32"])
     assert args.models == ["deepseek_v32"]
     (row,) = compare_layouts("deepseek_v32", args, Console())
     assert (row["layout"], row["ranks"]) == ("PP2", 2)
-    assert missed([row]) == []
+    assert find_failures([row]) == []
     for what, wrong in (("loss", 2e-5), ("gradient norm", 2e-4), ("loss", math.nan)):
-        assert len(missed([{**row, what: wrong}])) == 1
+        assert len(find_failures([{**row, what: wrong}])) == 1
 
 
-def test_a_curve_that_ends_nowhere_is_not_near() -> None:
-    from torchtitan_npu.cli.parity.training import apart
+def test_the_largest_difference_of_a_nan_curve_is_nan() -> None:
+    from torchtitan_npu.cli.parity.training import largest_difference
 
-    assert apart([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
-    assert math.isnan(apart([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+    assert largest_difference([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
+    assert math.isnan(largest_difference([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
 
 
-def test_ranks_are_those_that_degrees_multiply_to() -> None:
+def test_the_ranks_of_a_layout_are_the_product_of_its_degrees() -> None:
     from torchtitan_npu.cli.parity.compare_layouts import LAYOUTS, ranks_of
 
     on = {ranks: [layout for layout in LAYOUTS if ranks_of(layout) == ranks] for ranks in (2, 4, 8)}

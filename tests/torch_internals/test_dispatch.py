@@ -8,6 +8,7 @@ from torchtitan_npu.torch_internals.dispatch import (
     below_autograd,
     has_kernel,
     op_schema,
+    parse_schema,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -27,6 +28,12 @@ def test_an_overload_and_its_schema() -> None:
         ("other", False),
         ("alpha", True),
     ]
+
+
+def test_a_parsed_schema_knows_its_predecessors() -> None:
+    one, more = (parse_schema(f"npu::f({arguments}) -> Tensor") for arguments in ("Tensor x", "Tensor x, int dim=-1"))
+    assert str(one) == "npu::f(Tensor x) -> Tensor"
+    assert more.is_backward_compatible_with(one) and not one.is_backward_compatible_with(more)
 
 
 def test_a_dispatch_mode_sees_operators() -> None:

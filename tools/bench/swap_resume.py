@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from torchtitan_npu.cli.compare.comparison import Tolerance, compare
+from torchtitan_npu.cli.compare.comparison import compare
+from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.sources import read_curve
 
 STEPS, SAVED = 16, 8

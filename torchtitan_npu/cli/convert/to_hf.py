@@ -40,7 +40,7 @@ class ToHuggingFace:
         return total
 
     def write(self, target: Path, progress: Callable[[int], None]) -> None:
-        """Write safetensors files and their index to the folder ``target``. ``progress`` gets the bytes of each file."""
+        """Write safetensors files and their index to ``target``. ``progress`` gets the bytes of each file."""
         target.mkdir()
         files = Files(target, progress)
         for piece in self.pieces:

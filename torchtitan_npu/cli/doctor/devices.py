@@ -71,6 +71,4 @@ def _advice(wanted: Backend) -> str:
     if visible in os.environ:
         return f"{visible}={os.environ[visible]}: unset it, or set it to devices that {SHOW[wanted]} shows"
     package = {"npu": "torch_npu", "cuda": "a CUDA build of torch"}.get(wanted, "torch")
-    return (
-        f"check that {SHOW.get(wanted, 'lscpu')} shows devices and {package} is installed; see docs/how-to/install.md"
-    )
+    return f"{SHOW.get(wanted, 'lscpu')} must show devices and {package} must be installed; see docs/how-to/install.md"
