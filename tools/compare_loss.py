@@ -8,4 +8,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan_npu.cli.main import main
 
-sys.exit(main(["compare", *sys.argv[1:]]))
+if __name__ == "__main__":  # a spawned process imports this file again
+    sys.exit(main(["compare", *sys.argv[1:]]))

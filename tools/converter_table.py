@@ -1,5 +1,4 @@
-"""Which converter replaces what in which model, asked of the code: ``python tools/converter_table.py`` writes the table
-into docs/reference/converters.md."""
+"""Write the table of converters and models to docs/reference/converters.md: ``python tools/converter_table.py``."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ START, END = "<!-- made by tools/converter_table.py -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
-    """A row a model, a column a converter; in each cell what is replaced, and how often in the model's debug flavor."""
+    """Return the table. A cell has the replaced modules of a debug model and their number."""
     from torchtitan_npu.converters import CONVERTERS
-    from torchtitan_npu.upstream.registries import titan_models
+    from torchtitan_npu.upstream.registries import plugin_models, titan_models
 
-    rows = {name: job(name) for name in (*titan_models(), "deepseek_v32", "qwen3_vl")}
+    rows = {name: job(name) for name in titan_models() | plugin_models()}
     rows["flux"] = job("flux", "flux-debug")
     rows["qwen3_vl, MoE"] = job("qwen3_vl", "debugmodel_moe")
     rows["qwen3, MoE"] = job("qwen3", "debugmodel_moe")
@@ -32,7 +31,7 @@ def table() -> str:
 
 
 def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> Any:
-    """A job of the model, with a backend for expert parallel."""
+    """Return a job with the model and a backend of expert parallelism."""
     from torchtitan_npu.config.job_config import JobConfig
 
     config = JobConfig()
@@ -42,16 +41,16 @@ def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> An
 
 
 def built(config: Any) -> Any:
-    """The job's model on the meta device."""
+    """Build the model of the job on the meta device."""
     from torchtitan_npu.config.preflight import build_on_meta
 
     config = copy.deepcopy(config)
-    config.parallelism.expert_parallel_comm_backend = "standard"  # DeepEP's model needs its package to be built
+    config.parallelism.expert_parallel_comm_backend = "standard"  # a model with DeepEP needs its package
     return build_on_meta(config)
 
 
 def cell(name: str, config: Any, model: Any) -> str:
-    """``"6 `Attention`"``, or why nothing is converted; where a converter wants others beside it, both."""
+    """Return a cell (``"6 `Attention`"``), or why the converter does not apply or needs other converters."""
     from torchtitan_npu.converters import CONVERTERS
     from torchtitan_npu.errors import UsageError
 
@@ -69,7 +68,7 @@ def cell(name: str, config: Any, model: Any) -> str:
 
 
 def replaced(name: str, listed: list[str], config: Any, model: Any) -> str:
-    """What the converter ``name`` finds in ``model``, in a job that lists these converters."""
+    """Return the modules that the converter ``name`` replaces in a job with the ``listed`` converters."""
     one = converter(name, listed, config)
     one.check_job()
     counts = Counter(type(module).__name__ for _, module in one.found_targets(model))
@@ -77,7 +76,7 @@ def replaced(name: str, listed: list[str], config: Any, model: Any) -> str:
 
 
 def converter(name: str, listed: list[str], config: Any) -> Any:
-    """The converter ``name`` of the job on one rank."""
+    """Build the converter ``name`` for one rank."""
     from torchtitan_npu.converters import CONVERTERS
     from torchtitan_npu.upstream.parallel_dims import ParallelDims
 

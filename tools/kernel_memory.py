@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""How much shared memory each Triton kernel takes, at DeepSeek-V3.2's sizes in bfloat16, on GPUs of given compute
-capabilities. It compiles and launches nothing, so it needs no GPU.
+"""Report the shared memory of each Triton kernel on GPUs of given compute capabilities.
 
-python tools/kernel_memory.py 80 89 90
+    python tools/kernel_memory.py 80 89 90
+
+Kernels are compiled at DeepSeek-V3.2's sizes in bfloat16 and not launched, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ HEADS, LATENT, ROPE, TOP_K = 128, 512, 64, 2048
 INDEX_HEADS, INDEX_SIZE = 64, 128
 HIDDEN, EXPERT_HIDDEN = 7168, 2048
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes that a program may take, from the CUDA programming guide's table of compute capabilities."""
+"""Bytes of shared memory per block, from the CUDA programming guide."""
 
 
 class Compiler:
-    """Stands where Triton's driver of a GPU stands, and for the launch of a kernel: compiles it for ``capability``."""
+    """Replace Triton's driver in this process. Kernels are compiled for ``capability`` instead of launched."""
 
     def __init__(self, capability: int):
         self.capability = capability
         self.shared: dict[str, int] = {}
 
-    def take_over(self) -> None:
+    def install(self) -> None:
         driver.set_active(self)
         JITFunction.run = lambda function, *args, **options: self.compile(function, *args, **options)
 
@@ -48,7 +49,7 @@ class Compiler:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps what it compiled by device
+        return self.capability  # the key of Triton's cache
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -114,12 +115,14 @@ def call_others(norm_width: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="+", choices=sorted(SHARED_MEMORY), metavar="CAPABILITY")
-    parser.add_argument("--norm-width", type=int, default=HIDDEN, help="features of RMSNorm")
-    parser.add_argument("--without-attention", action="store_true", help="what compiles in seconds")
+    parser.add_argument("--norm-width", type=int, default=HIDDEN, help="number of features of RMSNorm")
+    parser.add_argument(
+        "--without-attention", action="store_true", help="skip the attention kernels, which take minutes to compile"
+    )
     options = parser.parse_args()
     for capability in options.capabilities:
         compiler = Compiler(capability)
-        compiler.take_over()
+        compiler.install()
         call_others(options.norm_width)
         if not options.without_attention:
             call_attention()

@@ -1,4 +1,4 @@
-"""The tool that says which kernels fit which GPU: it compiles for one without having it."""
+"""tools/kernel_memory.py compiles the kernels for a GPU that is not present, and reports which do not fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_names_what_does_not_fit(tmp_path: Path) -> None:
-    """On an A100, the gradient of RMSNorm of 16384 features, which are two tensors of three rows on their way."""
+def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
+    """The gradient of RMSNorm with 16384 features on an A100 needs two tensors of three rows in shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     printed = subprocess.run(
         [sys.executable, ROOT / "tools/kernel_memory.py", "80", "--without-attention", "--norm-width", "16384"],

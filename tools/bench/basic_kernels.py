@@ -13,17 +13,437 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from expert_kernels import grouped_matmul, permute, re_routing
-from gpu_timing import measure_machine
-from op_rows import Row
-from record import need_gpu, write, write_partial
-from token_kernels import add_rms_norm, rms_norm, rotary, swiglu
+import torch.nn.functional as F
+from harness import (
+    BF16,
+    EXPERT_HIDDEN,
+    HIDDEN,
+    TOKENS,
+    TOP_K,
+    Machine,
+    OpRow,
+    Run,
+    backward_ms,
+    compare,
+    compiled,
+    error,
+    forward_ms,
+    host_us,
+    measure_machine,
+    need_gpu,
+    op_row,
+    random_tensor,
+    size,
+    write,
+    write_partial,
+)
+from torch import Tensor
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
+
+npu = torch.ops.npu
+
+
+def small_norm(x: Tensor, gamma: Tensor) -> Tensor:
+    wide = x.float()
+    return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)) * gamma.float()).to(x.dtype)
+
+
+def rms_norm(machine: Machine) -> Iterator[OpRow]:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def ours(x: Tensor, gamma: Tensor) -> Tensor:
+        return npu.npu_rms_norm(x, gamma, 1e-6)[0]
+
+    def liger(x: Tensor, gamma: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(x, gamma, 1e-6, 0.0, "llama", False)
+
+    def aten(x: Tensor, gamma: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), gamma, 1e-6)
+
+    def exact(x: Tensor, gamma: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gamma
+
+    worst = max(
+        compare(ours, exact, random_tensor(n, d), random_tensor(d)) for n, d in ((301, HIDDEN), (5, 1536), (1, 100))
+    )
+    for rows in (4096, 16384):
+        x, gamma, dy = (
+            random_tensor(rows, HIDDEN, grad=True),
+            random_tensor(HIDDEN, grad=True),
+            random_tensor(rows, HIDDEN),
+        )
+        functions = {"small ops": small_norm, "compiled": compiled(small_norm), "aten": aten, "Liger": liger}
+        ways = {name: partial(way, x, gamma) for name, way in (functions | {"ours": ours}).items()}
+        with torch.no_grad():
+            forward = forward_ms(ways)
+            host = host_us(ways["ours"])
+            rstd = npu.npu_rms_norm(x, gamma, 1e-6)[1]
+        # autograd casts gamma's gradient, which the operator gives in float32: a kernel more
+        operator = partial(npu.npu_rms_norm_backward, dy, x.detach(), gamma.detach(), rstd)
+        backward = backward_ms(ways, [x, gamma], dy, besides={"operator": operator})
+        ours_alone = backward.pop("operator")
+        alone = backward | {"ours": ours_alone}
+        passes = (("forward", forward, 2), ("backward", backward, 3), ("backward, operator", alone, 3))
+        for name, times, tensors in passes:
+            limit = machine.limit_ms(bytes=tensors * x.numel() * 2)
+            yield op_row(
+                f"rms_norm {name}", f"{rows}×{HIDDEN}", times, limit, worst, host if name == "forward" else None
+            )
+
+
+def add_rms_norm(machine: Machine) -> Iterator[OpRow]:
+    def small(x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        x = x1 + x2
+        return small_norm(x, gamma), x
+
+    worst = 0.0
+    for shape in ((301, HIDDEN), (TOKENS, HIDDEN)):
+        x1, x2, gamma = random_tensor(*shape), random_tensor(*shape), random_tensor(HIDDEN)
+        y, _, x = npu.npu_add_rms_norm(x1, x2, gamma, 1e-6)
+        wide = x.double()  # what is normalised is the rounded sum
+        exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * gamma.double()
+        worst = max(worst, error(y, exact), error(x, x1.double() + x2.double()))
+    ways: dict[str, Run] = {
+        "small ops": partial(small, x1, x2, gamma),
+        "compiled": partial(compiled(small), x1, x2, gamma),
+        "ours": partial(npu.npu_add_rms_norm, x1, x2, gamma, 1e-6),
+    }
+    limit = machine.limit_ms(bytes=4 * x1.numel() * 2)
+    yield op_row("add_rms_norm forward", f"{TOKENS}×{HIDDEN}", forward_ms(ways), limit, worst, host_us(ways["ours"]))
+
+
+def swiglu(machine: Machine) -> Iterator[OpRow]:
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+
+    def small(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return F.silu(a) * b
+
+    rows = TOKENS * TOP_K
+    x, dy = random_tensor(rows, 2 * EXPERT_HIDDEN, grad=True), random_tensor(rows, EXPERT_HIDDEN)
+    worst = max(compare(npu.npu_swiglu, small, random_tensor(n, d)) for n, d in ((301, 4096), (3, 1002)))
+    ways: dict[str, Run] = {
+        "small ops": lambda: small(x),
+        "compiled": partial(compiled(small), x),
+        "Liger": lambda: LigerFusedGateUpSiLUMulFunction.apply(x),
+        "ours": lambda: npu.npu_swiglu(x),
+    }
+    with torch.no_grad():
+        forward = forward_ms(ways)
+        host = host_us(ways["ours"])
+    backward = backward_ms(ways, [x], dy)
+    shape = f"{rows}×2·{EXPERT_HIDDEN}"
+    yield op_row("swiglu forward", shape, forward, machine.limit_ms(bytes=3 * dy.numel() * 2), worst, host)
+    yield op_row("swiglu backward", shape, backward, machine.limit_ms(bytes=5 * dy.numel() * 2), worst)
+
+
+def rotary(machine: Machine) -> Iterator[OpRow]:
+    """Pairs of the last 64 channels of a head, as DeepSeek's; halves of a whole head, as Qwen3's."""
+    yield from rotary_in(machine, "interleave", heads=128, whole=192, size=64)
+    yield from rotary_in(machine, "half", heads=32, whole=128, size=128)
+    yield from applied_rotary(machine)
+
+
+def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    if mode == "interleave":
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+def applied_rotary(machine: Machine) -> Iterator[OpRow]:
+    """Queries and keys in one call, of halves. Forward only: torch_npu has no gradient for it."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    query, key = random_tensor(1, TOKENS, 32, 128), random_tensor(1, TOKENS, 8, 128)
+    angles = (torch.rand(1, TOKENS, 1, 64, device="cuda") * 6.28).repeat(1, 1, 1, 2)
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
+
+    def small(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return textbook(query, cos, sin, "half"), textbook(key, cos, sin, "half")
+
+    def liger() -> tuple[Tensor, ...]:
+        return LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])
+
+    ways: dict[str, Run] = {
+        "small ops": partial(small, query, key),
+        "compiled": partial(compiled(small), query, key),
+        "ours": partial(npu.npu_apply_rotary_pos_emb, query, key, cos, sin),
+    }
+    worst = max(map(error, ways["ours"](), small(query.double(), key.double())))
+    ways["Liger"] = liger  # in place, so it comes after the comparison
+    shape, limit = f"{TOKENS}×(32 + 8)×128, halves", machine.limit_ms(bytes=2 * (query.nbytes + key.nbytes))
+    yield op_row("apply_rotary_pos_emb forward", shape, forward_ms(ways), limit, worst, host_us(ways["ours"]))
+
+
+def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) -> Iterator[OpRow]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
+
+    q, dy = random_tensor(1, TOKENS, heads, whole, grad=True), random_tensor(1, TOKENS, heads, size)
+    angles = torch.rand(TOKENS, size // 2, device="cuda") * 6.28
+    turns = torch.polar(torch.ones_like(angles), angles)
+    both = angles.repeat_interleave(2, -1) if mode == "interleave" else angles.repeat(1, 2)
+    cos, sin = (t.view(1, TOKENS, 1, size).to(BF16) for t in (both.cos(), both.sin()))
+
+    def small(x: Tensor) -> Tensor:
+        return textbook(x, cos, sin, mode)
+
+    key = random_tensor(1, TOKENS, 1, size)
+
+    def liger(x: Tensor) -> Tensor:
+        """It turns the halves of a head, in place, and a key besides."""
+        return LigerRopeFunction.apply(x.transpose(1, 2), key.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])[0]
+
+    def ours(x: Tensor) -> Tensor:
+        return npu.npu_rotary_mul(x, cos, sin, mode)
+
+    worst = compare(ours, small, random_tensor(1, TOKENS, 3, size))
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        # TorchTitan's complex numbers, which torch.compile leaves as they are; of halves it has the textbook's
+        "small ops": (lambda x: apply_rotary_emb(x, turns)) if mode == "interleave" else small,
+        "compiled": compiled(small),
+        "Liger" if mode == "half" else "Liger, halves": liger,
+        "ours": ours,
+    }
+    with torch.no_grad():  # on the last channels of each head, where they lie
+        ways: dict[str, Run] = {name: partial(way, q[..., -size:]) for name, way in functions.items()}
+        forward = forward_ms(ways)
+        host = host_us(ways["ours"])
+    part = q.detach()[..., -size:].contiguous().requires_grad_()
+    ways = {name: partial(way, part) for name, way in functions.items()}
+    ways |= {name: lambda: liger(part).transpose(1, 2) for name in ways if name.startswith("Liger")}
+    backward = backward_ms(ways, [part], dy)
+    shape = f"{TOKENS}×{heads}×{size}, {'pairs' if mode == 'interleave' else 'halves'}"
+    yield op_row("rotary forward", shape, forward, machine.limit_ms(bytes=2 * dy.numel() * 2), worst, host)
+    # the op gives the gradients of the angles besides, which read the input
+    yield op_row("rotary backward", shape, backward, machine.limit_ms(bytes=3 * dy.numel() * 2), worst)
+
+
+npu = torch.ops.npu
+
+
+def choices(tokens: int, experts: int, top_k: int = TOP_K) -> Tensor:
+    return torch.rand(tokens, experts, device="cuda").topk(top_k).indices
+
+
+def small_permute(x: Tensor, experts: Tensor) -> Tensor:
+    """As TorchTitan's MoE does it."""
+    return x[torch.argsort(experts.view(-1), stable=True) // experts.shape[1]]
+
+
+def small_unpermute(rows: Tensor, order: Tensor, scores: Tensor) -> Tensor:
+    """As TorchTitan's MoE does it, with the scores after the experts."""
+    unsorted = small_unsort(rows, order).reshape(*scores.shape, rows.shape[1])
+    return torch.bmm(scores.unsqueeze(1), unsorted.float()).to(rows.dtype).squeeze(1)
+
+
+def small_unsort(rows: Tensor, order: Tensor) -> Tensor:
+    unsorted = torch.zeros_like(rows)
+    unsorted[order] = rows
+    return unsorted
+
+
+def gathered_unpermute(rows: Tensor, places: Tensor, scores: Tensor) -> Tensor:
+    """The same as one sum over gathered rows, which a compiler makes one kernel of."""
+    slots = rows[places].view(*scores.shape, rows.shape[1])
+    return (slots.float() * scores.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def permute(machine: Machine) -> Iterator[OpRow]:
+    experts = choices(TOKENS, 64)
+    x, dy = random_tensor(TOKENS, HIDDEN, grad=True), random_tensor(TOKENS * TOP_K, HIDDEN)
+    some = choices(301, 5, 3)
+    worst = compare(
+        lambda x: npu.npu_moe_token_permute(x, some)[0], lambda x: small_permute(x, some), random_tensor(301, 1001)
+    )
+    ways: dict[str, Run] = {
+        "small ops": lambda: small_permute(x, experts),
+        "compiled": partial(compiled(small_permute), x, experts),
+        "ours": lambda: npu.npu_moe_token_permute(x, experts)[0],
+    }
+    with torch.no_grad():
+        forward = forward_ms(ways)
+        host = host_us(ways["ours"])
+    backward = backward_ms(ways, [x], dy)
+    shape, moved = f"{TOKENS}×{HIDDEN}, top {TOP_K}", (x.numel() + dy.numel()) * 2
+    yield op_row("permute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
+    yield op_row("permute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
+
+    places = npu.npu_moe_token_permute(x.detach(), experts)[1]
+    order = experts.view(-1).argsort(stable=True)
+    rows, dy = dy.requires_grad_(), x.detach()
+    scores = torch.rand(TOKENS, TOP_K, device="cuda").requires_grad_()
+    ways = {
+        "small ops": lambda: small_unpermute(rows, order, scores),
+        "compiled": partial(compiled(small_unpermute), rows, order, scores),
+        "compiled gather": partial(compiled(gathered_unpermute), rows, places, scores),
+        "ours": lambda: npu.npu_moe_token_unpermute(rows, places, scores),
+    }
+    some_places, some_order = (
+        npu.npu_moe_token_permute(random_tensor(301, 8), some)[1],
+        some.view(-1).argsort(stable=True),
+    )
+
+    def exact(rows: Tensor, scores: Tensor) -> Tensor:
+        unsorted = torch.empty_like(rows).index_copy(0, some_order, rows)
+        return (unsorted.view(301, 3, -1) * scores.unsqueeze(-1)).sum(1)
+
+    worst = compare(
+        lambda rows, scores: npu.npu_moe_token_unpermute(rows, some_places, scores),
+        exact,
+        random_tensor(903, 1001),
+        random_tensor(301, 3),
+    )
+    with torch.no_grad():
+        forward = forward_ms(ways)
+        host = host_us(ways["ours"])
+    backward = backward_ms(ways, [rows, scores], dy)
+    yield op_row("unpermute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
+    moved = (dy.numel() + 2 * rows.numel()) * 2
+    yield op_row("unpermute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
+
+    ways = {
+        "small ops": lambda: small_unsort(rows, order),
+        "compiled": partial(compiled(small_unsort), rows, order),
+        "index_select": lambda: rows.index_select(0, places),
+        "ours": lambda: npu.npu_moe_token_unpermute(rows, places),
+    }
+    worst = compare(
+        lambda rows: npu.npu_moe_token_unpermute(rows, some_places),
+        lambda rows: rows[some_places],
+        random_tensor(903, 1001),
+    )
+    with torch.no_grad():
+        forward = forward_ms(ways)
+        host = host_us(ways["ours"])
+    backward = backward_ms(ways, [rows], torch.randn_like(rows))
+    shape, limit = f"{TOKENS * TOP_K}×{HIDDEN}", machine.limit_ms(bytes=2 * rows.numel() * 2)
+    yield op_row("unpermute without scores forward", shape, forward, limit, worst, host)
+    yield op_row("unpermute without scores backward", shape, backward, limit, worst)
+
+
+def re_routing(machine: Machine) -> Iterator[OpRow]:
+    """Tokens of 8 ranks for 8 experts each, which arrive rank by rank."""
+    ranks, experts = 8, 8
+
+    def small(x: Tensor, counts: Tensor) -> Tensor:
+        of_expert = torch.arange(experts, device="cuda").repeat(ranks)
+        of_row = of_expert.repeat_interleave(counts.flatten(), output_size=len(x))
+        return x[of_row.argsort(stable=True)]
+
+    for width in (1001, HIDDEN):
+        counts = torch.randint(0, 2 * TOKENS // ranks, (ranks, experts), device="cuda")
+        x = random_tensor(int(counts.sum()), width)
+        if not torch.equal(npu.npu_moe_re_routing(x, counts)[0], small(x, counts)):
+            raise SystemExit("wrong result: npu_moe_re_routing")
+    ways: dict[str, Run] = {
+        "small ops": lambda: small(x, counts),
+        "ours": lambda: npu.npu_moe_re_routing(x, counts),
+    }
+    limit, shape = machine.limit_ms(bytes=2 * x.numel() * 2), f"{len(x)}×{HIDDEN}, {ranks} ranks, {experts} experts"
+    yield op_row("re_routing forward", shape, forward_ms(ways), limit, 0.0, host_us(ways["ours"]))
+
+
+def unequal(rows: int, experts: int) -> list[int]:
+    """So many rows, of which the n-th expert has about 1 / n of what the first has, and the last none."""
+    shares = [1 / (n + 1) for n in range(experts - 1)]
+    sizes = [int(rows * share / sum(shares)) for share in shares]
+    return [sizes[0] + rows - sum(sizes), *sizes[1:], 0]
+
+
+def loop(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for rows, matrix, result in zip(x.split(sizes), weight, out.split(sizes), strict=True):
+        torch.mm(rows, matrix, out=result)
+    return out
+
+
+def loop_of_sums(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
+    """``x`` (M, T), ``dy`` (T, N): the groups are among T."""
+    out = x.new_empty(len(sizes), x.shape[0], dy.shape[1])
+    for columns, rows, result in zip(x.split(sizes, 1), dy.split(sizes), out, strict=True):
+        torch.mm(columns, rows, out=result)
+    return out
+
+
+def product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> Tensor:
+    keywords = {"group_list": counts, "split_item": 3, "group_type": group_type, "group_list_type": 1}
+    return npu.npu_grouped_matmul([x], [weight], **keywords)[0]
+
+
+def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
+    from torchtitan_npu.ops.grouped_matmul import triton as kernels
+    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul as differentiable
+
+    sizes = [513, 0, 1023, 7, 128, 0]
+    counts = torch.tensor(sizes, device="cuda")
+    ends = counts.cumsum(0).int()
+    x, weight = random_tensor(sum(sizes), 512), random_tensor(len(sizes), 512, 384)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([rows @ matrix for rows, matrix in zip(x.split(sizes), weight, strict=True)])
+
+    worst = compare(lambda x, weight: differentiable(x, weight, counts), exact, x, weight)
+    wide = exact(x.double(), weight.double())
+    for given in (weight, weight.mT.contiguous().mT):
+        worst = max(worst, error(kernels.rows_product(x, given, ends), wide))
+    dy = random_tensor(sum(sizes), 384)
+    sums = torch.stack([a.t() @ b for a, b in zip(x.double().split(sizes), dy.double().split(sizes), strict=True)])
+    worst = max(worst, error(kernels.sums_product(x.t(), dy, ends), sums))
+    total = torch.zeros(sums.shape, device="cuda")
+    worst = max(worst, error(npu.npu_grouped_matmul_add_(total, x, dy, counts, group_list_type=1), sums))
+
+    rows = TOKENS * TOP_K
+    for experts, sizes in ((8, [rows // 8] * 8), (64, [rows // 64] * 64), (64, unequal(rows, 64))):
+        counts = torch.tensor(sizes, device="cuda")
+        ends = counts.cumsum(0).int()
+        x, dy = random_tensor(rows, HIDDEN), random_tensor(rows, EXPERT_HIDDEN)
+        weight = random_tensor(experts, EXPERT_HIDDEN, HIDDEN).mT  # as a checkpoint holds it
+        flops, moved = 2 * rows * HIDDEN * EXPERT_HIDDEN, size(x, dy, weight)
+        limit = machine.limit_ms(moved, flops)
+        shape = f"{rows}×{HIDDEN}×{EXPERT_HIDDEN}, {experts} {'' if len({*sizes}) == 1 else 'unequal '}experts"
+        for name, a, b, group_type in (
+            ("forward", x, weight, 0),
+            ("dX", dy, weight.mT, 0),
+            ("dW", dy.t(), x, 2),  # in the weight's own layout
+        ):
+            ours = partial(product, a, b, counts, group_type)
+            small = partial(loop_of_sums if group_type else loop, a, b, sizes)
+            triton_kernel = kernels.sums_product if group_type else kernels.rows_product
+            runs = {
+                "small ops": small,
+                "torch._grouped_mm": partial(torch._grouped_mm, a, b, offs=ends),
+                "Triton": partial(triton_kernel, a, b, ends),
+                "ours": ours,
+            }
+            times = forward_ms(runs, budget_ms=100)
+            host = host_us(ours)
+            yield op_row(f"grouped_matmul {name}", shape, times, limit, worst, host)
+        # the sum is in float32, and read and written
+        limit = machine.limit_ms(size(x, dy) + 2 * 4 * weight.numel(), flops)
+        yield op_row("grouped_matmul_add", shape, added_ms(x, dy, counts, sizes), limit, worst)
+
+
+def added_ms(x: Tensor, dy: Tensor, counts: Tensor, sizes: list[int]) -> dict[str, float]:
+    """The weights' gradient, added to what is there in float32."""
+    total, ends = torch.zeros(len(sizes), dy.shape[1], x.shape[1], device="cuda"), counts.cumsum(0).int()
+    ways: dict[str, Run] = {
+        "small ops": lambda: total.add_(loop_of_sums(dy.t(), x, sizes)),
+        "torch._grouped_mm": lambda: total.add_(torch._grouped_mm(dy.t(), x, offs=ends)),
+        "ours": lambda: npu.npu_grouped_matmul_add_(total, dy, x, counts, group_list_type=1),
+    }
+    return forward_ms(ways, budget_ms=100)
+
 
 OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, re_routing, swiglu, rotary, grouped_matmul)}
 
@@ -49,7 +469,7 @@ def main() -> None:
         "| op | shape | small ops, ms | best peer, ms | ours, ms | limit, ms | of the limit | faster | host | error |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    rows: list[Row] = []
+    rows: list[OpRow] = []
     for name in args.only:
         for one in OPS[name](machine):
             rows.append(one)

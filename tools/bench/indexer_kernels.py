@@ -25,9 +25,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from dsa_rows import Row, mask_of, of_peer, show
-from gpu_timing import Machine, Run, compiled, measure_machine, size, timed
-from record import need_gpu, write, write_partial
+from harness import (
+    Machine,
+    Row,
+    Run,
+    compiled,
+    mask_of,
+    measure_machine,
+    need_gpu,
+    of_peer,
+    show,
+    size,
+    timed,
+    write,
+    write_partial,
+)
 from torch import Tensor
 
 from torchtitan_npu.ops import OPS

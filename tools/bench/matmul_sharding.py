@@ -1,25 +1,39 @@
-"""What matrix products under tensor parallel move: prints the tables of docs/explanation/matmul-sharding.md.
+"""Measure the traffic and the host time of DTensor's strategies for matmul under tensor parallelism.
 
-    python tools/bench/matmul_sharding.py
+    python tools/bench/matmul_sharding.py                        # the tables of docs/explanation/matmul-sharding.md
+    python tools/bench/matmul_sharding.py --host-time [--json FILE]
 
-Two products of DeepSeek-V3, on fake tensors of their real sizes over ranks that exist in name only. With torch_npu
-loaded (contract tests) also all placements of a product, and whole steps, with both sets of strategies.
+The first form runs two matmuls of DeepSeek-V3 on fake tensors of their real sizes over fake ranks. If torch_npu is
+loaded (docs/explanation/contract-tests.md), it also runs all placements of a matmul, and training steps, with
+torch_npu's strategies and with ours.
+
+``--host-time`` measures how long the host takes to choose a strategy for a matmul and its gradients: ours, DTensor's
+own for ``aten.mm``, to which torch decomposes a matmul on other backends, and torch_npu's if it is loaded. All take
+turns in one run, shape inference included.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import itertools
 import math
+import random
+import statistics
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -181,7 +195,85 @@ def bytes_moved(op: Any, sizes: str) -> list[int]:
     return moved
 
 
-def main() -> None:
+# --- host time ---
+
+Shapes = Sequence[tuple[int, ...]]
+BATCH, FEW_TOKENS, SMALL_DIM, SMALL_WIDTH = 4, 64, 32, 96
+X, W, Y = (BATCH, FEW_TOKENS, SMALL_DIM), (SMALL_DIM, SMALL_WIDTH), (BATCH, FEW_TOKENS, SMALL_WIDTH)
+FLAT_X, FLAT_Y = (BATCH * FEW_TOKENS, SMALL_DIM), (BATCH * FEW_TOKENS, SMALL_WIDTH)
+MATMUL: tuple[Any, Shapes] = aten.matmul.default, ((FEW_TOKENS, SMALL_DIM), W)
+MATMUL_BACKWARD: tuple[Any, Shapes] = aten.matmul_backward.default, (Y, X, W)
+MM: list[tuple[Any, Shapes]] = [(aten.mm.default, ((FEW_TOKENS, SMALL_DIM), W))]
+TWO_MM: list[tuple[Any, Shapes]] = [
+    (aten.mm.default, (FLAT_Y, (SMALL_WIDTH, SMALL_DIM))),
+    (aten.mm.default, ((SMALL_DIM, BATCH * FEW_TOKENS), FLAT_Y)),
+]
+SAMPLES = 60
+"""Combinations of placements, always the same ones; all of them are up to ten thousand."""
+REPEATS = 5
+
+
+def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...]) -> float:
+    """The mean time in µs of a choice that is not cached yet, over combinations of the operands' placements."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    mesh = init_device_mesh("cpu", mesh_shape)
+    mask = ([True, True],) if op is aten.matmul_backward.default else ()
+    every = [
+        list(itertools.product([Replicate(), *map(Shard, range(len(shape))), Partial()], repeat=len(mesh_shape)))
+        for shape in shapes
+    ]
+    combinations = list(itertools.product(*every))
+    times = []
+    for placements in random.Random(0).sample(combinations, min(SAMPLES, len(combinations))):
+        specs = []
+        for here, shape in zip(placements, shapes, strict=True):
+            whole = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+            specs.append(DTensorSpec(mesh, here, tensor_meta=meta))
+        schema = OpSchema(op, (*specs, *mask), {}, propagator.op_to_schema_info.get(op))
+        start = time.perf_counter()
+        propagator.propagate_op_sharding_non_cached(schema)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.mean(times)
+
+
+def host_times(mesh_shape: tuple[int, ...], whole: tuple[Any, Shapes], decomposed: list[Any]) -> dict[str, float]:
+    """By whose strategies: the median over the repeats, in µs."""
+    ways: dict[str, tuple[list[Any], Any]] = {
+        "ours": ([whole], our_matmul_sharding),
+        "DTensor's for aten.mm": (decomposed, nullcontext),
+    }
+    if has_sharding_rule(whole[0]):
+        ways["torch_npu's"] = ([whole], nullcontext)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(REPEATS):
+        for name, (calls, strategies) in ways.items():
+            with fake_ranks(2 ** len(mesh_shape)), strategies(), whole_matmul():
+                times[name].append(sum(mean_time(op, shapes, mesh_shape) for op, shapes in calls))
+    return {name: round(statistics.median(some)) for name, some in times.items()}
+
+
+def print_host_times(json_file: Path | None) -> None:
+    """Print the table of host times, and write it to ``json_file``."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from harness import machine, write
+
+    rows: list[dict[str, Any]] = [
+        {"operator": name, "mesh": "x".join(map(str, mesh)), "µs": host_times(mesh, whole, decomposed)}
+        for name, whole, decomposed in (("matmul", MATMUL, MM), ("matmul_backward", MATMUL_BACKWARD, TWO_MM))
+        for mesh in ((2,), (2, 2))
+    ]
+    print(f"{machine('cpu')}, torch {torch.__version__}")
+    for row in rows:
+        times = row["µs"]
+        ratios = [f"{name} {value / times['ours']:.1f} times" for name, value in times.items() if name != "ours"]
+        print(f"| {row['operator']} | {row['mesh']} | {times['ours'] / 1000:.1f} ms | {', '.join(ratios)} |")
+    if json_file:
+        write(json_file, rows, "cpu")
+
+
+def print_traffic() -> None:
+    """Print the tables of traffic."""
     strategies: dict[str, Any] = {"as the report shows": cut_inside}
     if has_sharding_rule(aten.matmul.default):
         strategies["torch_npu, loaded"] = nullcontext
@@ -205,6 +297,17 @@ def main() -> None:
     print("| model | torch_npu | ours |")
     for row in STEPS:
         print(step_row(row, *(calls for _, calls in both(functools.partial(step, row)))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host-time", action="store_true", help="measure the host time instead of the traffic")
+    parser.add_argument("--json", type=Path, help="with --host-time: write the results")
+    args = parser.parse_args()
+    if args.host_time:
+        print_host_times(args.json)
+    else:
+        print_traffic()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 #!/usr/bin/env python
-"""Cuts of DeepSeek-V3.2 through the real trainer on one GPU: tokens a second and peak memory, from eager to all fused.
+"""Train DeepSeek-V3.2 with few layers on one GPU, from eager to all fused: tokens per second and peak memory.
 
     python tools/bench/models.py [--layers 4 8] [--only eager dsa ...] [--seq-len 4096] [--steps 12] [--json FILE]
     python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
 
-The cuts are 671B_4layers and 671B_8layers, or of as many layers: full width, one dense layer, 8 experts. Weights and
-states in bfloat16, the shipped text, activation checkpointing as in the cuts' TOML files, and on longer sequences full,
-as in that of 32k; other options of a job may follow (--activation_checkpoint.mode full). Each row is a process of its
-own; its time is that of all steps after the second in a row, of which only the last is logged: nothing else waits for
-the device. ``--curves`` trains four eager models and four fused ones on the same batches, from the same weights but for
-rounding: one eager model works on latent vectors, and of five of the others a hundredth of the first weights are off by
-one in the last place. They show how far rounding alone takes a curve.
+The models are 671B_4layers and 671B_8layers, or have ``--layers`` layers: full width, one dense layer, 8 experts.
+Weights and optimizer states are bfloat16; the data is the shipped corpus. Activation checkpointing is as in the TOML
+files, and ``full`` for longer sequences. Further arguments are options of the job (--activation_checkpoint.mode full).
+Each row is a separate process. Its time covers all steps after the second; only the last step is logged, so nothing
+else waits for the device.
+
+``--curves`` trains four eager and four fused models on the same batches, from equal weights except for rounding: one
+eager model has absorbed attention, and in five others one percent of the initial weights differ by one ulp. They show
+how far rounding alone changes a curve.
 """
 
 from __future__ import annotations
@@ -28,14 +30,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from one_rank import CONFIGS, ONE_RANK, environment
-from record import need_gpu, write, write_partial
+from harness import CONFIGS, ONE_RANK, need_gpu, rank_environment, write, write_partial
 
 GIB = 1 << 30
-PATIENCE = 200
-"""Seconds that a row may take."""
-ALL = 540
-"""Seconds that all rows together may take."""
+ROW_TIMEOUT = 200
+"""Time limit of one row in seconds."""
+TOTAL_TIMEOUT = 540
+"""Time limit of all rows in seconds."""
 BASIC = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
 
 
@@ -50,23 +51,23 @@ VARIANTS = {
     "compile": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen"],
     "swap": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen", "--optimizer.swap"],
 }
-"""Each adds to the one before. Eager makes every head's keys and values, as the small operators of the model do; the
-others work on the latent vectors, as the fused operator does."""
+"""Each variant adds to the previous one. Eager expands keys and values of every head; the others use absorbed
+attention on the latent vectors, like the fused operator."""
 BFLOAT16 = ["--training.dtype", "bfloat16"]
 FULL = ["--activation_checkpoint.mode", "full"]
-CUTS_SEQUENCE = 4096
-"""That of the cuts' TOML files."""
+CONFIG_SEQUENCE = 4096
+"""The sequence length of the TOML files."""
 CURVES = {
     **dict.fromkeys(["eager", "absorbed", "nudged 1", "nudged 2"], converters()),
     **dict.fromkeys(["fused", "fused 1", "fused 2", "fused 3"], converters("npu_dsa", *BASIC)),
 }
-NUDGED = {"nudged 1": 1, "nudged 2": 2, "fused 1": 1, "fused 2": 2, "fused 3": 3}
+PERTURBED = {"nudged 1": 1, "nudged 2": 2, "fused 1": 1, "fused 2": 2, "fused 3": 3}
 CURVE = [*BFLOAT16, *FULL]
 WARM_UP = 2
 
 
-def nudge(model: Any, seed: int) -> None:
-    """One in a hundred of the bfloat16 weights, off by one in the last place."""
+def perturb(model: Any, seed: int) -> None:
+    """Change one percent of the bfloat16 weights by one ulp."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -75,9 +76,12 @@ def nudge(model: Any, seed: int) -> None:
         parameter.detach().view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
 
 
-def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str]) -> dict[str, Any]:
-    """Train in this process; the losses that are logged, tokens a second after the warm-up, and the bytes allocated at
-    the most after the first step."""
+def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> dict[str, Any]:
+    """Train in this process.
+
+    Return the logged losses, the tokens per second after the warm-up, and the peak of allocated bytes after the first
+    step.
+    """
     import torch
 
     import torchtitan_npu.train as entry
@@ -94,14 +98,14 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
         config.job.dump_folder, config.checkpoint.enable = folder, False
         config.metrics.enable_tensorboard = False
         trainer = entry.Trainer(config)
-        if nudged:
-            nudge(trainer.model_parts[0], nudged)
+        if perturbed:
+            perturb(trainer.model_parts[0], perturbed)
         losses, peaks = [], []
         log = trainer.metrics_processor.log
 
         def keep(step: int, loss: float, *args: object, **kwargs: object) -> None:
             losses.append(loss)
-            peaks.append(torch.cuda.max_memory_allocated())  # since the log before: TorchTitan's starts it anew
+            peaks.append(torch.cuda.max_memory_allocated())  # since the previous log, where TorchTitan resets it
             log(step, loss, *args, **kwargs)  # type: ignore[arg-type]
 
         trainer.metrics_processor.log = keep  # type: ignore[method-assign, assignment]
@@ -120,16 +124,16 @@ def measure(layers: int, eager: bool, steps: int, nudged: int, options: list[str
     return result
 
 
-def in_a_process(layers: int, name: str, steps: int, options: list[str], patience: float) -> dict[str, Any]:
-    """As :func:`measure`; where it fails, the last line of what it said, or that it took too long to know."""
-    variables = environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
+def in_a_process(layers: int, name: str, steps: int, options: list[str], timeout: float) -> dict[str, Any]:
+    """Run :func:`measure` in a new process. Return its error if it fails or exceeds the time limit."""
+    variables = rank_environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
     command = [sys.executable, __file__, "--measure", "--layers", str(layers), "--steps", str(steps), *options]
     command += ["--eager"] if name in ("eager", "nudged 1", "nudged 2") else []
-    command += ["--nudged", str(NUDGED[name])] if name in NUDGED else []
+    command += ["--perturbed", str(PERTURBED[name])] if name in PERTURBED else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=patience)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {"failed": f"it did not end in {patience:.0f} s", "unknown": True}
+        return {"failed": f"time limit of {timeout:.0f} s exceeded", "unknown": True}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Unsupported|Exit)\w*:", line)]
@@ -142,31 +146,31 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *(name for name in CURVES if name not in VARIANTS)])
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seq-len", type=int, default=CUTS_SEQUENCE)
+    parser.add_argument("--seq-len", type=int, default=CONFIG_SEQUENCE)
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", action="store_true", help="one row, in this process")
+    parser.add_argument("--measure", action="store_true", help="measure one row in this process")
     parser.add_argument("--eager", action="store_true", help="with --measure")
-    parser.add_argument("--nudged", type=int, default=0, help="with --measure")
+    parser.add_argument("--perturbed", type=int, default=0, help="with --measure")
     args, options = parser.parse_known_args()
     need_gpu()
     if args.steps <= WARM_UP:
-        parser.error(f"--steps: the first {WARM_UP} are not timed")
+        parser.error(f"--steps must be above {WARM_UP}: the first steps are the warm-up")
     if args.measure:
-        print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.nudged, options)))
+        print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.perturbed, options)))
         return 0
     runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, BFLOAT16)
     if unknown := set(args.only or runs) - set(runs):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
     jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
-    longer = FULL if args.seq_len > CUTS_SEQUENCE else []
+    longer = FULL if args.seq_len > CONFIG_SEQUENCE else []
     every = [*always, *longer, "--training.seq_len", str(args.seq_len), *options]
     every += ["--metrics.log_freq", "1" if args.curves else str(args.steps)]
     begin = time.monotonic()
 
     def run(layers: int, name: str) -> dict[str, Any]:
-        patience = max(0.0, min(PATIENCE, begin + ALL - time.monotonic()))
-        row = in_a_process(layers, name, args.steps, [*every, *runs[name]], patience)
+        timeout = max(0.0, min(ROW_TIMEOUT, begin + TOTAL_TIMEOUT - time.monotonic()))
+        row = in_a_process(layers, name, args.steps, [*every, *runs[name]], timeout)
         shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
         print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
         return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
@@ -176,7 +180,7 @@ def main() -> int:
         rows.append(run(layers, name))
         if args.json:
             write_partial(args.json, rows)
-    # what does not fit is a result; what was not waited for is none
+    # Out of memory is a result, a time limit is not.
     failed = all("failed" in row for row in rows) or any("unknown" in row for row in rows)
     if args.json and not failed:
         write(args.json, rows)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Every benchmark in one command: tables and pictures into the docs, numbers beside them as JSON. All but one on a GPU.
+"""Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. All but one need a GPU.
 
     python tools/bench/run.py [--only ops attention indexer models long curves host_dispatch_cuda] [--numbers DIR]
     python tools/bench/run.py --only host_dispatch_cpu
-    python tools/bench/run.py --render      # only tables and pictures again, from the numbers that are there
+    python tools/bench/run.py --render      # only write tables and plots again
 
-Each part is a program of its own beside this one, and writes docs/benchmarks/PART.json, or into the folder of
-``--numbers``. Until it has ended well its rows are in PART.partial.json, and the docs keep what they had.
+Each part is a separate program in this folder. It writes docs/benchmarks/PART.json, or to the folder of ``--numbers``.
+Until it succeeds, its rows are in PART.partial.json and the docs are unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from record import partial_file
-from render import HOST_WAYS, NUMBERS, render
+from harness import partial_file
+from render import HOST_MODES, NUMBERS, render
 
 HERE = Path(__file__).resolve().parent
 PARTS = {
@@ -28,7 +28,7 @@ PARTS = {
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
-    "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--ways", *HOST_WAYS],
+    "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--ways", *HOST_MODES],
     "host_dispatch_cuda": [
         *("host_dispatch.py", "--device", "cuda", "--ways", "eager", "bypassed", "inductor", "--operators", "fused")
     ],
@@ -36,7 +36,7 @@ PARTS = {
 
 
 def measure(part: str, folder: Path) -> bool:
-    """Whether the part's program ended well."""
+    """Run the program of the part. Return whether it succeeded."""
     program, *options = PARTS[part]
     file = folder / f"{part}.json"
     print(f"== {part}", flush=True)
@@ -44,19 +44,27 @@ def measure(part: str, folder: Path) -> bool:
     code = subprocess.run([sys.executable, str(HERE / program), *options, "--json", str(file)]).returncode
     print(f"== {part}: {time.monotonic() - begin:.0f} s", flush=True)
     if code and partial_file(file).exists():
-        print(f"{part} did not end well; the rows it had are in {partial_file(file)}", file=sys.stderr)
+        print(f"{part} failed; its rows are in {partial_file(file)}", file=sys.stderr)
     return code == 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_a_gpu = [part for part in PARTS if part != "host_dispatch_cpu"]
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=on_a_gpu)
-    parser.add_argument("--numbers", type=Path, default=NUMBERS, metavar="DIR", help="where the JSON is, and goes")
-    parser.add_argument("--render", action="store_true")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PARTS), default=on_a_gpu, help="parts to run (default: all on a GPU)"
+    )
+    parser.add_argument(
+        "--numbers",
+        type=Path,
+        default=NUMBERS,
+        metavar="DIR",
+        help="folder of the JSON files (default docs/benchmarks)",
+    )
+    parser.add_argument("--render", action="store_true", help="measure nothing; write tables and plots")
     args = parser.parse_args()
     if args.render and not list(args.numbers.glob("*.json")):
-        parser.error(f"--render: there are no numbers in {args.numbers}")
+        parser.error(f"--render: no results in {args.numbers}")
     args.numbers.mkdir(parents=True, exist_ok=True)
     failed = [part for part in ([] if args.render else args.only) if not measure(part, args.numbers)]
     render(args.numbers)

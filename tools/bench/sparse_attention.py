@@ -29,9 +29,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from dsa_rows import Row, mask_of, of_peer, show
-from gpu_timing import Machine, compiled, measure_machine, size, timed, timed_backward
-from record import need_gpu, write, write_partial
+from harness import (
+    Machine,
+    Row,
+    compiled,
+    mask_of,
+    measure_machine,
+    need_gpu,
+    of_peer,
+    show,
+    size,
+    timed,
+    timed_backward,
+    write,
+    write_partial,
+)
 from torch import Tensor
 
 from torchtitan_npu.ops.sparse_flash_attention import triton as kernels

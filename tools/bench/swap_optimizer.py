@@ -1,11 +1,13 @@
-"""Measures the swap optimizer against the link's limit and against other ways to do an AdamW step.
+"""Compare an AdamW step of the swap optimizer with the bandwidth limit and with other implementations.
 
     python tools/bench/swap_optimizer.py --json out.json --picture out.png     # 1e9 and 4e9 parameters, float32
+    python tools/bench/swap_optimizer.py --draw out.json out.png               # draw the recorded trace again
     python tools/bench/swap_optimizer.py --check                               # correctness on this device
+    python tools/bench/swap_optimizer.py --check-resume                        # correctness of resumed jobs
 
-Every row is a median of steps that are timed from an idle device to an idle device. The limit is 8 bytes a parameter
-each way over the link, with both directions busy, as measured in the same process before the steps and after them, the
-better of the two.
+Each row is a median of steps, each timed from an idle device to an idle device. The limit is 8 bytes per parameter in
+each direction at the bandwidth of the link with both directions busy, measured in the same process before and after
+the steps; the better value counts.
 """
 
 from __future__ import annotations
@@ -15,31 +17,86 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import swap_check
-import swap_memory
-import swap_trace
 import torch
-from record import machine, write, write_partial
+from harness import machine, write, write_partial
+from swap_check import check, memory_of_a_step
 
 from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
 from torchtitan_npu.components.swap_optimizer.slices import MIB
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
+LANES = {"load": "tab:blue", "update": "tab:orange", "store": "tab:green"}
+SHOWN_MS = 16.0
+"""Milliseconds to draw, from the middle of the step: about ten slices."""
+
+
+def record_trace(device: torch.device, step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Profile one ``step``. Return lane, stream, begin and length in milliseconds of each device event."""
+    module = torch.get_device_module(device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    module.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        module.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = {"gpu_memcpy": lambda name: "load" if "HtoD" in name else "store", "kernel": lambda name: "update"}
+    found = [
+        {
+            "lane": kinds[event["cat"]](event["name"]),
+            "stream": event["args"]["stream"],
+            "begin": event["ts"] / 1e3,
+            "length": event["dur"] / 1e3,
+        }
+        for event in events
+        if event.get("cat") in kinds
+    ]
+    start = min((event["begin"] for event in found), default=0.0)
+    return [event | {"begin": event["begin"] - start} for event in found]
+
+
+def draw_trace(trace: list[dict[str, Any]], path: str) -> None:
+    """Draw ``trace`` with one lane per stream, for :data:`SHOWN_MS` in the middle of the step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    end = max((event["begin"] + event["length"] for event in trace), default=SHOWN_MS)
+    left = max(0.0, end / 2 - SHOWN_MS / 2)
+    figure, axes = pyplot.subplots(figsize=(10, 2.4), layout="constrained")
+    for height, (lane, color) in enumerate(reversed(LANES.items())):
+        bars = [(event["begin"], event["length"]) for event in trace if event["lane"] == lane]
+        axes.broken_barh(bars, (height + 0.1, 0.8), facecolors=color, edgecolors="white", linewidth=0.5)
+    streams = {lane: sorted({event["stream"] for event in trace if event["lane"] == lane}) for lane in LANES}
+    labels = [f"{lane} (stream {', '.join(map(str, streams[lane]))})" for lane in reversed(LANES)]
+    axes.set_yticks([0.5, 1.5, 2.5], labels)
+    axes.set_xlim(left, min(end, left + SHOWN_MS))
+    axes.set_xlabel(f"ms since the first load, of {end:.0f} ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
 SLICES = (4, 16, 32, 64, 128, 256)
 LARGE = 10**8
-"""Parameters from which on it is a measurement; with fewer the program is only tried out."""
+"""Fewer parameters are only a trial of this program."""
 LINK_BYTES = {True: 1 << 30, False: MIB}
 
 
 def make_parameters(number: int, device: torch.device) -> list[torch.nn.Parameter]:
-    """About ``number`` float32 parameters as a language model has them: an embedding, matrices and norms."""
+    """Return about ``number`` float32 parameters like those of a language model: an embedding, matrices and norms."""
     dim = 4096 if number >= LARGE else 64
     shapes = [(min(number // 2 // dim, 131072), dim)]
     while sum(a * b for a, b in shapes) < number:
@@ -55,7 +112,7 @@ def give_gradients(parameters: list[torch.nn.Parameter]) -> None:
 def timed(
     device: torch.device, work: Callable[[], Any], repeats: int, prepare: Callable[[], Any] | None = None
 ) -> float:
-    """The median of ``work``'s seconds, after two that are not counted; ``prepare`` comes before each, uncounted."""
+    """Return the median seconds of ``work`` after two warm-up runs. ``prepare`` runs before each, untimed."""
     module, seconds = torch.get_device_module(device), []
     for _ in range(repeats + 2):
         if prepare is not None:
@@ -69,7 +126,7 @@ def timed(
 
 
 class SerialPipeline(SlicePipeline):
-    """Load, wait, update, wait, store, wait: what a swap without overlap costs."""
+    """Load, update and store without overlap."""
 
     def _pass(self, turn: SliceUpdate, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
         self.module.synchronize()
@@ -83,7 +140,7 @@ class SerialPipeline(SlicePipeline):
 
 
 def measure_ours(number: int, device: torch.device, slice_mib: int, repeats: int, trace: bool) -> dict[str, Any]:
-    """The swap optimizer, the same without overlap, and torch's fused AdamW with its states on the device."""
+    """Measure the swap optimizer with and without overlap, and torch's fused AdamW with states on the device."""
     parameters = make_parameters(number, device)
     give_gradients(parameters)
     total = sum(p.numel() for p in parameters)
@@ -101,11 +158,11 @@ def measure_ours(number: int, device: torch.device, slice_mib: int, repeats: int
     progress(f"link {links[0] / 1e9:.1f}, {links[1] / 1e9:.1f} GB/s each way, limit {result['limit_s'] * 1e3:.1f} ms")
     progress(f"swap {result['swap_s'] * 1e3:.1f} ms, {result['swap_s'] / result['limit_s']:.3f} of the limit")
     if device.type != "cpu":
-        memory = swap_memory.memory_of_a_step(device, optimizer, parameters, slice_mib)
+        memory = memory_of_a_step(device, optimizer, parameters, slice_mib)
         progress("beyond parameters and gradients: {held_beyond_bytes} bytes held, peak {peak_bytes}".format(**memory))
         result |= memory
     if trace:
-        result["trace"] = swap_trace.record(device, optimizer.step)
+        result["trace"] = record_trace(device, optimizer.step)
     optimizer._pipeline = SerialPipeline(device)
     result["serial_s"] = timed(device, optimizer.step, max(2, repeats // 3))
     progress(f"serial {result['serial_s'] * 1e3:.1f} ms")
@@ -116,7 +173,7 @@ def measure_ours(number: int, device: torch.device, slice_mib: int, repeats: int
 
 
 def measure_slices(number: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """The step's seconds by slice size in MiB, with the limit of the same process."""
+    """Measure the step for each slice size, with the limit of the same process."""
     parameters = make_parameters(number, device)
     give_gradients(parameters)
     limit = 8 * sum(p.numel() for p in parameters) / link_bandwidth(device, size=LINK_BYTES[number >= LARGE])
@@ -128,15 +185,15 @@ def measure_slices(number: int, device: torch.device, repeats: int) -> dict[str,
 
 
 def measure_torchao(number: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """torchao's CPUOffloadOptimizer: gradients go to the host, where AdamW runs, and parameters come back."""
+    """Measure torchao's CPUOffloadOptimizer, which runs AdamW on the host."""
     from torchao.optim import CPUOffloadOptimizer
 
     parameters = make_parameters(number, device)
     gradients = [torch.randn_like(p).mul_(1e-3) for p in parameters]
     optimizer = CPUOffloadOptimizer(parameters, torch.optim.AdamW, **OPTIONS)
-    progress("torchao's optimizer is made")
+    progress("torchao's optimizer is ready")
 
-    def backward() -> None:  # its hooks send the gradients to the host
+    def backward() -> None:  # hooks copy the gradients to the host
         optimizer.zero_grad()
         torch.autograd.backward(parameters, gradients)
 
@@ -150,7 +207,7 @@ def progress(text: str) -> None:
 
 
 def in_a_process(arguments: list[str]) -> dict[str, Any]:
-    """This program's measurement with ``arguments``: host memory is free again after it."""
+    """Measure in a new process, which frees its host memory at the end."""
     done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -181,29 +238,35 @@ def benchmark(args: argparse.Namespace, device: torch.device) -> None:
         if not rows:
             ours |= in_a_process([*common, "--measure=slices", f"--repeats={max(2, args.repeats // 2)}"])
         rows.append(ours)
-        if args.json:  # after each size: what has been measured is not lost
+        if args.json:  # after each size, so that an interrupted run keeps its rows
             write_partial(Path(args.json), rows, device.type)
     if args.json:
         write(Path(args.json), rows, device.type)
     print(f"{machine(device.type)}, torch {torch.__version__}, float32 parameters\n\n{table(rows)}")
     if args.picture:
-        swap_trace.draw(rows[0]["trace"], args.picture)
+        draw_trace(rows[0]["trace"], args.picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="check correctness on this device, measure nothing")
+    parser.add_argument("--check", action="store_true", help="check correctness on this device")
+    parser.add_argument("--check-resume", action="store_true", help="check that resumed jobs give equal losses")
+    parser.add_argument("--draw", nargs=2, metavar=("JSON", "PNG"), help="draw a recorded trace")
     parser.add_argument("--parameters", type=lambda text: [int(float(n)) for n in text.split(",")], default="1e9,4e9")
     parser.add_argument("--slice-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", help="where to write the numbers")
-    parser.add_argument("--picture", help="where to draw the trace of a step")
+    parser.add_argument("--json", help="write the results")
+    parser.add_argument("--picture", help="draw the trace of a step")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--measure", choices=("ours", "torchao", "slices"), help="one measurement, in this process")
+    parser.add_argument("--measure", choices=("ours", "torchao", "slices"), help="measure in this process")
     parser.add_argument("--trace", action="store_true", help="with --measure=ours: record a step")
     args = parser.parse_args()
     if args.check:
-        swap_check.check(args.device)
+        check(args.device)
+    elif args.check_resume:
+        check_resume()
+    elif args.draw:
+        draw_trace(json.loads(Path(args.draw[0]).read_text())["rows"][0]["trace"], args.draw[1])
     elif args.measure == "ours":
         (number,) = args.parameters
         print(json.dumps(measure_ours(number, args.device, args.slice_mib, args.repeats, args.trace)))

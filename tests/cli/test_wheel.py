@@ -1,0 +1,78 @@
+"""The built wheel contains the shipped configs and assets, and finds them without the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a wheel from a copy of the sources and unpack it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("torchtitan_npu", "train_configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import setuptools.build_meta as backend; backend.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def run(code: list[str], unpacked: Path, cwd: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
+    return subprocess.run(
+        [sys.executable, *code], cwd=cwd, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
+    package = ROOT / "torchtitan_npu"
+    data = [*package.glob("assets/**/*"), *package.glob("cli/doctor/*.toml")]
+    data += [package / path.relative_to(ROOT) for path in (ROOT / "train_configs").rglob("*")]
+    files = [path for path in data if path.is_file()]
+    assert len(files) > 20
+    for path in files:
+        assert (unpacked / path.relative_to(ROOT)).read_bytes() == path.read_bytes(), path
+
+
+def test_the_wheel_installs_the_command(unpacked: Path) -> None:
+    (entry_points,) = unpacked.glob("*.dist-info/entry_points.txt")
+    assert "torchtitan-npu = torchtitan_npu.cli.main:main" in entry_points.read_text()
+
+
+def test_list_configs_shows_files_of_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+    lines = run(["-m", "torchtitan_npu.cli.main", "list", "configs"], unpacked, tmp_path).splitlines()
+    paths = [Path(line.split()[0]) for line in lines]
+    assert {path.name for path in paths} == {path.name for path in (ROOT / "train_configs").glob("*.toml")}
+    for path in paths:
+        assert path.is_relative_to(unpacked)
+        tomllib.loads(path.read_text())
+
+
+def test_a_job_starts_from_a_shipped_config(unpacked: Path, tmp_path: Path) -> None:
+    """The path is the one in the docs, which does not exist below the current folder."""
+    code = """
+from torchtitan_npu import platform
+
+platform.prepare()
+from torchtitan_npu.config.parser import JobConfigManager
+
+config = JobConfigManager().parse_args(["--job.config_file", "train_configs/llama3_debugmodel.toml"])
+print(config.model.name, config.model.flavor, config.model.hf_assets_path)
+"""
+    name, flavor, assets = run(["-c", code], unpacked, tmp_path).split()
+    assert (name, flavor) == ("llama3", "debugmodel")
+    assert Path(assets).is_relative_to(unpacked) and (Path(assets) / "tokenizer.json").is_file()

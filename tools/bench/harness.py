@@ -1,0 +1,337 @@
+"""Shared parts of the benchmarks: device timing, rows of tables, and JSON records of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor
+
+PEERS = ("liger-kernel", "attn_gym")
+"""Libraries that are also measured if they are installed."""
+
+
+def need_gpu() -> None:
+    """Exit with an error if there is no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{Path(sys.argv[0]).name} needs a GPU")
+
+
+def machine(device: str = "cuda") -> str:
+    """Return the name of the GPU or of the processor. ``/proc/cpuinfo`` has no name on ARM."""
+    if device != "cpu":
+        return torch.get_device_module(device).get_device_name()
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name")]
+    return f"{os.cpu_count()}-core {platform.machine()}" + (f" ({names[0]})" if names else "")
+
+
+def installed(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of the installed packages among ``names``."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def partial_file(file: Path) -> Path:
+    """Return the file for incomplete results: ops.partial.json for ops.json."""
+    return file.with_suffix(".partial.json")
+
+
+def write(file: Path, rows: list[dict[str, Any]], device: str = "cuda", /, **more: Any) -> None:
+    """Write ``rows`` as JSON with the date, the machine, the versions and the command."""
+    write_partial(file, rows, device, **more)
+    partial_file(file).replace(file)
+
+
+def write_partial(file: Path, rows: list[dict[str, Any]], device: str = "cuda", /, **more: Any) -> None:
+    """Write to :func:`partial_file` instead: an interrupted run keeps its rows and does not change ``file``."""
+    about = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "triton": installed(("triton",)).get("triton", "not installed"),
+        "peers": installed(PEERS),
+        "command": f"python tools/bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".partition(" --json")[0],
+    }
+    partial_file(file).write_text(json.dumps({**about, **more, "rows": rows}, indent=1) + "\n")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "train_configs"
+ONE_RANK = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
+
+
+def rank_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a training process with one rank, as a launcher sets it."""
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **launcher, "PYTHONPATH": paths, **more}
+
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hold the measured rates of the GPU."""
+
+    copy_rate: float
+    """Bytes per second that a device copy reads and writes."""
+    matmul_rate: float
+    """Floating-point operations per second of a large bfloat16 matmul."""
+
+    def limit_ms(self, bytes: float = 0, flops: float = 0) -> float:
+        """Return the least time in milliseconds to move ``bytes`` and compute ``flops``."""
+        return 1e3 * max(bytes / self.copy_rate, flops / self.matmul_rate)
+
+    def rates(self) -> dict[str, float]:
+        """Return the rates as they are stored in the results."""
+        return {"copy_GB_s": self.copy_rate / 1e9, "matmul_TFLOP_s": self.matmul_rate / 1e12}
+
+
+def device_ms(builds: Mapping[str, Callable[[], Run]], budget_ms: float = 30.0) -> dict[str, float]:
+    """Return the median device times in milliseconds, replayed from CUDA graphs with a cold cache.
+
+    All candidates take turns in random order, because the GPU's clock depends on the preceding work. A graph removes
+    the host time of short kernels. It also fails on code that waits for the device. Each ``build`` runs on the timed
+    stream, because a backward pass runs on the stream of its forward pass.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    draw = random.Random(0)
+    with torch.cuda.stream(stream):
+        runs = {name: build() for name, build in builds.items()}  # keeps the tensors of the graphs alive
+        graphs = {name: _graph(run, stream) for name, run in runs.items()}
+        cold = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        rounds = 0
+        while rounds < 5 or (rounds < 50 and min(map(sum, times.values())) < budget_ms):
+            for name in draw.sample(list(graphs), len(graphs)):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                cold.zero_()
+                start.record()
+                graphs[name].replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end))
+            rounds += 1
+    torch.cuda.current_stream().wait_stream(stream)
+    return {name: statistics.median(of_name) for name, of_name in times.items()}
+
+
+def _graph(run: Run, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    run()
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph
+
+
+def forward_ms(runs: Mapping[str, Run], budget_ms: float = 30.0) -> dict[str, float]:
+    """Return the device times of ``runs``."""
+    return device_ms({name: partial(_itself, run) for name, run in runs.items()}, budget_ms)
+
+
+def _itself(run: Run) -> Run:
+    return run
+
+
+def backward_ms(
+    forwards: Mapping[str, Run], inputs: Sequence[Tensor], grad: Tensor, besides: Mapping[str, Run] | None = None
+) -> dict[str, float]:
+    """Return the device times of the backward passes of ``forwards``, and of the runs ``besides``."""
+    builds = {name: partial(_backward, forward, inputs, grad) for name, forward in forwards.items()}
+    return device_ms(builds | {name: partial(_itself, run) for name, run in (besides or {}).items()})
+
+
+def _backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor) -> Run:
+    output = forward()
+    return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile ``function`` with torch.compile."""
+    # The backward pass is replayed, so its saved tensors must not be overwritten.
+    functorch_config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
+
+
+def host_us(run: Run, repeats: int = 20) -> float:
+    """Return the median host time in microseconds to launch ``run`` on an idle device."""
+    run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def measure_machine() -> Machine:
+    """Measure the rates of a device copy and of a matmul."""
+    from triton.testing import do_bench
+
+    source = torch.empty(2 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    # Not from a graph: there the copy runs on a slower copy engine.
+    copy = do_bench(lambda: target.copy_(source), return_mode="median")
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul = forward_ms({"": lambda: a @ b})[""]
+    return Machine(2 * source.numel() / copy * 1e3, 2 * 8192**3 / matmul * 1e3)
+
+
+def size(*values: Any) -> int:
+    """Return the bytes of the tensors among ``values``."""
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def timed(run: Run, flops: float = 0, **row: Any) -> dict[str, Any]:
+    """Return ``row`` with the time of :func:`device_ms`, the rate, and the peak of additional memory."""
+    return _timed(partial(_itself, run), flops, row)
+
+
+def timed_backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor, **row: Any) -> dict[str, Any]:
+    """Measure like :func:`timed`, but only the backward pass of ``forward``."""
+    return _timed(partial(_backward, forward, inputs, grad), 0, row)
+
+
+def _timed(build: Callable[[], Run], flops: float, row: dict[str, Any]) -> dict[str, Any]:
+    # Build again for timing: the autograd graph of this one belongs to another stream.
+    peak = _peak_bytes(build())
+    ms = device_ms({"": build})[""]
+    return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
+
+
+def _peak_bytes(run: Run) -> int:
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+BF16 = torch.bfloat16
+TOKENS, HIDDEN, TOP_K, EXPERT_HIDDEN = 4096, 7168, 8, 2048
+
+
+@dataclass
+class OpRow:
+    """Hold one measurement of an operator, in milliseconds."""
+
+    op: str
+    shape: str
+    eager: float
+    peers: dict[str, float]
+    ours: float
+    limit: float
+    host_us: float | None = None
+    error: float = field(default=0.0)
+    """The largest error in units of bfloat16 rounding of the float64 result."""
+
+    def line(self) -> str:
+        """Return a table row for the console."""
+        peer = best_peer(self.peers) or ("-", float("nan"))
+        host = "" if self.host_us is None else f"{self.host_us:.0f} µs"
+        return (
+            f"| {self.op} | {self.shape} | {self.eager:.3f} | {peer[1]:.3f} ({peer[0]}) | {self.ours:.3f} "
+            f"| {self.limit:.3f} | {self.limit / self.ours:.0%} | {self.eager / self.ours:.1f}× | {host} "
+            f"| {self.error:.2f} |"
+        )
+
+
+def best_peer(peers: dict[str, float]) -> tuple[str, float] | None:
+    """Return the fastest public implementation. "Triton" is our own kernel."""
+    public = [pair for pair in peers.items() if pair[0] != "Triton"]
+    return min(public, key=lambda pair: pair[1], default=None)
+
+
+def op_row(
+    op: str, shape: str, times: dict[str, float], limit: float, worst: float, host: float | None = None
+) -> OpRow:
+    times = dict(times)
+    return OpRow(
+        op, shape, times.pop("small ops"), ours=times.pop("ours"), peers=times, limit=limit, host_us=host, error=worst
+    )
+
+
+def random_tensor(*shape: int, grad: bool = False) -> Tensor:
+    """Return a random bfloat16 tensor on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=BF16, requires_grad=grad)
+
+
+def error(actual: Tensor, oracle: Tensor) -> float:
+    """Return the largest error in units of its budget: bfloat16 rounding, plus float32 rounding of long sums."""
+    budget = oracle.abs() * torch.finfo(BF16).eps / 2 + oracle.abs().max() * 2.0**-18 + 1e-30
+    ratio = ((actual.double() - oracle).abs() / budget).max().item() if oracle.numel() else 0.0
+    if not ratio <= 1.01:
+        raise SystemExit(f"wrong result: {ratio:.2f} times the error budget")
+    return ratio
+
+
+def compare(ours: Callable[..., Any], oracle: Callable[..., Any], *tensors: Tensor) -> float:
+    """Return the largest error of ``ours`` and its gradients against ``oracle`` in float64."""
+    results = []
+    for function, dtype in ((ours, BF16), (oracle, torch.float64)):
+        inputs = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        y = function(*inputs)
+        torch.manual_seed(1)
+        grad = torch.randn(y.shape, device="cuda", dtype=BF16)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, grad.to(dtype))])
+    return max(error(actual, expected) for actual, expected in zip(*results, strict=True))
+
+
+Row = dict[str, Any]
+
+
+def of_peer(measure: Callable[..., Row], *arguments: Any, **row: Any) -> Row:
+    """Return the row of ``measure``, or a row with the error of a peer that fails."""
+    import triton
+
+    try:
+        return measure(*arguments, **row)
+    except (ImportError, RuntimeError, TypeError, ValueError, triton.TritonError) as problem:
+        return row | {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
+
+
+def mask_of(indices: Tensor) -> Tensor:
+    """Convert ``indices`` (1, S, 1, K), padded with -1, to a mask (S, S) of selected keys."""
+    length = indices.shape[1]
+    mask = torch.zeros(length, length + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter_(-1, indices[0, :, 0].long() % (length + 1), True)[:, :length]
+
+
+def show(row: Row) -> str:
+    """Return a line for the console."""
+    what = f"{row['what']:56}"
+    if "error" in row:
+        return f"{what} {row['error']:.2e}"
+    if "failed" in row:
+        return f"{what} failed: {row['failed']}"
+    rate = f"{row['tflops']:6.0f} TFLOP/s" if row["tflops"] else " " * 14
+    limit = f"{row['limit_ms'] / row['ms']:4.0%} of the limit" if "limit_ms" in row else ""
+    return f"{what} {row['length']:7d} {row['ms']:9.3f} ms {rate} {row['peak_mib']:8.0f} MiB {limit}"
