@@ -49,16 +49,7 @@ def launch(folder: Path, *job: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, **options, capture_output=True, timeout=200)
 
 
-def test_a_job_is_shown_and_logged(tmp_path: Path) -> None:
-    result = launch(tmp_path, OMP_NUM_THREADS="1")
-    console = result.stdout + result.stderr
-    assert result.returncode == 0, console[-3000:]
-    assert "launch: profile cpu: nothing to add\nlaunch: kept your settings: OMP_NUM_THREADS=1\n" in console
-    assert "[rank0]:" in console and "step:  1" in console
-    (log,) = tmp_path.glob("logs/node0/*/*/attempt_0/0/stdout.log")
-    assert "step:  1" in log.read_text()
-
-
+@pytest.mark.slow  # two ranks import TorchTitan; the order of failures is tested below
 def test_an_invalid_job_is_reported_once(tmp_path: Path) -> None:
     """Every rank exits, and only one of them prints the reason."""
     result = launch(tmp_path, "--parallelism.data_parallel_shard_degree=1", NPROC="2", OMP_NUM_THREADS="1")
@@ -159,6 +150,18 @@ def wait_for(glob: str, folder: Path, text: str) -> None:
         time.sleep(0.05)
 
 
+def test_a_job_is_shown_and_logged(tmp_path: Path) -> None:
+    rank = "import os\nif 'LOCAL_RANK' in os.environ:\n    print('step:  1', flush=True)\n    os._exit(0)\n"
+    result = launch(tmp_path, **first_on_path(tmp_path, "sitecustomize.py", rank), OMP_NUM_THREADS="1", NPROC="2")
+    console = result.stdout + result.stderr
+    assert result.returncode == 0, console[-3000:]
+    assert "launch: profile cpu: nothing to add\nlaunch: kept your settings: OMP_NUM_THREADS=1\n" in console
+    assert "[rank0]:step:  1" in console and "[rank1]:" not in console
+    for local_rank in (0, 1):
+        (log,) = tmp_path.glob(f"logs/node0/*/*/attempt_0/{local_rank}/stdout.log")
+        assert "step:  1" in log.read_text()
+
+
 def test_ctrl_c_is_reported_last(tmp_path: Path) -> None:
     with launched_job(tmp_path, first_on_path(tmp_path, "sitecustomize.py", RANK)) as launched:
         wait_for("logs/node0/*/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
@@ -251,7 +254,7 @@ def test_variables_of_the_user_are_kept() -> None:
 
 
 def test_an_unknown_profile_is_an_error() -> None:
-    with pytest.raises(UsageError, match="^PROFILE=npuu: no such profile; did you mean 'npu'"):
+    with pytest.raises(UsageError, match=r"^PROFILE=npuu: no such profile; did you mean 'npu'"):
         profile.apply("npuu", {})
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "tools" / "bench"
-sys.path.insert(0, str(BENCH))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
 import harness
 import render
 
+BENCH = Path(harness.__file__).parent
 PROGRAMS = sorted(path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text())
 
 

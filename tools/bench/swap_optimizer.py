@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from harness import machine, write, write_partial
-from swap_check import check, memory_of_a_step
+from swap_check import check, check_resume, memory_of_a_step
 
 from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
