@@ -141,13 +141,13 @@ def test_its_header_says_what_it_is(file: Path) -> None:
     assert sum_in_header[3] == f"{gib:.1f}"
     if swap:
         host = STATES * elements / ranks * int(on_node[1]) / 2**30
-        assert f"in host memory: {host:.0f} GiB on a node" in header
+        assert f"in host memory: {host:.0f} GiB per node" in header
 
     if p.pipeline_parallel_degree > 1:
         experts = sum(n for name, n in largest.items() if ".experts." in name)
         dense = elements - experts
         kept = (2 + 4) * (dense / p.tensor_parallel_degree + experts / p.expert_parallel_degree) / 2**30
-        assert f"= {kept:.1f} GiB a device more" in header
+        assert f"= {kept:.1f} GiB more per device" in header
         if config.training.local_batch_size > p.pipeline_parallel_microbatch_size:
             gib += kept
         else:  # nothing is kept from one microbatch to the next, nor from forward to backward

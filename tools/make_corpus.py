@@ -1,12 +1,12 @@
-"""Write the small corpus and the tokenizer that ship with the package, or check that what ships is what this writes.
+"""Write the small corpus and the tokenizer of the package, or check that the shipped files are current.
 
     python tools/make_corpus.py            # write torchtitan_npu/assets/{corpus,tokenizer}
     python tools/make_corpus.py --check    # exit 1 and name the file if a shipped file differs
 
-The text comes from a probabilistic grammar: stories, letters, lists, sums, directions, ... Each document draws its own
-people, things and numbers and stays true to them (a name comes back at the end, a total is the sum of its lines, a way
-leads where it says), and some facts hold in all documents: the prices, the map, the animals. So there is something to
-learn at every range, and something that no model can learn: the draws themselves.
+The text comes from a probabilistic grammar: stories, letters, lists, sums, directions and more. Each document draws
+its own people, things and numbers and is consistent: names recur, totals are sums, directions are correct. Prices, the
+map and the animals are the same in all documents. So a model can learn dependencies of every length, but never the
+random draws themselves.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ASSETS = Path(__file__).resolve().parent.parent / "torchtitan_npu" / "assets"
-# File, seed, size in bytes. The validation text is of the same grammar; no document is in both.
+# File, seed, size in bytes. The validation text has the same grammar; no document is in both.
 CORPORA = [("corpus.jsonl", 2025, 920_000), ("validation.jsonl", 2026, 60_000)]
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
-# TorchTitan's debug models have 2048 ids; the last eight stay free for a model that needs some of its own.
+# TorchTitan's debug models have 2048 ids. The last eight are free for models with additional tokens.
 VOCAB_SIZE = 2040
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ RHYMES = [
         "boat coat goat note throat",
     )
 ]
-# What holds in every document.
+# Facts that hold in every document.
 PRICES = {  # coins for one
     **{"apple": 2, "pear": 3, "onion": 1, "carrot": 1, "potato": 1, "lemon": 4, "cabbage": 5, "egg": 2, "loaf": 6},
     **{"cheese": 9, "sausage": 7, "candle": 3, "button": 1, "pencil": 2, "envelope": 1, "turnip": 2, "plum": 2},
@@ -186,7 +186,7 @@ def way(here: str, there: str) -> str:
 
 
 class Dice:
-    """All chance in the corpus. It draws from ``random()`` alone, whose sequence Python keeps for ever."""
+    """Make all random choices, only with ``random()``, whose sequence Python guarantees."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
@@ -202,7 +202,7 @@ class Dice:
         return items[self.between(0, len(items) - 1)]
 
     def some(self, items: Sequence[T], n: int) -> list[T]:
-        """``n`` different ones, in random order."""
+        """Return ``n`` different items in random order."""
         left = list(items)
         return [left.pop(self.between(0, len(left) - 1)) for _ in range(n)]
 

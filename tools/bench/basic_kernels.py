@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""The basic fused ops on a GPU: small ops, the best public peer, ours, and the machine's limit, forward and backward.
+"""Measure the basic fused operators on a GPU, forward and backward: eager, the best public kernel, ours, and the limit.
 
     python tools/bench/basic_kernels.py [--only rms_norm rotary grouped_matmul] [--json FILE]
 
-First every op is compared with its reference in float64, on groups and rows of ugly sizes; then it is timed in
-bfloat16, alone on the device (``gpu_timing.device_ms``). The limit is the bytes that must move over the rate of a
-device copy, or the operations over the rate of a matrix product, both measured in the same run. ``host`` is the time to
-launch ours.
+Each operator is first compared with its reference in float64, on groups and rows of irregular sizes. Then it is timed
+in bfloat16 on an otherwise idle device (``harness.device_ms``). The limit is the bytes to move at the rate of a device
+copy, or the operations at the rate of a matmul, both measured in the same run. ``host`` is the host time of our launch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from harness import (
 )
 from torch import Tensor
 
-import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
+import torchtitan_npu.ops  # noqa: F401  (defines npu::)
 
 npu = torch.ops.npu
 
@@ -80,14 +79,14 @@ def rms_norm(machine: Machine) -> Iterator[OpRow]:
             random_tensor(rows, HIDDEN),
         )
         functions = {"small ops": small_norm, "compiled": compiled(small_norm), "aten": aten, "Liger": liger}
-        ways = {name: partial(way, x, gamma) for name, way in (functions | {"ours": ours}).items()}
+        runs = {name: partial(function, x, gamma) for name, function in (functions | {"ours": ours}).items()}
         with torch.no_grad():
-            forward = forward_ms(ways)
-            host = host_us(ways["ours"])
+            forward = forward_ms(runs)
+            host = host_us(runs["ours"])
             rstd = npu.npu_rms_norm(x, gamma, 1e-6)[1]
-        # autograd casts gamma's gradient, which the operator gives in float32: a kernel more
+        # Autograd casts the float32 gradient of gamma with an additional kernel.
         operator = partial(npu.npu_rms_norm_backward, dy, x.detach(), gamma.detach(), rstd)
-        backward = backward_ms(ways, [x, gamma], dy, besides={"operator": operator})
+        backward = backward_ms(runs, [x, gamma], dy, besides={"operator": operator})
         ours_alone = backward.pop("operator")
         alone = backward | {"ours": ours_alone}
         passes = (("forward", forward, 2), ("backward", backward, 3), ("backward, operator", alone, 3))
@@ -107,16 +106,16 @@ def add_rms_norm(machine: Machine) -> Iterator[OpRow]:
     for shape in ((301, HIDDEN), (TOKENS, HIDDEN)):
         x1, x2, gamma = random_tensor(*shape), random_tensor(*shape), random_tensor(HIDDEN)
         y, _, x = npu.npu_add_rms_norm(x1, x2, gamma, 1e-6)
-        wide = x.double()  # what is normalised is the rounded sum
+        wide = x.double()  # the rounded sum is normalized
         exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * gamma.double()
         worst = max(worst, error(y, exact), error(x, x1.double() + x2.double()))
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "small ops": partial(small, x1, x2, gamma),
         "compiled": partial(compiled(small), x1, x2, gamma),
         "ours": partial(npu.npu_add_rms_norm, x1, x2, gamma, 1e-6),
     }
     limit = machine.limit_ms(bytes=4 * x1.numel() * 2)
-    yield op_row("add_rms_norm forward", f"{TOKENS}×{HIDDEN}", forward_ms(ways), limit, worst, host_us(ways["ours"]))
+    yield op_row("add_rms_norm forward", f"{TOKENS}×{HIDDEN}", forward_ms(runs), limit, worst, host_us(runs["ours"]))
 
 
 def swiglu(machine: Machine) -> Iterator[OpRow]:
@@ -129,23 +128,23 @@ def swiglu(machine: Machine) -> Iterator[OpRow]:
     rows = TOKENS * TOP_K
     x, dy = random_tensor(rows, 2 * EXPERT_HIDDEN, grad=True), random_tensor(rows, EXPERT_HIDDEN)
     worst = max(compare(npu.npu_swiglu, small, random_tensor(n, d)) for n, d in ((301, 4096), (3, 1002)))
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "small ops": lambda: small(x),
         "compiled": partial(compiled(small), x),
         "Liger": lambda: LigerFusedGateUpSiLUMulFunction.apply(x),
         "ours": lambda: npu.npu_swiglu(x),
     }
     with torch.no_grad():
-        forward = forward_ms(ways)
-        host = host_us(ways["ours"])
-    backward = backward_ms(ways, [x], dy)
+        forward = forward_ms(runs)
+        host = host_us(runs["ours"])
+    backward = backward_ms(runs, [x], dy)
     shape = f"{rows}×2·{EXPERT_HIDDEN}"
     yield op_row("swiglu forward", shape, forward, machine.limit_ms(bytes=3 * dy.numel() * 2), worst, host)
     yield op_row("swiglu backward", shape, backward, machine.limit_ms(bytes=5 * dy.numel() * 2), worst)
 
 
 def rotary(machine: Machine) -> Iterator[OpRow]:
-    """Pairs of the last 64 channels of a head, as DeepSeek's; halves of a whole head, as Qwen3's."""
+    """Measure interleaved pairs of the last 64 channels (DeepSeek) and halves of all channels (Qwen3)."""
     yield from rotary_in(machine, "interleave", heads=128, whole=192, size=64)
     yield from rotary_in(machine, "half", heads=32, whole=128, size=128)
     yield from applied_rotary(machine)
@@ -161,7 +160,7 @@ def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def applied_rotary(machine: Machine) -> Iterator[OpRow]:
-    """Queries and keys in one call, of halves. Forward only: torch_npu has no gradient for it."""
+    """Measure queries and keys in one call. Forward only: torch_npu has no gradient for it."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     query, key = random_tensor(1, TOKENS, 32, 128), random_tensor(1, TOKENS, 8, 128)
@@ -174,15 +173,15 @@ def applied_rotary(machine: Machine) -> Iterator[OpRow]:
     def liger() -> tuple[Tensor, ...]:
         return LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])
 
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "small ops": partial(small, query, key),
         "compiled": partial(compiled(small), query, key),
         "ours": partial(npu.npu_apply_rotary_pos_emb, query, key, cos, sin),
     }
-    worst = max(map(error, ways["ours"](), small(query.double(), key.double())))
-    ways["Liger"] = liger  # in place, so it comes after the comparison
+    worst = max(map(error, runs["ours"](), small(query.double(), key.double())))
+    runs["Liger"] = liger  # in-place, so after the comparison
     shape, limit = f"{TOKENS}×(32 + 8)×128, halves", machine.limit_ms(bytes=2 * (query.nbytes + key.nbytes))
-    yield op_row("apply_rotary_pos_emb forward", shape, forward_ms(ways), limit, worst, host_us(ways["ours"]))
+    yield op_row("apply_rotary_pos_emb forward", shape, forward_ms(runs), limit, worst, host_us(runs["ours"]))
 
 
 def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) -> Iterator[OpRow]:
@@ -201,7 +200,7 @@ def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) ->
     key = random_tensor(1, TOKENS, 1, size)
 
     def liger(x: Tensor) -> Tensor:
-        """It turns the halves of a head, in place, and a key besides."""
+        """Rotate halves of a head, and a key, in-place."""
         return LigerRopeFunction.apply(x.transpose(1, 2), key.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])[0]
 
     def ours(x: Tensor) -> Tensor:
@@ -216,16 +215,16 @@ def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) ->
         "ours": ours,
     }
     with torch.no_grad():  # on the last channels of each head, where they lie
-        ways: dict[str, Run] = {name: partial(way, q[..., -size:]) for name, way in functions.items()}
-        forward = forward_ms(ways)
-        host = host_us(ways["ours"])
+        runs: dict[str, Run] = {name: partial(function, q[..., -size:]) for name, function in functions.items()}
+        forward = forward_ms(runs)
+        host = host_us(runs["ours"])
     part = q.detach()[..., -size:].contiguous().requires_grad_()
-    ways = {name: partial(way, part) for name, way in functions.items()}
-    ways |= {name: lambda: liger(part).transpose(1, 2) for name in ways if name.startswith("Liger")}
-    backward = backward_ms(ways, [part], dy)
+    runs = {name: partial(function, part) for name, function in functions.items()}
+    runs |= {name: lambda: liger(part).transpose(1, 2) for name in runs if name.startswith("Liger")}
+    backward = backward_ms(runs, [part], dy)
     shape = f"{TOKENS}×{heads}×{size}, {'pairs' if mode == 'interleave' else 'halves'}"
     yield op_row("rotary forward", shape, forward, machine.limit_ms(bytes=2 * dy.numel() * 2), worst, host)
-    # the op gives the gradients of the angles besides, which read the input
+    # The operator also returns the gradients of the angles, which read the input.
     yield op_row("rotary backward", shape, backward, machine.limit_ms(bytes=3 * dy.numel() * 2), worst)
 
 
@@ -237,12 +236,12 @@ def choices(tokens: int, experts: int, top_k: int = TOP_K) -> Tensor:
 
 
 def small_permute(x: Tensor, experts: Tensor) -> Tensor:
-    """As TorchTitan's MoE does it."""
+    """Permute like TorchTitan's MoE."""
     return x[torch.argsort(experts.view(-1), stable=True) // experts.shape[1]]
 
 
 def small_unpermute(rows: Tensor, order: Tensor, scores: Tensor) -> Tensor:
-    """As TorchTitan's MoE does it, with the scores after the experts."""
+    """Unpermute like TorchTitan's MoE, with the scores after the experts."""
     unsorted = small_unsort(rows, order).reshape(*scores.shape, rows.shape[1])
     return torch.bmm(scores.unsqueeze(1), unsorted.float()).to(rows.dtype).squeeze(1)
 
@@ -254,7 +253,7 @@ def small_unsort(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def gathered_unpermute(rows: Tensor, places: Tensor, scores: Tensor) -> Tensor:
-    """The same as one sum over gathered rows, which a compiler makes one kernel of."""
+    """Unpermute as a sum over gathered rows, which compiles to one kernel."""
     slots = rows[places].view(*scores.shape, rows.shape[1])
     return (slots.float() * scores.unsqueeze(-1)).sum(1).to(rows.dtype)
 
@@ -266,15 +265,15 @@ def permute(machine: Machine) -> Iterator[OpRow]:
     worst = compare(
         lambda x: npu.npu_moe_token_permute(x, some)[0], lambda x: small_permute(x, some), random_tensor(301, 1001)
     )
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "small ops": lambda: small_permute(x, experts),
         "compiled": partial(compiled(small_permute), x, experts),
         "ours": lambda: npu.npu_moe_token_permute(x, experts)[0],
     }
     with torch.no_grad():
-        forward = forward_ms(ways)
-        host = host_us(ways["ours"])
-    backward = backward_ms(ways, [x], dy)
+        forward = forward_ms(runs)
+        host = host_us(runs["ours"])
+    backward = backward_ms(runs, [x], dy)
     shape, moved = f"{TOKENS}×{HIDDEN}, top {TOP_K}", (x.numel() + dy.numel()) * 2
     yield op_row("permute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
     yield op_row("permute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
@@ -283,7 +282,7 @@ def permute(machine: Machine) -> Iterator[OpRow]:
     order = experts.view(-1).argsort(stable=True)
     rows, dy = dy.requires_grad_(), x.detach()
     scores = torch.rand(TOKENS, TOP_K, device="cuda").requires_grad_()
-    ways = {
+    runs = {
         "small ops": lambda: small_unpermute(rows, order, scores),
         "compiled": partial(compiled(small_unpermute), rows, order, scores),
         "compiled gather": partial(compiled(gathered_unpermute), rows, places, scores),
@@ -305,14 +304,14 @@ def permute(machine: Machine) -> Iterator[OpRow]:
         random_tensor(301, 3),
     )
     with torch.no_grad():
-        forward = forward_ms(ways)
-        host = host_us(ways["ours"])
-    backward = backward_ms(ways, [rows, scores], dy)
+        forward = forward_ms(runs)
+        host = host_us(runs["ours"])
+    backward = backward_ms(runs, [rows, scores], dy)
     yield op_row("unpermute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
     moved = (dy.numel() + 2 * rows.numel()) * 2
     yield op_row("unpermute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
 
-    ways = {
+    runs = {
         "small ops": lambda: small_unsort(rows, order),
         "compiled": partial(compiled(small_unsort), rows, order),
         "index_select": lambda: rows.index_select(0, places),
@@ -324,16 +323,16 @@ def permute(machine: Machine) -> Iterator[OpRow]:
         random_tensor(903, 1001),
     )
     with torch.no_grad():
-        forward = forward_ms(ways)
-        host = host_us(ways["ours"])
-    backward = backward_ms(ways, [rows], torch.randn_like(rows))
+        forward = forward_ms(runs)
+        host = host_us(runs["ours"])
+    backward = backward_ms(runs, [rows], torch.randn_like(rows))
     shape, limit = f"{TOKENS * TOP_K}×{HIDDEN}", machine.limit_ms(bytes=2 * rows.numel() * 2)
     yield op_row("unpermute without scores forward", shape, forward, limit, worst, host)
     yield op_row("unpermute without scores backward", shape, backward, limit, worst)
 
 
 def re_routing(machine: Machine) -> Iterator[OpRow]:
-    """Tokens of 8 ranks for 8 experts each, which arrive rank by rank."""
+    """Measure tokens of 8 ranks for 8 experts each, received in rank order."""
     ranks, experts = 8, 8
 
     def small(x: Tensor, counts: Tensor) -> Tensor:
@@ -346,16 +345,16 @@ def re_routing(machine: Machine) -> Iterator[OpRow]:
         x = random_tensor(int(counts.sum()), width)
         if not torch.equal(npu.npu_moe_re_routing(x, counts)[0], small(x, counts)):
             raise SystemExit("wrong result: npu_moe_re_routing")
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "small ops": lambda: small(x, counts),
         "ours": lambda: npu.npu_moe_re_routing(x, counts),
     }
     limit, shape = machine.limit_ms(bytes=2 * x.numel() * 2), f"{len(x)}×{HIDDEN}, {ranks} ranks, {experts} experts"
-    yield op_row("re_routing forward", shape, forward_ms(ways), limit, 0.0, host_us(ways["ours"]))
+    yield op_row("re_routing forward", shape, forward_ms(runs), limit, 0.0, host_us(runs["ours"]))
 
 
 def unequal(rows: int, experts: int) -> list[int]:
-    """So many rows, of which the n-th expert has about 1 / n of what the first has, and the last none."""
+    """Distribute ``rows``: the n-th expert gets about 1 / n of the first one's rows, the last one none."""
     shares = [1 / (n + 1) for n in range(experts - 1)]
     sizes = [int(rows * share / sum(shares)) for share in shares]
     return [sizes[0] + rows - sum(sizes), *sizes[1:], 0]
@@ -369,7 +368,7 @@ def loop(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
 
 
 def loop_of_sums(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
-    """``x`` (M, T), ``dy`` (T, N): the groups are among T."""
+    """Multiply ``x`` (M, T) by ``dy`` (T, N), with groups along T."""
     out = x.new_empty(len(sizes), x.shape[0], dy.shape[1])
     for columns, rows, result in zip(x.split(sizes, 1), dy.split(sizes), out, strict=True):
         torch.mm(columns, rows, out=result)
@@ -408,14 +407,14 @@ def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
         counts = torch.tensor(sizes, device="cuda")
         ends = counts.cumsum(0).int()
         x, dy = random_tensor(rows, HIDDEN), random_tensor(rows, EXPERT_HIDDEN)
-        weight = random_tensor(experts, EXPERT_HIDDEN, HIDDEN).mT  # as a checkpoint holds it
+        weight = random_tensor(experts, EXPERT_HIDDEN, HIDDEN).mT  # the layout of a checkpoint
         flops, moved = 2 * rows * HIDDEN * EXPERT_HIDDEN, size(x, dy, weight)
         limit = machine.limit_ms(moved, flops)
         shape = f"{rows}×{HIDDEN}×{EXPERT_HIDDEN}, {experts} {'' if len({*sizes}) == 1 else 'unequal '}experts"
         for name, a, b, group_type in (
             ("forward", x, weight, 0),
             ("dX", dy, weight.mT, 0),
-            ("dW", dy.t(), x, 2),  # in the weight's own layout
+            ("dW", dy.t(), x, 2),  # in the layout of the weight
         ):
             ours = partial(product, a, b, counts, group_type)
             small = partial(loop_of_sums if group_type else loop, a, b, sizes)
@@ -429,20 +428,20 @@ def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
             times = forward_ms(runs, budget_ms=100)
             host = host_us(ours)
             yield op_row(f"grouped_matmul {name}", shape, times, limit, worst, host)
-        # the sum is in float32, and read and written
+        # The accumulator is float32, read and written.
         limit = machine.limit_ms(size(x, dy) + 2 * 4 * weight.numel(), flops)
         yield op_row("grouped_matmul_add", shape, added_ms(x, dy, counts, sizes), limit, worst)
 
 
 def added_ms(x: Tensor, dy: Tensor, counts: Tensor, sizes: list[int]) -> dict[str, float]:
-    """The weights' gradient, added to what is there in float32."""
+    """Measure the weight gradient, accumulated in float32."""
     total, ends = torch.zeros(len(sizes), dy.shape[1], x.shape[1], device="cuda"), counts.cumsum(0).int()
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "small ops": lambda: total.add_(loop_of_sums(dy.t(), x, sizes)),
         "torch._grouped_mm": lambda: total.add_(torch._grouped_mm(dy.t(), x, offs=ends)),
         "ours": lambda: npu.npu_grouped_matmul_add_(total, dy, x, counts, group_list_type=1),
     }
-    return forward_ms(ways, budget_ms=100)
+    return forward_ms(runs, budget_ms=100)
 
 
 OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, re_routing, swiglu, rotary, grouped_matmul)}
@@ -451,11 +450,11 @@ OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, re_routing, swig
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(OPS), default=list(OPS))
-    parser.add_argument("--json", type=Path, help="where the rows go besides")
+    parser.add_argument("--json", type=Path, help="write the results")
     args = parser.parse_args()
     need_gpu()
     if importlib.util.find_spec("liger_kernel") is None:
-        raise SystemExit("basic_kernels.py compares with Liger's kernels: pip install liger-kernel")
+        raise SystemExit("basic_kernels.py needs Liger's kernels: pip install liger-kernel")
 
     from torchtitan_npu import platform
 
@@ -465,9 +464,7 @@ def main() -> None:
     machine = measure_machine()
     rates = machine.rates()
     print(torch.cuda.get_device_name(), ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
-    print(
-        "| op | shape | small ops, ms | best peer, ms | ours, ms | limit, ms | of the limit | faster | host | error |"
-    )
+    print("| op | shape | eager, ms | best peer, ms | ours, ms | limit, ms | of the limit | speed-up | host | error |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     rows: list[OpRow] = []
     for name in args.only:

@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""How long the host takes to launch parts of DeepSeek-V3.2, and a block of Llama 3: eager, and compiled.
+"""Measure the host time to launch parts of DeepSeek-V3.2 and a block of Llama 3, eager and compiled.
 
     python tools/bench/host_dispatch.py [--device cuda] [--parts prolog block] [--ways eager bypassed] [--json FILE]
 
-Sizes are so small that the host decides how long a call takes, on a CPU and on a GPU. With ``tp``, weights are DTensors
-of two tensor-parallel ranks as in training; the other rank is not there, and collectives return at once. ``fused`` is
-with the converters npu_rms_norm, npu_rope and npu_dsa, and those of experts, as models are trained; on a CPU their
-operators are launched but do nothing. ``bypassed`` is ``npu.bypass_codegen``; ``inductor`` generates kernels; ``lite``
-is Inductor's own way not to, where torch has it, and ``lite_cpp`` that with its wrapper written in C++, which g++
-compiles.
+Sizes are so small that the host time dominates on a CPU and on a GPU. With ``tp``, weights are DTensors of two
+tensor-parallel ranks as in training; the other rank is fake, and collectives return immediately. ``fused`` uses the
+converters npu_rms_norm, npu_rope and npu_dsa, and those of experts. On a CPU their operators are launched but compute
+nothing. ``bypassed`` is ``npu.bypass_codegen``, ``inductor`` generates kernels, ``lite`` is Inductor's mode without
+code generation, if torch has it, and ``lite_cpp`` is the same with a C++ wrapper, which g++ compiles.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ from torchtitan_npu.upstream.moe_gradients import mend_moe_gradients  # noqa: E4
 SEQUENCE = 8
 TINY = {"n_layers": 1, "dim": 16, "inter_dim": 16, "moe_inter_dim": 16, "n_heads": 2, "vocab_size": 64}
 WITH_EXPERTS = {"n_dense_layers": 0, "dim": 64, "moe_inter_dim": 128}
-"""Of ``moe_block``. A GPU's grouped products take multiples of 64, also of a rank's half, and bfloat16: others are a
-loop in which the host waits for how many tokens each expert has, and it is not the host's time that is measured."""
+"""Sizes of ``moe_block``. Grouped matmul on a GPU needs bfloat16 and multiples of 64 on each rank. Otherwise a loop
+waits for the token count of each expert, and the result is not the host time."""
 TINY_LLAMA = {"n_layers": 1, "dim": 16, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64}
 FUSED = {"deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_dsa"], "llama3": ["npu_rms_norm", "npu_rope"]}
-"""By model, the converters that have something to replace in what is measured."""
+"""The applicable converters of each model."""
 OF_EXPERTS = ["npu_permute", "npu_gmm"]
-"""And those of ``moe_block``, the one part that has experts."""
+"""Additional converters of ``moe_block``, the only part with experts."""
 
 
 def build(part: str, device: str, mesh: Any, fused: bool) -> Any:
-    """The model that has ``part``, with one block: as the converters leave it, or in small operators.
+    """Build a model with one block that contains ``part``, converted if ``fused``.
 
-    Its weights are DTensors where there is a mesh.
+    With a mesh, its weights are DTensors.
     """
     name = "llama3" if part == "llama3" else "deepseek_v32"
     spec = get_train_spec(name)
@@ -77,13 +76,13 @@ def build(part: str, device: str, mesh: Any, fused: bool) -> Any:
     if part == "moe_block":
         sizes |= WITH_EXPERTS
     args: Any = dataclasses.replace(copy.deepcopy(spec.model_args["debugmodel"]), **sizes)
-    args.moe_impl = "standard"  # as a job's config would set it
+    args.moe_impl = "standard"  # as a job config sets it
     model: Any = spec.model_cls(args)
-    for parameter in model.parameters():  # buffers stay what they are, as in training
+    for parameter in model.parameters():  # buffers keep their dtype, as in training
         parameter.data = parameter.data.to(dtype_of(part, device))
     for experts in model.modules():
         if isinstance(experts, GroupedExperts) and device == "cpu":
-            experts.use_grouped_mm = False  # as in training: it is CUDA's
+            experts.use_grouped_mm = False  # as in training: CUDA only
     if fused:
         converters = [*FUSED[name], *(OF_EXPERTS if part == "moe_block" else ())]
         config = JobConfig()
@@ -107,15 +106,15 @@ def build(part: str, device: str, mesh: Any, fused: bool) -> Any:
 
 
 def dtype_of(part: str, device: str) -> torch.dtype:
-    """Of weights and activations: a CPU has no use for bfloat16 and takes long over it."""
+    """Return the dtype of weights and activations. bfloat16 is slow on a CPU."""
     return torch.bfloat16 if part == "moe_block" and device == "cuda" else torch.float32
 
 
 def launches_only() -> None:
-    """Let each fused operator return memory as it is found, on the CPU.
+    """Let each fused operator on the CPU return uninitialized memory.
 
-    Its kernel there is a reference of dozens of small operators, whose time would be taken for the host's. What it is
-    on an NPU, and what is measured here, is one launch.
+    The reference kernel runs dozens of operators, whose time would count as host time. On an NPU, and in this
+    measurement, the operator is one launch.
     """
     for op in OPS.values():
         overload = op.overload("npu")
@@ -130,10 +129,10 @@ _library = torch.library.Library("npu", "IMPL")
 
 
 def calls(part: str, options: dict[str, Any], model: Any, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The part's forward, and its forward and backward; compiled, where there are ``options`` to do it with."""
+    """Return the forward of the part, and its forward and backward. Compile it if there are ``options``."""
     block, (freqs_cis, positions) = model.layers["0"], angles(model, device)
     split = any(isinstance(weight, DTensor) for weight in block.parameters())
-    # the sequence is split between a rank's blocks
+    # Between blocks the sequence is sharded.
     x = torch.randn(
         (1, SEQUENCE // 2 if split else SEQUENCE, model.model_args.dim),
         dtype=dtype_of(part, device),
@@ -168,7 +167,7 @@ def calls(part: str, options: dict[str, Any], model: Any, device: str) -> tuple[
         def run() -> Any:
             return module(x)
 
-    gradients: list[Tensor] = []  # they lie as what they are of, as most do in training
+    gradients: list[Tensor] = []  # with the strides of the outputs, as usual in training
 
     def both() -> None:
         outputs = run()
@@ -182,7 +181,7 @@ def calls(part: str, options: dict[str, Any], model: Any, device: str) -> tuple[
 
 
 def angles(model: Any, device: str) -> tuple[Tensor, Tensor | None]:
-    """What a block gets of the model: its angles, and positions, which ``npu_rope`` has tables in the place of."""
+    """Return the arguments of a block: the angles, and the positions or the tables of ``npu_rope``."""
     model.freqs_cis = model.freqs_cis.to(device)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, ForwardTables):
@@ -196,7 +195,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def start_alone(device: str) -> Any:
-    """A mesh of two ranks of which one is here; collectives return at once."""
+    """Return a mesh of two ranks, one of them fake. Collectives return immediately."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -210,7 +209,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "inductor": {"backend": "inductor", "fullgraph": True},
     "lite": {"mode": "lite", "fullgraph": True},
 }
-"""The options of :func:`torch.compile`."""
+"""Options of :func:`torch.compile` for each mode."""
 if "lite" in list_mode_options():
     WAYS["lite_cpp"] = {"options": {**list_mode_options("lite"), "cpp_wrapper": True}, "fullgraph": True}
 PARTS = ("prolog", "epilog", "moe_epilog", "feed_forward", "block", "moe_block", "llama3", "linear")
@@ -226,10 +225,10 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["eager", "bypassed", "inductor"])
     parser.add_argument("--weights", nargs="+", choices=["tp", "local"], default=["tp", "local"])
     parser.add_argument("--operators", nargs="+", choices=["fused", "small"], default=["fused", "small"])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the results")
     options = parser.parse_args()
     if "linear" in options.parts and not set(PROFILED) & set(options.ways):
-        parser.error(f"--parts linear is read from a profile of {' or '.join(PROFILED)}: name one in --ways")
+        parser.error(f"--parts linear needs {' or '.join(PROFILED)} in --ways")
     device = options.device
     if device == "cuda":
         need_gpu()
@@ -238,8 +237,8 @@ def main() -> None:
     if device == "cpu" and "fused" in options.operators:
         launches_only()
     print(
-        f"{machine(device)}, torch {torch.__version__}; µs of the host a call, median of {ROUNDS} rounds; × eager in "
-        "brackets"
+        f"{machine(device)}, torch {torch.__version__}; host time per call in µs, median of {ROUNDS} rounds; "
+        "speed-up over eager in brackets"
     )
     mesh = start_alone(device)
     costs = launch_costs(device)
@@ -248,7 +247,7 @@ def main() -> None:
     for weights in options.weights:
         for operators in options.operators:
             for part in options.parts:
-                if part == "llama3" and weights == "tp":  # it is there for blocks that are one region
+                if part == "llama3" and weights == "tp":  # llama3 shows a block that is one region
                     continue
                 times = measured(part, options.ways, device, mesh if weights == "tp" else None, operators == "fused")
                 rows += shown({"weights": weights, "operators": operators, "part": part}, times)
@@ -260,7 +259,7 @@ def main() -> None:
 
 
 def shown(of: dict[str, str], times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """A row for each pass: the µs by way."""
+    """Print and return a row for each pass, with the µs of each mode."""
     rows = []
     for what in next(iter(times.values())):
         us = {way: times_of_way[what] for way, times_of_way in times.items()}
@@ -272,9 +271,9 @@ def shown(of: dict[str, str], times: dict[str, dict[str, float]]) -> list[dict[s
 
 
 def measured(part: str, ways: list[str], device: str, mesh: Any, fused: bool) -> dict[str, dict[str, float]]:
-    """By way, µs of the host for a forward call and for both passes.
+    """Return the host time in µs of each mode, for forward and for both passes.
 
-    The ways take turns, round by round: what else the machine does then falls on all of them.
+    The modes take turns in each round, so that other load on the machine affects all of them.
     """
     torch._dynamo.reset()
     if part == "linear":
@@ -297,10 +296,10 @@ def measured(part: str, ways: list[str], device: str, mesh: Any, fused: bool) ->
 
 
 def linear_time(way: str, model: Any, device: str) -> float:
-    """µs of the host for the layer ``wq_b`` in the prolog, read from a profile.
+    """Return the host time in µs of the layer ``wq_b`` in the prolog, from a profile.
 
-    In eager it is what ``aten::linear`` spans; in a compiled region the product and the views around it. A profile
-    takes time of its own, for each operator: for both ways.
+    In eager mode this is the span of ``aten::linear``, in a compiled region the matmul and the views around it. The
+    profiler adds overhead to each operator in both modes.
     """
     layer = model.layers["0"].attention.wq_b
     run, _ = calls("prolog", WAYS[way], model, device)
@@ -317,7 +316,7 @@ def linear_time(way: str, model: Any, device: str) -> float:
             if event.name == "aten::linear" and list(layer.weight.shape) in event.input_shapes
         ]
     else:
-        # DTensor weights are this rank's part there
+        # There, DTensor weights are local shards.
         product = [SEQUENCE, layer.in_features], list(local(layer.weight).t().shape)
         top = [event for event in events if event.cpu_parent is not None and event.cpu_parent.name == "launch"]
         spans = []
@@ -335,7 +334,7 @@ def linear_time(way: str, model: Any, device: str) -> float:
 
 
 def launch_costs(device: str) -> dict[str, float]:
-    """µs of what a launch is made of: operators from Python and in the interpreter, and a region around one."""
+    """Return the µs of single launches: from Python, in the interpreter, and in a region with one operator."""
     x, y = (torch.ones(8, 8, device=device) for _ in range(2))
     aten = torch.ops.aten
 
@@ -369,10 +368,10 @@ def launch_costs(device: str) -> dict[str, float]:
 
 
 def host_time(call: Callable[[], Any], device: str) -> float:
-    """µs of the host that a call takes, over one round.
+    """Return the host time in µs per call, over one round.
 
-    On a CPU it is the process's own time, which other processes do not add to. On a GPU it is the time until the call
-    returns, with the device idle at the start of the round.
+    On a CPU it is process time, which excludes other processes. On a GPU it is the time until the call returns, with
+    an idle device at the start of the round.
     """
     clock = time.perf_counter if device == "cuda" else time.process_time
     for _ in range(WARM_UP):

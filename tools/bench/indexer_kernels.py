@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""The lightning indexer's kernels on an NVIDIA GPU: are they right, and how fast are they.
+"""Check and measure the lightning indexer's kernels on an NVIDIA GPU.
 
     python tools/bench/indexer_kernels.py [--only check indexer loss] [--json FILE]
 
-``check``: bfloat16 against float64 on small shapes. ``indexer``: 64 heads of 128, the best 2048 keys, one causal
-sequence of 2k to 128k tokens; ``attn_gym`` beside it where it is installed, and small ops. ``loss``: the indexer's
-loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone; beside them small ops, and what
-torch.compile makes of them. A row is the median time on the device, of launches replayed from a graph; the rate counts
-the products that are needed. The limit is those over the rate of a large matrix product, or the bytes of arguments and
-results over that of a copy, both measured in the same run.
+``check`` compares bfloat16 with float64 on small shapes. ``indexer`` times 64 heads of 128 and the top 2048 keys of one
+causal sequence of 2k to 128k tokens, with ``attn_gym`` if it is installed, and eager code. ``loss`` times the indexer's
+loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone, with eager and compiled code.
+
+Times are medians on the device, replayed from a CUDA graph. Rates count the necessary matmuls. The limit is these at
+the rate of a large matmul, or the bytes of arguments and results at the rate of a copy, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def indexer(tensors: dict[str, Tensor], top_k: int = TOP_K, return_value: bool =
 
 
 def small_ops(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """The whole matrix of scores, as eager code has it."""
+    """Select keys from the full matrix of scores, like eager code."""
     length = query.shape[1]
     hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     scores = small_scores(query, key, weights).float()
@@ -86,7 +86,7 @@ def attn_gym(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 
 
 def loss_inputs(length: int, top_k: int) -> dict[str, Any]:
-    """The statistics are those of attention whose logits are all 0, so that no exponential overflows."""
+    """Return the arguments of the loss. The softmax statistics belong to zero logits, so no exponential overflows."""
     heads, rope = ATTENTION["heads"], ATTENTION["rope"]
     index, attention = inputs(length), inputs(length, heads, ATTENTION["size"])
     ropes = inputs(length, heads, rope)
@@ -116,7 +116,7 @@ def loss(call: dict[str, Any], of: str = "cuda") -> tuple[Tensor, ...]:
 
 
 def gradient_call(call: dict[str, Any]) -> dict[str, Any]:
-    """The gradients alone, with a gradient of the scores that is as long as the selection."""
+    """Return the arguments of the gradient operator, with random gradients of the selected scores."""
     names = {"query": "query_index", "key": "key_index", "weights": "weights", "sparse_indices": "sparse_indices"}
     lengths = dict.fromkeys(("actual_seq_lengths_query", "actual_seq_lengths_key"))
     dy = torch.randn_like(call["sparse_indices"], dtype=call["query"].dtype)
@@ -124,7 +124,7 @@ def gradient_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def check() -> Iterator[Row]:
-    """The largest distances from float64, relative to what they are measured against."""
+    """Yield the relative errors against float64."""
     length, count = 700, 128
     tensors = inputs(length)
     indices, values = indexer(tensors, count, return_value=True)
@@ -159,14 +159,14 @@ def _is_float(value: object) -> bool:
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
-    """The Euclidean distance, relative to the length of ``expected``."""
+    """Return the relative L2 error."""
     error = ((got.double() - expected).norm() / expected.norm()).item()
-    assert error < 1e-2, f"{error} is more than bfloat16's rounding"
+    assert error < 1e-2, f"{error} is above bfloat16 rounding"
     return error
 
 
 def pairs(length: int, known: int = TOP_K) -> int:
-    """How many scores a causal sequence needs, if rows that see at most ``known`` keys need none."""
+    """Return the number of scores of a causal sequence, without rows that see at most ``known`` keys."""
     return sum(range(min(known, length) + 1, length + 1))
 
 
@@ -175,7 +175,7 @@ def indexer_rows(machine: Machine) -> Iterator[Row]:
         tensors = inputs(length)
         flops = 2 * HEADS * SIZE * pairs(length)
         out = 4 * length * TOP_K
-        # a row that sees no more keys than are wanted selects all of them, whatever its query
+        # A row that sees at most TOP_K keys selects all of them and needs no scores.
         scored = max(0, length - TOP_K) / length
         moved = scored * size(tensors["query"], tensors["weights"]) + size(tensors["key"]) + out
         limit = machine.limit_ms(moved, flops)
@@ -191,7 +191,7 @@ def indexer_rows(machine: Machine) -> Iterator[Row]:
 
 
 def small_loss(call: dict[str, Any], mask: Tensor) -> Tensor:
-    """The loss with all scores of attention and of the indexer, as eager code has them; ``mask`` (S, S): selected."""
+    """Compute the loss from full matrices of scores, like eager code. ``mask`` (S, S) marks selected keys."""
     keys = torch.cat((call["key"], call["key_rope"]), -1)[0, :, 0]
     queries = torch.cat((call["query"], call["query_rope"]), -1)[0]
     logits = torch.einsum("qhd,kd->hqk", queries, keys) * call["scale_value"]
@@ -204,19 +204,19 @@ def small_loss(call: dict[str, Any], mask: Tensor) -> Tensor:
 
 
 def small_loss_run(call: dict[str, Any], function: Callable[..., Tensor]) -> Run:
-    """``function``, which is ``small_loss``, and the gradients that the op gives."""
+    """Run ``function`` (``small_loss``) and compute the gradients that the operator returns."""
     mask = mask_of(call["sparse_indices"])
     wanted = {name: call[name].detach().requires_grad_() for name in ("query_index", "key_index", "weights")}
     return lambda: torch.autograd.grad(function(call | wanted, mask), list(wanted.values()))
 
 
 def small_selected(query: Tensor, key: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """The scores of the keys at ``places`` (1, S, K)."""
+    """Return the scores of the keys at ``places`` (1, S, K)."""
     return small_scores(query, key, weights).gather(-1, places)
 
 
 def small_gradient_run(gradient: dict[str, Any], function: Callable[..., Tensor]) -> Run:
-    """``function``, which is ``small_selected``, and the gradients that the op gives."""
+    """Run ``function`` (``small_selected``) and compute the gradients that the operator returns."""
     indices = gradient["sparse_indices"][:, :, 0]
     dy = gradient["dy"][:, :, 0].masked_fill(indices < 0, 0)
     places = indices.clamp_min(0).long()

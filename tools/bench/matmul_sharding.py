@@ -57,10 +57,10 @@ aten = torch.ops.aten
 R, P = Replicate(), Partial()
 RANKS, TOKENS, DIM, Q_LORA, VOCABULARY = 4, 4096, 7168, 1536, 129280
 DEVICE = "npu" if platform.backend() == "npu" else "cpu"
-"""The CPU has no all-to-all: DTensor gathers there instead."""
+"""On a CPU, DTensor uses an all-gather instead of an all-to-all."""
 
 LATENTS = {"n_layers": 2, "q_lora_rank": 24, "moe_args.num_experts": 4, "moe_args.top_k": 2}
-"""Two layers, one with experts. Gradients of latents are sums over the ranks that share the heads."""
+"""Two layers, one with experts. Gradients of latents are partial sums over the tensor-parallel ranks."""
 REAL_WIDTH = {"n_layers": 2, "n_dense_layers": 1, "moe_args.num_experts": 16, "attn_type": "sdpa"}
 STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", {}),
@@ -70,13 +70,13 @@ STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3, layers in their real width": ("deepseek_v3", "671B", {**REAL_WIDTH, "attn_mask_type": "causal"}),
     "deepseek_v32, layers in their real width": ("deepseek_v32", "671B", REAL_WIDTH),
 }
-"""By row of the table: the model, the flavor to start from, what is changed."""
+"""Model, base flavor and changed arguments of each row."""
 
 
 @contextmanager
 def cut_inside() -> Iterator[None]:
-    """What the report shows of torch_npu for these two: the inner dimension is cut, whatever the inputs are."""
-    with our_matmul_sharding():  # puts back what was there
+    """Use the strategy in the bug report about torch_npu: always shard the inner dimension."""
+    with our_matmul_sharding():  # restores the previous strategies
 
         @register_sharding(aten.matmul.default)
         def matmul(left: Any, right: Any) -> Any:
@@ -92,19 +92,19 @@ def cut_inside() -> Iterator[None]:
 
 
 def q_lora(mesh: DeviceMesh) -> None:
-    """The projection to the queries' latents, which the plan leaves replicated, and wants back replicated."""
+    """Run the projection to the query latents, with replicated input and output."""
     x, weight = tensor(mesh, (1, TOKENS, DIM), R), tensor(mesh, (DIM, Q_LORA), R)
     aten.matmul(x, weight).redistribute(mesh, [R])
 
 
 def output_backward(mesh: DeviceMesh) -> None:
-    """The gradients of the projection to the vocabulary, which is cut by columns."""
+    """Run the backward of the projection to the vocabulary, sharded by columns."""
     grad, x = tensor(mesh, (1, TOKENS, VOCABULARY), Shard(2)), tensor(mesh, (1, TOKENS, DIM), R)
     aten.matmul_backward(grad, x, tensor(mesh, (DIM, VOCABULARY), Shard(1)), [True, True])
 
 
 def tensor(mesh: DeviceMesh, shape: tuple[int, ...], placement: Any) -> DTensor:
-    """The first rank's part of a tensor that is there in shape only."""
+    """Return a DTensor with the local shard of the first rank."""
     local = [math.ceil(size / mesh.size()) if placement == Shard(dim) else size for dim, size in enumerate(shape)]
     whole = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
     return DTensor.from_local(
@@ -116,7 +116,7 @@ def traffic(case: Callable[[DeviceMesh], None], strategies: Any) -> dict[str, An
     with fake_ranks(RANKS), strategies(), whole_matmul():
         mesh = init_device_mesh(DEVICE, (RANKS,))
         with fake_device(), torch.no_grad():
-            case(mesh)  # when DTensor meets an operator for the first time, it runs it once more
+            case(mesh)  # DTensor runs a new operator once more for its shape
             with CommDebugMode() as counts:
                 case(mesh)
             with Collectives() as collectives:
@@ -127,7 +127,7 @@ def traffic(case: Callable[[DeviceMesh], None], strategies: Any) -> dict[str, An
 
 
 def step(row: str) -> tuple[Any, list[Collective]]:
-    """A forward and backward with tensor parallel over 2 of 8 ranks, FSDP over 4: the model, and what DTensor sent."""
+    """Run forward and backward with tensor parallelism 2 and FSDP 4. Return the model and its collectives."""
     model, flavor, changes = STEPS[row]
     with fake_ranks(8):
         config = JobConfig()
@@ -147,7 +147,7 @@ def step(row: str) -> tuple[Any, list[Collective]]:
         parallel: Any = spec.parallelize_fn(whole, dims, config)
         with fake_device(), StatedLoad():
             parallel.to_empty(device="npu")
-            for _ in range(2):  # when DTensor meets an operator for the first time, it runs it once more
+            for _ in range(2):  # DTensor runs a new operator once more for its shape
                 with Collectives() as collectives:
                     tokens = torch.zeros(2, 256, dtype=torch.int64, device="npu")
                     for loss in auxiliary_losses([parallel]):
@@ -163,7 +163,7 @@ def step_row(row: str, theirs: list[Collective], ours: list[Collective]) -> str:
 
 
 def both(work: Callable[[], Any]) -> list[Any]:
-    """What ``work`` gives with torch_npu's strategies and with ours."""
+    """Run ``work`` with torch_npu's strategies and with ours."""
     theirs = work()
     with our_matmul_sharding():
         return [theirs, work()]
@@ -173,7 +173,10 @@ SIZES = {"even": ((16, 4096, 8192), (8192, 2048)), "uneven": ((15, 4095, 8191), 
 
 
 def bytes_moved(op: Any, sizes: str) -> list[int]:
-    """For every combination of placements on two ranks: bytes that a rank sends, with the sum that dX may be left."""
+    """Return the bytes that a rank sends, for every combination of placements on two ranks.
+
+    They include the reduction of a partial dX.
+    """
     left_shape, right_shape = SIZES[sizes]
     shapes = [left_shape, right_shape]
     backward = op is aten.matmul_backward
@@ -186,7 +189,7 @@ def bytes_moved(op: Any, sizes: str) -> list[int]:
         with fake_device(), torch.no_grad(), whole_matmul():
             for placements in itertools.product(*every):
                 inputs = [tensor(mesh, shape, x) for shape, x in zip(shapes, placements, strict=True)]
-                for _ in range(2):  # when DTensor meets an operator for the first time, it runs it once more
+                for _ in range(2):  # DTensor runs a new operator once more for its shape
                     with Collectives() as collectives:
                         results = op(*inputs, [True, True]) if backward else op(*inputs)
                         if backward and results[0].placements[0].is_partial() and not placements[-1].is_shard():
@@ -209,12 +212,12 @@ TWO_MM: list[tuple[Any, Shapes]] = [
     (aten.mm.default, ((SMALL_DIM, BATCH * FEW_TOKENS), FLAT_Y)),
 ]
 SAMPLES = 60
-"""Combinations of placements, always the same ones; all of them are up to ten thousand."""
+"""Number of placement combinations to sample, out of up to ten thousand."""
 REPEATS = 5
 
 
 def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...]) -> float:
-    """The mean time in µs of a choice that is not cached yet, over combinations of the operands' placements."""
+    """Return the mean time in µs of an uncached choice, over combinations of placements."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     mesh = init_device_mesh("cpu", mesh_shape)
     mask = ([True, True],) if op is aten.matmul_backward.default else ()
@@ -238,7 +241,7 @@ def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...]) -> float:
 
 
 def host_times(mesh_shape: tuple[int, ...], whole: tuple[Any, Shapes], decomposed: list[Any]) -> dict[str, float]:
-    """By whose strategies: the median over the repeats, in µs."""
+    """Return the median time in µs of each set of strategies."""
     ways: dict[str, tuple[list[Any], Any]] = {
         "ours": ([whole], our_matmul_sharding),
         "DTensor's for aten.mm": (decomposed, nullcontext),

@@ -1,7 +1,7 @@
-"""What a training step sends under tensor and expert parallel, in TorchTitan's MoE layout and in ours.
+"""Compute the traffic of a training step under tensor and expert parallelism, in TorchTitan's MoE layout and in ours.
 
-``python tools/bench/moe_traffic.py`` rehearses the step on fake tensors of real sizes, as one of 64 ranks that exist in
-name only, and writes the table into docs/explanation/moe-tensor-parallel.md. It takes a minute.
+``python tools/bench/moe_traffic.py`` runs a dry run of one of 64 ranks on fake tensors of real sizes, and writes the
+table of docs/explanation/moe-tensor-parallel.md. It takes a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUPS = {"tp": "TP", "ep": "EP", "fsdp": "FSDP"}
 GIB = 2**30
 
 Key = tuple[str, str]
-"""A group and a kind of collective."""
+"""Process group and type of collective."""
 
 
 class Step(NamedTuple):
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 def step(name: str, ours: bool) -> Step:
-    """Of the whole model. Layers are alike: what each MoE layer adds is the difference of two models cut to few."""
+    """Return the traffic of the complete model, extrapolated from models with one and two MoE layers."""
     args: Any = get_train_spec(name).model_args[MODELS[name]]
     dense = getattr(args, "n_dense_layers", 0)
     one, two = (cut_step(name, dense + layers, ours) for layers in (1, 2))
@@ -63,7 +63,7 @@ def cut_step(name: str, layers: int, ours: bool) -> Step:
 
 
 def job(name: str, ours: bool) -> JobConfig:
-    """One sequence on each data-parallel rank."""
+    """Return a job with one sequence per data-parallel rank."""
     config = JobConfig()
     config.model.name, config.model.flavor = name, MODELS[name]
     config.model.hf_assets_path = shipped("torchtitan_npu/assets/tokenizer")
@@ -78,12 +78,12 @@ def job(name: str, ours: bool) -> JobConfig:
 
 
 def rows(name: str) -> str:
-    """One for each kind of collective over TP, and one for each group: how many, and GiB that a rank sends."""
+    """Return a row for each type of collective over TP, and one for each group: calls and GiB sent by a rank."""
     layouts = [step(name, ours) for ours in (False, True)]
     lines = []
     for group, label in GROUPS.items():
         keys = sorted(key for key in layouts[0].calls | layouts[1].calls if key[0] == group)
-        single = [[key] for key in keys] if group == "tp" else []  # in the others the layouts do not differ
+        single = [[key] for key in keys] if group == "tp" else []  # the layouts differ only in TP
         for kinds in [*single, keys]:
             what = f"`{kinds[0][1]}`" if kinds is not keys else "**all**"
             cells = (f"{sum(t.calls[k] for k in kinds)} | {sum(t.sent[k] for k in kinds) / GIB:,.2f}" for t in layouts)

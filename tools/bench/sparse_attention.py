@@ -1,20 +1,19 @@
 #!/usr/bin/env python
-"""Sparse attention on a GPU, forward and backward: DeepSeek-V3.2's 128 heads of 512 + 64, the best 2048 keys.
+"""Measure sparse attention on a GPU, forward and backward: DeepSeek-V3.2's 128 heads of 512 + 64, top 2048 keys.
 
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--json FILE]
 
-First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, rows of
-which selected keys at random among those they may see; rates count the selected pairs only. At 4096 tokens other shapes
-are timed besides: 16 heads, as a tensor-parallel rank has them; two such sequences in one tensor (TND); queries and
-``d_out`` that lie head by head, as in the model, where they are results of products by head; and scores of which those
-of a row's blocks of keys are so far apart that their exponentials are scaled before they are multiplied. ``small ops``
-attends to all keys under a mask, as the eager model does, where its scores fit; ``compiled`` is what torch.compile
-makes of it. Times are medians on the device, of launches replayed from a graph. The limit is the operations over the
-rate of a large matrix product, or the bytes of arguments and results over that of a copy, both measured in the same
-run.
+First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
+random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too: 16 heads, as on
+a tensor-parallel rank; two sequences in one tensor (TND); queries and ``d_out`` in head-major layout, as in the model;
+and scores that differ so much between blocks of keys that exponentials are rescaled before the matmul.
 
-attn_gym 0.0.17 has the same attention (``sparse.gather_attn`` without a window, keys and values of 576), but before
-Blackwell its kernel is unrolled over the selected keys when it is compiled: 4 of them take 47 s, 2048 are out of reach.
+``small ops`` is the eager model: attention to all keys under a mask, where its scores fit into memory. ``compiled`` is
+the same with torch.compile. Times are medians on the device, replayed from a CUDA graph. The limit is the operations at
+the rate of a large matmul, or the bytes of arguments and results at the rate of a copy, both measured in the same run.
+
+attn_gym 0.0.17 has the same attention (``sparse.gather_attn`` without a window, keys and values of 576). Before
+Blackwell its kernel is unrolled over the selected keys at compile time: 4 keys take 47 s, 2048 are out of reach.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     ", head by head": {"by_head": True},
     ", scores far apart": {"spread": 40.0},
 }
-"""What else is timed at that length."""
+"""Other shapes to time at this length."""
 npu = torch.ops.npu
 
 
 def selection(length: int, top_k: int) -> Tensor:
-    """(1, length, 1, top_k): keys that each row may see, in ascending order, and -1 after them."""
+    """Return random visible keys of each row, ascending and padded with -1, (1, length, 1, top_k)."""
     indices = torch.full((1, length, 1, top_k), -1, dtype=torch.int32, device="cuda")
     keys = torch.arange(length, device="cuda")
     for start in range(0, length, 512):
@@ -80,8 +79,10 @@ def selection(length: int, top_k: int) -> Tensor:
 def tensors(
     length: int, top_k: int, heads: int = HEADS, documents: int = 0, by_head: bool = False, spread: float = 1.0
 ) -> dict[str, Tensor]:
-    """A sequence of ``length``, token by token or :func:`head_by_head`; or so many ``documents`` of it in one tensor
-    (TND), and where each ends. ``spread`` is the standard deviation of the scores."""
+    """Return the inputs of one sequence, or of several ``documents`` in one tensor (TND) with their ends.
+
+    ``by_head`` selects the head-major layout. ``spread`` is the standard deviation of the scores.
+    """
 
     def random(heads: int, size: int) -> Tensor:
         shape = (documents * length, heads, size) if documents else (1, length, heads, size)
@@ -102,7 +103,7 @@ def tensors(
 
 
 def head_by_head(tensor: Tensor) -> Tensor:
-    """The same (B, S, N, D), as it lies where heads come before tokens."""
+    """Return the same (B, S, N, D) tensor with head-major strides."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -140,21 +141,22 @@ def small_ops(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, 
 
 
 def check() -> Iterator[Row]:
-    """The Euclidean distances from float64, relative to the length of what is compared with: the larger one of rows
-    that select few keys, and of rows that select most, head by head, where the gradient begins at different keys.
-    There are several blocks of keys, and the workspace is filled several times."""
+    """Yield the relative L2 errors against float64, the larger of two cases: few and most keys selected.
+
+    There are several blocks of keys, and the workspace is filled several times.
+    """
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**26
     cases = [distances(tensors(1500, 600)), distances(tensors(1500, 1000, by_head=True))]
     for name in cases[0]:
         error = max(case[name] for case in cases)
-        assert error < 1e-2, f"{name}: {error} is more than bfloat16's rounding"
+        assert error < 1e-2, f"{name}: {error} is above bfloat16 rounding"
         yield {"what": name, "error": error}
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**29
 
 
 def distances(given: dict[str, Tensor]) -> dict[str, float]:
     results = forward(**given)
-    d_out = torch.randn_like(given["query"])  # of the output's shape, and lies as the queries do
+    d_out = torch.randn_like(given["query"])  # the shape of the output, the strides of the queries
     exact = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
     expected = forward(**exact)
     of_gradients = backward(**given, d_out=d_out, results=results)
@@ -176,7 +178,7 @@ def times(length: int, machine: Machine) -> Iterator[Row]:
 
 
 def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_order: bool = False) -> Iterator[Row]:
-    """Ours, of ``given``: the forward pass, and the backward pass by its operator."""
+    """Time our forward pass, and the backward pass by its operator."""
     *tokens, heads, _ = given["query"].shape
     length = tokens[-1]
     pairs = 2 * heads * int((given["indices"] >= 0).sum())
@@ -187,7 +189,7 @@ def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_o
     limit = machine.limit_ms(moved, flops)
     yield timed(lambda: forward(**given), flops, what=f"forward{name}", length=length, limit_ms=limit)
     flops = pairs * (5 * SIZE + 3 * ROPE)
-    # the gradients are as long as what they are of
+    # Gradients have the sizes of the inputs.
     limit = machine.limit_ms(moved + size(d_out, *given.values()) - given["indices"].nbytes, flops)
 
     def gradients() -> tuple[Tensor, ...]:
@@ -201,12 +203,12 @@ def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_o
 
 
 def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
-    """The small operators on a sequence, and what torch.compile makes of them."""
+    """Time the eager model, and its compiled version."""
     mask = mask_of(given["indices"])
     inputs = {name: tensor.detach().requires_grad_() for name, tensor in given.items() if name != "indices"}
     d_out, length = torch.randn_like(given["query"]), len(mask)
-    ways = {"": small_ops} | ({", compiled": compiled(small_ops)} if with_compiled else {})
-    for name, function in ways.items():
+    functions = {"": small_ops} | ({", compiled": compiled(small_ops)} if with_compiled else {})
+    for name, function in functions.items():
         run = partial(function, **inputs, mask=mask)
         yield of_peer(timed, run, what=f"small ops forward{name}", length=length)
         arguments = (run, list(inputs.values()), d_out)
