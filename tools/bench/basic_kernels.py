@@ -145,18 +145,18 @@ def swiglu(machine: Machine) -> Iterator[OpRow]:
 
 def rotary(machine: Machine) -> Iterator[OpRow]:
     """Measure interleaved pairs of the last 64 channels (DeepSeek) and halves of all channels (Qwen3)."""
-    yield from rotary_in(machine, "interleave", heads=128, whole=192, size=64)
-    yield from rotary_in(machine, "half", heads=32, whole=128, size=128)
+    yield from rotary_in(machine, "interleave", heads=128, width=192, size=64)
+    yield from rotary_in(machine, "half", heads=32, width=128, size=128)
     yield from applied_rotary(machine)
 
 
 def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     if mode == "interleave":
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
         first, second = x.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+        rotated = torch.cat((-second, first), -1)
+    return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
 
 
 def applied_rotary(machine: Machine) -> Iterator[OpRow]:
@@ -184,11 +184,11 @@ def applied_rotary(machine: Machine) -> Iterator[OpRow]:
     yield op_row("apply_rotary_pos_emb forward", shape, forward_ms(runs), limit, worst, host_us(runs["ours"]))
 
 
-def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) -> Iterator[OpRow]:
+def rotary_in(machine: Machine, mode: str, heads: int, width: int, size: int) -> Iterator[OpRow]:
     from liger_kernel.ops.rope import LigerRopeFunction
     from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
-    q, dy = random_tensor(1, TOKENS, heads, whole, grad=True), random_tensor(1, TOKENS, heads, size)
+    q, dy = random_tensor(1, TOKENS, heads, width, grad=True), random_tensor(1, TOKENS, heads, size)
     angles = torch.rand(TOKENS, size // 2, device="cuda") * 6.28
     turns = torch.polar(torch.ones_like(angles), angles)
     both = angles.repeat_interleave(2, -1) if mode == "interleave" else angles.repeat(1, 2)
@@ -214,7 +214,7 @@ def rotary_in(machine: Machine, mode: str, heads: int, whole: int, size: int) ->
         "Liger" if mode == "half" else "Liger, halves": liger,
         "ours": ours,
     }
-    with torch.no_grad():  # on the last channels of each head, where they lie
+    with torch.no_grad():  # a strided view of the last channels of each head
         runs: dict[str, Run] = {name: partial(function, q[..., -size:]) for name, function in functions.items()}
         forward = forward_ms(runs)
         host = host_us(runs["ours"])

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure the host time to launch parts of DeepSeek-V3.2 and a block of Llama 3, eager and compiled.
 
-    python tools/bench/host_dispatch.py [--device cuda] [--parts prolog block] [--ways eager bypassed] [--json FILE]
+    python tools/bench/host_dispatch.py [--device cuda] [--parts prolog block] [--modes eager bypassed] [--json FILE]
 
 Sizes are so small that the host time dominates on a CPU and on a GPU. With ``tp``, weights are DTensors of two
 tensor-parallel ranks as in training; the other rank is fake, and collectives return immediately. ``fused`` uses the
@@ -203,7 +203,7 @@ def start_alone(device: str) -> Any:
     return init_device_mesh(device, (2,), mesh_dim_names=("tp",))
 
 
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "bypassed": OPTIONS,
     "inductor": {"backend": "inductor", "fullgraph": True},
@@ -211,7 +211,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Options of :func:`torch.compile` for each mode."""
 if "lite" in list_mode_options():
-    WAYS["lite_cpp"] = {"options": {**list_mode_options("lite"), "cpp_wrapper": True}, "fullgraph": True}
+    MODES["lite_cpp"] = {"options": {**list_mode_options("lite"), "cpp_wrapper": True}, "fullgraph": True}
 PARTS = ("prolog", "epilog", "moe_epilog", "feed_forward", "block", "moe_block", "llama3", "linear")
 VIEWS = ("aten::t", "aten::view", "aten::_unsafe_view", "aten::transpose")
 PROFILED = ("eager", "bypassed")
@@ -222,13 +222,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if platform.backend() == "cuda" else "cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["eager", "bypassed", "inductor"])
+    parser.add_argument("--modes", "--ways", nargs="+", choices=list(MODES), default=["eager", "bypassed", "inductor"])
     parser.add_argument("--weights", nargs="+", choices=["tp", "local"], default=["tp", "local"])
     parser.add_argument("--operators", nargs="+", choices=["fused", "small"], default=["fused", "small"])
     parser.add_argument("--json", type=Path, help="write the results")
     options = parser.parse_args()
-    if "linear" in options.parts and not set(PROFILED) & set(options.ways):
-        parser.error(f"--parts linear needs {' or '.join(PROFILED)} in --ways")
+    if "linear" in options.parts and not set(PROFILED) & set(options.modes):
+        parser.error(f"--parts linear needs {' or '.join(PROFILED)} in --modes")
     device = options.device
     if device == "cuda":
         need_gpu()
@@ -249,7 +249,7 @@ def main() -> None:
             for part in options.parts:
                 if part == "llama3" and weights == "tp":  # llama3 shows a block that is one region
                     continue
-                times = measured(part, options.ways, device, mesh if weights == "tp" else None, operators == "fused")
+                times = measured(part, options.modes, device, mesh if weights == "tp" else None, operators == "fused")
                 rows += shown({"weights": weights, "operators": operators, "part": part}, times)
                 if options.json:
                     write_partial(options.json, rows, device, launch_costs=costs)
@@ -262,15 +262,15 @@ def shown(of: dict[str, str], times: dict[str, dict[str, float]]) -> list[dict[s
     """Print and return a row for each pass, with the µs of each mode."""
     rows = []
     for what in next(iter(times.values())):
-        us = {way: times_of_way[what] for way, times_of_way in times.items()}
+        us = {mode: times_of_mode[what] for mode, times_of_mode in times.items()}
         eager = us.get("eager")
-        cells = [f"{way} {t:7.0f}" + (f" ({eager / t:.2f})" if eager else "") for way, t in us.items()]
+        cells = [f"{mode} {t:7.0f}" + (f" ({eager / t:.2f})" if eager else "") for mode, t in us.items()]
         print(f"{of['weights']:6}{of['operators']:6}{of['part']:13}{what:21}" + "  ".join(cells), flush=True)
         rows.append({**of, "what": what, "us": us})
     return rows
 
 
-def measured(part: str, ways: list[str], device: str, mesh: Any, fused: bool) -> dict[str, dict[str, float]]:
+def measured(part: str, modes: list[str], device: str, mesh: Any, fused: bool) -> dict[str, dict[str, float]]:
     """Return the host time in µs of each mode, for forward and for both passes.
 
     The modes take turns in each round, so that other load on the machine affects all of them.
@@ -278,38 +278,38 @@ def measured(part: str, ways: list[str], device: str, mesh: Any, fused: bool) ->
     torch._dynamo.reset()
     if part == "linear":
         return {
-            way: {"forward": linear_time(way, build(part, device, mesh, fused), device)}
-            for way in ways
-            if way in PROFILED
+            mode: {"forward": linear_time(mode, build(part, device, mesh, fused), device)}
+            for mode in modes
+            if mode in PROFILED
         }
     runs = {}
-    for way in ways:
-        forward, both = calls(part, WAYS[way], build(part, device, mesh, fused), device)
+    for mode in modes:
+        forward, both = calls(part, MODES[mode], build(part, device, mesh, fused), device)
         both()
-        runs[way] = {"forward": forward, "forward and backward": both}
-    times: dict[str, dict[str, float]] = {way: {} for way in ways}
+        runs[mode] = {"forward": forward, "forward and backward": both}
+    times: dict[str, dict[str, float]] = {mode: {} for mode in modes}
     for what in ("forward", "forward and backward"):
-        rounds = [{way: host_time(runs[way][what], device) for way in ways} for _ in range(ROUNDS)]
-        for way in ways:
-            times[way][what] = statistics.median(times_of_round[way] for times_of_round in rounds)
+        rounds = [{mode: host_time(runs[mode][what], device) for mode in modes} for _ in range(ROUNDS)]
+        for mode in modes:
+            times[mode][what] = statistics.median(times_of_round[mode] for times_of_round in rounds)
     return times
 
 
-def linear_time(way: str, model: Any, device: str) -> float:
+def linear_time(mode: str, model: Any, device: str) -> float:
     """Return the host time in µs of the layer ``wq_b`` in the prolog, from a profile.
 
     In eager mode this is the span of ``aten::linear``, in a compiled region the matmul and the views around it. The
     profiler adds overhead to each operator in both modes.
     """
     layer = model.layers["0"].attention.wq_b
-    run, _ = calls("prolog", WAYS[way], model, device)
+    run, _ = calls("prolog", MODES[mode], model, device)
     for _ in range(WARM_UP):
         run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         for _ in range(CALLS):
             run()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    if way == "eager":
+    if mode == "eager":
         spans = [
             event.time_range.elapsed_us()
             for event in events
@@ -329,7 +329,7 @@ def linear_time(way: str, model: Any, device: str) -> float:
             while last + 1 < len(top) and top[last + 1].name in VIEWS:
                 last += 1
             spans.append(top[last].time_range.end - top[first].time_range.start)
-    assert len(spans) == CALLS, f"{way}: {len(spans)} linear layers in {CALLS} calls"
+    assert len(spans) == CALLS, f"{mode}: {len(spans)} linear layers in {CALLS} calls"
     return statistics.median(spans)
 
 

@@ -122,8 +122,8 @@ def traffic(case: Callable[[DeviceMesh], None], strategies: Any) -> dict[str, An
             with Collectives() as collectives:
                 case(mesh)
         assert counts.get_total_counts() == len(collectives.calls)
-        kinds = ", ".join(f"{kind} {count}" for kind, count in collectives.kinds.items())
-        return {"collectives": kinds or "none", "MiB sent a rank": round(collectives.sent / 2**20, 1)}
+        calls = ", ".join(f"{name} {count}" for name, count in collectives.kinds.items())
+        return {"collectives": calls or "none", "MiB sent per rank": round(collectives.sent / 2**20, 1)}
 
 
 def step(row: str) -> tuple[Any, list[Collective]]:
@@ -242,15 +242,15 @@ def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...]) -> float:
 
 def host_times(mesh_shape: tuple[int, ...], whole: tuple[Any, Shapes], decomposed: list[Any]) -> dict[str, float]:
     """Return the median time in µs of each set of strategies."""
-    ways: dict[str, tuple[list[Any], Any]] = {
+    candidates: dict[str, tuple[list[Any], Any]] = {
         "ours": ([whole], our_matmul_sharding),
         "DTensor's for aten.mm": (decomposed, nullcontext),
     }
     if has_sharding_rule(whole[0]):
-        ways["torch_npu's"] = ([whole], nullcontext)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+        candidates["torch_npu's"] = ([whole], nullcontext)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(REPEATS):
-        for name, (calls, strategies) in ways.items():
+        for name, (calls, strategies) in candidates.items():
             with fake_ranks(2 ** len(mesh_shape)), strategies(), whole_matmul():
                 times[name].append(sum(mean_time(op, shapes, mesh_shape) for op, shapes in calls))
     return {name: round(statistics.median(some)) for name, some in times.items()}
@@ -284,7 +284,9 @@ def print_traffic() -> None:
     print("| product |", " | ".join(strategies), "|")
     for case in (q_lora, output_backward):
         cells = [traffic(case, strategy) for strategy in strategies.values()]
-        print(f"| {case.__name__} |", " | ".join(f"{x['collectives']}: {x['MiB sent a rank']} MiB" for x in cells), "|")
+        print(
+            f"| {case.__name__} |", " | ".join(f"{x['collectives']}: {x['MiB sent per rank']} MiB" for x in cells), "|"
+        )
     if not has_sharding_rule(aten.matmul.default):
         return
     print("| operator, sizes | placements | nothing sent: torch_npu | ours | less sent with ours | more |")

@@ -49,17 +49,17 @@ def step(name: str, ours: bool) -> Step:
     one, two = (cut_step(name, dense + layers, ours) for layers in (1, 2))
     further = args.n_layers - dense - 1
 
-    def whole(a: Counter[Key], b: Counter[Key]) -> Counter[Key]:
+    def extrapolate(a: Counter[Key], b: Counter[Key]) -> Counter[Key]:
         return Counter({key: a[key] + further * (b[key] - a[key]) for key in b})
 
-    return Step(whole(one.calls, two.calls), whole(one.sent, two.sent))
+    return Step(extrapolate(one.calls, two.calls), extrapolate(one.sent, two.sent))
 
 
 def cut_step(name: str, layers: int, ours: bool) -> Step:
     args: Any = copy.deepcopy(get_train_spec(name).model_args[MODELS[name]])
     args.n_layers = layers
-    rehearsed = rehearse_rank(job(name, ours), RANKS, model_args=args)
-    return Step(Counter(rehearsed.calls), Counter(rehearsed.sent))
+    rank = rehearse_rank(job(name, ours), RANKS, model_args=args)
+    return Step(Counter(rank.calls), Counter(rank.sent))
 
 
 def job(name: str, ours: bool) -> JobConfig:
@@ -84,9 +84,11 @@ def rows(name: str) -> str:
     for group, label in GROUPS.items():
         keys = sorted(key for key in layouts[0].calls | layouts[1].calls if key[0] == group)
         single = [[key] for key in keys] if group == "tp" else []  # the layouts differ only in TP
-        for kinds in [*single, keys]:
-            what = f"`{kinds[0][1]}`" if kinds is not keys else "**all**"
-            cells = (f"{sum(t.calls[k] for k in kinds)} | {sum(t.sent[k] for k in kinds) / GIB:,.2f}" for t in layouts)
+        for chosen in [*single, keys]:
+            what = f"`{chosen[0][1]}`" if chosen is not keys else "**all**"
+            cells = (
+                f"{sum(t.calls[k] for k in chosen)} | {sum(t.sent[k] for k in chosen) / GIB:,.2f}" for t in layouts
+            )
             lines.append(f"| {name} {MODELS[name].removesuffix('_sdpa')} | {label} | {what} | {' | '.join(cells)} |\n")
     return "".join(lines)
 

@@ -28,9 +28,9 @@ PARTS = {
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
-    "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--ways", *HOST_MODES],
+    "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--modes", *HOST_MODES],
     "host_dispatch_cuda": [
-        *("host_dispatch.py", "--device", "cuda", "--ways", "eager", "bypassed", "inductor", "--operators", "fused")
+        *("host_dispatch.py", "--device", "cuda", "--modes", "eager", "bypassed", "inductor", "--operators", "fused")
     ],
 }
 

@@ -4,9 +4,9 @@
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--json FILE]
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
-random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too: 16 heads, as on
-a tensor-parallel rank; two sequences in one tensor (TND); queries and ``d_out`` in head-major layout, as in the model;
-and scores that differ so much between blocks of keys that exponentials are rescaled before the matmul.
+random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
+heads, as on a tensor-parallel rank; two sequences in one tensor (TND); and queries and ``d_out`` in head-major layout,
+as in the model. The last shape has scores so different between blocks of keys that exponentials are rescaled.
 
 ``small ops`` is the eager model: attention to all keys under a mask, where its scores fit into memory. ``compiled`` is
 the same with torch.compile. Times are medians on the device, replayed from a CUDA graph. The limit is the operations at

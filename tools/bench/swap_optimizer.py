@@ -51,16 +51,16 @@ def record_trace(device: torch.device, step: Callable[[], Any]) -> list[dict[str
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kinds = {"gpu_memcpy": lambda name: "load" if "HtoD" in name else "store", "kernel": lambda name: "update"}
+    lanes = {"gpu_memcpy": lambda name: "load" if "HtoD" in name else "store", "kernel": lambda name: "update"}
     found = [
         {
-            "lane": kinds[event["cat"]](event["name"]),
+            "lane": lanes[event["cat"]](event["name"]),
             "stream": event["args"]["stream"],
             "begin": event["ts"] / 1e3,
             "length": event["dur"] / 1e3,
         }
         for event in events
-        if event.get("cat") in kinds
+        if event.get("cat") in lanes
     ]
     start = min((event["begin"] for event in found), default=0.0)
     return [event | {"begin": event["begin"] - start} for event in found]
@@ -155,7 +155,9 @@ def measure_ours(number: int, device: torch.device, slice_mib: int, repeats: int
     links.append(link_bandwidth(device, size=LINK_BYTES[number >= LARGE]))
     result["link_bytes_per_second_each_way"] = links
     result["limit_s"] = 8 * total / max(links)
-    progress(f"link {links[0] / 1e9:.1f}, {links[1] / 1e9:.1f} GB/s each way, limit {result['limit_s'] * 1e3:.1f} ms")
+    progress(
+        f"link {links[0] / 1e9:.1f}, {links[1] / 1e9:.1f} GB/s per direction, limit {result['limit_s'] * 1e3:.1f} ms"
+    )
     progress(f"swap {result['swap_s'] * 1e3:.1f} ms, {result['swap_s'] / result['limit_s']:.3f} of the limit")
     if device.type != "cpu":
         memory = memory_of_a_step(device, optimizer, parameters, slice_mib)

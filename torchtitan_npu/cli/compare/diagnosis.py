@@ -1,4 +1,4 @@
-"""Recognize the typical ways in which two loss curves differ, and say what to check next."""
+"""Recognize typical differences between two loss curves, and say what to check next."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def compare_metric(
     ours = np.array([point.value for point, _ in pairs], dtype=np.float64)
     theirs = np.array([point.value for _, point in pairs], dtype=np.float64)
     # The maximum, not the sum. Rounding is monotonic, so equal values print equal digits. A value printed with more and
-    # with fewer digits lies within half a unit of the coarser one.
+    # with fewer digits is within half a unit of the coarser one.
     resolution = np.array([max(point.resolution for point in pair) for pair in pairs], dtype=np.float64)
 
     finite = np.isfinite(ours) & np.isfinite(theirs)

@@ -78,7 +78,7 @@ def _failure(rank: int, failure: ProcessFailure, node: int, log: Path, later: in
     """Describe one rank, which ended ``later`` seconds after the first failure of its node."""
     outputs = [path for path in (log / "stderr.log", log / "stdout.log") if path.is_file()]
     recorded = log / "error.json"
-    # File times are more precise than torchrun's, which are in whole seconds. A rank writes error.json when it raises.
+    # File times are more precise than torchrun's, which are in seconds. A rank writes error.json when it raises.
     # A killed rank wrote its last line before the other ranks could notice.
     written = [recorded] if recorded.is_file() else outputs
     when = max((path.stat().st_mtime for path in written), default=float(failure.timestamp))
