@@ -65,7 +65,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 def test_the_other_ranks_of_a_node_say_nothing_of_the_job_s_mistake_until_the_first_has(
     mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torchrun ends them while they wait; tests/tools/test_launch.py has that with real ranks."""
+    """torchrun ends them while they wait; tests/cli/test_launch.py has that with real ranks."""
     said_by_then = []
     monkeypatch.setattr(entry, "FIRST_ON_NODE", False)
     monkeypatch.setattr(entry.time, "sleep", lambda seconds: said_by_then.append((seconds, capsys.readouterr().err)))
