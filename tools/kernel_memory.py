@@ -56,7 +56,9 @@ class Compiler:
 
     def compile(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = launch(function, *args, grid=grid, warmup=True, **options)
-        name = f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
+        # torchtitan_npu.ops.lightning_indexer.triton_top_k -> lightning_indexer_top_k
+        module = ".".join(function.fn.__module__.split(".")[-2:]).replace(".triton", "")
+        name = f"{module}.{function.fn.__name__}"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
 
 
