@@ -258,7 +258,7 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         (
             {"model__name": "deepseek_v3", "model__converters": ["npu_gmm", "quantize.grouped_mm.float8"]},
             1,
-            "npu_gmm and quantize.grouped_mm.float8 collide",
+            "npu_gmm and quantize.grouped_mm.float8 cannot be combined",
         ),
         (
             {
@@ -267,7 +267,7 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
                 "parallelism__expert_parallel_comm_backend": "deepep",
             },
             1,
-            'npu_permute and parallelism.expert_parallel_comm_backend = "deepep" collide',
+            'npu_permute and parallelism.expert_parallel_comm_backend = "deepep" cannot be combined',
         ),
         ({"model__flavor": "debugmodel_flex_attn"}, 1, "flex attention"),
         ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),

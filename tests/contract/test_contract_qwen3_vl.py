@@ -22,7 +22,7 @@ from torchtitan_npu.models.qwen3_vl import (
     position_ids,
     qwen3_vl_args,
 )
-from torchtitan_npu.models.qwen3_vl.grids import patches_of
+from torchtitan_npu.models.qwen3_vl.patch_grids import patches_of
 from torchtitan_npu.planner import Calls, fake_device, fake_ranks
 
 GRIDS = Grids(images=[(1, 32, 48), (1, 16, 16)], videos=[(4, 16, 32)])

@@ -199,7 +199,7 @@ def test_a_users_model_of_torchtitans_parts(caplog: pytest.LogCaptureFixture) ->
     assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("npu_")] == [
         "npu_rms_norm: 4 RMSNorm in stack 0-1 -> npu_rms_norm",
         "npu_rope: 2 Attention in stack 0-1 -> npu_rotary_mul",
-        "npu_rope: 2 of the modules take cosines and sines from the model in each layer",
+        "npu_rope: modules without shared tables: 2; each looks up its cosines and sines",
         "npu_permute: 2 MoE in stack 0-1 -> npu_moe_token_permute, npu_moe_token_unpermute",
         "npu_gmm: 2 GroupedExperts in stack 0-1 -> npu_grouped_matmul, npu_swiglu",
     ]

@@ -10,9 +10,10 @@ from torchtitan.distributed import ParallelDims
 
 from tests._helpers.converted_models import LAYOUT, job
 from tools.converter_table import PAGE, START
-from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter, _ranges, modules_of_type, retyped, summary
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.registries import known_converters
 
 
 class LoudSiLU(nn.SiLU):
@@ -23,7 +24,7 @@ class SiLUConverter(Converter):
     name = "loud_silu"
     looks_for = "nn.SiLU"
     operators = ("npu_silu", "npu_silu_backward")
-    collides_with = {"quiet_silu": "both replace nn.SiLU"}  # noqa: RUF012
+    conflicts = {"quiet_silu": "both replace nn.SiLU"}  # noqa: RUF012
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return modules_of_type(model, nn.SiLU)
@@ -135,7 +136,7 @@ def test_converters_that_collide_are_an_error() -> None:
         with pytest.raises(UsageError) as error:
             SiLUConverter(job(listed), ParallelDims(**LAYOUT)).convert(model)
         assert str(error.value) == (
-            "model.converters: loud_silu and quiet_silu collide: both replace nn.SiLU; list one of them"
+            "model.converters: loud_silu and quiet_silu cannot be combined: both replace nn.SiLU; list one of them"
         )
         assert type(model[0]) is nn.SiLU
     SiLUConverter(job(("loud_silu", "npu_rms_norm")), ParallelDims(**LAYOUT)).convert(model)

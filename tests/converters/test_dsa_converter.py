@@ -153,7 +153,9 @@ def test_keeps_parameters_and_says_what_it_did(caplog: pytest.LogCaptureFixture)
 
 
 def test_refuses_keys_a_head() -> None:
-    with pytest.raises(UsageError, match=r"npu_dsa attends to latent keys; layers\.0\.attention.* needs absorb=True"):
+    with pytest.raises(
+        UsageError, match=r"npu_dsa supports latent keys only; layers\.0\.attention.* needs absorb=True"
+    ):
         build_on_meta("deepseek_v32", "npu_dsa", absorb=False)
 
 

@@ -31,10 +31,11 @@ from tests._helpers.moes import (
     rows,
 )
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.gmm import NpuGptOssGroupedExperts, NpuGroupedExperts
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.upstream.registries import known_converters
 
 KINDS = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}
 
@@ -194,10 +195,10 @@ def test_takes_subclasses_that_have_the_forward(biased: bool) -> None:
 
 
 @pytest.mark.parametrize("other", ["quantize.grouped_mm.float8", "quantize.grouped_mm.mx"])
-def test_collides_with_quantization_of_the_same_product(other: str) -> None:
+def test_cannot_be_combined_with_quantization_of_the_same_product(other: str) -> None:
     model, config = build_moe(), job(("npu_gmm", other))
     assert other in known_converters()
-    with pytest.raises(UsageError, match=rf"model\.converters: npu_gmm and {other} collide: .*_grouped_mm"):
+    with pytest.raises(UsageError, match=rf"model\.converters: npu_gmm and {other} cannot be combined: .*_grouped_mm"):
         CONVERTERS["npu_gmm"](config, ParallelDims(**LAYOUT)).convert(model)
     assert type(model[0].experts) is GroupedExperts
 

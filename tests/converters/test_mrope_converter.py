@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.distributed import ParallelDims
 
 from tests._helpers.converted_models import LAYOUT, assert_no_further
 from tests._helpers.converted_models import build_on_meta as build_titan_model
+from tests._helpers.multirank import run_on_ranks
 from tests._helpers.qwen3_vl_models import build, make_batch, model_args
 from tests._helpers.rope_models import Operators
 from torchtitan_npu.config.job_config import JobConfig
@@ -153,13 +156,23 @@ def test_packed_positions_are_the_same_ones() -> None:
                 assert torch.equal(one, other)
 
 
-def test_no_table_is_floating_where_fsdp_would_cast_it() -> None:
-    model = build(model_args())
-    seen: dict[str, torch.dtype] = {}
-    model.vision.layers["1"].register_forward_pre_hook(lambda block, args: seen.update(tower=args[1].dtype))
-    model.layers["1"].register_forward_pre_hook(lambda block, args: seen.update(decoder=args[1].dtype))
-    converted(model, False, "npu_mrope", "npu_rope")(**make_batch(1, ("i",)).ours())
-    assert seen == {"tower": torch.int32, "decoder": torch.int32}
+def rotation_dtypes() -> list[set[torch.dtype]]:
+    """On a rank: the dtypes of tables and of attention's outputs in a forward with FSDP in bfloat16."""
+    model = converted(build(model_args()), False, "npu_mrope", "npu_rope")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*model.vision.layers.values(), model.vision, *model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    outputs: set[torch.dtype] = set()
+    for block in (model.vision.layers["1"], model.layers["1"]):
+        block.attention.wo.register_forward_hook(lambda module, args, output: outputs.add(output.dtype))
+    with Operators() as record:
+        model(**make_batch(1, ("i",)).ours())
+    return [{rotation["r1"].dtype for rotation in record.rotations()}, outputs]
+
+
+def test_fsdp_in_bfloat16_does_not_cast_the_tables() -> None:
+    assert run_on_ranks(1, rotation_dtypes) == [[{torch.float32}, {torch.bfloat16}]]
 
 
 def operators(model: nn.Module, grad: bool, **batch: Any) -> Counter[str]:
@@ -317,13 +330,13 @@ def test_npu_rope_alone_is_refused_for_a_model_with_mrope() -> None:
 
 def test_npu_mrope_is_refused_for_a_model_without() -> None:
     message = refused(build_titan_model("qwen3"), "npu_mrope")
-    assert "npu_mrope found no MRoPE in Qwen3Model" in message and "list npu_rope in its place" in message
+    assert "npu_mrope found no MRoPE in Qwen3Model" in message and "list npu_rope instead" in message
 
 
 def test_layers_of_another_layout_are_refused() -> None:
     model = Rotations(*LAYOUTS["blocked"])
     model.second.interleaved = True
-    assert "of one mrope_section and layout" in refused(model)
+    assert "with the same mrope_section and layout" in refused(model)
 
 
 @pytest.mark.parametrize("shape", [(BATCH, SEQUENCE), (1, BATCH, SEQUENCE), (3, SEQUENCE), (3, BATCH, SEQUENCE + 1)])

@@ -35,10 +35,11 @@ from tests._helpers.converted_models import (
     step,
 )
 from tests._helpers.moes import DIM, ROUNDINGS, build_moe, call, call_exact, in_dtype, output_gradient, tokens
-from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.permute import NpuMoE, NpuTokenReorderer
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.upstream.registries import known_converters
 
 BOTH = ("npu_permute", "npu_gmm")
 ORDERS = [("npu_permute",), ("npu_gmm",), BOTH, BOTH[::-1]]

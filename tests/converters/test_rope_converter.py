@@ -47,12 +47,13 @@ from tests._helpers.rope_models import (
     references,
     tokens,
 )
-from torchtitan_npu.converters import CONVERTERS, known_converters
-from torchtitan_npu.converters.rotary_functions import ROTATIONS
-from torchtitan_npu.converters.rotary_tables import HALF, rotate
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters.rotary_functions import replacements, rotate
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer, apply_rotary_half
+from torchtitan_npu.models.rotary.tables import HALF
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.upstream.registries import known_converters
 
 AS_CONTEXT_PARALLEL = torch.arange(9, 9 + SEQUENCE, dtype=torch.int32).expand(BATCH, SEQUENCE)
 
@@ -162,9 +163,9 @@ def test_rotates_in_float32(name: str, dtype: torch.dtype) -> None:
     inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes.values()]
     for positions in POSITIONS.values():
         if name in ("deepseek_v3", "deepseek_v32"):
-            outputs = [ROTATIONS[upstream](x, cache, positions) for x in inputs]
+            outputs = [replacements()[upstream](x, cache, positions) for x in inputs]
         else:
-            outputs = ROTATIONS[upstream](*inputs, cache, positions)
+            outputs = replacements()[upstream](*inputs, cache, positions)
         for x, y in zip(inputs, outputs, strict=True):
             dy = torch.randn_like(y)
             (dx,) = torch.autograd.grad(y, x, dy)

@@ -171,8 +171,8 @@ class ThroughSuper(OwnAttention):
 
 
 UNSEEN = (
-    "npu_rope: left as they are: 1 {} in second; their code has the name of a rotation, but none of their methods "
-    "calls TorchTitan's by a global name"
+    "npu_rope: not converted: 1 {} in second; their code uses the name of a rotation, but no method calls a registered "
+    "one by a global name"
 )
 
 
@@ -265,7 +265,7 @@ class OneBufferModel(nn.Module):
         return x + self.attention(x, self.freqs_cis, positions).flatten(-2)
 
 
-IN_EACH_LAYER = "npu_rope: {} of the modules take cosines and sines from the model in each layer"
+IN_EACH_LAYER = "npu_rope: modules without shared tables: {}; each looks up its cosines and sines"
 
 
 @pytest.mark.parametrize("positions", [None, POSITIONS["offset"], ROWS], ids=["none", "offset", "rows"])

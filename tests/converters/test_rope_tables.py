@@ -40,7 +40,8 @@ from tests._helpers.rope_models import (
     rows_of,
     tokens,
 )
-from torchtitan_npu.converters.rotary_tables import HALF, HALF_OF_COMPLEX, INTERLEAVE, rotate
+from torchtitan_npu.converters.rotary_functions import rotate
+from torchtitan_npu.models.rotary.tables import HALF, HALF_OF_COMPLEX, INTERLEAVE
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])

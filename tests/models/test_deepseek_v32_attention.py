@@ -32,7 +32,7 @@ from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_arg
 from torchtitan_npu.models.deepseek_v32.attention import Attention
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
-from torchtitan_npu.models.deepseek_v32.inner_attention import divergence, index_scores, select
+from torchtitan_npu.models.deepseek_v32.sparse_attention import divergence, index_scores, select
 from torchtitan_npu.ops import OPS
 
 TOP_KS = (1, TOP_K, SEQUENCE + 9)

@@ -25,8 +25,8 @@ from torchtitan_npu.models.qwen3_vl import (
     qwen3_vl_args,
 )
 from torchtitan_npu.models.qwen3_vl.dataloader import PackedRows, build_image_text_dataloader, collate, patchify
-from torchtitan_npu.models.qwen3_vl.grids import patch_places, patches_of
-from torchtitan_npu.models.qwen3_vl.shapes import COLOURS, MOVES, SEEDS, SIDES, Picture, draw
+from torchtitan_npu.models.qwen3_vl.patch_grids import patch_places, patches_of
+from torchtitan_npu.models.qwen3_vl.shapes_dataset import COLOURS, MOVES, SEEDS, SIDES, Picture, draw
 
 torchtitan_npu.register()
 
@@ -218,9 +218,9 @@ def test_what_cannot_work_is_refused() -> None:
         loader(0, 1, 2, layout_independent_data=False)
     with pytest.raises(UsageError, match="multiples of merge_size 2"):
         position_ids(torch.zeros(1, 4, dtype=torch.int64), Grids(images=[(1, 3, 2)]), ARGS)
-    with pytest.raises(UsageError, match="grids for 1 image frames more"):
+    with pytest.raises(UsageError, match="the grids have 1 more image frames"):
         position_ids(torch.zeros(1, 4, dtype=torch.int64), Grids(images=[(1, 2, 2)]), ARGS)
-    with pytest.raises(UsageError, match=r"token 1 begins an image or frame of grid \(1, 2, 4\): 2 tokens"):
+    with pytest.raises(UsageError, match=r"token 1 starts an image or frame of grid \(1, 2, 4\), which needs 2 tokens"):
         position_ids(torch.tensor([[5, ARGS.image_token_id, 5]]), Grids(images=[(1, 2, 4)]), ARGS)
 
 
@@ -228,11 +228,11 @@ def test_what_cannot_work_is_refused() -> None:
     ("change", "message"),
     [
         # a token fewer, a token more, tokens of another kind, and tokens without any image
-        (lambda tokens, grids: (tokens[:, 1:], grids), r"7 image tokens \(2042\) in .* want 8"),
-        (lambda tokens, grids: (tokens[:, [0, *range(12)]], grids), r"9 image tokens \(2042\) in .* want 8"),
-        (lambda tokens, grids: (tokens, Grids(videos=grids.images)), r"8 image tokens \(2042\) in .* want 0"),
-        (lambda tokens, grids: (tokens, Grids()), r"8 image tokens \(2042\) in .* want 0"),
-        (lambda tokens, grids: (tokens, Grids(grids.images, [(2, 2, 2)])), r"0 video tokens \(2043\) in .* want 2"),
+        (lambda tokens, grids: (tokens[:, 1:], grids), r"7 image tokens \(2042\), but .* needs 8"),
+        (lambda tokens, grids: (tokens[:, [0, *range(12)]], grids), r"9 image tokens \(2042\), but .* needs 8"),
+        (lambda tokens, grids: (tokens, Grids(videos=grids.images)), r"8 image tokens \(2042\), but .* needs 0"),
+        (lambda tokens, grids: (tokens, Grids()), r"8 image tokens \(2042\), but .* needs 0"),
+        (lambda tokens, grids: (tokens, Grids(grids.images, [(2, 2, 2)])), r"0 video tokens \(2043\), but .* needs 2"),
     ],
 )
 def test_tokens_that_have_not_a_place_for_each_feature_are_refused(change: Any, message: str) -> None:
@@ -246,5 +246,5 @@ def test_tokens_that_have_not_a_place_for_each_feature_are_refused(change: Any, 
 def test_a_collator_refuses_a_document_that_lost_tokens() -> None:
     row = rows()[0]
     row[0].inputs[row[0].inputs >= ARGS.image_token_id] = 5
-    with pytest.raises(UsageError, match=r"tokens .* in a batch whose Grids"):
+    with pytest.raises(UsageError, match=r"tokens .*, but Grids.* needs"):
         collate([row], ARGS, SEQ_LEN, TOKENIZER.eos_id)

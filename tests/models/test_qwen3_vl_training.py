@@ -129,7 +129,7 @@ def test_layouts_that_it_does_not_take_are_refused(layout: dict[str, int], messa
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [((1, 0, 2), "must rise"), ((0, 1, 1), "must rise"), ((0, 1, 4), "must be below the tower's 4 layers")],
+    [((1, 0, 2), "must increase"), ((0, 1, 1), "must increase"), ((0, 1, 4), "must be below the tower's 4 layers")],
     ids=str,
 )
 def test_deepstack_layers_that_it_does_not_take_are_refused(layers: tuple[int, ...], message: str) -> None:

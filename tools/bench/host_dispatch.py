@@ -47,7 +47,7 @@ from torchtitan_npu.compile.regions import OPTIONS, compile_block  # noqa: E402
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.converters import CONVERTERS  # noqa: E402
-from torchtitan_npu.converters.rotary_tables import ForwardTables  # noqa: E402
+from torchtitan_npu.converters.rotary_tables import PositionTables  # noqa: E402
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp  # noqa: E402
 from torchtitan_npu.ops import OPS  # noqa: E402
 from torchtitan_npu.ops.core.arguments import by_name  # noqa: E402
@@ -184,7 +184,7 @@ def angles(model: Any, device: str) -> tuple[Tensor, Tensor | None]:
     """Return the arguments of a block: the angles, and the positions or the tables of ``npu_rope``."""
     model.freqs_cis = model.freqs_cis.to(device)
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, ForwardTables):
+        if isinstance(hook, PositionTables):
             args, _ = hook(model, (torch.zeros(1, SEQUENCE, dtype=torch.long, device=device),), {})
             return model.freqs_cis, args[-1]
     return model.freqs_cis, None

@@ -26,12 +26,12 @@ from torchtitan_npu.config.parallelism import check_context_parallel, check_mode
 from torchtitan_npu.config.pipeline import check_pipeline, pipeline_stages
 from torchtitan_npu.config.profiling import check_profiling
 from torchtitan_npu.config.training import check_training
-from torchtitan_npu.converters import CONVERTERS, known_converters
+from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
 from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
-from torchtitan_npu.upstream.registries import known_models
+from torchtitan_npu.upstream.registries import known_converters, known_models
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
 

@@ -1,8 +1,8 @@
-"""What every converter does: find its targets, replace them, say so, and refuse loudly when something is off.
+"""The base class of converters: find the targets, check them, replace them, log the result.
 
-A converter is a name in ``model.converters``. TorchTitan calls :meth:`Converter.convert` on the model as built, on the
-meta device, before it is parallelised, checkpointed or compiled. A converter matches modules by type and structure,
-never by the model's name; it keeps every parameter: the object itself, hence its name, shape, dtype and initial value.
+A converter is a name in ``model.converters``. TorchTitan calls :meth:`Converter.convert` on the model on the meta
+device, before it is parallelised, checkpointed or compiled. A converter matches modules by type and structure, never by
+the model's name. It keeps every parameter object, and with it name, shape, dtype and initial value.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 
 CONVERTERS: dict[str, type[Converter]] = {}
-"""This package's converters, by name."""
+"""This package's converters by name."""
 
-_MARK = "_converted_by"  # a plain attribute of the model: converter names, no part of its state
+_APPLIED = "_applied_converters"  # an attribute of the model that is not part of its state dict
 
 
 class Converter(ABC):
-    """One name in ``model.converters``. A subclass says what it looks for and what it puts there."""
+    """One name in ``model.converters``. A subclass defines its targets and their replacements."""
 
     name: ClassVar[str]
-    """What the user lists in ``model.converters``."""
+    """The name that users list in ``model.converters``."""
     looks_for: ClassVar[str]
-    """What it replaces, as errors call it: ``"nn.RMSNorm"``."""
+    """The targets as error messages name them: ``"nn.RMSNorm"``."""
     operators: ClassVar[tuple[str, ...]]
-    """The fused operators that its modules call; a module's own ``operators`` go before."""
-    collides_with: ClassVar[dict[str, str]] = {}
-    """Other names in ``model.converters`` that it cannot be listed with, and why."""
+    """The fused operators that the replacements call, unless a replacement has its own ``operators``."""
+    conflicts: ClassVar[dict[str, str]] = {}
+    """Other names in ``model.converters`` that cannot be combined with this one, and why."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         self.job_config = job_config
@@ -48,77 +48,77 @@ class Converter(ABC):
 
     @abstractmethod
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules to replace, each once, with its name."""
+        """Return the modules to replace, each once, with its name."""
 
     @abstractmethod
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        """The module to put in the place of ``module``; often :func:`retyped`. It must not change ``module`` itself."""
+        """Return the replacement of ``module``, often by :func:`retyped`. Must not change ``module`` itself."""
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
-        """What an NPU's kernels would refuse of this target (see :meth:`torchtitan_npu.ops.Op.refusals`)."""
+        """Return the NPU limits that this target exceeds (see :class:`torchtitan_npu.ops.Op`)."""
         return []
 
     def batches(self) -> list[tuple[int, int]]:
-        """What a layer may get at once on a rank, in training and if enabled validation: sequences, tokens of each."""
+        """Return (sequences, tokens per sequence) of a layer's input on one rank, for training and validation."""
         config, dims = self.job_config, self.parallel_dims
         sections: list[Training | Validation] = [config.training]
         if config.validation.enable:
             sections.append(config.validation)
-        microbatches = 1  # a pipeline cuts a batch of validation into as many as one of training
+        microbatches = 1  # a pipeline splits validation batches into as many as training batches
         if dims.pp_enabled:
             size = config.parallelism.pipeline_parallel_microbatch_size
             microbatches = max(1, config.training.local_batch_size // size)
         return [(section.local_batch_size // microbatches, section.seq_len // dims.cp) for section in sections]
 
-    def objection(self) -> str | None:
-        """Why this job cannot have the converter, whatever the model; ``None`` if it can."""
-        for other, reason in self.collides_with.items():
+    def job_error(self) -> str | None:
+        """Return why this job cannot use the converter with any model, or ``None``."""
+        for other, reason in self.conflicts.items():
             if other in self.job_config.model.converters:
-                return f"{self.name} and {other} collide: {reason}; list one of them"
+                return f"{self.name} and {other} cannot be combined: {reason}; list one of them"
         return None
 
     def check_job(self) -> None:
-        """Raise the :meth:`objection`, if there is one."""
-        if objection := self.objection():
-            raise UsageError(f"model.converters: {objection}")
+        """Raise the :meth:`job_error`, if there is one."""
+        if error := self.job_error():
+            raise UsageError(f"model.converters: {error}")
 
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The :meth:`targets`, of which there must be some."""
+        """Return the :meth:`targets`, and raise if there are none."""
         targets = self.targets(model)
         if not targets:
             raise UsageError(
                 f"model.converters: {self.name} found no {self.looks_for} in {type(model).__name__}; "
-                f"take it off the list, or check that the model is the one you meant"
+                f"remove it from the list, or check model.name"
             )
         return targets
 
     def convert(self, model: nn.Module) -> None:
         """Replace every target in ``model``, in place."""
-        done = getattr(model, _MARK, ())
+        done = getattr(model, _APPLIED, ())
         if self.name in done:
             raise UsageError(f"model.converters: {self.name} is listed twice; list it once")
         self.check_job()
         targets = self.found_targets(model)
-        if refusal := self.check_limits(targets):
-            log_on_first_rank(refusal)
+        if warning := self.check_limits(targets):
+            log_on_first_rank(warning)
         replacements = {module: self.replacement(fqn, module) for fqn, module in targets}
         replace_modules(model, replacements)
-        setattr(model, _MARK, (*done, self.name))
+        setattr(model, _APPLIED, (*done, self.name))
         called = dict.fromkeys(op for new in replacements.values() for op in getattr(new, "operators", self.operators))
         log_on_first_rank(f"{self.name}: {summary(targets)} -> {', '.join(called)}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """TorchTitan calls it after each optimizer step; there is nothing to do unless a subclass says otherwise."""
+        """Do nothing. TorchTitan calls this after each optimizer step."""
         return
 
     def check_limits(self, targets: list[tuple[str, nn.Module]]) -> str | None:
-        """What an NPU would refuse: an error there, elsewhere a line to log (with ``npu.strict_limits``, an error)."""
-        refused = [f"{fqn}: {text}" for fqn, module in targets for text in self.refusals(fqn, module)]
-        if not refused:
+        """Check the NPU limits of ``targets``. Raise on an NPU or with ``npu.strict_limits``, else return a warning."""
+        errors = [f"{fqn}: {text}" for fqn, module in targets for text in self.refusals(fqn, module)]
+        if not errors:
             return None
-        message = f"{self.name}: an NPU would refuse {refused[0]}"
-        if len(refused) > 1:
-            message += f" (and {len(refused) - 1} more)"
+        message = f"{self.name}: an NPU would refuse {errors[0]}"
+        if len(errors) > 1:
+            message += f" (and {len(errors) - 1} more)"
         if npu_options(self.job_config).strict_limits or platform.job_backend() == "npu":
             raise UsageError(message)
         return message
@@ -128,14 +128,14 @@ ConverterClass = TypeVar("ConverterClass", bound=type[Converter])
 
 
 def register(cls: ConverterClass) -> ConverterClass:
-    """Class decorator: make the converter known to TorchTitan under its name."""
+    """Register the converter with TorchTitan under its name. A class decorator."""
     register_model_converter(cls, cls.name)
     CONVERTERS[cls.name] = cls
     return cls
 
 
 def modules_of_type(model: nn.Module, cls: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Every submodule whose class is exactly ``cls``, with its name; a subclass may compute something else."""
+    """Return every submodule whose class is exactly ``cls``; a subclass may compute something else."""
     return [(fqn, module) for fqn, module in model.named_modules() if type(module) is cls and module is not model]
 
 
@@ -143,14 +143,14 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
-    """A ``cls`` with everything ``module`` has: the same parameter, buffer and child objects, hooks and attributes.
+    """Return a ``cls`` with the parameters, buffers, children, hooks and attributes of ``module``.
 
-    ``cls`` is a subclass of ``module``'s class that computes the same in another way. ``module`` stays as it is.
+    ``cls`` is a subclass of ``module``'s class that computes the same result. ``module`` itself does not change.
     """
     if not issubclass(cls, type(module)):
         raise TypeError(f"{cls.__name__} is no subclass of {type(module).__name__}")
     new = cls.__new__(cls)
-    # the registries (parameters, hooks, ...) are dicts and sets of their own; what they hold is shared
+    # copy the registries (parameters, hooks, ...), which are dicts and sets, and share their contents
     state: dict[str, Any] = {
         key: copy.copy(value) if isinstance(value, (dict, set)) else value for key, value in vars(module).items()
     }
@@ -159,7 +159,7 @@ def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
 
 
 def with_forward(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
-    """:func:`retyped`, where ``module`` may be of a subclass that has the forward which that of ``cls`` replaces."""
+    """Like :func:`retyped`, for a ``module`` whose class may be a sibling of ``cls`` with the same forward."""
     return retyped(module, cls if issubclass(cls, type(module)) else _both(cls, type(module)))  # type: ignore[arg-type]
 
 
@@ -169,16 +169,16 @@ def _both(ours: type[nn.Module], theirs: type[nn.Module]) -> Any:
 
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Put each replacement wherever the module it replaces is registered, under every name it has."""
-    # one of the replacements may be a child of another
-    for parent in [*model.modules(), *replacements.values()]:
-        for name, child in parent._modules.items():
-            if child in replacements:
-                parent._modules[name] = replacements[child]
+    """Put each replacement in place of its module, under every name that the module has in ``model``."""
+    # parents come first, so that a replacement inside another one is set on the new parent
+    for fqn, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replacements:
+            parent, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(parent), name, replacements[module])
 
 
 def summary(targets: list[tuple[str, nn.Module]]) -> str:
-    """``"13 RMSNorm in layers 0-5, norm"``: how many modules of which types, and where."""
+    """Describe ``targets`` by number, type and place: ``"13 RMSNorm in layers 0-5, norm"``."""
     types = Counter(type(module).__name__ for _, module in targets)
     layers, places = set(), set()
     for fqn, _ in targets:
@@ -194,7 +194,7 @@ def summary(targets: list[tuple[str, nn.Module]]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2 5"``."""
+    """Format ``[0, 1, 2, 5]`` as ``"0-2 5"``."""
     ends = sorted(n for n in numbers if n + 1 not in numbers)
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

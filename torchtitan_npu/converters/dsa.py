@@ -1,8 +1,8 @@
-"""``npu_dsa``: DeepSeek's sparse attention by the fused operators.
+"""``npu_dsa``: DeepSeek's sparse attention on the fused operators.
 
-Which keys a query attends to, attention over them, and the loss that trains the choice are one operator each; none
-keeps scores of all keys. The loss and its gradients are computed in the backward pass, so that activation checkpointing
-computes nothing twice and counts nothing twice.
+Selecting keys, attending to them, and the loss that trains the selection are one operator each. None of them keeps the
+scores of all keys. The loss and its gradients are computed in the backward pass, so activation checkpointing neither
+computes nor counts them twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.documents import Documents
-from torchtitan_npu.models.deepseek_v32.inner_attention import SparseAttention
+from torchtitan_npu.models.deepseek_v32.sparse_attention import SparseAttention
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
 from torchtitan_npu.ops.sparse_flash_attention.op import MLA_ABSORBED
@@ -30,14 +30,14 @@ class NpuSparseAttention(SparseAttention):
     """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
 
     any_strides = False
-    """Whether the kernels read queries as the product before leaves them, head by head: a GPU's do."""
+    """The kernels accept strided queries, as the einsum before stores them: true on a GPU."""
 
     @property
     def operators(self) -> tuple[str, ...]:
         return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
 
-    def laid_out(self, q: Tensor) -> Tensor:
-        # in the prolog: where it is compiled, their gradient then lies as its graph was captured
+    def prepare_queries(self, q: Tensor) -> Tensor:
+        # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
         return q if self.any_strides else q.contiguous()
 
     def forward(
@@ -58,11 +58,11 @@ class NpuSparseAttention(SparseAttention):
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
 
         def typed(tensor: Tensor) -> Tensor:
-            """Autocast does not know the operators, and a norm has left some tensors in float32."""
+            """Cast to the queries' dtype: autocast ignores these operators, and a norm may return float32."""
             return (tensor if documents is None else tensor.flatten(0, 1)).to(q.dtype)
 
         def prepared(tensor: Tensor) -> Tensor:
-            """As an NPU takes it."""
+            """Also make contiguous, which an NPU requires."""
             return typed(tensor).contiguous()
 
         query = typed(q) if self.any_strides else prepared(q)
@@ -121,7 +121,7 @@ class NpuSparseAttention(SparseAttention):
 
 @register
 class DsaConverter(Converter):
-    """Replaces every ``SparseAttention``."""
+    """Replaces every :class:`SparseAttention`."""
 
     name = "npu_dsa"
     looks_for = "SparseAttention (of the model deepseek_v32)"
@@ -134,7 +134,7 @@ class DsaConverter(Converter):
         targets = super().found_targets(model)
         for fqn, module in targets:
             if not cast(SparseAttention, module).args.absorb:
-                raise UsageError(f"model.converters: {self.name} attends to latent keys; {fqn} needs absorb=True")
+                raise UsageError(f"model.converters: {self.name} supports latent keys only; {fqn} needs absorb=True")
         return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
@@ -154,7 +154,7 @@ class DsaConverter(Converter):
         q, q_rope = empty(heads, args.kv_lora_rank), empty(heads, args.qk_rope_head_dim)
         k, k_rope = empty(1, args.kv_lora_rank), empty(1, args.qk_rope_head_dim)
         index_q, index_k = empty(args.index_n_heads, args.index_head_dim), empty(1, args.index_head_dim)
-        weights = empty(args.index_n_heads, dtype=torch.float32)  # as the indexer makes them, whatever the job's dtype
+        weights = empty(args.index_n_heads, dtype=torch.float32)  # always float32, see Indexer.queries
         indices = empty(1, attention.topk, dtype=torch.int32)
         sparse: dict[str, Any] = {"query": q, "key": k, "query_rope": q_rope, "key_rope": k_rope}
         sparse["sparse_indices"] = indices
@@ -163,7 +163,7 @@ class DsaConverter(Converter):
             messages += OPS[operator].refusals(value=k, **sparse)
         if attention.indexer_loss is not None:
             messages += OPS[LOSS].refusals(query_index=index_q, weights=weights, **sparse)
-        if args.warmup:  # in which attention sees all keys, and the job says how many
+        if args.warmup:  # the warm-up selects all keys, so the limit applies to training.seq_len
             for number in ("sparse_count is", "top-k is"):
                 messages = [text.replace(number, f"{number} training.seq_len in the warm-up,") for text in messages]
         return messages

@@ -1,4 +1,4 @@
-"""``npu_gmm``: the experts' matrix products are grouped ones, ``npu_grouped_matmul``, for all experts at once."""
+"""``npu_gmm``: experts multiply by one grouped matrix product, ``npu_grouped_matmul``, instead of one per expert."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu.converters.base import Converter, register, with_forward
-from torchtitan_npu.converters.permute import deepep_objection
+from torchtitan_npu.converters.permute import deepep_error
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
 
 
 class NpuGroupedExperts(GroupedExperts):
-    """TorchTitan's experts on ``npu_grouped_matmul`` and ``npu_swiglu``; the same three weights."""
+    """TorchTitan's experts on ``npu_grouped_matmul`` and ``npu_swiglu``, with the same three weights."""
 
     dispatch_pads = True
-    """Whether expert parallel's dispatch leaves rows of zeros behind the last expert's, as TorchTitan's does."""
+    """Expert parallel's dispatch appends rows of zeros, as TorchTitan's does."""
     waits_for_counts = False
-    """Whether the host has to know how many rows an expert gets."""
+    """The host needs the number of rows per expert."""
 
     def extra_repr(self) -> str:
         return f"{_sizes(self.w1)}, product=npu_grouped_matmul"
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
+        """Apply each row's expert to ``x`` (rows, dim), which is sorted by expert."""
         counts = _counts(self, self.w1, x, num_tokens_per_expert)
         dtype = _product_dtype(x, self.w1)
         w1, w2, w3 = (local(weight).to(dtype) for weight in (self.w1, self.w2, self.w3))
-        # cast for each product, as autocast would: the two gradients of x are then added in its own dtype
+        # cast per product, as autocast does: the two gradients of x are then added in its dtype
         gate = grouped_matmul(x.to(dtype), w1.mT, counts)
         up = grouped_matmul(x.to(dtype), w3.mT, counts)
         hidden = torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1))
@@ -42,7 +42,7 @@ class NpuGroupedExperts(GroupedExperts):
 
 
 class NpuGptOssGroupedExperts(GptOssGroupedExperts):
-    """gpt_oss's experts on ``npu_grouped_matmul``: biases are added row by row, the clamped gate is no SwiGLU."""
+    """gpt_oss's experts on ``npu_grouped_matmul``. Biases and the clamped gate stay separate operators."""
 
     dispatch_pads = True
     operators = ("npu_grouped_matmul",)
@@ -51,15 +51,15 @@ class NpuGptOssGroupedExperts(GptOssGroupedExperts):
         return f"{_sizes(self.mlp1_weight)}, product=npu_grouped_matmul"
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """``x`` (rows, dim), sorted by expert, through the feed-forward network of each row's expert."""
+        """Apply each row's expert to ``x`` (rows, dim), which is sorted by expert."""
         counts = _counts(self, self.mlp1_weight, x, num_tokens_per_expert)
         dtype = _product_dtype(x, self.mlp1_weight)
         w1, w2 = local(self.mlp1_weight).to(dtype), local(self.mlp2_weight).to(dtype)
-        b1, b2 = local(self.mlp1_bias), local(self.mlp2_bias)  # which autocast does not round
+        b1, b2 = local(self.mlp1_bias), local(self.mlp2_bias)  # autocast does not round them
         expert = torch.arange(counts.numel(), device=x.device).repeat_interleave(counts, output_size=x.shape[0])
         hidden = grouped_matmul(x.to(dtype), w1.mT, counts) + b1[expert]
         hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(dtype)
-        # tensor parallel adds up its ranks' outputs, and the bias must come out once
+        # tensor parallel sums its ranks' outputs, so each adds a fraction of the bias
         b2 = ScaleBiasForward.apply(b2, _degree(self.mlp1_weight, "tp") * _degree(self.mlp1_weight, "etp"))
         return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
 
@@ -70,24 +70,24 @@ def _sizes(weight: Tensor) -> str:
 
 
 def _counts(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-    """The experts' numbers of rows, which add up to those of ``x``."""
+    """Return the number of rows per expert; they sum to the rows of ``x``."""
     counts = num_tokens_per_expert.to(torch.int64)
     if module.dispatch_pads and _degree(weight, "ep") > 1:
-        # the operator takes no rows beyond the last expert's; zeros add nothing to its weight's gradient
+        # every row needs an expert; zeros add nothing to the gradient of the last expert's weights
         padding = x.shape[0] - counts.sum()
         counts = torch.cat((counts[:-1], counts[-1:] + padding))
     return counts
 
 
 def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """What a matrix product is given: tensors in autocast's dtype, or else in the wider of rows and weights."""
+    """Return the dtype of a matrix product: autocast's, or else the wider of rows and weights."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return torch.promote_types(x.dtype, weight.dtype)
 
 
 def _degree(parameter: Tensor, dimension: str) -> int:
-    """Over how many ranks of a mesh dimension ``parameter`` is sharded."""
+    """Return the size of the mesh dimension that ``parameter`` is sharded over, or 1."""
     if not isinstance(parameter, DTensor):
         return 1
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -98,23 +98,23 @@ CLASSES: dict[Any, type[nn.Module]] = {
     GroupedExperts.forward: NpuGroupedExperts,
     GptOssGroupedExperts.forward: NpuGptOssGroupedExperts,
 }
-"""By the forward that it replaces, which a subclass may have too."""
+"""The replacement for each forward, which a subclass may have inherited."""
 
 
 @register
 class GroupedMatmulConverter(Converter):
-    """Replaces TorchTitan's ``GroupedExperts`` and gpt_oss's, and every subclass that has their forward."""
+    """Replaces TorchTitan's ``GroupedExperts``, gpt_oss's, and every subclass with their forward."""
 
     name = "npu_gmm"
     looks_for = "TorchTitan GroupedExperts"
     operators = ("npu_grouped_matmul", "npu_swiglu")
-    collides_with: ClassVar[dict[str, str]] = {
-        "quantize.grouped_mm.float8": "it quantizes torch._grouped_mm, which is then no longer called",
-        "quantize.grouped_mm.mx": "it quantizes torch._grouped_mm, which is then no longer called",
+    conflicts: ClassVar[dict[str, str]] = {
+        "quantize.grouped_mm.float8": "it quantizes torch._grouped_mm, which is not called any more",
+        "quantize.grouped_mm.mx": "it quantizes torch._grouped_mm, which is not called any more",
     }
 
-    def objection(self) -> str | None:
-        return super().objection() or deepep_objection(self.name, self.job_config)
+    def job_error(self) -> str | None:
+        return super().job_error() or deepep_error(self.name, self.job_config)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [
@@ -125,14 +125,14 @@ class GroupedMatmulConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         experts: Any = with_forward(module, CLASSES[type(module).forward])
-        experts.use_grouped_mm = False  # torch's, with the padding it needs
+        experts.use_grouped_mm = False  # torch._grouped_mm needs padding
         return experts
 
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         messages = []
         for weight in (parameter for parameter in module.parameters() if parameter.ndim == 3):
             experts, _, dim = weight.shape
-            experts //= self.parallel_dims.ep  # a rank's groups
+            experts //= self.parallel_dims.ep  # experts per rank
             messages += OPS["npu_grouped_matmul"].refusals(
                 x=[torch.empty(experts, dim, dtype=weight.dtype, device="meta")],
                 weight=[weight[:experts].mT],

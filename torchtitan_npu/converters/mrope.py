@@ -1,12 +1,12 @@
 """``npu_mrope``: attention by positions on several axes (MRoPE) rotates its queries and keys by the fused operators.
 
-Training: the cosines and sines of the axes are arranged once a forward, and ``npu_rotary_mul`` rotates by them in each
-layer. Without gradients (validation, evaluation): ``npu_mrope`` looks them up, arranges them and rotates queries and
-keys in one call a layer. torch_npu has no gradient for it, so in training it runs behind ours
-(:mod:`torchtitan_npu.ops.mrope.function`), and only if the job asks for it.
+In training, the cosines and sines of the axes are arranged once per forward, and ``npu_rotary_mul`` rotates by them in
+each layer. Without gradients (validation, evaluation), ``npu_mrope`` looks them up, arranges them and rotates queries
+and keys in one call per layer. torch_npu has no gradient for it. With ``npu.mrope_in_training`` it also runs in
+training, inside an autograd function (:mod:`torchtitan_npu.ops.mrope.function`).
 
-Two things are called "interleave". ``rotary_mode`` is which two elements of a head rotate together: always "half" here.
-``cache_mode`` is how the axes share out the angles, :attr:`MRoPERotation.interleaved`.
+"interleave" has two meanings. ``rotary_mode`` names the two elements of a head that rotate together: here "half".
+``cache_mode`` is the order of the axes among the angles, :attr:`MRoPERotation.interleaved`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
-from torchtitan_npu.converters.rotary_tables import HALF_OF_TABLE, pack, rotated
+from torchtitan_npu.converters.rotary_functions import rotated
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.models.rotary.tables import RotaryTables, from_concatenated
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mrope.function import mrope
 
@@ -31,47 +32,53 @@ def cache_mode(module: MRoPERotation | MRoPETables) -> str:
 
 
 class NpuMRoPETables(MRoPETables):
-    """Gives each layer an arranged table, or with ``npu_mrope`` the angles of all positions and the tokens' own."""
+    """Gives each layer arranged tables, or for ``npu_mrope`` the angles of all positions and the tokens' positions."""
 
     operators = ()
     in_training: bool
-    """Use ``npu_mrope`` where there are gradients too."""
+    """Use ``npu_mrope`` in training too."""
 
     def forward(
         self, rope_cache: Tensor, positions: Tensor, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Of (bsz, seqlen) tokens: a packed table (bsz, seqlen, 2 * rotary_dim) and no positions; or
-        ``cos_sin_cache`` (all positions, rotary_dim) and positions (axes, bsz * seqlen)."""
+    ) -> tuple[Tensor, Tensor | RotaryTables | None]:
+        """Return the layers' ``rope_cache`` and ``positions`` for tokens of ``shape`` (bsz, seqlen).
+
+        For ``npu_rotary_mul``: no rows, and tables (2, bsz, seqlen, 1, rotary_dim) as positions. For ``npu_mrope``:
+        ``cos_sin_cache`` (all positions, rotary_dim) and positions (axes, bsz * seqlen).
+        """
         positions = self.checked(positions, shape)
         if torch.is_grad_enabled() and not self.in_training:
-            # FSDP would cast it to bfloat16 if it were floating; a model may be of another dtype as a whole
-            return pack(self.table(rope_cache, positions).float()), None
-        # the angles come twice in rope_cache, for either half of a head
+            tables = from_concatenated(self.table(rope_cache, positions)).contiguous()
+            # tensor parallel declares rope_cache as a tensor, so the layers get an empty one
+            return rope_cache[:0], RotaryTables(tables)
+        # rope_cache has the angles twice, once for each half of a head
         cos_sin_cache = rope_cache.unflatten(-1, (2, 2, -1))[:, :, 0].flatten(1)
         device = rope_cache.device.type
-        if torch.is_autocast_enabled(device):  # then layers attend in another dtype than they hand on
+        if torch.is_autocast_enabled(device):  # then attention runs in autocast's dtype
             dtype = torch.get_autocast_dtype(device)
         return cos_sin_cache.to(dtype), positions.flatten(1).contiguous()
 
 
 class NpuMRoPERotation(MRoPERotation):
-    """Rotates by ``npu_rotary_mul`` where it gets a table, by ``npu_mrope`` where it gets positions."""
+    """Rotates by ``npu_rotary_mul`` if it is given tables, by ``npu_mrope`` if it is given positions."""
 
-    def forward(self, xq: Tensor, xk: Tensor, table: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if positions is not None:
-            return self._in_one_call(xq, xk, table, positions)
-        cos, sin = HALF_OF_TABLE.tables(table)  # (bsz, seqlen, 1, rotary_dim)
-        return self._by_table(xq, cos, sin), self._by_table(xk, cos, sin)
+    def forward(
+        self, xq: Tensor, xk: Tensor, table: Tensor, positions: Tensor | RotaryTables | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(positions, RotaryTables):
+            cos, sin = positions.cos_sin("half")  # (bsz, seqlen, 1, rotary_dim)
+            return self._by_tables(xq, cos, sin), self._by_tables(xk, cos, sin)
+        assert positions is not None
+        return self._in_one_call(xq, xk, table, positions)
 
-    def _by_table(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _by_tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.rotary_dim == self.head_dim:
-            return rotated(x, cos, sin, HALF_OF_TABLE.rotary_mode)
-        turned = rotated(x[..., : self.rotary_dim], cos, sin, HALF_OF_TABLE.rotary_mode)
-        return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
+            return rotated(x, cos, sin, "half")
+        first = rotated(x[..., : self.rotary_dim], cos, sin, "half")
+        return torch.cat((first, x[..., self.rotary_dim :]), dim=-1)
 
     def _in_one_call(self, xq: Tensor, xk: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # (tokens, heads * head_dim), in the dtype of the cache, which serves all layers: under autocast a norm may have
-        # made them wider than attention takes them
+        # (tokens, heads * head_dim) in the cache's dtype: under autocast a norm may have returned float32
         q, k = (x.reshape(positions.shape[1], -1).to(cos_sin_cache.dtype) for x in (xq, xk))
         q, k = mrope(
             positions,
@@ -102,13 +109,13 @@ class MRoPEConverter(Converter):
         if not targets:
             raise UsageError(
                 f"model.converters: {self.name} found no MRoPE in {type(model).__name__}, whose tokens have one "
-                "position each: list npu_rope in its place"
+                "position each: list npu_rope instead"
             )
         layouts = {(module.section, module.interleaved) for _, module in targets}  # type: ignore[union-attr]
         if len(layouts) > 1 or len({type(module) for _, module in targets}) < 2:
             raise UsageError(
-                f"model.converters: {self.name} wants MRoPETables in the model and MRoPERotation in each layer, of one "
-                f"mrope_section and layout: {type(model).__name__} has {', '.join(str(m) for _, m in targets)}"
+                f"model.converters: {self.name} needs MRoPETables in the model and MRoPERotation in each layer, with "
+                f"the same mrope_section and layout: {type(model).__name__} has {', '.join(str(m) for _, m in targets)}"
             )
         for fqn, module in targets:
             if isinstance(module, MRoPERotation):
@@ -116,12 +123,12 @@ class MRoPEConverter(Converter):
         return targets
 
     def _check(self, fqn: str, module: MRoPERotation) -> None:
-        """Raise what ``npu_mrope`` would when it is first called, which may be long after the start."""
+        """Raise the error of the first call of ``npu_mrope``, which may come long after the start."""
         if problem := next(OPS["npu_mrope"].contract(**self._arguments(module)), None):
             raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
 
     def _arguments(self, module: MRoPERotation) -> dict[str, object]:
-        """Those of a call in one layer on one rank, without memory."""
+        """Return the arguments of a call in one layer on one rank, on the meta device."""
         training = self.job_config.training
         tokens = training.local_batch_size * training.seq_len
         dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
@@ -144,7 +151,7 @@ class MRoPEConverter(Converter):
         if not isinstance(module, MRoPERotation):
             return []
         arguments = self._arguments(module)
-        # rows have angles of their own: they are rotated as one long sequence, see rotary_tables.rotated
+        # batch rows are rotated as one long sequence, see rotary_functions.rotated
         tokens, heads = arguments["query"].shape[0], module.n_heads // self.parallel_dims.tp  # type: ignore[attr-defined]
         x = torch.empty(1, tokens, heads, module.rotary_dim, device="meta")
         table = x.new_empty(1, tokens, 1, module.rotary_dim)

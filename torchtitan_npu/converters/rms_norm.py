@@ -9,23 +9,23 @@ from torch import Tensor, nn
 
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.torch_internals.dispatch import has_kernel
 
-# Whether autocast runs rms_norm in float32 differs by device and by torch version (CUDA: yes in 2.13, no in 2.11), and
-# only the dispatcher knows. Asked once, at import, for the homes that have autocast rules of their own.
+# Autocast runs rms_norm in float32 on some devices and in some torch versions (CUDA: in 2.13, not in 2.11).
 _AUTOCAST_TO_FLOAT32 = frozenset(
     device_type
     for device_type, key in (("cuda", "AutocastCUDA"), ("npu", "AutocastPrivateUse1"), ("cpu", "AutocastCPU"))
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key)
+    if has_kernel("aten::rms_norm", key)
 )
 
 
 class NpuRMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` on ``npu_rms_norm``: same parameters, same output dtype, same meaning of ``eps=None``."""
+    """``nn.RMSNorm`` on ``npu_rms_norm``, with the same parameters, output dtype and meaning of ``eps=None``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (..., \\*normalized_shape) over its last dimensions."""
         gamma = x.new_ones(self.normalized_shape) if self.weight is None else self.weight
-        # the operator takes input and gamma in one dtype; nn.RMSNorm computes in the wider and returns the input's
+        # the operator needs one dtype; nn.RMSNorm computes in the wider one and returns the input's
         compute_dtype, output_dtype = torch.promote_types(x.dtype, gamma.dtype), x.dtype
         if x.device.type in _AUTOCAST_TO_FLOAT32 and torch.is_autocast_enabled(x.device.type):
             compute_dtype = output_dtype = torch.promote_types(compute_dtype, torch.float32)
@@ -33,7 +33,7 @@ class NpuRMSNorm(nn.RMSNorm):
         return y.to(output_dtype)
 
     def _epsilon(self, dtype: torch.dtype) -> float:
-        """``eps=None`` means the machine epsilon of the dtype that half precision is computed in, float32."""
+        """Return ``eps``; ``None`` means the machine epsilon of float32, in which half precision is computed."""
         if self.eps is not None:
             return self.eps
         return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
@@ -56,6 +56,6 @@ class RMSNormConverter(Converter):
     def refusals(self, fqn: str, module: nn.Module) -> list[str]:
         gamma = cast(nn.RMSNorm, module).weight
         if gamma is None:
-            return []  # then gamma takes the dtype and the trailing shape of whatever comes in
+            return []  # gamma then has the dtype and trailing shape of the input
         one_token = torch.empty(1, *gamma.shape, dtype=gamma.dtype, device="meta")
         return OPS["npu_rms_norm"].refusals(input=one_token, gamma=gamma)

@@ -1,7 +1,7 @@
-"""Which modules rotate, and which of them can share tables.
+"""Find the modules that rotate, give them ``npu_rope``'s rotations, and decide which of them can share tables.
 
-A module rotates if one of its methods calls a function of :data:`ROTATIONS`; it may be a user's. Tables are shared in
-place of something else, so that nothing may see them but code that hands them on, or rotates by them.
+A module rotates if one of its methods calls a registered rotation; it may be a user's module. Shared tables replace
+another argument, so every method that sees them must only pass them on or rotate by them.
 """
 
 from __future__ import annotations
@@ -9,66 +9,75 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import Tensor, nn
-from torchtitan.models.deepseek_v3.model import model as deepseek_v3
-from torchtitan.models.gpt_oss.model import model as gpt_oss
-from torchtitan.models.llama3.model import model as llama3
-from torchtitan.models.llama4.model import model as llama4
-from torchtitan.models.qwen3.model import model as qwen3
 
-from torchtitan_npu.converters.rotary_functions import PAIRINGS, ROTATIONS
-from torchtitan_npu.converters.rotary_tables import FROM_COMPLEX, Pairing
-from torchtitan_npu.models import deepseek_v32
+from torchtitan_npu.converters.rotary_functions import replacements
+from torchtitan_npu.models.rotary.registry import PASSTHROUGH_PACKAGES, ROTATIONS
+from torchtitan_npu.models.rotary.tables import FROM_COMPLEX, Pairing, RotaryTables
 from torchtitan_npu.upstream.rebind import rebound, refers_to
-
-HAND_ON = tuple(package.__name__ for package in (llama3, llama4, deepseek_v3, qwen3, gpt_oss, deepseek_v32))
-"""Whose methods do nothing with positions and angles but to hand them on, or to rotate by them."""
 
 
 def method_names(cls: type[nn.Module]) -> list[str]:
-    """The names of what ``cls`` has, without those that every module has."""
+    """Return the names of the attributes that ``cls`` adds to ``nn.Module``, and ``forward``."""
     return [name for name in dir(cls) if name == "forward" or not hasattr(nn.Module, name)]
 
 
 @functools.cache
 def rotating_methods(cls: type[nn.Module]) -> dict[str, frozenset[Pairing]]:
-    """The methods of ``cls`` (not those of every module) that call one of the models' functions: how they rotate."""
+    """Return the pairings of each method of ``cls`` that calls a registered rotation."""
     found = {name: refers_to(inspect.getattr_static(cls, name), ROTATIONS) for name in method_names(cls)}
-    return {
-        name: frozenset(PAIRINGS[ROTATIONS[f]] for f in functions) for name, functions in found.items() if functions
-    }
+    return {name: frozenset(ROTATIONS[f].pairing for f in functions) for name, functions in found.items() if functions}
 
 
 @functools.cache
 def rotating(cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls`` with our rotations in its methods."""
+    """Return a subclass of ``cls`` whose methods call ``npu_rope``'s rotations."""
 
     def extra_repr(self: nn.Module) -> str:
         return ", ".join(filter(None, (cls.extra_repr(self), "rotation=npu_rotary_mul")))
 
     names = rotating_methods(cls)  # type: ignore[arg-type] # mypy takes the modules' __hash__ for that of their class
-    methods = {name: rebound(inspect.getattr_static(cls, name), ROTATIONS) for name in names}
+    methods = {name: rebound(inspect.getattr_static(cls, name), replacements()) for name in names}
+    if "forward" in methods:
+        methods["forward"] = taking_tables(methods["forward"])
     return type(f"Npu{cls.__name__}", (cls,), {**methods, "extra_repr": extra_repr})
 
 
+def taking_tables(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` with a keyword ``rotary_tables``, which takes the place of the argument that it names."""
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def forward_with_tables(
+        self: nn.Module, *args: Any, rotary_tables: RotaryTables | None = None, **kwargs: Any
+    ) -> Any:
+        if rotary_tables is not None:
+            index = names.index(rotary_tables.argument)
+            args = (*args[:index], rotary_tables, *args[index + 1 :])
+        return forward(self, *args, **kwargs)
+
+    return forward_with_tables
+
+
 def pairings_of(module: nn.Module) -> frozenset[Pairing]:
-    """How ``module`` rotates, if its methods call one of the models' functions and it uses its rotations."""
-    if not getattr(module, "use_rope", True):  # llama4's layers without positions
+    """Return how ``module`` rotates; nothing if it does not."""
+    if not getattr(module, "use_rope", True):  # llama4 has layers that skip their rotations
         return frozenset()
     return frozenset().union(*rotating_methods(type(module)).values())  # type: ignore[arg-type]
 
 
-def looks_up(module: nn.Module) -> bool:
-    """Whether ``module`` takes its angles from a buffer of the model, by position."""
+def takes_angles(module: nn.Module) -> bool:
+    """Return whether ``module`` is passed a buffer of angles, which it indexes by position."""
     return any(pairing.cache for pairing in pairings_of(module))
 
 
 @functools.cache
 def rotates_unseen(cls: type[nn.Module]) -> bool:
-    """Whether ``cls`` does not rotate, as far as can be seen, but its code has the name of one of the functions."""
+    """Return whether the code of ``cls`` uses the name of a rotation, in a way that cannot be converted."""
     if rotating_methods(cls):  # type: ignore[arg-type]
         return False
     names = {function.__name__ for function in ROTATIONS}
@@ -76,7 +85,7 @@ def rotates_unseen(cls: type[nn.Module]) -> bool:
 
 
 def _functions(cls: type[nn.Module], name: str) -> Iterator[FunctionType]:
-    """What runs when the method of that name is called: that of ``cls``, and those of its parents by ``super()``."""
+    """Yield the method ``name`` of ``cls``, and those of its parents that it reaches by ``super()``."""
     for base in cls.__mro__:
         method = vars(base).get(name)
         function = inspect.unwrap(getattr(method, "__func__", method))  # type: ignore[arg-type]
@@ -87,50 +96,51 @@ def _functions(cls: type[nn.Module], name: str) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """What ``code`` calls by name: globals, attributes, what it imports."""
+    """Return the names that ``code`` uses: globals, attributes, imports."""
     return set(code.co_names).union(
         *(_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     )
 
 
 def takes_positions(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` has an argument of that name."""
+    """Return whether the forward of ``module`` has an argument ``positions``."""
     return "positions" in inspect.signature(module.forward).parameters
 
 
 def shared_pairings(owner: nn.Module, targets: list[nn.Module]) -> tuple[Pairing, ...]:
-    """How the ``targets`` inside ``owner`` rotate, if they can share tables that ``owner`` hands them.
+    """Return the pairings of the ``targets`` inside ``owner`` if they can share tables, else nothing.
 
-    That is so if ``owner`` holds the angles, its targets all rotate by one buffer, and no other code than that of
-    :data:`HAND_ON` gets to see what is handed. Else there are none.
+    They can if ``owner`` has the buffer of angles, all its targets rotate by that buffer, and only code of a registered
+    passthrough package sees what ``owner`` passes to them.
     """
-    inside = {module for module in set(targets).intersection(owner.modules()) if looks_up(module)}
+    inside = {module for module in set(targets).intersection(owner.modules()) if takes_angles(module)}
     found = frozenset[Pairing]().union(*map(pairings_of, inside))
     caches = {pairing.cache for pairing in found}
     if len(caches) != 1 or owner in inside:
         return ()
     (cache,) = caches
-    if not isinstance(getattr(owner, str(cache), None), Tensor) or not all(map(hands_on, between(owner, inside))):
+    if not isinstance(getattr(owner, str(cache), None), Tensor) or not all(map(passes_through, between(owner, inside))):
         return ()
     return tuple(found) if len(found) == 1 else FROM_COMPLEX
 
 
 def between(owner: nn.Module, targets: set[nn.Module]) -> list[nn.Module]:
-    """``owner``, the ``targets``, the modules that hold them, and those in the same place in other layers."""
+    """Return ``owner``, the ``targets``, the modules that hold them, and their counterparts in other layers."""
     places: dict[str, list[nn.Module]] = {}
     for fqn, module in owner.named_modules(remove_duplicate=False):
         places.setdefault(re.sub(r"\d+", "*", fqn), []).append(module)
-    on_the_way = [modules for modules in places.values() if any(targets.intersection(m.modules()) for m in modules)]
-    return [module for modules in on_the_way for module in modules]
+    on_path = [modules for modules in places.values() if any(targets.intersection(m.modules()) for m in modules)]
+    return [module for modules in on_path for module in modules]
 
 
-def hands_on(module: nn.Module) -> bool:
-    """Whether the forward of ``module``, and its methods that take positions, are of :data:`HAND_ON`."""
-    if type(module).forward is nn.Module.forward:  # a mere container
+def passes_through(module: nn.Module) -> bool:
+    """Return whether forward and every method with positions are defined in a passthrough package."""
+    if type(module).forward is nn.Module.forward:  # a container
         return True
     methods = [inspect.getattr_static(type(module), name) for name in method_names(type(module))]
     functions = [method for method in methods if isinstance(method, FunctionType)]
-    handed = [f for f in functions if "positions" in inspect.signature(f).parameters]
+    with_positions = [f for f in functions if "positions" in inspect.signature(f).parameters]
     forward = getattr(module.forward, "__func__", module.forward)  # an instance may have one of its own
-    # a wrapper's __module__ is that of what it wraps
-    return all(str(f.__globals__.get("__name__")).startswith(HAND_ON) for f in (forward, *handed))
+    packages = tuple(PASSTHROUGH_PACKAGES)
+    # a wrapper's __module__ is that of the function it wraps
+    return all(str(f.__globals__.get("__name__")).startswith(packages) for f in (forward, *with_positions))

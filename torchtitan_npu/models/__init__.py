@@ -1,1 +1,20 @@
-"""Models that TorchTitan 0.2.2 does not have, laid out as its own are."""
+"""Models that TorchTitan 0.2.2 does not have, laid out like its own.
+
+Each package has ``args.py`` (sizes and options), ``model.py``, ``parallelize.py`` and ``state_dict_adapter.py``, and a
+``get_train_spec`` in its ``__init__.py`` with the model's flavors, data loader and validator. ``rotary`` has the rotary
+position embeddings that models share.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from torchtitan.protocols.train_spec import TrainSpec
+
+OWN_MODELS = ("deepseek_v32", "qwen3_vl")
+"""The names that ``model.name`` takes besides TorchTitan's."""
+
+
+def own_train_specs() -> dict[str, TrainSpec]:
+    """Return the train spec of each model by name."""
+    return {name: importlib.import_module(f"{__name__}.{name}").get_train_spec() for name in OWN_MODELS}

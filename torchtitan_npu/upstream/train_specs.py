@@ -43,10 +43,8 @@ from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.moe_tensor_parallel import routes_own_tokens, with_own_tokens
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models import deepseek_v32, qwen3_vl
-from torchtitan_npu.models.qwen3_vl import shapes
-from torchtitan_npu.models.qwen3_vl.dataloader import build_image_text_dataloader
-from torchtitan_npu.models.qwen3_vl.validate import ImageTextValidator
+from torchtitan_npu.models import own_train_specs
+from torchtitan_npu.upstream import rotations  # noqa: F401 - registers the rotations of TorchTitan's models
 from torchtitan_npu.upstream.activation_checkpoint import without_marks
 from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.upstream.cpu_context_parallel import gather_keys_and_values
@@ -215,17 +213,16 @@ class GptOssModel(TitanGptOssModel):
 def _register() -> None:
     for name in ADAPTED_MODELS:
         spec = get_train_spec(name)
-        if name == "qwen3":  # its forward takes a stage of the model as llama3's does; only the entry is missing
+        if name == "qwen3":  # its forward runs a stage of the model like llama3's, but its spec names no pipelining_fn
             spec = replace(spec, pipelining_fn=pipeline_llm)
         if name == "gpt_oss":
             spec = replace(spec, model_cls=GptOssModel)
         if name == "deepseek_v3":
             spec = replace(spec, model_args=with_sdpa_flavors(spec.model_args))
         register_train_spec(name, adapt(spec))
-    register_train_spec("deepseek_v32", adapt(deepseek_v32.get_train_spec()))
-    with_images = {"build_dataloader_fn": build_image_text_dataloader, "build_validator_fn": ImageTextValidator}
-    register_train_spec("qwen3_vl", replace(adapt(qwen3_vl.get_train_spec()), **with_images))
-    shapes.register_datasets()
+    for name, spec in own_train_specs().items():
+        data = {"build_dataloader_fn": spec.build_dataloader_fn, "build_validator_fn": spec.build_validator_fn}
+        register_train_spec(name, replace(adapt(spec), **data))
 
 
 _register()

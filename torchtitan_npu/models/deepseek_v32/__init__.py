@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2, trained as TorchTitan trains DeepSeek-V3, with parallel plans of its own for attention."""
+"""DeepSeek-V3.2: TorchTitan's DeepSeek-V3 with sparse attention, and parallel plans for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from torchtitan.models.deepseek_v3 import get_train_spec as get_deepseek_v3_trai
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
+from torchtitan_npu.components.dataset_registry import build_text_dataloader
+from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 from torchtitan_npu.models.deepseek_v32.state_dict_adapter import DeepSeekV32StateDictAdapter
+from torchtitan_npu.models.rotary.registry import register_passthrough_package
 
 __all__ = ["DeepSeekV32Model", "DeepSeekV32ModelArgs", "DeepSeekV32StateDictAdapter", "deepseekv32_args"]
+
+register_passthrough_package(__name__)
 
 RELEASED = DeepSeekV32ModelArgs(
     vocab_size=129280,
@@ -47,9 +52,9 @@ RELEASED = DeepSeekV32ModelArgs(
 
 
 def _cut(n_layers: int, **changes: Any) -> DeepSeekV32ModelArgs:
-    """The released model with so many layers, one of them dense, and 8 experts.
+    """Return the released model with ``n_layers`` layers, one of them dense, and 8 experts without groups.
 
-    That is one expert in each of its groups, of which routing would compare the best two: there are no groups.
+    Grouped routing compares the best two experts of each group, and 8 experts would leave one per group.
     """
     experts = replace(RELEASED.moe_args, num_experts=8, num_expert_groups=None, num_limited_groups=None)
     fields: dict[str, Any] = {"n_layers": n_layers, "n_dense_layers": 1, "moe_args": experts}
@@ -57,8 +62,8 @@ def _cut(n_layers: int, **changes: Any) -> DeepSeekV32ModelArgs:
 
 
 def _debug(n_heads: int, **changes: Any) -> DeepSeekV32ModelArgs:
-    """Small enough for a CPU; of 8 experts a token takes 3."""
-    # trained at its few tokens from the start: with a rope_factor of 1, YaRN changes nothing
+    """Return a model small enough for a CPU, in which a token selects 3 of 8 experts."""
+    # a rope_factor of 1 disables YaRN, which extends a trained model to longer sequences
     sizes: dict[str, Any] = {
         "vocab_size": 2048,
         "dim": 256,
@@ -83,7 +88,7 @@ deepseekv32_args = {
         index_head_dim=32,
         index_topk=32,
     ),
-    # the least heads that the indexer's loss takes on an NPU; what is not named here is the release's
+    # 32 heads are the NPU's minimum for the indexer's loss; all other attention sizes are the release's
     "debugmodel_npu": _debug(n_heads=32, q_lora_rank=192),
     "671B_4layers": _cut(4),
     "671B_8layers": _cut(8),
@@ -97,5 +102,7 @@ def get_train_spec() -> TrainSpec:
         model_cls=DeepSeekV32Model,
         model_args=deepseekv32_args,
         parallelize_fn=parallelize_deepseekv32,
+        build_dataloader_fn=build_text_dataloader,
+        build_validator_fn=Validator,
         state_dict_adapter=DeepSeekV32StateDictAdapter,
     )

@@ -1,4 +1,4 @@
-"""Sizes and options of DeepSeek-V3.2: those of DeepSeek-V3, the indexer's, and those of multi-token prediction."""
+"""Sizes and options of DeepSeek-V3.2: those of DeepSeek-V3, of the indexer, and of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -18,80 +18,82 @@ from torchtitan_npu.errors import UsageError
 @dataclass
 class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     context_parallel: ClassVar[str] = "torchtitan_npu.models.deepseek_v32.context_parallel:DSAContextParallel"
-    """How its attention communicates, where the job does not say otherwise."""
+    """The context-parallel class of this model's attention, unless the job names another."""
 
     config_sections: ClassVar[tuple[str, ...]] = ("dsa", "mtp")
     """Sections of the job's config that apply to this model."""
 
     norm_eps: float = 1e-6
-    """As released; TorchTitan's deepseek_v3 has 1e-5."""
+    """The released value; TorchTitan's deepseek_v3 has 1e-5."""
 
     q_lora_rank: int = 1536
-    """Width of the latent vector that queries are made of, the indexer's too."""
+    """Width of the latent vector that queries are projected from, also the indexer's."""
 
     index_n_heads: int = 64
-    """Heads of the indexer, which chooses the keys that a query attends to."""
+    """Number of heads of the indexer, which selects the keys that a query attends to."""
 
     index_head_dim: int = 128
-    """Width of these heads; the first ``qk_rope_head_dim`` of it is rotated."""
+    """Width of an indexer head. Its first ``qk_rope_head_dim`` elements are rotated."""
 
     index_topk: int = 2048
-    """Keys that a query attends to: all it may see, where they are fewer."""
+    """Number of keys that a query attends to, or all visible keys if there are fewer."""
 
     absorb: bool = True
-    """Attend in the space of the latent keys, one head of them for all queries, instead of with keys a head."""
+    """Attend to the latent keys, which all heads share, instead of to keys projected for each head."""
 
     indexer_loss: bool = True
-    """Whether the indexer learns; otherwise it is frozen."""
+    """Train the indexer; otherwise it is frozen."""
 
     indexer_loss_weight: float = 1.0
-    """What the gradients of its loss are multiplied by."""
+    """Factor of the gradients of the indexer's loss."""
 
     seq_len: int = 4096
-    """Tokens of a sequence, as the job has them; ``max_seq_len`` is for how many there are angles."""
+    """The job's ``training.seq_len``. ``max_seq_len`` is the number of positions with rotary angles."""
 
     warmup: bool = False
-    """Only the indexer learns, from attention to all keys; otherwise all do, from attention to those it chooses."""
+    """Train only the indexer, with attention to all keys. Otherwise train everything, with sparse attention."""
 
     microbatches: int | None = None
-    """Into how many a pipeline splits a batch; none without a pipeline."""
+    """Number of microbatches of a pipeline, ``None`` without pipeline parallel."""
 
     n_mtp_layers: int = 0
-    """Layers after the ``n_layers``, each of which predicts one token further ahead in training."""
+    """Number of layers after the first ``n_layers``. Each predicts one token further ahead, in training only."""
 
     mtp_loss_weight: float = 0.3
-    """What the gradients of their losses' mean are multiplied by."""
+    """Factor of the gradients of the mean of their losses."""
 
     def __post_init__(self) -> None:
         if self.q_lora_rank < 1:
-            raise UsageError("q_lora_rank must be at least 1: the indexer's queries are made of the query latent")
+            raise UsageError(
+                "q_lora_rank must be at least 1: the indexer's queries are projected from the query latent"
+            )
         if self.index_head_dim < self.qk_rope_head_dim:
             raise UsageError(
                 f"index_head_dim is {self.index_head_dim}; it must be at least qk_rope_head_dim, "
-                f"{self.qk_rope_head_dim}, which of it is rotated"
+                f"{self.qk_rope_head_dim}, the number of its elements that are rotated"
             )
         if self.attn_type != "sdpa":
             raise UsageError(
-                f"attn_type must be 'sdpa', not {self.attn_type!r}; documents are the job's dsa.document_mask"
+                f"attn_type must be 'sdpa', not {self.attn_type!r}; set dsa.document_mask to mask documents"
             )
 
-    def as_titan_takes_it(self) -> DeepSeekV32ModelArgs:
-        """For TorchTitan's modules, which know no documents without flex attention."""
+    def for_torchtitan(self) -> DeepSeekV32ModelArgs:
+        """Return a copy for TorchTitan's modules, which mask documents only with flex attention."""
         args = copy.copy(self)
         args.attn_type = "sdpa"
         return args
 
     def attended_keys(self) -> int:
-        """To how many keys a query attends, at most."""
+        """Return the largest number of keys that a query attends to."""
         return self.seq_len if self.warmup else self.index_topk
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         for key in ("tensor_parallel_degree", "context_parallel_degree"):
             if getattr(job_config.parallelism, key) > 1 and not self.absorb:
-                raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: latent keys are shared")
+                raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")
         super().update_from_config(job_config, **kwargs)
         self.seq_len = job_config.training.seq_len
-        # TorchTitan leaves YaRN out of models for no more than original_seq_len tokens; the release never does
+        # TorchTitan skips YaRN up to original_seq_len tokens; the released model always applies it
         self.max_seq_len = max(self.seq_len, self.original_seq_len + 1)
         self._choose_stage(dsa_options(job_config), job_config)
         mtp = mtp_options(job_config)
@@ -100,23 +102,23 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     def _choose_stage(self, dsa: Dsa, job_config: JobConfig) -> None:
         self.indexer_loss, self.indexer_loss_weight = dsa.indexer_loss, dsa.indexer_loss_weight
         self.warmup = dsa.stage == "warmup"
-        # every option is set, either way: TorchTitan hands the flavor's own object to one job after another
+        # set every option unconditionally: TorchTitan reuses the flavor's object for the next job
         parallelism, batch = job_config.parallelism, job_config.training.local_batch_size
         piped = parallelism.pipeline_parallel_degree > 1
         self.microbatches = batch // parallelism.pipeline_parallel_microbatch_size if piped else None
-        # with "varlen" TorchTitan asks the model for the documents (get_attention_masks)
+        # with "varlen" TorchTitan calls the model's get_attention_masks, which returns the documents
         self.attn_type = "varlen" if dsa.document_mask else "sdpa"
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """All parameters, and the floating-point operations that training takes for a token, by TorchTitan's rules.
+        """Return the number of parameters and the training FLOPs per token, by TorchTitan's rules.
 
-        Those are 6 for each parameter that a token meets, 2 of them forward; 6 for each pair of numbers that attention
-        multiplies; nothing for what is recomputed; and causal attention counts as if queries saw later keys too. Here
+        Those rules count 6 FLOPs for each parameter that a token uses, 2 of them forward, and 6 for each product of
+        attention. They ignore recomputation and causal masks. For this model:
 
-        - a query attends to no more than ``attended_keys``, in the width that is computed, absorbed or not (absorbing
-          itself is as much work as the weights ``wkv_b`` that it is done with);
-        - the indexer scores all keys, in the backward pass only those that were attended to;
-        - the output's weights are met once for each token that is predicted.
+        - a query attends to at most ``attended_keys`` keys, in the width that is computed, absorbed or not (absorbing
+          costs as much as the projection by ``wkv_b`` that it replaces);
+        - the indexer scores all keys forward, and only the selected ones backward;
+        - the output's weights are used once for each predicted token.
         """
         nparams, flops = get_moe_model_nparams_and_flops(self, model, head_dims=0, seq_len=seq_len)
         keys = min(self.attended_keys(), seq_len)

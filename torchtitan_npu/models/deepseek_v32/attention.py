@@ -1,4 +1,4 @@
-"""Multi-head latent attention over the keys that an indexer selects."""
+"""Multi-head latent attention to the keys that an indexer selects."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
-from torchtitan_npu.models.deepseek_v32.inner_attention import SparseAttention
+from torchtitan_npu.models.deepseek_v32.sparse_attention import SparseAttention
 
 
 class Inputs(nn.Module):
-    """What attention is given, as it is given. Tensor parallel gathers it here: a sequence is split between blocks."""
+    """The identity on attention's inputs. Tensor parallel gathers the sequence here."""
 
     def forward(self, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         return given
 
 
 class OwnKeys(nn.Module):
-    """Where a rank gets the keys for its queries: here, from itself. Context parallel puts another in its place."""
+    """The keys of this rank's own tokens. Context parallel replaces this module by one that gathers them."""
 
     def forward(self, kv: Tensor, k_rope: Tensor, index_k: Tensor) -> Any:
-        """Start to get, for these keys of this rank, those of all tokens that its queries may see."""
+        """Start to gather the keys of all tokens that this rank's queries may see."""
         return kv, k_rope, index_k
 
     def wait(self, pending: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """What :meth:`forward` has started to get, in the order of the sequence."""
+        """Return the keys that :meth:`forward` started to gather, in the order of the sequence."""
         return pending
 
 
 class Attention(DeepSeekV3Attention):
-    """DeepSeek-V3's attention, its parameters and its softmax's scale, with an indexer.
+    """DeepSeek-V3's attention with an indexer. Parameters and softmax scale are the same.
 
-    In three parts: :meth:`prolog` has what comes before attention proper, ``inner_attention`` has no parameters and
-    knows nothing of projections, :meth:`epilog` has what comes after.
+    It has three parts: :meth:`prolog` has the projections before attention, ``inner_attention`` has no parameters,
+    :meth:`epilog` has the projections after it.
 
-    With ``absorb``, a head's keys W_k c and values W_v c are never made of the latent vectors c: q · (W_k c) is
-    (W_kᵀ q) · c, and a sum of values p · (W_v c) is W_v (p · c). Attention then has one head of keys, which are c and
-    are the values too.
+    With ``absorb``, keys W_k c and values W_v c of a head are never computed from the latent vectors c, because
+    q · (W_k c) = (W_kᵀ q) · c and p · (W_v c) = W_v (p · c). The latent vectors c are then the one head of keys and
+    values.
     """
 
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
-        super().__init__(args.as_titan_takes_it())
+        super().__init__(args.for_torchtitan())
         self.absorb = args.absorb
         self.warmup = args.warmup
-        # a parameter that could have a gradient but gets none has no optimizer state in a checkpoint, which then cannot
-        # be resumed from
+        # frozen without its loss: a trainable parameter that gets no gradient has no optimizer state, and a checkpoint
+        # without that state cannot be resumed
         self.indexer = Indexer(args).requires_grad_(args.indexer_loss)
         self.inputs = Inputs()
         self.exchange = OwnKeys()
-        self.inner_attention: Any = SparseAttention(args)  # or what a converter or context parallel puts there
+        self.inner_attention: Any = SparseAttention(args)  # a converter or context parallel replaces it
 
     def forward(
         self,
@@ -62,20 +62,21 @@ class Attention(DeepSeekV3Attention):
         attention_masks: Documents | None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """``x`` and the output (bsz, seqlen, dim); ``positions`` (1 or bsz, seqlen), or none for 0, 1, 2, ...
+        """Attend from ``x`` (bsz, seqlen, dim); the output has the same shape.
 
-        They are what is rotated by. Which keys a query may see its place in the sequence decides, and its document.
+        ``positions`` (1 or bsz, seqlen), or none for 0, 1, 2, ..., are used only for rotation. The keys that a query
+        sees depend on its place in the sequence and on its document.
         """
         return self.epilog(self.attend(self.prolog(x, freqs_cis, positions), attention_masks))
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """q, q_rope, k, k_rope, v, index_q, index_k and index_weights, as ``inner_attention`` takes them."""
+        """Return the arguments of ``inner_attention``: q, q_rope, k, k_rope, v, index_q, index_k, index_weights."""
         x, freqs_cis, positions = self.inputs(x, freqs_cis, positions)
-        if self.warmup:  # nothing but the indexer learns, and that from inputs of its own
+        if self.warmup:  # only the indexer is trained, and its inputs are detached
             x = x.detach()
         bsz, seqlen, _ = x.shape
 
-        # keys first: ranks that share a sequence exchange them while they make their queries
+        # keys first: context-parallel ranks gather them while they compute their queries
         kv, k_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         kv = self.kv_norm(kv)  # (bsz, seqlen, kv_lora_rank)
         k_rope = apply_rotary_emb(k_rope.unsqueeze(2), freqs_cis, positions)  # (bsz, seqlen, 1, qk_rope_head_dim)
@@ -89,9 +90,11 @@ class Attention(DeepSeekV3Attention):
         index_q, index_weights = self.indexer.queries(x, q_latent, freqs_cis, positions)
         if self.absorb:
             w_k = self.weights_by_head()[:, : self.qk_nope_head_dim]
-            q = self.inner_attention.laid_out(einsum("bshd,hdl->bshl", q, w_k))  # (bsz, seqlen, n_heads, kv_lora_rank)
+            q = self.inner_attention.prepare_queries(
+                einsum("bshd,hdl->bshl", q, w_k)
+            )  # (bsz, seqlen, n_heads, kv_lora_rank)
 
-        kv, k_rope, index_k = self.exchange.wait(pending)  # of all tokens that queries here may see
+        kv, k_rope, index_k = self.exchange.wait(pending)  # for all tokens that these queries may see
         if self.absorb:
             k = v = kv.unsqueeze(2)  # (bsz, keys, 1, kv_lora_rank)
         else:
@@ -100,18 +103,18 @@ class Attention(DeepSeekV3Attention):
         return q, q_rope, k, k_rope, v, index_q, index_k, index_weights
 
     def attend(self, projected: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
-        """Attention proper, of what :meth:`prolog` returned: (bsz, seqlen, n_heads, width of v)."""
+        """Run ``inner_attention`` on the output of :meth:`prolog`: (bsz, seqlen, n_heads, width of v)."""
         return self.inner_attention(*projected, documents=documents, scale=self.softmax_scale)
 
     def epilog(self, output: Tensor) -> Tensor:
-        """From ``inner_attention``'s output (bsz, seqlen, n_heads, width of v) to (bsz, seqlen, dim)."""
+        """Project ``inner_attention``'s output (bsz, seqlen, n_heads, width of v) to (bsz, seqlen, dim)."""
         if self.absorb:
             w_v = self.weights_by_head()[:, self.qk_nope_head_dim :]
             output = einsum("bshl,hdl->bshd", output, w_v)
-        return self.wo(output.flatten(2))  # of (bsz, seqlen, n_heads * v_head_dim)
+        return self.wo(output.flatten(2))  # from (bsz, seqlen, n_heads * v_head_dim)
 
     def weights_by_head(self) -> Tensor:
-        """Those of ``wkv_b``, (n_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank): of keys, then of values."""
+        """Return ``wkv_b`` as (n_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank): keys, then values."""
         return self.wkv_b.weight.unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
 
     def init_weights(self, init_std: float) -> None:

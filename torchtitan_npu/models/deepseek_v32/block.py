@@ -1,4 +1,4 @@
-"""A block of the model, in the parts that it is compiled in."""
+"""A transformer block, in the parts that are compiled separately."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchtitan_npu.models.deepseek_v32.documents import Documents
 
 
 class Block(TransformerBlock):
-    """TorchTitan's block: its parameters and its sums, with attention over the keys that an indexer selects.
+    """TorchTitan's block with sparse attention, and the same other parameters.
 
-    :meth:`prolog` has all that comes before attention proper, :meth:`epilog` what comes after, up to the experts or
-    with them, or with a dense network. Each can be compiled as one region: what is between are fused operators, whose
-    backward pass counts a loss.
+    :meth:`prolog` has everything before ``inner_attention``. :meth:`epilog` has everything after it, up to the experts
+    or including them or the dense network. Each can be compiled as one region. ``inner_attention`` between them is a
+    few fused operators, whose backward pass counts a loss.
     """
 
     attention: Any
     experts_in_epilog = False
-    """Whether :meth:`epilog` ends after the experts: where they are compiled with it. Else what was attended to is let
-    go before they are at work."""
+    """Let :meth:`epilog` include the experts, so that they are compiled with it. Otherwise the output of attention is
+    freed before the experts run."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(layer_id, args)
@@ -32,8 +32,8 @@ class Block(TransformerBlock):
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Documents | None, positions: Tensor | None = None
     ) -> Tensor:
-        """``x`` and the output (bsz, seqlen, dim)."""
-        # what has a name here is held until the experts are through: neither what is projected nor what is attended to
+        """Return the block's output, with the shape (bsz, seqlen, dim) of ``x``."""
+        # no local names: they would keep the projections and attention's output alive while the experts run
         x = self.epilog(x, self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks))
         if not self.moe_enabled or self.experts_in_epilog:
             return x
@@ -41,16 +41,16 @@ class Block(TransformerBlock):
         return x + self.moe(normed)
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """As that of the attention, of the block's input."""
-        # A norm of small operators uses its input twice. By the view both gradients are added up before that of the
-        # residual is, as they are when this is compiled: the same rounding either way
+        """Return the attention's prolog of the block's input ``x``."""
+        # A norm of small operators uses its input twice. The view adds these two gradients before the residual's, as a
+        # compiled region does: both round alike
         x = x.view_as(x)
         return self.attention.prolog(self.attention_norm(x), freqs_cis, positions)
 
     def epilog(self, x: Tensor, output: Tensor) -> Any:
-        """From what was attended to, to the block's output; or to its experts' input, and what theirs is added to.
+        """Return the block's output, or the residual and the experts' input if the experts run outside.
 
-        ``x`` is the block's input, ``output`` that of ``inner_attention``.
+        ``x`` is the block's input, ``output`` is the output of ``inner_attention``.
         """
         x = x + self.attention.epilog(output)
         normed = self.ffn_norm(x)

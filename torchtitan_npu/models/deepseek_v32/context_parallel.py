@@ -1,7 +1,7 @@
-"""Context parallel of DeepSeek-V3.2: queries stay where they are, keys are gathered.
+"""Context parallel of DeepSeek-V3.2: each rank keeps its queries and gathers all keys.
 
-For each token a rank sends its latent key, its rotated key and the indexer's key, kv_lora_rank + qk_rope_head_dim +
-index_head_dim numbers: one all-gather a layer, and one reduce-scatter of their gradients in the backward pass.
+A token's latent key, rotated key and indexer key are packed, kv_lora_rank + qk_rope_head_dim + index_head_dim numbers.
+A layer needs one all-gather of them, and one reduce-scatter of their gradients in the backward pass.
 """
 
 from __future__ import annotations
@@ -10,45 +10,42 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
 from torchtitan_npu.models.deepseek_v32.documents import Documents
-
-# torch 2.13 has renamed it, and warns of the old name; torch 2.11 has only that
-all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+from torchtitan_npu.torch_internals.functional_collectives import all_gather_with_gradient
 
 
 class Span(NamedTuple):
-    """Tokens that follow each other in the sequence, and on a rank."""
+    """A run of tokens that is contiguous in the sequence and on a rank."""
 
     first: int
-    """Where they begin on the rank."""
+    """Index of the first token on the rank."""
     place: int
-    """Where they begin in the sequence."""
+    """Index of the first token in the sequence."""
     length: int
 
 
 class DSAContextParallel(ContextParallel):
-    """For the attention of DeepSeek-V3.2, eager or by ``npu_dsa``."""
+    """Context parallel for the attention of DeepSeek-V3.2, eager or converted by ``npu_dsa``."""
 
     load_balancers = ("headtail", None)
 
     def parallelize(self, model: nn.Module) -> None:
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         layers_of = getattr(model, "layers", None)
-        stage_without_layers = isinstance(layers_of, nn.ModuleDict) and not len(layers_of)  # a pipeline may have one
+        stage_without_layers = isinstance(layers_of, nn.ModuleDict) and not len(layers_of)  # of a pipeline
         if not layers and not stage_without_layers:
-            raise UsageError(f"npu.context_parallel: no attention of DeepSeek-V3.2 in {type(model).__name__}")
+            raise UsageError(f"npu.context_parallel: {type(model).__name__} has no attention of DeepSeek-V3.2")
         for attention in layers:
             attention.exchange = GatheredKeys(self.mesh, self.head_tail)
             attention.inner_attention = AttentionBySpans(attention.inner_attention, self)
 
     def spans(self, tokens: int) -> list[Span]:
-        """Of the ``tokens`` that this rank has of a sequence."""
+        """Return the spans of this rank, which has ``tokens`` tokens of a sequence."""
         rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
         if not self.head_tail:
             return [Span(0, rank * tokens, tokens)]
@@ -56,13 +53,13 @@ class DSAContextParallel(ContextParallel):
         return [Span(0, rank * half, half), Span(half, (2 * ranks - 1 - rank) * half, half)]
 
     def masks(self, masks: Any, bsz: int, seqlen: int) -> list[list[tuple[int, Documents]]]:
-        """By row of the batch and span: where its keys begin, and the documents of its queries and keys."""
+        """Return for each row and span the first visible key, and the documents of its queries and keys."""
         spans = self.spans(seqlen // self.mesh.size())
         return [[masks.part(row, seqlen, span.place, span.place + span.length) for span in spans] for row in range(bsz)]
 
 
 class GatheredKeys(OwnKeys):
-    """All ranks' keys, in the order of the sequence."""
+    """Gathers the keys of all ranks, in the order of the sequence."""
 
     def __init__(self, mesh: DeviceMesh, head_tail: bool) -> None:
         super().__init__()
@@ -70,10 +67,10 @@ class GatheredKeys(OwnKeys):
         self.head_tail = head_tail
 
     def forward(self, kv: Tensor, k_rope: Tensor, index_k: Tensor) -> tuple[Tensor, list[int]]:
-        """Starts the all-gather of keys (bsz, tokens, widths), packed as one tensor (ranks, bsz, tokens, width)."""
+        """Start the all-gather of keys (bsz, tokens, widths), packed as one tensor (ranks, bsz, tokens, width)."""
         tensors = (kv, k_rope.squeeze(2), index_k)
         packed = torch.cat(tensors, dim=-1).unsqueeze(0)
-        return all_gather(packed, 0, (self.mesh, 0)), [tensor.shape[-1] for tensor in tensors]
+        return all_gather_with_gradient(packed, 0, self.mesh), [tensor.shape[-1] for tensor in tensors]
 
     def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         gathered, widths = pending
@@ -81,8 +78,8 @@ class GatheredKeys(OwnKeys):
         return kv, k_rope.unsqueeze(2), index_k
 
     def in_order(self, keys: Tensor) -> Tensor:
-        """From (ranks, bsz, tokens, width) to (bsz, seqlen, width)."""
-        if self.head_tail:  # the ranks' first halves in their order, then the second halves in the opposite one
+        """Reorder ``keys`` (ranks, bsz, tokens, width) to (bsz, seqlen, width)."""
+        if self.head_tail:  # first halves in rank order, then second halves in reverse order
             heads, tails = keys.chunk(2, dim=2)
             keys = torch.cat([heads, tails.flip(0)])
         return keys.transpose(0, 1).flatten(1, 2).contiguous()
@@ -91,7 +88,7 @@ class GatheredKeys(OwnKeys):
 class AttentionBySpans(nn.Module):
     """Runs attention once for each span of this rank's queries, with the keys up to the span's end.
 
-    Attention takes its queries for the last of the keys' tokens, which is how the fused operators draw the causal line.
+    Attention treats its queries as the last tokens of its keys: the fused operators' causal mask assumes that.
     """
 
     def __init__(self, attention: nn.Module, context: DSAContextParallel) -> None:
@@ -103,11 +100,11 @@ class AttentionBySpans(nn.Module):
     def indexer_loss(self) -> Any:
         return self.attention.indexer_loss
 
-    def laid_out(self, q: Tensor) -> Tensor:
-        return q  # each span's are, by themselves
+    def prepare_queries(self, q: Tensor) -> Tensor:
+        return q  # the queries of each span are prepared separately
 
     def forward(self, *projected: Tensor, documents: list[list[tuple[int, Documents]]] | None, scale: float) -> Tensor:
-        """As :class:`.inner_attention.SparseAttention`, with all keys for a rank's queries (bsz, tokens, ...)."""
+        """Run :class:`.sparse_attention.SparseAttention` on this rank's queries (bsz, tokens, ...) and all keys."""
         q, q_rope, k, k_rope, v, index_q, index_k, index_weights = projected
 
         def attend(rows: slice, span: Span, start: int, own: Documents | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where the documents of a batch end, so that tokens attend to those of their own document only."""
+"""Document boundaries in a batch. Tokens attend only to tokens of their own document."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 
 
 class Ends(NamedTuple):
-    """Where each document ends, one past its last token, rows laid end to end."""
+    """The end of each document, one past its last token, in the concatenated rows of a batch."""
 
     tensor: Tensor
     """(number of documents) int32, on the batch's device."""
     integers: tuple[int, ...]
-    """The same on the host, for operators that take integers."""
+    """The same values on the host, for operators that take integers."""
 
     @classmethod
     def of(cls, integers: Sequence[int], device: torch.device) -> Ends:
         return cls(torch.tensor(integers, dtype=torch.int32, device=device), tuple(integers))
 
     def numbers(self, bsz: int) -> Tensor:
-        """The number of each token's document, (bsz, tokens of a row)."""
+        """Return the index of each token's document, (bsz, tokens per row)."""
         places = torch.arange(self.integers[-1], device=self.tensor.device, dtype=torch.int32)
         return torch.searchsorted(self.tensor, places, right=True).view(bsz, -1)
 
 
 class Documents(NamedTuple):
-    """The documents of a batch's queries and of its keys, the same ones; the end of a row ends a document too."""
+    """The documents of a batch, by the ends of their queries and of their keys. A row's end also ends a document."""
 
     of_queries: Ends
     of_keys: Ends
 
     @classmethod
     def of(cls, tokens: Tensor, eos_id: int) -> Documents:
-        """Those of ``tokens`` (bsz, seqlen), which end with ``eos_id``. The host waits for the device, once a batch."""
+        """Return the documents of ``tokens`` (bsz, seqlen), which end with ``eos_id``. Synchronises with the device."""
         is_last = tokens == eos_id
         is_last[:, -1] = True
         tensor = is_last.flatten().nonzero().squeeze(1).to(torch.int32) + 1
@@ -43,11 +43,11 @@ class Documents(NamedTuple):
         return cls(ends, ends)
 
     def numbers(self, bsz: int) -> tuple[Tensor, Tensor]:
-        """The numbers of the documents of queries and of keys, (bsz, queries) and (bsz, keys)."""
+        """Return the index of each query's and each key's document, (bsz, queries) and (bsz, keys)."""
         return self.of_queries.numbers(bsz), self.of_keys.numbers(bsz)
 
     def split(self, number: int) -> list[Documents]:
-        """Those of each of ``number`` microbatches, which have as many rows each."""
+        """Split into the documents of ``number`` microbatches with equally many rows."""
         total, device = self.of_keys.integers[-1], self.of_keys.tensor.device
         tokens, rest = divmod(total, number)
         assert not rest, f"{total} tokens in {number} microbatches"
@@ -59,9 +59,9 @@ class Documents(NamedTuple):
         return parts
 
     def part(self, row: int, seqlen: int, first: int, last: int) -> tuple[int, Documents]:
-        """The documents of the tokens ``first`` to ``last`` (excluded) of one row, as queries, and of what they see.
+        """Return the first visible key and the documents of the tokens ``first`` to ``last`` (excluded) of one row.
 
-        They see keys from the beginning of the document that ``first`` is in, which is returned too, to ``last``.
+        These tokens are the queries. Their keys start with the document of token ``first`` and end at ``last``.
         """
         ends = [end - row * seqlen for end in self.of_keys.integers if row * seqlen < end <= (row + 1) * seqlen]
         start = max((end for end in ends if end <= first), default=0)

@@ -1,7 +1,7 @@
-"""The lightning indexer's projections: what it scores keys by, for each query.
+"""The projections of the lightning indexer, which scores every key for every query.
 
-The release also multiplies queries and keys by a Hadamard matrix, which spreads outliers before they are rounded to
-FP8. It is orthogonal, so the scores are the same without it, and without FP8 there is no need for it.
+The released code also multiplies queries and keys by a Hadamard matrix, to spread outliers before rounding to FP8. The
+matrix is orthogonal and does not change the scores. Without FP8 it is not needed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
+from torchtitan_npu.models.rotary.registry import register_rotation
+from torchtitan_npu.models.rotary.tables import HALF_OF_COMPLEX
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in float32, or as it is where it is finer."""
+    """Cast ``x`` to float32, unless it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:
-    """``x`` (bsz, seqlen, n_heads, dim), each element rotated with the one half a head away.
+    """Rotate ``x`` (bsz, seqlen, n_heads, dim); elements half a head apart form a pair.
 
-    Angles are those of TorchTitan's ``apply_rotary_emb``, which rotates neighbours: ``freqs_cis`` (max_seq_len,
-    dim / 2), and ``positions`` (1 or bsz, seqlen) or none for 0, 1, 2, ...
+    The angles are those of TorchTitan's ``apply_rotary_emb``, which rotates neighbouring elements: ``freqs_cis``
+    (max_seq_len, dim / 2), and ``positions`` (1 or bsz, seqlen) or none for 0, 1, 2, ...
     """
     real, imaginary = x.float().chunk(2, dim=-1)
     y = torch.complex(real, imaginary)  # (bsz, seqlen, n_heads, dim / 2)
@@ -34,19 +36,22 @@ def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = N
     return torch.cat([y.real, y.imag], dim=-1).to(x.dtype)
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter that all tensor-parallel ranks have, each of which will have a part of its gradient's sum."""
+register_rotation(apply_rotary_half, HALF_OF_COMPLEX, tensors=1)
+
+
+def replicated(parameter: Tensor) -> Tensor:
+    """Return a replicated parameter as a local tensor whose gradient is summed over the tensor-parallel ranks."""
     if not isinstance(parameter, DTensor):
         return parameter
-    # the first step changes nothing but where the sum over the ranks is taken: here, not in the optimizer
+    # redistribute to the same placements: its backward sums the gradient here, not in the optimizer
     return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=[Partial()])
 
 
 class Indexer(nn.Module):
-    """Queries, keys and weights of the heads, of which the scores are Σ_h weight_h · ReLU(query_h · key).
+    """Computes queries, keys and head weights; a key's score is Σ_h weight_h · ReLU(query_h · key).
 
-    Tensor parallel does not split it: a score is a sum over all heads, and of every query and key. Each rank computes
-    all of it, on tensors of its own.
+    Tensor parallel does not split it, because a score is a sum over all heads. Each rank computes all of it on local
+    tensors.
     """
 
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
@@ -63,38 +68,38 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, q_latent: Tensor, freqs_cis: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and weights, of the attention's input ``x`` (bsz, seqlen, dim) and its normed query latent."""
+        """Return queries, keys and weights from attention's input ``x`` (bsz, seqlen, dim) and normed query latent."""
         q, weights = self.queries(x, q_latent, freqs_cis, positions)
         return q, self.keys(x, freqs_cis, positions), weights
 
     def keys(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
-        """(bsz, seqlen, index_head_dim). ``x`` gets no gradient: attention learns nothing from the indexer's loss."""
-        k = F.linear(local(x.detach()), whole(self.wk.weight))
+        """Return keys (bsz, seqlen, index_head_dim). The indexer's loss gives no gradient to ``x``."""
+        k = F.linear(local(x.detach()), replicated(self.wk.weight))
         norm = self.k_norm
-        k = F.layer_norm(k, norm.normalized_shape, whole(norm.weight), whole(norm.bias), norm.eps)
+        k = F.layer_norm(k, norm.normalized_shape, replicated(norm.weight), replicated(norm.bias), norm.eps)
         return self._rotate(k.unsqueeze(2), freqs_cis, positions).squeeze(2)
 
     def queries(
         self, x: Tensor, q_latent: Tensor, freqs_cis: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(bsz, seqlen, index_n_heads, index_head_dim), and each head's weight (bsz, seqlen, index_n_heads)."""
-        q = F.linear(local(q_latent.detach()), whole(self.wq_b.weight))
+        """Return queries (bsz, seqlen, index_n_heads, index_head_dim) and head weights (bsz, seqlen, index_n_heads)."""
+        q = F.linear(local(q_latent.detach()), replicated(self.wq_b.weight))
         q = self._rotate(q.unflatten(-1, (self.n_heads, self.head_dim)), freqs_cis, positions)
 
-        # the scale of q · k is positive, so that ReLU lets it through: it may be the weights'
+        # ReLU commutes with the positive scale of q · k, so the weights absorb it
         scale = self.n_heads**-0.5 * self.head_dim**-0.5
-        weights = F.linear(local(x.detach()), whole(self.weights_proj.weight))
+        weights = F.linear(local(x.detach()), replicated(self.weights_proj.weight))
         return q, at_least_float32(weights) * scale
 
     def _rotate(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
-        """The first ``qk_rope_head_dim`` of each head; in the main attention it is the last, and neighbours rotate."""
+        """Rotate the first ``qk_rope_head_dim`` elements of each head. Attention rotates the last ones, in pairs."""
         rope, rest = x.split([self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim], dim=-1)
         positions = None if positions is None else local(positions)
         return torch.cat([apply_rotary_half(rope, local(freqs_cis), positions), rest], dim=-1)
 
     def init_weights(self) -> None:
-        # so that scores differ by about as much at any width; the usual 0.02 would do that at the released one only,
-        # and make them nearly equal in a small model
+        # keep the spread of the scores independent of the width: the usual 0.02 fits the released width only, and would
+        # make scores nearly equal in a small model
         for linear in (self.wq_b, self.wk, self.weights_proj):
             std = linear.in_features**-0.5
             trunc_normal_(linear.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)

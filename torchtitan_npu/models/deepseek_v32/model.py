@@ -21,34 +21,34 @@ from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, p
 
 
 class DeepSeekV32Model(DeepSeekV3Model):
-    """TorchTitan's model, its forward and initialisation, with blocks that have another attention.
+    """TorchTitan's DeepSeek-V3 with sparse attention in its blocks.
 
-    Layers of multi-token prediction come after the others among the ``layers``, as in the release: what is done to each
-    layer (sharding, activation checkpointing, balancing of experts) is done to them.
+    Layers of multi-token prediction follow the others in ``layers``, as in the release. So sharding, activation
+    checkpointing and expert balancing apply to them too.
     """
 
     def __init__(self, model_args: DeepSeekV32ModelArgs) -> None:
-        args = model_args.as_titan_takes_it()
+        args = model_args.for_torchtitan()
         without_layers = copy.copy(args)
-        without_layers.n_layers = 0  # which are made below
+        without_layers.n_layers = 0  # built below
         super().__init__(without_layers)
         self.model_args = model_args
         for layer_id in range(model_args.n_layers + model_args.n_mtp_layers):
-            kind = Block if layer_id < model_args.n_layers else MTPBlock
-            self.layers[str(layer_id)] = kind(layer_id, args)
+            block_cls = Block if layer_id < model_args.n_layers else MTPBlock
+            self.layers[str(layer_id)] = block_cls(layer_id, args)
         if model_args.n_mtp_layers:
             self.mtp_loss = AuxiliaryLoss("mtp_loss", model_args.mtp_loss_weight, of_labels=True)
-        # TorchTitan leaves this epsilon to torch, which takes 8e-3 in bfloat16
+        # TorchTitan leaves this epsilon unset, and torch then uses 8e-3 in bfloat16
         self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         if model_args.warmup:
             self.freeze_all_but_indexers()
             for block in cast(Iterable[Block], self.layers.values()):
-                block.ffn_norm.register_forward_pre_hook(_cut_off)
+                block.ffn_norm.register_forward_pre_hook(_detach_input)
 
     def forward(
         self, tokens: Tensor, attention_masks: Documents | None = None, positions: Tensor | None = None
     ) -> Tensor | MultiTokenLogits:
-        """The logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen); in training also those further ahead."""
+        """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training also further ones."""
         if self.model_args.n_mtp_layers == 0:
             return super().forward(tokens, attention_masks, positions)
         blocks = list(self.layers.values())
@@ -60,26 +60,26 @@ class DeepSeekV32Model(DeepSeekV3Model):
         if not self.training:
             return self.output(self.norm(h))
         states = predict_further(further, h, embeddings, self.freqs_cis, attention_masks, positions)
-        # at once, since FSDP gathers the output's weights and reduces their gradients for each call
+        # in one call: FSDP gathers the output's weights and reduces their gradients once per call
         all_logits = self.output(torch.cat([self.norm(h), *states]))  # ((1 + depths) * bsz, seqlen, vocab_size)
         logits, *further_logits = all_logits.chunk(1 + len(states))
         return MultiTokenLogits(logits, tuple(further_logits), self.mtp_loss)
 
     def freeze_all_but_indexers(self) -> None:
-        """For the stage that comes first where a model was trained without indexers."""
+        """Freeze the model for the warm-up stage, in which indexers are added to a model trained without them."""
         self.requires_grad_(False)
         blocks: Any = self.layers.values()
         for block in blocks:
             block.attention.indexer.requires_grad_(True)
             if block.moe_enabled:
-                block.moe.load_balance_coeff = 0.0  # the bias that balances experts is no parameter, but learns too
+                block.moe.load_balance_coeff = 0.0  # freeze the expert bias too, which is not a parameter
 
     def get_attention_masks(
         self, input_batch: Tensor, tokenizer: BaseTokenizer, extra_inputs: dict[str, Tensor] | None = None
     ) -> Documents | Microbatches:
-        """The documents of ``input_batch`` (bsz, seqlen), which end with the tokenizer's end-of-sequence token.
+        """Return the documents of ``input_batch`` (bsz, seqlen), which end with the tokenizer's eos token.
 
-        In a pipeline, those of each microbatch.
+        In a pipeline, return the documents of each microbatch.
         """
         if tokenizer.eos_id is None:
             raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
@@ -88,10 +88,10 @@ class DeepSeekV32Model(DeepSeekV3Model):
         return documents if microbatches is None else Microbatches(documents.split(microbatches))
 
 
-def _cut_off(norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """A frozen network's input in the warm-up: attention's output, on which the indexer's loss hangs, has a gradient.
+def _detach_input(norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Detach the input of a frozen network in the warm-up stage.
 
-    The way to that loss leads past the network, along the residual. Through the network it would keep all that a
-    backward pass needs, and compute gradients that nobody uses.
+    Attention's output requires a gradient, because its backward pass computes the indexer's loss. The residual carries
+    that gradient. Without the detach, the frozen network would save activations and compute unused gradients.
     """
     return (inputs[0].detach(),)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers after the last, each of which predicts one token further than the one before."""
+"""Multi-token prediction: extra layers at the end, each of which predicts one token further ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_npu.models.deepseek_v32.documents import Documents
 
 
 class MTPBlock(Block):
-    """A block of the model that also sees the token it did not have to predict: the one after the depth before's."""
+    """A block whose input also contains the embedding of the token that the previous depth predicted."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(layer_id, args)
@@ -26,7 +26,7 @@ class MTPBlock(Block):
         self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
         self.final_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(  # type: ignore[override]  # it is called by another model
+    def forward(  # type: ignore[override]  # only DeepSeekV32Model calls it
         self,
         h: Tensor,
         embeddings: Tensor,
@@ -34,10 +34,10 @@ class MTPBlock(Block):
         attention_masks: Documents | None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The state of this depth, and that state normed for the model's output; all (bsz, seqlen, dim).
+        """Return the hidden state of this depth, and the same normed for the output layer; all (bsz, seqlen, dim).
 
-        ``h`` is the state of the depth before, and not normed; at first the last main layer's. ``embeddings`` are those
-        of the tokens that it predicted.
+        ``h`` is the hidden state of the previous depth, before its norm. ``embeddings`` are those of the tokens that
+        the previous depth predicted.
         """
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(h)], dim=-1))
         h = super().forward(x, freqs_cis, attention_masks, positions)
@@ -58,11 +58,11 @@ def predict_further(
     attention_masks: Documents | None,
     positions: Tensor | None,
 ) -> list[Tensor]:
-    """The states of all depths, normed for the output, of the main layers' ``h`` and the tokens' ``embeddings``.
+    """Return the normed hidden states of all depths, from the main layers' ``h`` and the tokens' ``embeddings``.
 
-    The sequence stays as long as it is, so that documents, positions and kernels need not know: the last k tokens of
-    depth k, whose next token the batch does not have, get zeros for it. No other token sees them, and nothing is
-    predicted from them. The indexer's loss is of every query, theirs too.
+    The sequence keeps its length, so that documents, positions and kernels do not change. For the last k tokens of
+    depth k the batch has no further token; their embeddings are zeros. No other token sees them, and the loss ignores
+    them. The indexer's loss counts every query, also theirs.
     """
     states = []
     for block in blocks:
@@ -73,19 +73,19 @@ def predict_further(
 
 
 class MultiTokenLogits(NamedTuple):
-    """What the model computes in training."""
+    """The output of the model in training."""
 
     logits: Tensor
-    """Of the next token, (bsz, seqlen, vocab_size)."""
+    """Logits of the next token, (bsz, seqlen, vocab_size)."""
     further: tuple[Tensor, ...]
-    """The same of the token after that, and so on."""
+    """Logits of the tokens after it, one tensor per depth."""
     account: AuxiliaryLoss
-    """Where the loss of these is counted."""
+    """Counts the loss of the further logits."""
 
     def with_loss(self, loss_fn: LossFunction, labels: Tensor) -> Tensor:
-        """``logits``; their backward pass starts that of the mean of the ``further`` ones' losses, too.
+        """Return ``logits``, whose backward pass also runs that of the mean loss of the ``further`` logits.
 
-        Depth k predicts at place i what the model predicts at place i + k; ``labels`` (bsz, seqlen).
+        Depth k predicts at place i what the model predicts at place i + k. ``labels`` are (bsz, seqlen).
         """
         losses = []
         for depth, logits in enumerate(self.further, start=1):

@@ -1,4 +1,4 @@
-"""The parallel plan of DeepSeek-V3.2: TorchTitan's of DeepSeek-V3, with what sparse attention adds to it."""
+"""The parallel plan of DeepSeek-V3.2: TorchTitan's plan of DeepSeek-V3 with changes for sparse attention."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config:
         apply_compile: compile_blocks,
     }
     args = model.model_args
-    model.model_args = args.as_titan_takes_it()  # which has context parallel for no attention with documents
+    model.model_args = args.for_torchtitan()  # its context parallel takes no attention with documents
     model = rebound(parallelize_deepseekv3, changes)(model, parallel_dims, job_config)
     model.model_args = args
     if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
         prefetch_in_order(model)
     if args.warmup:
-        model.freeze_all_but_indexers()  # again: TorchTitan's expert parallel makes new parameters, which learn
+        model.freeze_all_but_indexers()  # again: TorchTitan's expert parallel makes new, trainable parameters
     return model
 
 
 def apply_ac_that_saves_attention(*args: Any, op_sac_save_list: set[Any], **kwargs: Any) -> None:
-    """TorchTitan's, which in the mode selective computes the named operators once; among them now sparse attention's.
+    """Run TorchTitan's ``apply_ac``, with sparse attention among the operators that mode "selective" saves.
 
-    The indexer's loss needs no name: it is computed in the backward pass only.
+    The indexer's loss is not listed: it is computed only in the backward pass.
     """
     npu = torch.ops.npu
     attention = {npu.npu_lightning_indexer.default, npu.npu_sparse_flash_attention.default}
@@ -49,10 +49,10 @@ def apply_ac_that_saves_attention(*args: Any, op_sac_save_list: set[Any], **kwar
 
 
 def compile_blocks(model: Any, config: Compile, ep_enabled: bool) -> None:
-    """What TorchTitan's ``compile.backend`` compiles: the same regions, and those that only generated kernels gain by.
+    """Compile the blocks with TorchTitan's ``compile.backend``, in regions around attention.
 
-    Attention itself stays as it is: its operators are fused already, and its backward pass counts the indexer's loss,
-    which a compiled one could not.
+    Attention itself runs eagerly: its operators are fused already, and its backward pass counts the indexer's loss,
+    which a compiled backward cannot do.
     """
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True}
     for block in model.layers.values():
@@ -60,10 +60,10 @@ def compile_blocks(model: Any, config: Compile, ep_enabled: bool) -> None:
 
 
 def prefetch_in_order(model: Any) -> None:
-    """Let FSDP gather the next layer's weights, forward or backward, while it computes with those of this one.
+    """Let FSDP gather the weights of the next layer, forward and backward, during the computation of this one.
 
-    TorchTitan does so under expert parallel only, and then leaves out the last layer's experts in the backward pass.
-    A pipeline stage may have no embedding or no output; the last norm's weights come with the output's.
+    TorchTitan does this under expert parallel only, and omits the last layer's experts in the backward pass. A pipeline
+    stage may have no embedding or no output. The last norm's weights are gathered with the output's.
     """
     in_order = [model.tok_embeddings, *model.layers.values(), model.output]
     for module, following in pairwise(module for module in in_order if module is not None):
@@ -72,6 +72,6 @@ def prefetch_in_order(model: Any) -> None:
 
 
 def gathered_for(module: Any) -> list[FSDPModule]:
-    """What FSDP gathers the weights of for a layer: expert parallel has the experts sharded by themselves."""
+    """Return the FSDP modules of a layer: under expert parallel its experts are a separate one."""
     experts = module.moe.experts if getattr(module, "moe_enabled", False) else None
     return [module, experts] if isinstance(experts, FSDPModule) else [module]

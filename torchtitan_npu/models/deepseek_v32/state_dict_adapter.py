@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format, as DeepSeek-V3.2 is released."""
+"""Checkpoints in the Hugging Face format of the DeepSeek-V3.2 release."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_norm"}
 SHARED_WITH_MTP = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
-"""Weights of the model that the release has once more in each layer of multi-token prediction, under these names."""
+"""Weights that the release repeats in each layer of multi-token prediction, under these names."""
 SCALE = "_scale_inv"
 INDEX = "model.safetensors.index.json"
 
 
 class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
-    """TorchTitan's for DeepSeek-V3, with the weights of the indexer and of multi-token prediction.
+    """TorchTitan's adapter for DeepSeek-V3, with the weights of the indexer and of multi-token prediction.
 
-    The release's FP8 weights, a scale for each 128 × 128 of them, come in float32 from the storage reader it chooses
-    (``checkpoint.initial_load_in_hf_quantized``), which reads no more of a file than a rank's part of the model.
+    With ``checkpoint.initial_load_in_hf_quantized``, the storage reader dequantises the released FP8 weights, which
+    have a scale for each 128 × 128 block. It reads only this rank's shards of the model.
 
-    Weights are read into the model's own memory: :meth:`to_hf` gives views of it, and :meth:`from_hf` knows them again.
-    TorchTitan's stacks the experts' views anew, which takes the memory of all experts a second time.
+    Weights are read into the model's own memory: :meth:`to_hf` returns views of it, which :meth:`from_hf` recognises.
+    TorchTitan's adapter stacks the experts' views into new tensors, which needs the memory of all experts twice.
     """
 
     fqn_to_index_mapping: dict[Any, int] | None
@@ -47,12 +47,12 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         }
         self.mtp_layers = range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers)
         if self.fqn_to_index_mapping:
-            # in which file each weight goes when the model is saved: as released, of what this model has
+            # the file of each weight when the model is saved: as released, without weights that this model lacks
             self.fqn_to_index_mapping = {
                 name: file for name, file in self.fqn_to_index_mapping.items() if self._is_saved(name)
             }
         self.experts: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
-        """By name, weights of all experts that :meth:`to_hf` has split, as long as they exist."""
+        """Stacked expert weights that :meth:`to_hf` has split, by name, while they exist."""
 
     def _is_saved(self, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -61,9 +61,9 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         index = Path(path, INDEX)
         if from_quantized and not index.exists():
-            raise UsageError(f"{path} has no {INDEX}, by which quantised weights find their scales")
+            raise UsageError(f"{path} has no {INDEX}, which maps quantised weights to their scales")
         if not from_quantized:
-            _refuse_scales(_tensor_names(Path(path)))
+            _check_no_scales(_tensor_names(Path(path)))
         return super().get_hf_storage_reader(path, from_quantized)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -72,12 +72,12 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         hf_state_dict = super().to_hf(state_dict)
         for layer in self.mtp_layers:
             for name, repeated in SHARED_WITH_MTP.items():
-                if name in hf_state_dict:  # a copy: files in this format cannot have one memory under two names
+                if name in hf_state_dict:  # cloned: safetensors files cannot hold one storage under two names
                     hf_state_dict[f"model.layers.{layer}.{repeated}"] = hf_state_dict[name].clone()
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        _refuse_scales(hf_state_dict)
+        _check_no_scales(hf_state_dict)
         rest = {
             name: value
             for name, value in hf_state_dict.items()
@@ -100,7 +100,7 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _tensor_names(folder: Path) -> list[str]:
-    """Those in its safetensors files."""
+    """Return the names of the tensors in the safetensors files of ``folder``."""
     if (folder / INDEX).exists():
         return list(json.loads((folder / INDEX).read_text())["weight_map"])
     names: list[str] = []
@@ -110,8 +110,8 @@ def _tensor_names(folder: Path) -> list[str]:
     return names
 
 
-def _refuse_scales(names: Any) -> None:
-    """Without their scales, quantised weights would be taken for numbers of a different size."""
+def _check_no_scales(names: Any) -> None:
+    """Raise if ``names`` has scales: read without them, quantised weights would have wrong values."""
     scales = [name for name in names if name.endswith(SCALE)]
     if scales:
         raise UsageError(

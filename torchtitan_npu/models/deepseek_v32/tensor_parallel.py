@@ -1,6 +1,6 @@
-"""Tensor parallel of DeepSeek-V3.2: attention's heads are split, the sequence between blocks is, the indexer is not.
+"""Tensor parallel of DeepSeek-V3.2: it splits attention's heads and the sequence between blocks, not the indexer.
 
-The plan is TorchTitan's of DeepSeek-V3 where the two models are alike.
+The rest of the plan is TorchTitan's for DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.distributed import NoParallel
 
-HEADS = Shard(2)  # of (bsz, seqlen, n_heads, width)
+HEADS = Shard(2)  # the dimension n_heads in (bsz, seqlen, n_heads, width)
 
 
 def apply_non_moe_tp(
     model: Any, tp_mesh: DeviceMesh, loss_parallel: bool, enable_float8_tensorwise_tp: bool, cp_enabled: bool
 ) -> None:
-    """All but the MoE layers; with the arguments of TorchTitan's for DeepSeek-V3."""
+    """Parallelise all but the MoE layers. The arguments are those of TorchTitan's function for DeepSeek-V3."""
     parallelize_module(
         model,
         tp_mesh,
@@ -40,20 +40,16 @@ def apply_non_moe_tp(
             ),
         },
     )
-    positions = Replicate() if cp_enabled else None
     for block in model.layers.values():
         plan: dict[str, ParallelStyle] = {
             "attention_norm": SequenceParallel(),
-            "attention.inputs": PrepareModuleInput(
-                input_layouts=(Shard(1), Replicate(), positions),
-                desired_input_layouts=(Replicate(), Replicate(), positions),
-            ),
+            "attention.inputs": GatherSequence(),
             "attention.wq_a": NoParallel(use_local_output=False),
             "attention.q_norm": NoParallel(use_local_output=False),
             "attention.wq_b": ColwiseParallel(use_local_output=False),
             "attention.wkv_a": NoParallel(use_local_output=False),
             "attention.kv_norm": NoParallel(use_local_output=False),
-            "attention.wkv_b": ColwiseParallel(use_local_output=False),  # its weight is used, by heads
+            "attention.wkv_b": ColwiseParallel(use_local_output=False),  # Attention.weights_by_head reads it
             "attention.indexer": OnEveryRank(),
             "attention.exchange": SharedKeys(),
             "attention.inner_attention": SplitHeads(),
@@ -70,15 +66,38 @@ def apply_non_moe_tp(
         parallelize_module(block, tp_mesh, plan)
 
 
+class GatherSequence(ParallelStyle):
+    """Gather attention's input along the sequence, and declare its other tensors as replicated.
+
+    Unlike ``PrepareModuleInput`` it accepts the :class:`RotaryTables` that ``npu_rope`` passes as positions.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, input_fn=self._gather)
+
+    @staticmethod
+    def _gather(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
+        x, *others = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
+        replicated = (
+            DTensor.from_local(other, device_mesh, [Replicate()], run_check=False)
+            if isinstance(other, Tensor) and not isinstance(other, DTensor)
+            else other
+            for other in others
+        )
+        return x.redistribute(placements=[Replicate()]), *replicated
+
+
 class OnEveryRank(ParallelStyle):
-    """Each rank has the parameters, and knows what to do with them: see :class:`.indexer.Indexer`."""
+    """Replicate the parameters. The module computes on local tensors: see :class:`.indexer.Indexer`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
 class SharedKeys(ParallelStyle):
-    """Each rank's queries attend to the same keys, and its gradients of them are a part of a sum over its heads."""
+    """Make keys local. Each rank's gradients of them are a partial sum over its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, input_fn=self._local)
@@ -89,11 +108,11 @@ class SharedKeys(ParallelStyle):
 
 
 class SplitHeads(ParallelStyle):
-    """Attention with a rank's share of the heads, on local tensors.
+    """Run attention on this rank's heads, with local tensors.
 
-    The indexer learns from all heads: from the mean over the ranks of what their heads make of the keys, since the
-    gradient of its loss is linear in that. The loss itself is not. What is counted is the mean of the divergences from
-    the ranks' shares of the heads, which is a little more than the divergence from all heads.
+    The gradient of the indexer's loss is linear in the attention probabilities, so the mean over ranks is the gradient
+    for all heads. The loss itself is not linear. The reported value is the mean of the divergences from each rank's
+    heads, which is slightly larger than the divergence from all heads.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
@@ -105,8 +124,8 @@ class SplitHeads(ParallelStyle):
     def _local(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> Any:
         for x in inputs:
             if x.requires_grad and not isinstance(x, DTensor):
-                # That of the keys is a part of a sum. If it lies in memory in another way than they do, it is cloned on
-                # its way back, and DTensor adds up over the ranks what it clones: a collective more, and other rounding
+                # The keys' gradient is a partial sum. With other strides than the keys, autograd would clone it, and
+                # DTensor reduces what it clones: one more collective, and different rounding
                 x.register_hook(Tensor.contiguous)
         return tuple(x.to_local() if isinstance(x, DTensor) else x for x in inputs)
 

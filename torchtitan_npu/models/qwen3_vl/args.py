@@ -1,4 +1,4 @@
-"""Sizes and options of Qwen3-VL: those of Qwen3, the vision tower's, and how positions on three axes are used."""
+"""Sizes and options of Qwen3-VL: those of Qwen3, of the vision tower, and of MRoPE."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torchtitan_npu.ops.mrope.op import section_problem
 
 @dataclass
 class VisionArgs:
-    """The vision tower."""
+    """Sizes of the vision tower."""
 
     n_layers: int = 27
     dim: int = 1152
     hidden_dim: int = 4304
     n_heads: int = 16
     patch_size: int = 16
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     frames_per_patch: int = 2
-    """Frames that a patch of a video spans; an image is that many equal frames."""
+    """Number of frames in a patch of a video. An image is repeated that many times."""
     channels: int = 3
     merge_size: int = 2
-    """Patches of a side that are merged into one token of the decoder."""
+    """``merge_size`` × ``merge_size`` patches are merged into one token of the decoder."""
     n_positions: int = 2304
-    """Learned positions: a square grid, stretched over each image."""
+    """Number of learned positions, a square grid that is interpolated to each image."""
     deepstack_layers: tuple[int, ...] = (8, 16, 24)
-    """Layers whose output goes, besides the last one's, to the decoder: after its first layers, in this order."""
+    """Layers whose outputs are added to the outputs of the decoder's first layers, in this order."""
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
 
@@ -41,7 +41,7 @@ class VisionArgs:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch: channels, frames, rows and columns."""
+        """Number of values in a patch: channels × frames × rows × columns."""
         return self.channels * self.frames_per_patch * self.patch_size**2
 
     @property
@@ -54,17 +54,17 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
     rope_theta: float = 5000000.0
 
     mrope_section: tuple[int, ...] = (24, 20, 20)
-    """How many of a head's angles follow a token's position in time, height and width."""
+    """Number of a head's angles that follow a token's position in time, height and width."""
 
     mrope_interleaved: bool = True
-    """Angles follow the three axes in turn (Qwen3-VL); otherwise each axis has a block of them (Qwen2.5-VL)."""
+    """Interleave the angles of the three axes (Qwen3-VL); otherwise each axis has a block (Qwen2.5-VL)."""
 
     vision: VisionArgs = field(default_factory=VisionArgs)
 
     image_token_id: int = 151655
-    """Stands for a merged patch of an image."""
+    """Placeholder token for a merged patch of an image."""
     video_token_id: int = 151656
-    """Stands for a merged patch of a video."""
+    """Placeholder token for a merged patch of a video."""
     vision_start_token_id: int = 151652
     vision_end_token_id: int = 151653
 
@@ -72,17 +72,17 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
         if problem := section_problem(self.mrope_section, self.mrope_interleaved, self.head_dim):
             raise UsageError(problem)
         if self.attn_type != "sdpa":
-            raise UsageError(f"attn_type must be 'sdpa', not {self.attn_type!r}: qwen3_vl masks documents by itself")
+            raise UsageError(f"attn_type must be 'sdpa', not {self.attn_type!r}: qwen3_vl makes its own document mask")
         if list(self.vision.deepstack_layers) != sorted(set(self.vision.deepstack_layers)):
             raise UsageError(
-                f"vision.deepstack_layers {self.vision.deepstack_layers} must rise: the first features go to the "
-                "decoder's first layer"
+                f"vision.deepstack_layers {self.vision.deepstack_layers} must increase: the first features are "
+                "added to the decoder's first layer"
             )
         deepest = max(self.vision.deepstack_layers, default=0)
         if deepest >= self.vision.n_layers or len(self.vision.deepstack_layers) > self.n_layers:
             raise UsageError(
                 f"vision.deepstack_layers {self.vision.deepstack_layers} must be below the tower's "
-                f"{self.vision.n_layers} layers, and no more than the decoder's {self.n_layers}"
+                f"{self.vision.n_layers} layers, and at most as many as the decoder's {self.n_layers} layers"
             )
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
@@ -91,12 +91,12 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
         if parallelism.context_parallel_degree > 1:
             raise UsageError(
                 f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; it must be 1 for "
-                "qwen3_vl: an image's tokens and their three-axis positions are not split over the sequence"
+                "qwen3_vl: context parallel does not split images and their three-axis positions"
             )
         if parallelism.pipeline_parallel_degree > 1:
             raise UsageError(
                 f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; it must be 1 for "
-                "qwen3_vl: a batch's images are not split into microbatches, and later stages need their features"
+                "qwen3_vl: images are not split into microbatches, and later stages would need their features"
             )
         if self.vision.n_heads % parallelism.tensor_parallel_degree:
             raise UsageError(
@@ -105,9 +105,9 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
             )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """All parameters, and the decoder's floating-point operations for a token, as TorchTitan counts them.
+        """Return the number of parameters, and the decoder's FLOPs per token as TorchTitan counts them.
 
-        The tower's are left out: they go by the images, of which a token knows nothing.
+        The tower's FLOPs are not included: they depend on the images, not on the tokens.
         """
         nparams, flops = super().get_nparams_and_flops(model, seq_len)
         tower = sum(p.numel() for name, p in model.named_parameters() if name.startswith("vision."))

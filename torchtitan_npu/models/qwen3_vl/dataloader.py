@@ -1,7 +1,7 @@
-"""Batches of pictures and text, packed, that do not depend on the parallel layout.
+"""Packed batches of pictures and text that do not depend on the parallel layout.
 
-A row is as many pictures with their captions as fit, each a document of its own with positions from 0. What is in a row
-follows from its number alone: every rank draws its own rows only, and the number of the next one is all the state.
+A row has as many pictures with captions as fit. Each is a document whose positions start at 0. A row is a function of
+its number: every rank draws only its own rows, and the loader's state is the number of the next row.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from torchtitan_npu.components.dataloader import (
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grid, Grids, patch_places
-from torchtitan_npu.models.qwen3_vl.positions import check_visual_tokens, position_ids
-from torchtitan_npu.models.qwen3_vl.shapes import SECONDS_PER_FRAME, SEEDS, Picture, draw
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, patch_places
+from torchtitan_npu.models.qwen3_vl.position_ids import check_visual_tokens, position_ids
+from torchtitan_npu.models.qwen3_vl.shapes_dataset import SECONDS_PER_FRAME, SEEDS, Picture, draw
 
 
 def build_image_text_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig, infinite: bool = True
 ) -> BaseDataLoader:
-    """The training batches of one data-parallel rank: pictures and text, or those of a dataset of text."""
+    """Build the training batches of one data-parallel rank, from pictures with captions or from text."""
     if job_config.training.dataset.lower() not in SEEDS:
         return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     return _build("training", dp_world_size, dp_rank, tokenizer, job_config)
@@ -47,11 +47,11 @@ def build_image_text_dataloader(
 def build_image_text_validation_dataloader(
     dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig, infinite: bool = False
 ) -> BaseDataLoader:
-    """The validation batches of one data-parallel rank: the same at every validation."""
+    """Build the validation batches of one data-parallel rank, the same at every validation."""
     if job_config.validation.dataset.lower() not in SEEDS:
         return build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     if not infinite:
-        raise UsageError("validation.steps must be at least 1: pictures are drawn without end")
+        raise UsageError("validation.steps must be at least 1: the dataset of pictures is infinite")
     return _build("validation", dp_world_size, dp_rank, tokenizer, job_config)
 
 
@@ -59,8 +59,8 @@ def _build(section: str, dp_world_size: int, dp_rank: int, tokenizer: BaseTokeni
     config = getattr(job_config, section)
     if not npu_options(job_config).layout_independent_data:
         raise UsageError(
-            f"npu.layout_independent_data must be true with {section}.dataset {config.dataset!r}: every rank draws its "
-            "own rows only, and there is no stream for TorchTitan to split"
+            f"npu.layout_independent_data must be true with {section}.dataset {config.dataset!r}: every rank "
+            "draws its own rows, and TorchTitan's loader splits a stream"
         )
     options = worker_options(section, job_config)
     args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
@@ -71,7 +71,7 @@ def _build(section: str, dp_world_size: int, dp_rank: int, tokenizer: BaseTokeni
 
 @dataclass
 class Document:
-    """A picture and its caption; the next token is to be predicted where it is text."""
+    """A picture and its caption. Only text tokens have labels."""
 
     inputs: Tensor
     labels: Tensor
@@ -86,13 +86,13 @@ Row = list[Document]
 
 
 class PackedRows:
-    """The rows of a dataset, by number."""
+    """The rows of a dataset, indexed by number."""
 
     def __init__(self, dataset: str, tokenizer: BaseTokenizer, args: Qwen3VLModelArgs, seq_len: int) -> None:
         self.source, self.tokenizer, self.args, self.seq_len = dataset, tokenizer, args, seq_len
 
     def __getitem__(self, number: int) -> Row:
-        """As many documents as fit in a row, at least one."""
+        """Return as many documents as fit in a row, at least one."""
         row: Row = []
         room = self.seq_len
         for index in count():
@@ -118,13 +118,13 @@ class PackedRows:
         tokens: list[int] = []
         for number in range(grid[0]):
             if is_video:
-                # the middle of the frames that were merged
+                # the time at the middle of the merged frames
                 seconds = (number + 0.5) * vision.frames_per_patch * SECONDS_PER_FRAME
                 tokens += self.encode(f"<{seconds:.1f} seconds>")
             tokens += frame
         tokens += [*self.encode(picture.caption), self.tokenizer.eos_id]
-        whole = torch.tensor(tokens)
-        inputs, labels = whole[:-1], whole[1:].clone()
+        ids = torch.tensor(tokens)
+        inputs, labels = ids[:-1], ids[1:].clone()
         visual = torch.tensor([pad, args.vision_start_token_id, args.vision_end_token_id])
         labels[torch.isin(labels, visual)] = IGNORE_INDEX
         grids = Grids(videos=[grid]) if is_video else Grids(images=[grid])
@@ -135,7 +135,7 @@ class PackedRows:
 
 
 def patchify(picture: Picture, vision: VisionArgs) -> tuple[Tensor, Grid]:
-    """The patches (patches, patch_dim) of a picture, from -1 to 1 and ordered as the tower wants them, and its grid."""
+    """Return a picture's patches (patches, patch_dim) in the tower's order, scaled to -1 ... 1, and its grid."""
     frames = picture.frames * 2 - 1
     if len(frames) == 1:
         frames = frames.expand(vision.frames_per_patch, -1, -1, -1)
@@ -143,15 +143,15 @@ def patchify(picture: Picture, vision: VisionArgs) -> tuple[Tensor, Grid]:
     count, channels, height, width = frames.shape
     t, h, w = count // vision.frames_per_patch, height // size, width // size
     blocks = frames.view(t, vision.frames_per_patch, channels, h // merge, merge, size, w // merge, merge, size)
-    # frame, then block, then patch of the block; in a patch channels, frames, rows, columns
+    # order: frame, block, patch in the block; in a patch channels, frames, rows, columns
     patches = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, vision.patch_dim), (t, h, w)
 
 
 def collate(rows: list[Row], args: Qwen3VLModelArgs, seq_len: int, pad: int) -> tuple[dict[str, Any], Tensor]:
-    """A batch of packed rows, as :meth:`Qwen3VLModel.forward` takes it, and the labels (bsz, seq_len).
+    """Return the inputs of :meth:`Qwen3VLModel.forward` for a batch of packed rows, and the labels (bsz, seq_len).
 
-    What fills a row up is ``pad``, which predicts nothing; each is a document of its own, with position 0.
+    The end of a row is filled with ``pad`` tokens without labels. Each is a separate document, at position 0.
     """
     tokens = torch.full((len(rows), seq_len), pad)
     labels = torch.full((len(rows), seq_len), IGNORE_INDEX)
@@ -177,10 +177,10 @@ def collate(rows: list[Row], args: Qwen3VLModelArgs, seq_len: int, pad: int) -> 
 
 
 class ImageTextBatches(RankBatches):
-    """Batches of one rank, each with the number of the next row; see :mod:`torchtitan_npu.components.dataloader`."""
+    """The batches of one rank, each with the position to resume from after it."""
 
     def __init__(self, rows: PackedRows, dp_rank: int, dp_world_size: int, local_batch_size: int) -> None:
-        super().__init__(rows, dp_rank, dp_world_size, local_batch_size)  # type: ignore[arg-type] # for its source
+        super().__init__(rows, dp_rank, dp_world_size, local_batch_size)  # type: ignore[arg-type] # a text source there
         self.rows, self.next_row = rows, 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor, bytes]]:

@@ -1,4 +1,4 @@
-"""Qwen3-VL: a vision tower beside Qwen3, whose tokens have positions in time, height and width."""
+"""Qwen3-VL: Qwen3 with a vision tower, and token positions in time, height and width."""
 
 from __future__ import annotations
 
@@ -13,35 +13,40 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grids, patch_places, patches_of
-from torchtitan_npu.models.qwen3_vl.positions import document_mask, position_ids
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_places, patches_of
+from torchtitan_npu.models.qwen3_vl.position_ids import document_mask, position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
 from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.models.rotary.tables import RotaryTables
 
 
 class Attention(Qwen3Attention):
-    """Qwen3's, rotated by :class:`MRoPERotation`, over the tokens of a document where several are packed."""
+    """Qwen3's attention with :class:`MRoPERotation`, and a mask for packed documents."""
 
     def __init__(self, args: Qwen3VLModelArgs) -> None:
         super().__init__(args)
-        del self.inner_attention  # which takes no mask
+        del self.inner_attention  # it takes no mask
         self.rotation = MRoPERotation(
             args.mrope_section, args.mrope_interleaved, args.n_heads, args.n_kv_heads, args.head_dim
         )
 
     def forward(
-        self, x: Tensor, rope_cache: Tensor, attention_masks: Tensor | None, positions: Tensor | None = None
+        self,
+        x: Tensor,
+        rope_cache: Tensor,
+        attention_masks: Tensor | None,
+        positions: Tensor | RotaryTables | None = None,
     ) -> Tensor:
-        """``x`` (bsz, seqlen, dim); ``rope_cache`` and ``positions`` as :class:`MRoPETables` gave them.
+        """Attend from ``x`` (bsz, seqlen, dim), with ``rope_cache`` and ``positions`` from :class:`MRoPETables`.
 
-        ``attention_masks`` (bsz, 1, seqlen, seqlen): which keys a query sees; none for all before it.
+        ``attention_masks`` (bsz, 1, seqlen, seqlen) are true for the keys that a query sees; ``None`` is causal.
         """
         bsz, seqlen, _ = x.shape
-        # -1: tensor parallel may have shared out the heads
+        # -1: the number of heads on this rank, under tensor parallel
         xq, xk, xv = (w(x).view(bsz, seqlen, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         xq, xk = self.q_norm(xq), self.k_norm(xk)  # type: ignore[misc]
 
-        # from here on the heads of this rank by themselves: DTensor has no rule for attention with a mask
+        # local heads from here on: DTensor has no sharding rule for attention with a mask
         xq, xk, xv, rope_cache = (t.to_local() if isinstance(t, DTensor) else t for t in (xq, xk, xv, rope_cache))
         xq, xk = self.rotation(xq, xk, rope_cache, positions)
         q, k, v = (t.transpose(1, 2) for t in (xq, xk, xv))  # (bsz, heads, seqlen, head_dim)
@@ -57,20 +62,20 @@ class Attention(Qwen3Attention):
         return self.wo(output.transpose(1, 2).reshape(bsz, seqlen, -1))
 
 
-class Spread(nn.Module):
-    """The tower's features where their tokens are, zeros elsewhere; a module, for tensor parallel to share out."""
+class ScatterFeatures(nn.Module):
+    """Puts the tower's features at their tokens, zeros elsewhere. A module, so that tensor parallel can shard it."""
 
     def forward(self, features: tuple[Tensor, ...], row: Tensor, is_visual: Tensor) -> tuple[Tensor, ...]:
-        """Whether a token is text (bsz, seqlen, 1), then each of ``features`` (rows, dim) spread to (bsz, seqlen, dim).
+        """Return the mask of text tokens (bsz, seqlen, 1), then each of ``features`` (rows, dim) as (bsz, seqlen, dim).
 
-        ``row`` (bsz, seqlen): a token's row of the features, if it ``is_visual`` (bsz, seqlen).
+        ``row`` (bsz, seqlen) is a token's row in the features if it ``is_visual`` (bsz, seqlen).
         """
         is_visual = is_visual.unsqueeze(-1)
         return ~is_visual, *(F.embedding(row, feature) * is_visual for feature in features)
 
 
 class Qwen3VLModel(Qwen3Model):
-    """TorchTitan's Qwen3, its blocks and initialisation, with a tower, another attention and another forward."""
+    """TorchTitan's Qwen3 with a vision tower, its own attention and its own forward."""
 
     def __init__(self, model_args: Qwen3VLModelArgs) -> None:
         super().__init__(model_args)
@@ -80,7 +85,7 @@ class Qwen3VLModel(Qwen3Model):
             block.attention = Attention(model_args)
         self.mrope = MRoPETables(model_args.mrope_section, model_args.mrope_interleaved)
         self.vision = VisionTower(model_args.vision, model_args.dim)
-        self.spread = Spread()
+        self.scatter_features = ScatterFeatures()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         super().init_weights(buffer_device)
@@ -95,17 +100,18 @@ class Qwen3VLModel(Qwen3Model):
         places: Tensor | None = None,
         grids: Grids | None = None,
     ) -> Tensor:
-        """The logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen).
+        """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen).
 
-        ``patches`` (patches, patch_dim) are those of the batch's images, then those of its videos, with their
-        ``grids`` and their ``places`` (:func:`patch_places`), which are made here if there are none.
-
-        ``positions`` (3, bsz, seqlen), or packed (3, bsz * seqlen), begin anew where another document does, and tokens
-        attend to their own document only. Without them a row is one document, and where there are images its positions
-        are made here, for which the host waits for the tokens.
-
-        Whether the tokens have a place for each feature is for the dataloader to check, which has them on the host
-        (:func:`check_visual_tokens`).
+        Args:
+            tokens: (bsz, seqlen), with a placeholder for each merged patch. The data loader checks their number
+                (:func:`check_visual_tokens`), while the tokens are on the host.
+            attention_masks: (bsz, 1, seqlen, seqlen), made from ``positions`` by default
+            positions: (3, bsz, seqlen) or packed (3, bsz * seqlen), restarting at 0 with each document; tokens attend
+                to their own document. Without them a row is one document. If it has images, its positions are computed
+                here, which synchronises with the device.
+            patches: (patches, patch_dim), first those of images, then those of videos
+            places: (patches, 4), by default :func:`patch_places` of ``grids``
+            grids: the grids of images and videos
         """
         grids = grids or Grids()
         if positions is not None:
@@ -130,10 +136,10 @@ class Qwen3VLModel(Qwen3Model):
     def visual_features(
         self, tokens: Tensor, patches: Tensor | None, places: Tensor | None, grids: Grids
     ) -> tuple[Tensor, ...]:
-        """What :class:`Spread` gives of this batch.
+        """Return the output of :class:`ScatterFeatures` for this batch.
 
-        The tower works for a batch of text too, on one block of nothing: its parameters have gradients in every step,
-        and with FSDP every rank takes part in gathering them.
+        For a batch of text the tower runs on one block of zeros. So its parameters have gradients in every step, and
+        with FSDP every rank takes part in its collectives.
         """
         args, merge_size = self.model_args, self.model_args.vision.merge_size
         grids.check(merge_size)
@@ -143,7 +149,7 @@ class Qwen3VLModel(Qwen3Model):
             given["places"] = len(places)
         for name, count in given.items():
             if count != patches_of(all_grids):
-                raise UsageError(f"{count} {name} do not make the {patches_of(all_grids)} of {grids}")
+                raise UsageError(f"{count} {name} given, but {grids} has {patches_of(all_grids)} patches")
         if patches is None or not all_grids:
             all_grids = ((1, merge_size, merge_size),)
             patches = torch.zeros(args.vision.patches_per_token, args.vision.patch_dim, device=tokens.device)
@@ -153,9 +159,9 @@ class Qwen3VLModel(Qwen3Model):
         features = self.vision(patches, places, all_grids)
         is_image = (tokens == args.image_token_id) & bool(grids.images)
         is_video = (tokens == args.video_token_id) & bool(grids.videos)
-        # in the order of the features: all images, then all videos
+        # features are ordered: all images, then all videos
         image_row = is_image.flatten().cumsum(0).view_as(tokens) - 1
         video_row = is_video.flatten().cumsum(0).view_as(tokens) - 1
         video_row = video_row + patches_of(grids.images) // args.vision.patches_per_token
         row = torch.where(is_video, video_row, image_row).clamp(min=0) * (is_image | is_video)
-        return self.spread(features, row, is_image | is_video)
+        return self.scatter_features(features, row, is_image | is_video)

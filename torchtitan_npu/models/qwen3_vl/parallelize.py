@@ -1,4 +1,4 @@
-"""The parallel plan of Qwen3-VL: TorchTitan's of Qwen3 for the decoder, and the like for the vision tower."""
+"""The parallel plan of Qwen3-VL: TorchTitan's plan of Qwen3 for the decoder, and a similar one for the tower."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parallelize_qwen3_vl(model: nn.Module, parallel_dims: ParallelDims, job_conf
 
 
 def apply_tp_with_tower(model: Any, tp_mesh: DeviceMesh, **kwargs: Any) -> None:
-    """Heads and hidden columns of the tower are shared out; its patches, whose number varies, are not."""
+    """Shard heads and hidden columns of the tower. Its patches, whose number varies, are replicated."""
     apply_non_moe_tp(model, tp_mesh, **kwargs)
     split = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
     plan: dict[str, Any] = {
@@ -51,10 +51,10 @@ def apply_tp_with_tower(model: Any, tp_mesh: DeviceMesh, **kwargs: Any) -> None:
         plan["deepstack_mergers.*.norm"] = NoParallel()
         plan |= {f"deepstack_mergers.*.{w}": style for w, style in split.items()}
     parallelize_module(model.vision, tp_mesh, plan)
-    # every rank has all features; of the sequence each takes its part, and gets the gradients of the others' parts
+    # every rank has all features, and keeps its shard of the sequence; the backward pass gathers their gradients
     outputs = 2 + len(model.vision.deepstack_mergers)
     parts = PrepareModuleOutput(output_layouts=(Replicate(),) * outputs, desired_output_layouts=(Shard(1),) * outputs)
-    parallelize_module(model, tp_mesh, {"spread": parts})
+    parallelize_module(model, tp_mesh, {"scatter_features": parts})
 
 
 def apply_ac_with_tower(model: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face's format, as Qwen3-VL is released.
+"""Checkpoints in the Hugging Face format of the Qwen3-VL release.
 
-Three of its weights are not one of ours each: a tower layer's queries, keys and values are one matrix; patches are
-embedded by a convolution; and the experts' two input matrices are one, all experts' transposed.
+Three weights are not renamed one to one. A tower layer's queries, keys and values are one matrix there. Patches are
+embedded by a convolution. The experts' two input matrices are one, and all expert matrices are transposed.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ TO_HF = {
         for kind in ("weight", "bias")
     },
 }
-"""The weights that are one of ours and one of theirs."""
+"""The weights that are only renamed: this model's name to Hugging Face's."""
 FROM_HF = {theirs: ours for ours, theirs in TO_HF.items()}
 
 CONVOLUTION = ("vision.patch_embed.weight", "model.visual.patch_embed.proj.weight")
 QKV = re.compile(r"model\.visual\.blocks\.(\d+)\.attn\.qkv\.(weight|bias)")
 EXPERTS = re.compile(r"model\.language_model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 NOT_RELEASED = ("moe.expert_bias",)
-"""Balances the experts while training, where that is asked for; Hugging Face's model has none."""
+"""Buffers of expert balancing, which Hugging Face's model does not have."""
 
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -81,7 +81,7 @@ class Qwen3VLStateDictAdapter(StateDictAdapter):
         self.model_args = model_args
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Ours by their names. What is joined or transposed is a copy, everything else the tensor itself."""
+        """Return Hugging Face's state dict. Joined or transposed weights are copies, others the same tensors."""
         left = {name: value for name, value in state_dict.items() if not name.endswith(NOT_RELEASED)}
         if self.model_args.enable_weight_tying:
             left.pop("output.weight", None)
@@ -103,12 +103,12 @@ class Qwen3VLStateDictAdapter(StateDictAdapter):
         for name, value in left.items():
             hf_name = _renamed(name, TO_HF)
             if hf_name is None:
-                raise KeyError(f"{name} has no place in Hugging Face's Qwen3-VL")
+                raise KeyError(f"{name} has no counterpart in Hugging Face's Qwen3-VL")
             hf[hf_name] = value
         return hf
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Theirs by our names."""
+        """Return this model's state dict from Hugging Face's."""
         state_dict: dict[str, Any] = {}
         for name, value in hf_state_dict.items():
             if name == CONVOLUTION[1]:
@@ -122,7 +122,7 @@ class Qwen3VLStateDictAdapter(StateDictAdapter):
             else:
                 ours = _renamed(name, FROM_HF)
                 if ours is None:
-                    raise KeyError(f"{name} has no place in qwen3_vl")
+                    raise KeyError(f"{name} has no counterpart in qwen3_vl")
                 state_dict[ours] = value
         if self.model_args.enable_weight_tying and "tok_embeddings.weight" in state_dict:
             state_dict["output.weight"] = state_dict["tok_embeddings.weight"]

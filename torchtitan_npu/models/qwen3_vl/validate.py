@@ -1,4 +1,4 @@
-"""Validation on pictures and text."""
+"""Validation on pictures with captions, or on text."""
 
 from __future__ import annotations
 

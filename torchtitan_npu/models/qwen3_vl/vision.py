@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL: patches of images and videos in, the decoder's features of each merged patch out."""
+"""The vision tower of Qwen3-VL: from patches of images and videos to features of merged patches."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor, nn
 from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.models.qwen3_vl.args import VisionArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grid, frame_runs, interpolation
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, frame_runs, interpolation
+from torchtitan_npu.models.rotary.tables import RotaryTables
 from torchtitan_npu.models.rotary.vision import apply_rotary_vision
 
 
 class VisionAttention(nn.Module):
-    """Every patch attends to all patches of its frame."""
+    """Attention of every patch to all patches of its frame."""
 
     def __init__(self, args: VisionArgs) -> None:
         super().__init__()
         self.n_heads, self.head_dim = args.n_heads, args.head_dim
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
 
-    def forward(self, x: Tensor, table: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+    def forward(self, x: Tensor, tables: RotaryTables, runs: list[tuple[int, int]]) -> Tensor:
         patches = x.shape[0]
-        # -1: tensor parallel may have shared out the heads
+        # -1: the number of heads on this rank, under tensor parallel
         xq, xk, xv = (w(x).view(patches, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
-        xq, xk = apply_rotary_vision(xq, xk, table)
+        xq, xk = apply_rotary_vision(xq, xk, tables)
         outputs, start = [], 0
         for frames, length in runs:
             end = start + frames * length
@@ -55,13 +56,13 @@ class VisionBlock(nn.Module):
         self.ffn_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = VisionFeedForward(args)
 
-    def forward(self, x: Tensor, table: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), table, runs)
+    def forward(self, x: Tensor, tables: RotaryTables, runs: list[tuple[int, int]]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), tables, runs)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Merger(nn.Module):
-    """The ``merge_size``² patches of a block, side by side, as one vector of the decoder's width."""
+    """Projects the concatenated ``merge_size``² patches of a block to the decoder's width."""
 
     def __init__(self, args: VisionArgs, out_dim: int, norm_merged: bool) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class Merger(nn.Module):
         self.w2 = nn.Linear(self.merged_dim, out_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.view(-1, self.norm.normalized_shape[0])  # merged before the norm, or after it
+        x = x.view(-1, self.norm.normalized_shape[0])  # patches are merged before or after the norm
         x = self.norm(x).view(-1, self.merged_dim)
         return self.w2(F.gelu(self.w1(x)))
 
@@ -80,7 +81,7 @@ class VisionTower(nn.Module):
     def __init__(self, args: VisionArgs, out_dim: int) -> None:
         super().__init__()
         self.args = args
-        # a convolution whose steps are as long as its kernel is a matrix product over whole patches
+        # equivalent to a convolution whose stride is its kernel size
         self.patch_embed = nn.Linear(args.patch_dim, args.dim)
         self.pos_embed = nn.Embedding(args.n_positions, args.dim)
         self.layers = nn.ModuleDict({str(number): VisionBlock(args) for number in range(args.n_layers)})
@@ -90,34 +91,34 @@ class VisionTower(nn.Module):
         )
 
     def forward(self, patches: Tensor, places: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, ...]:
-        """The features (tokens, out_dim) of the last layer, then those of each of ``deepstack_layers``.
+        """Return the features (tokens, out_dim) of the last layer, then those of each of ``deepstack_layers``.
 
-        ``patches`` (patches, patch_dim), those of all ``grids`` in turn, and their ``places`` (patches, 4).
+        ``patches`` (patches, patch_dim) are those of all ``grids`` in order, with their ``places`` (patches, 4).
         """
         index, weight = interpolation(places, side=round(self.args.n_positions**0.5))
         learned = (self.pos_embed(index) * weight.unsqueeze(-1)).sum(dim=1)  # (patches, dim)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = x + learned.to(x.dtype)
 
-        table = self.rotary_table(places[:, :2])
+        tables = self.rotary_tables(places[:, :2])
         runs = frame_runs(grids)
         deepstack: list[Tensor] = []
         for number, block in enumerate(self.layers.values()):
-            x = block(x, table, runs)
+            x = block(x, tables, runs)
             if number in self.args.deepstack_layers:
                 deepstack.append(self.deepstack_mergers[str(len(deepstack))](x))
         return self.merger(x), *deepstack
 
-    def rotary_table(self, places: Tensor) -> Tensor:
-        """What :func:`apply_rotary_vision` rotates patches at rows and columns (patches, 2) by, once for all layers.
+    def rotary_tables(self, places: Tensor) -> RotaryTables:
+        """Make the tables of :func:`apply_rotary_vision` for patches at rows and columns ``places`` (patches, 2).
 
-        Of a half head's angles the first half follows the row, the second the column.
+        The first half of the angles follows the row, the second half the column.
         """
         width = self.args.head_dim // 2
         powers = torch.arange(0, width, 2, dtype=torch.float32, device=places.device) / width
         frequencies = 1.0 / self.args.rope_theta**powers
         angles = (places.unsqueeze(-1) * frequencies).flatten(1).tile(2)  # (patches, head_dim)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1).view(torch.int32)
+        return RotaryTables(torch.stack((angles.cos(), angles.sin()))[:, None, :, None], argument="tables")
 
     def init_weights(self) -> None:
         for module in self.modules():

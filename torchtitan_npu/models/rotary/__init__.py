@@ -1,1 +1,1 @@
-"""Rotations by position that models are built from and converters look for; neither has to know the other."""
+"""Rotary position embedding: what models are built from and converters look for. Neither imports the other."""

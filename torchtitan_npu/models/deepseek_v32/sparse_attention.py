@@ -1,6 +1,6 @@
-"""Attention over the keys that the indexer scores highest, in small operations.
+"""Attention to the keys that the indexer scores highest, in plain PyTorch.
 
-This is the formula, and the baseline that fused operators are compared with. It keeps seqlen² scores a head.
+This is the formula, and the baseline for the fused operators. It keeps seqlen² scores per head.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torchtitan_npu.models.deepseek_v32.indexer import at_least_float32
 
 
 class SparseAttention(nn.Module):
-    """Softmax attention of each query to the ``topk`` best of the keys up to its own place.
+    """Softmax attention of each query to the ``topk`` highest-scored of the keys up to its own place.
 
-    With ``indexer_loss``, the backward pass also gives the indexer the gradients by which its scores of those keys
-    become more like what attention makes of them.
+    With ``indexer_loss``, the backward pass also computes the gradients of the indexer's loss, which pulls the
+    indexer's scores of those keys towards the attention probabilities.
     """
 
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
@@ -31,11 +31,11 @@ class SparseAttention(nn.Module):
         return f"topk={self.topk}"
 
     def account(self) -> AuxiliaryLoss | None:
-        """Where the indexer's loss of this forward is counted; none, if it is not one of training the indexer."""
+        """Return the indexer's loss, or ``None`` if this forward does not train the indexer."""
         return self.indexer_loss if torch.is_grad_enabled() else None
 
-    def laid_out(self, q: Tensor) -> Tensor:
-        """Queries in the strides that :meth:`forward` takes: the product before leaves them head by head."""
+    def prepare_queries(self, q: Tensor) -> Tensor:
+        """Return ``q`` with the strides that :meth:`forward` needs. The einsum before stores it head by head."""
         return q
 
     def forward(
@@ -51,12 +51,21 @@ class SparseAttention(nn.Module):
         documents: Documents | None,
         scale: float,
     ) -> Tensor:
-        """(bsz, seqlen, n_heads, width of v).
+        """Attend to the selected keys: (bsz, seqlen, n_heads, width of v).
 
-        ``q`` (bsz, seqlen, n_heads, width), ``q_rope`` (bsz, seqlen, n_heads, rope), ``k_rope`` (bsz, seqlen, 1, rope),
-        ``k`` and ``v`` (bsz, seqlen, n_heads or 1, their width): with one head, as MLA has it when it is absorbed, all
-        queries share it. ``index_q`` (bsz, seqlen, index heads, index dim), ``index_k`` (bsz, seqlen, index dim),
-        ``index_weights`` (bsz, seqlen, index heads). There may be more keys than queries: these are then the last.
+        Args:
+            q: (bsz, seqlen, n_heads, width)
+            q_rope: (bsz, seqlen, n_heads, rope)
+            k: (bsz, seqlen, n_heads or 1, width); with one head, as in absorbed MLA, all queries share it
+            k_rope: (bsz, seqlen, 1, rope)
+            v: (bsz, seqlen, n_heads or 1, width of v)
+            index_q: (bsz, seqlen, index heads, index dim)
+            index_k: (bsz, seqlen, index dim)
+            index_weights: (bsz, seqlen, index heads)
+            documents: document boundaries; a query sees only keys of its own document
+            scale: factor of the logits
+
+        If there are more keys than queries, the queries are the last tokens.
         """
         bsz, queries, keys = *q.shape[:2], k.shape[1]
         places = torch.arange(keys, device=q.device)
@@ -81,17 +90,17 @@ class SparseAttention(nn.Module):
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Σ_h weights_h · ReLU(q_h · k) of every query and key, (bsz, queries, keys)."""
-    with torch.autocast(q.device.type, enabled=False):  # which keys are chosen is not for bfloat16 to say
+    """Compute Σ_h weights_h · ReLU(q_h · k) for every query and key, (bsz, queries, keys)."""
+    with torch.autocast(q.device.type, enabled=False):  # bfloat16 scores would select other keys
         agreement = einsum("bqhd,bkd->bqhk", at_least_float32(q), at_least_float32(k)).relu()
         return einsum("bqh,bqhk->bqk", weights, agreement)
 
 
 def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Which keys are among the ``topk`` with the highest score that the query can see, (bsz, queries, keys).
+    """Return a mask (bsz, queries, keys) of the ``topk`` highest-scored keys among the ``visible`` ones.
 
-    Of equal scores the earlier key's counts as higher, as ``npu_lightning_indexer`` has it. ``visible`` (1 or bsz,
-    queries, keys).
+    Of equal scores the earlier key's ranks higher, as in ``npu_lightning_indexer``. ``visible`` is (1 or bsz, queries,
+    keys).
     """
     order = scores.masked_fill(~visible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :topk], True)
@@ -99,9 +108,9 @@ def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
 
 
 def divergence(scores: Tensor, selected: Tensor, probabilities: Tensor) -> Tensor:
-    """Σ over queries of KL(attention ‖ indexer), each a distribution over the query's ``selected`` keys.
+    """Compute Σ over queries of KL(attention ‖ indexer), two distributions over the query's ``selected`` keys.
 
-    Attention's is its ``probabilities`` (bsz, n_heads, queries, keys) summed over the heads, divided by their sum; the
+    Attention's distribution is the normalised sum over heads of ``probabilities`` (bsz, n_heads, queries, keys). The
     indexer's is the softmax of its ``scores`` (bsz, queries, keys).
     """
     attention = probabilities.sum(dim=1)

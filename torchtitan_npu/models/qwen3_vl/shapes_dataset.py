@@ -1,7 +1,7 @@
 """Pictures of coloured shapes with captions, drawn from a seed: image-text data that needs no download.
 
-``training.dataset = "shapes"``; ``shapes_validation`` are others of the same kind. A model that takes images gets both
-(:mod:`torchtitan_npu.models.qwen3_vl.dataloader`), one that takes text reads the captions.
+The datasets are ``shapes`` for training and ``shapes_validation``. A model with images gets pictures and captions
+(:mod:`torchtitan_npu.models.qwen3_vl.dataloader`), a text model gets the captions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 SIDES = {"left of": (0.0, 1.0), "right of": (0.0, -1.0), "above": (1.0, 0.0), "below": (-1.0, 0.0)}
-"""Where the second shape lies, seen from the first: down and to the right are positive."""
+"""Direction from the first to the second shape; down and right are positive."""
 MOVES = {"left": (0.0, -1.0), "right": (0.0, 1.0), "up": (-1.0, 0.0), "down": (1.0, 0.0)}
 SECONDS_PER_FRAME = 0.5
 
@@ -37,35 +37,35 @@ class Picture:
     """An image, or a video if it has more than one frame."""
 
     frames: Tensor
-    """(frames, 3, height, width), from 0 to 1."""
+    """(frames, 3, height, width), values from 0 to 1."""
     caption: str
 
 
 Thing = tuple[str, float, float]
-"""What it is, how far down and how far right of the middle, -1 to 1."""
+"""Colour and shape, and offsets down and right from the centre, -1 to 1."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture is to show: nothing is drawn yet."""
+    """The description of a picture, before it is drawn."""
 
     height: int
     width: int
-    """In units."""
+    """Both in units."""
     frames: list[list[Thing]]
     caption: str
 
 
-def imagine(seed: str, frames_of_video: int) -> Scene:
-    """The scene that belongs to ``seed``; its sides are 2 to 4 units. One in four is a video."""
+def make_scene(seed: str, frames_of_video: int) -> Scene:
+    """Return the scene for ``seed``, with sides of 2 to 4 units. One in four is a video."""
     rng = random.Random(seed)
     is_video = rng.random() < 0.25
     height, width = (rng.randint(2, 3 if is_video else 4) for _ in range(2))
     first, second = (f"{colour} {rng.choice(SHAPES)}" for colour in rng.sample(list(COLOURS), 2))
     if is_video:
         move, (down, right) = rng.choice(list(MOVES.items()))
-        ways = torch.linspace(-0.6, 0.6, frames_of_video).tolist()
-        frames = [[(first, way * down, way * right)] for way in ways]
+        offsets = torch.linspace(-0.6, 0.6, frames_of_video).tolist()
+        frames = [[(first, offset * down, offset * right)] for offset in offsets]
         return Scene(height, width, frames, f"a {first} moves {move}.")
     if rng.random() < 0.5:
         return Scene(height, width, [[(first, 0.0, 0.0)]], f"a {first}.")
@@ -75,14 +75,14 @@ def imagine(seed: str, frames_of_video: int) -> Scene:
 
 
 def draw(seed: str, unit: int, frames_of_video: int) -> Picture:
-    """The picture of the scene that belongs to ``seed``, whose unit is so many pixels."""
-    scene = imagine(seed, frames_of_video)
+    """Draw the scene for ``seed``, with ``unit`` pixels per unit."""
+    scene = make_scene(seed, frames_of_video)
     frames = [_drawn(unit * scene.height, unit * scene.width, things) for things in scene.frames]
     return Picture(torch.stack(frames), scene.caption)
 
 
 def _drawn(height: int, width: int, things: list[Thing]) -> Tensor:
-    """A dark picture (3, height, width) of ``things``."""
+    """Draw ``things`` on a dark picture (3, height, width)."""
     y = torch.linspace(-1, 1, height)[:, None]
     x = torch.linspace(-1, 1, width)[None, :]
     picture = torch.full((3, height, width), 0.1)
@@ -99,14 +99,14 @@ def _drawn(height: int, width: int, things: list[Thing]) -> Tensor:
 
 
 def captions(path: str) -> Dataset:
-    """A thousand captions, for models that take text only; ``path`` is the dataset's name."""
-    return Dataset.from_dict({"text": [imagine(f"{SEEDS[path]}/{n}", 2).caption for n in range(1000)]})
+    """Return a thousand captions for text models; ``path`` is the dataset's name."""
+    return Dataset.from_dict({"text": [make_scene(f"{SEEDS[path]}/{n}", 2).caption for n in range(1000)]})
 
 
 def register_datasets() -> None:
-    """Make the captions known to TorchTitan's loaders of text."""
+    """Register the captions with TorchTitan's text loaders."""
     DATASETS["shapes"] = DatasetConfig("shapes", captions, itemgetter("text"))
-    # of a map-style set, TorchTitan's own validation loader has no data left the second time
+    # iterable: TorchTitan's validation loader exhausts a map-style dataset at the first validation
     DATASETS["shapes_validation"] = DatasetConfig(
         "shapes_validation", lambda path: captions(path).to_iterable_dataset(), itemgetter("text")
     )

@@ -1,4 +1,4 @@
-"""Where each token is, in time, height and width; and which documents a packed row holds."""
+"""Positions of tokens in time, height and width, and the document mask that follows from them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.grids import Grid, Grids, patches_of
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, patches_of
 
 
 def position_ids(tokens: Tensor, grids: Grids, args: Qwen3VLModelArgs) -> Tensor:
-    """The positions (3, bsz, seqlen) of ``tokens`` (bsz, seqlen), each row one document.
+    """Return the positions (3, bsz, seqlen) of ``tokens`` (bsz, seqlen), where each row is one document.
 
-    Text counts on, alike on the three axes. An image or a frame of a video begins at the next position: it has that as
-    its time, and its rows and columns are counted from there; what follows it begins after its longer side. Each frame
-    of a video is a run of tokens of its own, with text between them that says when it was.
+    Text tokens have consecutive positions, the same on all three axes. An image or a frame of a video starts at the
+    next position p: its time is p, and its rows and columns count from p. The next token's position follows its longer
+    side. Each frame of a video is a separate run of tokens, with its time as text in between.
     """
     grids.check(args.vision.merge_size)
     frames = {args.image_token_id: iter(grids.images), args.video_token_id: iter(_frames(grids.videos))}
     rows = [_row(row, frames, args) for row in tokens.tolist()]
     for name, left in zip(("image", "video"), frames.values(), strict=True):
         if extra := list(left):
-            raise UsageError(f"grids for {len(extra)} {name} frames more than the tokens have places for")
+            raise UsageError(f"the grids have {len(extra)} more {name} frames than the tokens")
     return torch.stack(rows, dim=1).to(tokens.device)
 
 
@@ -43,7 +43,7 @@ def _row(tokens: list[int], frames: Mapping[int, Iterator[Grid]], args: Qwen3VLM
             length = t * h * w
             if grid is None or tokens[index : index + length] != [token] * length:
                 raise UsageError(
-                    f"token {index} begins an image or frame of grid {grid}: {length} tokens {token} wanted"
+                    f"token {index} starts an image or frame of grid {grid}, which needs {length} tokens {token}"
                 )
             part = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).view(-1, 3).T
             advance = max(h, w)
@@ -59,24 +59,23 @@ def _row(tokens: list[int], frames: Mapping[int, Iterator[Grid]], args: Qwen3VLM
 
 
 def check_visual_tokens(tokens: Tensor, grids: Grids, args: Qwen3VLModelArgs) -> None:
-    """Raise unless ``tokens`` (bsz, seqlen) have a place for each feature that the tower makes of ``grids``.
+    """Raise unless ``tokens`` (bsz, seqlen) have one placeholder for each feature that the tower makes of ``grids``.
 
-    A dataloader calls it on each batch, where the tokens still are on the host. The model, which gets positions made
-    already, would have to wait for the device to count them: with fewer tokens features would be left out silently,
-    with more there would be none for the last ones.
+    The data loader calls this on each batch, while the tokens are on the host. In the model the count would synchronise
+    with the device. Without the check, missing placeholders would drop features silently.
     """
     grids.check(args.vision.merge_size)
-    kinds = (("image", args.image_token_id, grids.images), ("video", args.video_token_id, grids.videos))
-    for name, number, of_kind in kinds:
-        found, wanted = int((tokens == number).sum()), patches_of(of_kind) // args.vision.patches_per_token
-        if found != wanted:
-            raise UsageError(f"{found} {name} tokens ({number}) in a batch whose {grids} want {wanted} of them")
+    media = (("image", args.image_token_id, grids.images), ("video", args.video_token_id, grids.videos))
+    for name, token, its_grids in media:
+        found, needed = int((tokens == token).sum()), patches_of(its_grids) // args.vision.patches_per_token
+        if found != needed:
+            raise UsageError(f"the batch has {found} {name} tokens ({token}), but {grids} needs {needed}")
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Which keys a query sees (bsz, 1, seqlen, seqlen): those before it in its own document.
+    """Return the mask (bsz, 1, seqlen, seqlen) of the keys that a query sees: earlier ones of its own document.
 
-    ``positions`` (3, bsz, seqlen) begin anew with each document, and nowhere else are all three 0.
+    A document starts where all three ``positions`` (3, bsz, seqlen) are 0.
     """
     document = (positions == 0).all(dim=0).cumsum(dim=-1)  # (bsz, seqlen)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)

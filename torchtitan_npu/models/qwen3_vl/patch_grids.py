@@ -1,7 +1,7 @@
-"""How many patches each image and video has, and where each patch lies: numbers that the host knows.
+"""Grids of patches: the size of each image and video in patches, and the place of each patch, as host integers.
 
-A grid is (frames, rows, columns) of patches. The patches of a frame come in blocks, row by row; a block is the
-``merge_size`` × ``merge_size`` patches that the tower merges into one token, row by row again.
+A grid is (frames, rows, columns) of patches. The patches of a frame are ordered in blocks, row by row. A block is the
+``merge_size`` × ``merge_size`` patches that the tower merges into one token, also row by row.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Grid = tuple[int, int, int]
 
 
 class Grids:
-    """The grids of a batch's images and of its videos, each in the order of their tokens, row by row of the batch.
+    """The grids of a batch's images and of its videos, in the order of their tokens.
 
-    They shape the computation, so they stay on the host when a batch moves to a device: there it would be waited for.
+    They determine shapes, so they stay on the host when a batch moves to a device. Reading them there would
+    synchronise.
     """
 
     def __init__(self, images: Iterable[Sequence[int]] = (), videos: Iterable[Sequence[int]] = ()) -> None:
@@ -28,7 +29,7 @@ class Grids:
 
     @classmethod
     def of(cls, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Grids:
-        """From Hugging Face's tensors (images, 3) and (videos, 3)."""
+        """Make grids from Hugging Face's tensors (images, 3) and (videos, 3)."""
         return cls(*(() if grid is None else grid.tolist() for grid in (image_grid_thw, video_grid_thw)))
 
     def to(self, *args: object, **kwargs: object) -> Grids:
@@ -51,12 +52,12 @@ def patches_of(grids: Iterable[Grid]) -> int:
 
 
 def patch_places(grids: Sequence[Grid], merge_size: int, device: torch.device | None = None) -> Tensor:
-    """Each patch's row and column in its frame, and how many of them the frame has: (patches, 4) int64."""
+    """Return row and column of each patch in its frame, and the frame's rows and columns: (patches, 4) int64."""
     places = []
     for t, h, w in grids:
         rows = torch.arange(h, device=device).view(-1, merge_size)
         columns = torch.arange(w, device=device).view(-1, merge_size)
-        # block by block, in a block row by row: (h / merge_size, w / merge_size, merge_size, merge_size)
+        # blocks, then patches of a block: (h / merge_size, w / merge_size, merge_size, merge_size)
         row, column = torch.broadcast_tensors(rows[:, None, :, None], columns[None, :, None, :])
         place = torch.stack((row, column, torch.full_like(row, h), torch.full_like(row, w)), dim=-1)
         places.append(place.reshape(-1, 4).repeat(t, 1))
@@ -64,14 +65,14 @@ def patch_places(grids: Sequence[Grid], merge_size: int, device: torch.device | 
 
 
 def interpolation(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Which 4 of ``side`` × ``side`` learned positions each patch lies between, and how near: both (patches, 4).
+    """Return the 4 of ``side`` × ``side`` learned positions around each patch, and their weights: both (patches, 4).
 
-    The learned grid is stretched over the image so that their corners meet. ``places`` as :func:`patch_places` says.
+    This is bilinear interpolation with aligned corners. ``places`` are those of :func:`patch_places`.
     """
     place, size = places.float().chunk(2, dim=-1)  # (patches, 2) each: rows and columns
     place = place * (side - 1) / (size - 1).clamp(min=1)
     low = place.floor()
-    far = place - low  # (patches, 2): how far from the lower neighbour, in rows and in columns
+    far = place - low  # (patches, 2): distance from the lower neighbour, in rows and in columns
     near = torch.stack((1 - far, far), dim=-1)  # (patches, 2, 2)
     neighbours = torch.stack((low, low + 1), dim=-1).long().clamp(max=side - 1)  # (patches, 2, 2)
     index = neighbours[:, 0, :, None] * side + neighbours[:, 1, None, :]
@@ -80,7 +81,7 @@ def interpolation(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 def frame_runs(grids: Sequence[Grid]) -> list[tuple[int, int]]:
-    """(frames, patches of a frame) for runs of frames of one size: patches attend to their own frame only."""
+    """Return (frames, patches per frame) of each run of frames of one size. Attention stays within a frame."""
     runs: list[tuple[int, int]] = []
     for t, h, w in grids:
         if runs and runs[-1][1] == h * w:
