@@ -363,7 +363,7 @@ def test_a_user_s_reorderer() -> None:
     assert isinstance(converted[0].reorderer, NpuTokenReorderer) and isinstance(converted[0].reorderer, Named)
     assert_same_layer(plain, converted, tokens(2, 5))
     plain[0].reorderer.__class__ = Backwards
-    expected = r"model\.converters: npu_permute .* and 0\.reorderer is a Backwards with a forward of its own"
+    expected = r"model\.converters: npu_permute .* but 0\.reorderer is a Backwards with its own forward"
     with pytest.raises(UsageError, match=expected):
         convert(plain, "npu_permute")
     assert type(plain[0]) is MoE

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 trains with the real Trainer: its two losses, its two stages, layouts that do not split a layer."""
+"""DeepSeek-V3.2 in the Trainer: its two losses, its two stages, and layouts that do not split a layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests._helpers.deepseek_v32_training import (
 from tests._helpers.training import TOLERANCE
 
 
-def is_indexers(name: str) -> bool:
+def is_of_indexer(name: str) -> bool:
     return ".indexer." in name
 
 
@@ -35,39 +35,39 @@ def test_both_losses_fall() -> None:
     assert record.gradients and not record.frozen
 
 
-def test_without_its_loss_the_indexer_stays_and_the_rest_learns_the_same() -> None:
+def test_without_its_loss_the_indexer_is_frozen_and_the_rest_trains_the_same() -> None:
     (without,) = train_on(1, {}, {"dsa.indexer_loss": False})
     assert without.indexer_losses == [] and without.losses[0] == one_rank().losses[0]
-    assert without.frozen == set(filter(is_indexers, one_rank().gradients))
+    assert without.frozen == set(filter(is_of_indexer, one_rank().gradients))
     for name, grad in without.gradients.items():
         assert torch.equal(grad, one_rank().gradients[name]), name
-    assert not any(map(is_indexers, without.changed))
+    assert not any(map(is_of_indexer, without.changed))
 
 
-def test_the_losss_weight_scales_the_indexers_gradients_only() -> None:
+def test_the_loss_weight_scales_only_the_indexers_gradients() -> None:
     (weighted,) = train_on(1, {}, {"dsa.indexer_loss_weight": 0.5})
     for name, expected in one_rank().gradients.items():
-        assert torch.equal(weighted.gradients[name], expected * (0.5 if is_indexers(name) else 1)), name
-    assert weighted.indexer_losses[0] == one_rank().indexer_losses[0]  # the metric is the loss itself
+        assert torch.equal(weighted.gradients[name], expected * (0.5 if is_of_indexer(name) else 1)), name
+    assert weighted.indexer_losses[0] == one_rank().indexer_losses[0]  # the metric is the unweighted loss
 
 
-def test_in_the_warm_up_only_the_indexer_learns() -> None:
+def test_the_warm_up_trains_only_the_indexer() -> None:
     record = one_rank("warmup")
     assert mean(record.indexer_losses[-5:]) < 0.75 * mean(record.indexer_losses[:5])
     assert record.gradients.keys() == record.changed
-    assert record.changed and all(map(is_indexers, record.changed))
+    assert record.changed and all(map(is_of_indexer, record.changed))
 
 
 @pytest.mark.parametrize(
     ("stage", "layout", "options"),
     [
-        ("sparse", {"ep": 2}, {"activation_checkpoint.mode": "full"}),
-        ("sparse", {"pp": 2}, SELECTIVE),
+        pytest.param("sparse", {"ep": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
+        pytest.param("sparse", {"pp": 2}, SELECTIVE, marks=pytest.mark.slow),
         ("sparse", {"replicate": 2, "shard": 1}, {}),
         ("sparse", {"ep": 2}, {"model.converters": CONVERTERS, **SELECTIVE}),
         ("sparse", {"pp": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "full"}),
         ("sparse", {"ep": 2}, {"model.converters": CONVERTERS, **SELECTIVE, **COMPILED}),
-        ("warmup", {"ep": 2}, {"activation_checkpoint.mode": "full"}),
+        pytest.param("warmup", {"ep": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
         ("warmup", {"shard": 2}, {"model.converters": CONVERTERS}),
     ],
     ids=str,

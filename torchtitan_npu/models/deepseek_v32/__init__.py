@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3 import get_train_spec as get_deepseek_v3_trai
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.components.dataset_registry import build_text_dataloader
+from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
