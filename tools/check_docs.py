@@ -53,6 +53,11 @@ WORDING = {
 }
 """Private metaphors, as regular expressions of whole words, and the usual word for each."""
 
+NAMED_FILE = re.compile(
+    r"(?<![\w/.-])((?:torchtitan_npu|tests|tools|docs|train_configs)/[\w/.-]+(?:\.(?:py|sh|toml|json|env|md)\b|(?=`)))"
+)
+"""A path of the repository in text or code: a file, or in backticks a folder."""
+
 GENERATED = r"<!-- (\w+): begin -->.*?<!-- \1: end -->|<!-- made by .*?<!-- end -->"
 """Sections that a tool writes: tables, and figures from the same run."""
 
@@ -256,7 +261,8 @@ def link_errors(path: Path, root: Path = ROOT) -> Iterator[str]:
                 yield f"{name}:{number}: no file {target}"
             elif anchor and page.suffix == ".md" and anchor not in anchors(page.read_text()):
                 yield f"{name}:{number}: no heading {target}"
-        for file in re.findall(r"`((?:torchtitan_npu|tests|tools|docs|train_configs)/[\w/.-]+)`", line):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for file in NAMED_FILE.findall(line):
             if not (root / file).exists():
                 yield f"{name}:{number}: no file {file}"
 

@@ -29,10 +29,10 @@ def block(language: str, words: str) -> str:
 def checkout(tmp_path: Path) -> Path:
     """Return a folder with fake tools that record their calls. ``DOCTOR`` is the exit code of the doctor."""
     for path, text in {
-        "tools/launch.sh": 'echo "$@" > launched; env > environment',
-        "tools/doctor.py": 'echo "$@" > examined; exit $DOCTOR',
+        "bin/torchtitan-npu": 'command=$1; shift; $command "$@"',
+        "bin/launch": 'echo "$@" > launched; env > environment',
+        "bin/doctor": 'echo "$@" > examined; exit $DOCTOR',
         ".venv/bin/activate": "",
-        "bin/python": 'bash "$@"',
         "bin/scontrol": '[ "$*" = "show hostnames node[3-10]" ] && seq -f node%g 3 10',
         "bin/srun": 'SLURM_NODEID=7 exec "$@"',
     }.items():
