@@ -214,6 +214,7 @@ def test_host_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: py
     assert host.memory() == Finding("green", "host memory", "60 of 64 GiB free")
 
 
+@pytest.mark.slow  # three processes import torch; test_this_machine_can_train has the all-reduce that succeeds
 def test_ranks_that_cannot_connect() -> None:
     code, lines = doctor("--only", "collectives", environment={"GLOO_SOCKET_IFNAME": "nowhere"})
     assert (code, statuses(lines, "red")) == (1, {"gloo all-reduce"})

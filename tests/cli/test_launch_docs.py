@@ -27,9 +27,9 @@ def block(language: str, words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Return a folder with fake tools that record their calls. ``DOCTOR`` is the exit code of the doctor."""
+    """Return a folder with a fake command that records its calls. ``DOCTOR`` is the exit code of the doctor."""
     for path, text in {
-        "bin/torchtitan-npu": 'command=$1; shift; $command "$@"',
+        "bin/torchtitan-npu": 'command=$1; shift; "$command" "$@"',
         "bin/launch": 'echo "$@" > launched; env > environment',
         "bin/doctor": 'echo "$@" > examined; exit $DOCTOR',
         ".venv/bin/activate": "",

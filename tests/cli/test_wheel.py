@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.config import parser
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,13 +33,6 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "unpacked"
 
 
-def run(code: list[str], unpacked: Path, cwd: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(unpacked)}
-    return subprocess.run(
-        [sys.executable, *code], cwd=cwd, env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-
-
 def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
     package = ROOT / "torchtitan_npu"
     data = [*package.glob("assets/**/*"), *package.glob("cli/doctor/*.toml")]
@@ -54,25 +49,23 @@ def test_the_wheel_installs_the_command(unpacked: Path) -> None:
 
 
 def test_list_configs_shows_files_of_the_wheel(unpacked: Path, tmp_path: Path) -> None:
-    lines = run(["-m", "torchtitan_npu.cli.main", "list", "configs"], unpacked, tmp_path).splitlines()
-    paths = [Path(line.split()[0]) for line in lines]
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "list", "configs"]
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
+    output = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    paths = [Path(line.split()[0]) for line in output.splitlines()]
     assert {path.name for path in paths} == {path.name for path in (ROOT / "train_configs").glob("*.toml")}
     for path in paths:
         assert path.is_relative_to(unpacked)
         tomllib.loads(path.read_text())
 
 
-def test_a_job_starts_from_a_shipped_config(unpacked: Path, tmp_path: Path) -> None:
+def test_a_job_finds_a_shipped_config(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path is the one in the docs, which does not exist below the current folder."""
-    code = """
-from torchtitan_npu import platform
-
-platform.prepare()
-from torchtitan_npu.config.parser import JobConfigManager
-
-config = JobConfigManager().parse_args(["--job.config_file", "train_configs/llama3_debugmodel.toml"])
-print(config.model.name, config.model.flavor, config.model.hf_assets_path)
-"""
-    name, flavor, assets = run(["-c", code], unpacked, tmp_path).split()
-    assert (name, flavor) == ("llama3", "debugmodel")
-    assert Path(assets).is_relative_to(unpacked) and (Path(assets) / "tokenizer.json").is_file()
+    monkeypatch.setattr(parser, "PACKAGE", unpacked / "torchtitan_npu")
+    monkeypatch.chdir(tmp_path)
+    config = parser.JobConfigManager().parse_args(["--job.config_file", "train_configs/llama3_debugmodel.toml"])
+    assert (config.model.name, config.model.flavor) == ("llama3", "debugmodel")
+    assets = Path(config.model.hf_assets_path)
+    assert assets.is_relative_to(unpacked) and (assets / "tokenizer.json").is_file()

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # compiles ten kernels
 def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     """The gradient of RMSNorm with 16384 features on an A100 needs two tensors of three rows in shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
