@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from torchtitan_npu.ops import OPS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -28,6 +31,11 @@ def test_every_program_shows_its_help(
         runpy.run_path(str(BENCH / f"{program}.py"), run_name="__main__")
     assert ended.value.code == 0
     assert f"python tools/bench/{program}.py" in capsys.readouterr().out
+
+
+def test_benchmarks_call_existing_operators() -> None:
+    called = {name for path in BENCH.glob("*.py") for name in re.findall(r"\bnpu\.(npu_\w+)", path.read_text())}
+    assert len(called) > 8 and called <= OPS.keys()
 
 
 def test_the_tables_of_the_docs_are_current(tmp_path: Path) -> None:

@@ -147,7 +147,6 @@ def rotary(machine: Machine) -> Iterator[OpRow]:
     """Measure interleaved pairs of the last 64 channels (DeepSeek) and halves of all channels (Qwen3)."""
     yield from rotary_in(machine, "interleave", heads=128, width=192, size=64)
     yield from rotary_in(machine, "half", heads=32, width=128, size=128)
-    yield from applied_rotary(machine)
 
 
 def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
@@ -157,31 +156,6 @@ def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
         first, second = x.chunk(2, -1)
         rotated = torch.cat((-second, first), -1)
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
-
-
-def applied_rotary(machine: Machine) -> Iterator[OpRow]:
-    """Measure queries and keys in one call. Forward only: torch_npu has no gradient for it."""
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    query, key = random_tensor(1, TOKENS, 32, 128), random_tensor(1, TOKENS, 8, 128)
-    angles = (torch.rand(1, TOKENS, 1, 64, device="cuda") * 6.28).repeat(1, 1, 1, 2)
-    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
-
-    def small(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return textbook(query, cos, sin, "half"), textbook(key, cos, sin, "half")
-
-    def liger() -> tuple[Tensor, ...]:
-        return LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos[:, :, 0], sin[:, :, 0])
-
-    runs: dict[str, Run] = {
-        "small ops": partial(small, query, key),
-        "compiled": partial(compiled(small), query, key),
-        "ours": partial(npu.npu_apply_rotary_pos_emb, query, key, cos, sin),
-    }
-    worst = max(map(error, runs["ours"](), small(query.double(), key.double())))
-    runs["Liger"] = liger  # in-place, so after the comparison
-    shape, limit = f"{TOKENS}×(32 + 8)×128, halves", machine.limit_ms(bytes=2 * (query.nbytes + key.nbytes))
-    yield op_row("apply_rotary_pos_emb forward", shape, forward_ms(runs), limit, worst, host_us(runs["ours"]))
 
 
 def rotary_in(machine: Machine, mode: str, heads: int, width: int, size: int) -> Iterator[OpRow]:
@@ -331,28 +305,6 @@ def permute(machine: Machine) -> Iterator[OpRow]:
     yield op_row("unpermute without scores backward", shape, backward, limit, worst)
 
 
-def re_routing(machine: Machine) -> Iterator[OpRow]:
-    """Measure tokens of 8 ranks for 8 experts each, received in rank order."""
-    ranks, experts = 8, 8
-
-    def small(x: Tensor, counts: Tensor) -> Tensor:
-        of_expert = torch.arange(experts, device="cuda").repeat(ranks)
-        of_row = of_expert.repeat_interleave(counts.flatten(), output_size=len(x))
-        return x[of_row.argsort(stable=True)]
-
-    for width in (1001, HIDDEN):
-        counts = torch.randint(0, 2 * TOKENS // ranks, (ranks, experts), device="cuda")
-        x = random_tensor(int(counts.sum()), width)
-        if not torch.equal(npu.npu_moe_re_routing(x, counts)[0], small(x, counts)):
-            raise SystemExit("wrong result: npu_moe_re_routing")
-    runs: dict[str, Run] = {
-        "small ops": lambda: small(x, counts),
-        "ours": lambda: npu.npu_moe_re_routing(x, counts),
-    }
-    limit, shape = machine.limit_ms(bytes=2 * x.numel() * 2), f"{len(x)}×{HIDDEN}, {ranks} ranks, {experts} experts"
-    yield op_row("re_routing forward", shape, forward_ms(runs), limit, 0.0, host_us(runs["ours"]))
-
-
 def unequal(rows: int, experts: int) -> list[int]:
     """Distribute ``rows``: the n-th expert gets about 1 / n of the first one's rows, the last one none."""
     shares = [1 / (n + 1) for n in range(experts - 1)]
@@ -444,7 +396,7 @@ def added_ms(x: Tensor, dy: Tensor, counts: Tensor, sizes: list[int]) -> dict[st
     return forward_ms(runs, budget_ms=100)
 
 
-OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, re_routing, swiglu, rotary, grouped_matmul)}
+OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, swiglu, rotary, grouped_matmul)}
 
 
 def main() -> None:
