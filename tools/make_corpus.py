@@ -102,7 +102,7 @@ PRICES = {  # coins for one
 GARDEN = words("apple pear onion carrot potato lemon egg turnip plum leek tomato pumpkin radish cherry")
 PLURALS = {"loaf": "loaves", "potato": "potatoes", "tomato": "tomatoes", "brush": "brushes", "radish": "radishes"}
 PLURALS |= {"cherry": "cherries", "pinch": "pinches"}
-MEASURES = {  # what one measures it with
+MEASURES = {  # unit
     **dict.fromkeys(words("flour milk water rice barley cream oats"), "cup"),
     **dict.fromkeys(words("sugar butter honey oil vinegar mustard jam"), "spoon"),
     **dict.fromkeys(words("salt pepper cinnamon thyme ginger"), "pinch"),
@@ -149,7 +149,7 @@ SKIES = {  # what to carry, lowest and highest degrees
 
 
 def number(n: int) -> str:
-    """``n`` (0 to 999) in words."""
+    """Return ``n`` (0 to 999) in words."""
     if n < 20:
         return SMALL[n]
     if n < 100:
@@ -158,7 +158,7 @@ def number(n: int) -> str:
 
 
 def many(n: int, noun: str) -> str:
-    """``3 apples``, ``1 loaf``."""
+    """Return a count with its noun: ``3 apples``, ``1 loaf``."""
     return f"{n} {noun if n == 1 else plural(noun)}"
 
 
@@ -171,7 +171,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def way(here: str, there: str) -> str:
-    """From ``here`` to ``there`` on the map, such as ``two streets east and one street south``."""
+    """Return directions on the map, such as ``two streets east and one street south``."""
     (x0, y0), (x1, y1) = MAP[here], MAP[there]
     legs = [(x1 - x0, "east", "west"), (y1 - y0, "north", "south")]
     streets = [
@@ -192,7 +192,7 @@ class Dice:
         self._random = random.Random(seed).random
 
     def between(self, low: int, high: int) -> int:
-        """An integer from ``low`` to ``high``, both included."""
+        """Return an integer from ``low`` to ``high``, both included."""
         return low + int(self._random() * (high - low + 1))
 
     def maybe(self, chance: float) -> bool:
@@ -207,7 +207,7 @@ class Dice:
         return [left.pop(self.between(0, len(left) - 1)) for _ in range(n)]
 
     def tell(self, template: str, **values: Any) -> str:
-        """``template`` with each ``[this|that]`` decided, each ``{value}`` filled in and ``a(n)`` made right."""
+        """Fill ``template``: choose from each ``[this|that]``, insert each ``{value}`` and resolve ``a(n)``."""
         while "[" in template:
             template = re.sub(r"\[([^\[\]]*)\]", lambda choice: self.pick(choice[1].split("|")), template)
         text = template.format(**values)
@@ -229,7 +229,7 @@ class Person:
 
 
 def people(dice: Dice, n: int) -> list[Person]:
-    """``n`` people with different names and trades, and different animals, each of a kind and a colour."""
+    """Return ``n`` people with different names, trades and animals."""
     cast = []
     drawn = (dice.some(items, n) for items in (SHE + HE, TRADES, PET_NAMES, list(ANIMALS)))
     for name, trade, pet, kind in zip(*drawn, strict=True):
@@ -239,7 +239,7 @@ def people(dice: Dice, n: int) -> list[Person]:
 
 
 def things(dice: Dice, n: int) -> list[str]:
-    """``n`` different things, each with a colour or a material."""
+    """Return ``n`` different things, each with a colour or a material."""
     return [f"{dice.pick(COLOURS + MATERIALS)} {thing}" for thing in dice.some(THINGS, n)]
 
 
@@ -258,7 +258,7 @@ def opening(dice: Dice, who: Person) -> str:
 
 
 def trading_story(dice: Dice) -> str:
-    """A chain of exchanges; the end tells the whole chain again."""
+    """Tell a chain of exchanges, and summarize it at the end."""
     n = dice.between(2, 8)
     who, *others = people(dice, n + 1)
     chain = things(dice, n + 1)
@@ -291,7 +291,7 @@ def trading_story(dice: Dice) -> str:
 
 
 def lost_pet_story(dice: Dice) -> str:
-    """A search from place to place; the animal is where its kind lives."""
+    """Tell a search from place to place. The animal is at its natural dwelling."""
     who, *asked = people(dice, dice.between(2, 6))
     _, dwelling, food, legs, voice = ANIMALS[who.kind]
     gone = (
@@ -319,7 +319,7 @@ def lost_pet_story(dice: Dice) -> str:
 
 
 def contest_story(dice: Dice) -> str:
-    """A race with everyone's time; the ranking follows from the times."""
+    """Tell a race with times, and the ranking that follows from them."""
     cast = people(dice, dice.between(3, 7))
     minutes = dice.some(range(11, 60), len(cast))
     start, end = dice.some(list(MAP), 2)
@@ -342,7 +342,7 @@ def contest_story(dice: Dice) -> str:
 
 
 def ship_log(dice: Dice) -> str:
-    """A store that shrinks day by day."""
+    """Tell how a stock shrinks from day to day."""
     captain = people(dice, 1)[0]
     store = dice.pick(["barrels of water", "sacks of flour", "baskets of apples", "jars of honey"])
     left = dice.between(60, 99)
@@ -390,7 +390,7 @@ def letter(dice: Dice) -> str:
 
 
 def dialogue(dice: Dice) -> str:
-    """Questions and answers; at the end the one who asked repeats them all."""
+    """Write questions and answers, and repeat all answers at the end."""
     asker, teller = people(dice, 2)
     colour, age, month, place = dice.pick(COLOURS), dice.between(18, 90), dice.pick(MONTHS), dice.pick(list(MAP))
     thing = things(dice, 1)[0]
@@ -417,7 +417,7 @@ def dialogue(dice: Dice) -> str:
 
 
 def shopping_list(dice: Dice) -> str:
-    """Counts, what they cost, and the total."""
+    """Write a bill: counts, prices and the total."""
     goods = dice.some(list(PRICES), dice.between(2, 9))
     counts = [dice.between(1, 12) for _ in goods]
     costs = [n * PRICES[good] for n, good in zip(counts, goods, strict=True)]
@@ -470,7 +470,7 @@ def counting(dice: Dice) -> str:
 
 
 def weather_report(dice: Dice) -> str:
-    """Each day's degrees lie in the range of its sky; the summary names the warmest and the coldest day."""
+    """Write a weather report. Degrees fit the sky, and a summary names the warmest and coldest day."""
     days = DAYS[dice.between(0, 3) :]
     lines, degrees = [f"The weather in {dice.pick(TOWNS)}, week {dice.between(1, 52)}."], []
     for day in days:
@@ -484,7 +484,7 @@ def weather_report(dice: Dice) -> str:
 
 
 def recipe(dice: Dice) -> str:
-    """Every ingredient of the list is used once, and none other."""
+    """Write a recipe that uses each listed ingredient exactly once."""
     stuff = dice.some(list(MEASURES), dice.between(2, 6))
     goods = dice.some(GARDEN, dice.between(1, 3))
     dish = f"{goods[0]} {dice.pick(DISHES)}"
@@ -508,7 +508,7 @@ def recipe(dice: Dice) -> str:
 
 
 def directions(dice: Dice) -> str:
-    """A walk on the map, stop by stop, and the direct way."""
+    """Describe a walk on the map, stop by stop, and the direct route."""
     stops = dice.some(list(MAP), dice.between(2, 5))
     title = "[{name} asks the way|How to go|The way|A walk for {name}] from the {start} to the {end}."
     walk = [dice.tell(title, name=dice.pick(SHE + HE), start=stops[0], end=stops[-1])]
@@ -559,7 +559,7 @@ def riddle(dice: Dice) -> str:
 
 
 def rhyme(dice: Dice) -> str:
-    """Verses of four lines that rhyme in pairs, and a refrain that comes back unchanged."""
+    """Write verses of four lines that rhyme in pairs, with a constant refrain."""
     who = people(dice, 1)[0]
     lines = [
         "{who.name} went walking and thought of the {end}",
@@ -587,7 +587,7 @@ def rhyme(dice: Dice) -> str:
 
 
 def timetable(dice: Dice) -> str:
-    """Ferries at even intervals, an even time from town to town."""
+    """Write a timetable with constant intervals and travel times."""
     towns = dice.some(TOWNS, dice.between(2, 4))
     start, every, hop = 5 * dice.between(72, 100), 5 * dice.between(5, 18), 5 * dice.between(2, 8)
     lines = [f"Ferry {' - '.join(towns)}, every {every} minutes"]
@@ -604,7 +604,7 @@ def sorted_list(dice: Dice) -> str:
     return f"{', '.join(words)}. {'Backwards' if backwards else 'In order'}: {in_order}."
 
 
-KINDS: dict[Callable[[Dice], str], int] = {  # how often: most documents are short, most of the text is in long ones
+WEIGHTS: dict[Callable[[Dice], str], int] = {  # most documents are short, most text is in long ones
     trading_story: 10,
     lost_pet_story: 9,
     contest_story: 7,
@@ -627,9 +627,9 @@ KINDS: dict[Callable[[Dice], str], int] = {  # how often: most documents are sho
 
 
 def documents(seed: int, size: int, seen: set[str]) -> Iterator[str]:
-    """Documents until their JSON lines fill ``size`` bytes, none of which is in ``seen``; they are added to it."""
+    """Return documents with ``size`` bytes of JSON lines. None is in ``seen``, to which they are added."""
     dice = Dice(seed)
-    kinds = [kind for kind, weight in KINDS.items() for _ in range(weight)]
+    kinds = [kind for kind, weight in WEIGHTS.items() for _ in range(weight)]
     while size > 0:
         text = dice.pick(kinds)(dice)
         if text not in seen:
@@ -646,7 +646,7 @@ def json_line(text: str) -> str:
 
 
 def train_tokenizer(texts: Sequence[str]) -> str:
-    """tokenizer.json of a byte-level BPE: any text round-trips, and digits stay single so that sums can be learned."""
+    """Return tokenizer.json of a byte-level BPE. Any text round-trips, and each digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -663,7 +663,7 @@ def train_tokenizer(texts: Sequence[str]) -> str:
 
 
 def tokenizer_config() -> str:
-    """What TorchTitan's HuggingFaceTokenizer and transformers read beside tokenizer.json."""
+    """Return the configuration that TorchTitan's HuggingFaceTokenizer and transformers need."""
     config = {
         "add_bos_token": True,
         "add_eos_token": False,
@@ -679,7 +679,7 @@ def tokenizer_config() -> str:
 
 
 def make_files() -> dict[str, bytes]:
-    """Content by path under the assets folder."""
+    """Return the content of each file below the assets folder."""
     seen: set[str] = set()
     texts = {name: list(documents(seed, size, seen)) for name, seed, size in CORPORA}
     files = {f"corpus/{name}": "".join(map(json_line, some)) for name, some in texts.items()}
