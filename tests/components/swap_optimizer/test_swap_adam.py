@@ -12,7 +12,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "bench"))
 
 import swap_check
-import swap_sharded
 
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
@@ -40,7 +39,7 @@ def test_save_and_load_with_and_without_swap() -> None:
 
 
 def test_sharded_through_dcp() -> None:
-    swap_sharded.check_sharded(CPU)
+    swap_check.check_sharded(CPU)
 
 
 def test_a_step_that_raises_leaves_whole_states() -> None:
