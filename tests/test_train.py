@@ -67,12 +67,12 @@ def test_the_other_ranks_of_a_node_say_nothing_of_the_job_s_mistake_until_the_fi
 ) -> None:
     """torchrun ends them while they wait; tests/cli/test_launch.py has that with real ranks."""
     said_by_then = []
-    monkeypatch.setattr(entry, "FIRST_ON_NODE", False)
+    monkeypatch.setattr(entry, "IS_LOCAL_RANK_0", False)
     monkeypatch.setattr(entry.time, "sleep", lambda seconds: said_by_then.append((seconds, capsys.readouterr().err)))
     monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(CONFIG), mistake])
     with pytest.raises(SystemExit):
         entry.main()
-    assert said_by_then == [(entry.PATIENCE, "")]
+    assert said_by_then == [(entry.ERROR_DELAY_S, "")]
 
 
 def train(arguments: list[str], log: Path) -> None:

@@ -1,4 +1,4 @@
-"""The error a user can mend: raised before the first step, printed as one line, without a traceback."""
+"""The error that a user can correct: raised before the first step, printed as one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class UsageError(ValueError):
-    """The job as asked for cannot run; the message names the key, module or argument to change, and its limit."""
+    """A job cannot run as configured. The message names the key, module or argument to change, and its limit."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` when one of ``known`` is close to ``name``, else an empty string."""
+    """Return ``"; did you mean 'x'?"`` if one of ``known`` is close to ``name``, else an empty string."""
     by_lower_case = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     close = close or [k for k in by_lower_case if name.lower() in k][:1]

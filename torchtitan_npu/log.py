@@ -1,4 +1,4 @@
-"""Lines in the log that every rank would write alike."""
+"""Log messages that all ranks have in common."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ logger = logging.getLogger()  # TorchTitan's
 
 
 def log_on_first_rank(message: str, level: int = logging.INFO) -> None:
+    """Log ``message`` on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.log(level, message)

@@ -1,9 +1,8 @@
-"""Which backend this process runs in (Ascend NPU, NVIDIA GPU or CPU), and what TorchTitan 0.2.2 needs to start there.
+"""The backend of this process (Ascend NPU, NVIDIA GPU or CPU), and the set-up that TorchTitan 0.2.2 needs on it.
 
-This is the only file that asks which device there is, and the only one that changes process-wide state:
-:func:`prepare`, one explicit call that the entry, the tools and the tests make before they import TorchTitan. On
-NPU and GPU it changes next to nothing. TorchTitan 0.2.2 does not run on a CPU as it is; each thing done for that
-backend says which upstream line makes it necessary.
+This is the only module that asks which device there is, and the only one with process-wide set-up: :func:`prepare`, one
+explicit call that the entry, the tools and the tests make before they import TorchTitan. On NPU and GPU it does next
+to nothing. TorchTitan 0.2.2 does not run on a CPU; each step for that backend names the upstream line that needs it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ import platform as python_platform
 import resource
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -29,8 +30,9 @@ Backend = Literal["npu", "cuda", "cpu"]
 
 @functools.cache
 def backend() -> Backend:
-    """The backend of this process: where the model's tensors live."""
-    if torch._C._get_privateuse1_backend_name() == "npu" and torch.get_device_module("npu").is_available():
+    """Return the backend of this process, on whose device the model's tensors are."""
+    npu = getattr(torch, "npu", None)  # torch_npu registers it, and torch loads torch_npu if it is installed
+    if npu is not None and npu.is_available():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,13 +41,13 @@ _job_backends: list[Backend] = []
 
 
 def job_backend() -> Backend:
-    """The backend that the job is for, whose defaults and limits it has: this one's, unless another's is rehearsed."""
+    """Return the backend whose defaults and limits a job has: this process's, unless :func:`job_for` sets another."""
     return _job_backends[-1] if _job_backends else backend()
 
 
 @contextmanager
 def job_for(job: Backend) -> Iterator[None]:
-    """In this context jobs are checked for the backend ``job``, though they run in this one."""
+    """Check jobs for the backend ``job`` in this context, although they run in this process."""
     _job_backends.append(job)
     try:
         yield
@@ -55,42 +57,42 @@ def job_for(job: Backend) -> Iterator[None]:
 
 @functools.cache
 def prepare() -> None:
-    """Make TorchTitan importable and runnable in this backend; call it once, before anything imports TorchTitan."""
+    """Make TorchTitan importable and runnable on this backend. Call it once, before anything imports TorchTitan."""
     if backend() != "cuda" or importlib.util.find_spec("triton") is None:
         _replace_triton_kernels()
     if backend() == "cpu":
-        _answer_device_detection()
-        _let_histc_count_integers()
+        _detect_cpu()
+        _add_integer_histc()
         _shard_cpu_attention()
         for warning in (
             "In CPU autocast, but the target dtype",  # float32 needs no autocast
-            "DTensor .* may not have complete support on cpu",  # see distributed/start.py
-            "Set timeout is now only supported for",  # gloo keeps its first time-out
+            "DTensor .* may not have complete support on cpu",  # see upstream/initial_weights.py
+            "Set timeout is now only supported for",  # gloo keeps its first timeout
         ):
             warnings.filterwarnings("ignore", message=warning)
 
 
 def _replace_triton_kernels() -> None:
-    """models/moe/kernels.py:8 imports Triton; on an NPU that name is triton-ascend's, on a CPU nothing runs it."""
+    """Register a module in place of TorchTitan's Triton kernel: see :mod:`torchtitan_npu.upstream.permute_indices`."""
     from torchtitan_npu.upstream import permute_indices
 
     sys.modules.setdefault("torchtitan.models.moe.kernels", permute_indices)
 
 
 class CpuDevice(ModuleType):
-    """``torch.cpu`` with what TorchTitan asks of a device module: a name, a capacity and memory statistics.
+    """``torch.cpu`` with what TorchTitan expects of a device module: a name, a capacity and memory statistics.
 
-    Memory is the process's resident set: its peak since the start, since the system does not let a peak be reset.
+    Memory is the resident set of the process. Its peak is since the start, because the system cannot reset it.
     """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
     def set_device(self, device: torch.device) -> None:
-        """Nothing to choose: ``cpu:1`` is the same processor as ``cpu:0``."""
+        """Do nothing: ``cpu:1`` is the same processor as ``cpu:0``."""
 
     def current_device(self) -> int:
-        return 0  # distributed/utils.py:386 hands it to barrier(device_ids=...), which wants a number
+        return 0  # distributed/utils.py:386 passes it to barrier(device_ids=...), which wants a number
 
     def get_device_name(self, device: torch.device | None = None) -> str:
         return python_platform.processor() or python_platform.machine()
@@ -103,37 +105,50 @@ class CpuDevice(ModuleType):
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
     def reset_peak_memory_stats(self) -> None:
-        """The resident set's peak cannot be reset."""
+        """Do nothing: the peak of the resident set cannot be reset."""
 
     def empty_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: there is no cache."""
 
 
-def _answer_device_detection() -> None:
-    """tools/utils.py:37 takes "no accelerator" for CUDA, when it is imported and again from dual_pipe_v.py:187.
+def _detect_cpu() -> None:
+    """Let TorchTitan detect the CPU: tools/utils.py:37 takes "no accelerator" for CUDA.
 
-    Importing that module imports half of TorchTitan, which copies the answer; so the answer has to be there first:
-    torch's two functions are exchanged for the length of this one import, then only the module's own names keep the
-    new ones.
+    Half of TorchTitan copies the result at import, so it has to be right as soon as that module is executed.
     """
-    import torch._utils as torch_utils
-
-    if "torchtitan.tools.utils" in sys.modules:
+    if _CpuUtilsFinder.MODULE in sys.modules:
         raise UsageError("torchtitan_npu.platform.prepare() must be called before torchtitan is imported")
-    cpu = CpuDevice("torch.cpu")
-    answers = {"_get_available_device_type": lambda: "cpu", "_get_device_module": lambda device_type: cpu}
-    upstream = {name: getattr(torch_utils, name) for name in answers}
-    vars(torch_utils).update(answers)
-    try:
-        import torchtitan.tools.utils  # noqa: F401
-    finally:
-        vars(torch_utils).update(upstream)
+    sys.meta_path.insert(0, _CpuUtilsFinder())
 
 
-def _let_histc_count_integers() -> None:
-    """moe.py:348 and :399 count tokens with ``torch.histc`` on integers, for which the CPU has no kernel.
+class _CpuUtilsFinder(MetaPathFinder):
+    """Find ``torchtitan.tools.utils`` as usual, with a loader that sets its device to the CPU."""
 
-    Integer input, an error until now, gets one; floating input keeps torch's.
+    MODULE = "torchtitan.tools.utils"
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _CpuUtilsLoader(fullname, spec.origin)
+        return spec
+
+
+class _CpuUtilsLoader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        device = "cpu", CpuDevice("torch.cpu")
+        vars(module).update(device_type=device[0], device_module=device[1])
+        module.get_device_info = lambda: device  # type: ignore[attr-defined] # dual_pipe_v.py:187 calls it
+
+
+def _add_integer_histc() -> None:
+    """Add a CPU kernel of ``torch.histc`` for integers: moe.py:348 and :399 count tokens with it.
+
+    Integer input is an error without it. Floating input still goes to torch's kernel.
     """
     floating = torch.library.get_kernel("aten::histc", "CPU")
 
@@ -142,7 +157,7 @@ def _let_histc_count_integers() -> None:
             return floating.call_boxed(keys, x, bins, min, max)
         if bins <= 0 or max <= min:
             raise RuntimeError(f"histc of integers needs bins > 0 and max > min, not {bins}, {max} and {min}")
-        # equal bins over [min, max], the last one closed, as torch counts; what lies outside is left out
+        # equal bins over [min, max], the last one closed, as in torch; values outside are ignored
         values = x.flatten().long()
         values = values[(values >= min) & (values <= max)]
         bin_of = ((values - min) * bins).div(max - min, rounding_mode="floor").long().clamp_max(bins - 1)
@@ -159,7 +174,7 @@ _library = torch.library.Library("aten", "IMPL")  # kernels live as long as this
 
 
 def _shard_cpu_attention() -> None:
-    """DTensor has no rule for the CPU's attention kernel, which qwen3 meets under tensor parallel."""
+    """Register DTensor strategies for the CPU's attention kernel, which qwen3 calls under tensor parallel."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 

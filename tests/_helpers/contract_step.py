@@ -116,9 +116,10 @@ def train_step(config: JobConfig, args: Any) -> Step:
     A stage then takes its activations and its gradient from nowhere: the schedule, and what it sends and receives, stay
     out, since ranks agree on shapes by sending each other objects, and fake tensors carry none.
     """
-    use_matmul_sharding(config.npu.matmul_sharding)
     spec = get_train_spec(config.model.name)
     dims = _dims(config)
+    if dims.tp_enabled:
+        use_matmul_sharding(dims.get_mesh("tp"), config.npu.matmul_sharding)
     model = _build(config, args)
     targets = {name: len(CONVERTERS[name](config, dims).targets(model)) for name in config.model.converters}
     build_model_converters(config, dims).convert(model)

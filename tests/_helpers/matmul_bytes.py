@@ -19,8 +19,8 @@ from tests._helpers.matmul_brute_force import Valid, every_valid
 from tests._helpers.matmul_calls import Call, aten, backward, choice, specs
 from tests._helpers.matmul_costs import cheapest_valid, sums_owed
 from tests._helpers.shards import Placements, every_placement
-from torchtitan_npu.distributed.collectives import Collectives
-from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding
+from tools.bench.collectives import Collectives
+from tools.bench.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.planner import fake_device, fake_ranks
 
 TOKENS = (16, 4096)
@@ -54,8 +54,7 @@ def ours_and_cheapest(
     everywhere = itertools.product(*(every_placement(x.ndim, len(mesh_shape)) for x in call.inputs))
     some = [placements for placements in everywhere if wanted(*placements)]
     totals = []
-    with fake_ranks(2 ** len(mesh_shape)), our_matmul_sharding():
-        mesh = init_device_mesh(device, mesh_shape)
+    with fake_ranks(2 ** len(mesh_shape)), our_matmul_sharding(mesh := init_device_mesh(device, mesh_shape)):
         for placements in random.Random(0).sample(some, min(samples, len(some))):
             inputs = specs(call, mesh, placements)
             _, cheapest = cheapest_valid(valid, inputs)

@@ -13,17 +13,17 @@ SLICE_MIB = 1
 
 def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]) -> Any:
     """The config of a job on the model's spec with states in host memory, registered here as ``<name>_swapping``."""
-    from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
+    from torchtitan.components.optimizer import build_optimizers
     from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 
     import torchtitan_npu
-    from torchtitan_npu.components.expert_balance import counting_once
+    from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
+    from torchtitan_npu.components.expert_balance import build_balancing_optimizers
     from torchtitan_npu.components.swap_optimizer.container import swapping
-    from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
 
     def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
-        upstream = build_optimizers if model == "llama3" else build_optimizers_with_moe_load_balancing
-        return counting_once(swapping(upstream, config))(model_parts, config, *args)
+        builder = build_optimizers if model == "llama3" else build_balancing_optimizers
+        return swapping(builder, config)(model_parts, config, *args)
 
     torchtitan_npu.register()
     name = f"{TINY[model][0]}_swapping"

@@ -60,7 +60,7 @@ class Record:
 @contextmanager
 def recording(config: Any) -> Iterator[tuple[Any, Record]]:
     """The job's Trainer, at its last checkpoint if it has one, and the record of what is then done with it."""
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
     from torchtitan_npu.config.preflight import check_job
 
     mesh_groups.start_job()
@@ -68,7 +68,7 @@ def recording(config: Any) -> Iterator[tuple[Any, Record]]:
     with tempfile.TemporaryDirectory() as folder:
         if not config.checkpoint.enable:  # which are all that ranks, and jobs, share a folder for
             config.job.dump_folder = folder
-        trainer = entry.Trainer(config)
+        trainer = trainer_module.Trainer(config)
         record = Record()
 
         def log(metrics: dict[str, float], step: int) -> None:

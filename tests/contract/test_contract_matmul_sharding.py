@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,34 +17,30 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests._helpers.contract_step import rehearse
+from tests._helpers.contract_step import RANKS, job, model_args, train_step
 from tests._helpers.matmul_brute_force import is_valid
 from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
 from tests._helpers.matmul_calls import Call, R, backward, choice, forward
 from tests._helpers.shards import every_placement
-from tools.bench.matmul_sharding import SIZES, aten, both, bytes_moved, step, step_row
+from tools.bench.matmul_sharding import SIZES, aten, bytes_moved, step, step_row
+from tools.bench.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.distributed.matmul_sharding import OPS, matmul_strategy, use_matmul_sharding
-from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding
+from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.planner import fake_device, fake_ranks
+from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
 
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation/matmul-sharding.md").read_text()
 
 
-@pytest.fixture(autouse=True)
-def torch_npus_strategies() -> None:
-    """A job rehearsed before may have left ours."""
-    use_matmul_sharding(False)
-
-
-def test_jobs_have_ours_unless_they_ask_for_torch_npus() -> None:
+@pytest.mark.parametrize("ours", [True, False])
+def test_jobs_use_our_strategies_unless_the_option_is_false(ours: bool) -> None:
     assert JobConfig().npu.matmul_sharding
-    strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    theirs = strategies[OPS[0]]
-    rehearse("llama3", tp=2)
-    assert strategies[OPS[0]] is matmul_strategy
-    use_matmul_sharding(False)
-    assert strategies[OPS[0]] is theirs
+    config = job("llama3", (), {"tp": 2})
+    config.npu.matmul_sharding = ours
+    clear_sharding_cache()
+    with patch.object(matmul_sharding, "cheapest", wraps=matmul_sharding.cheapest) as choices, fake_ranks(RANKS):
+        train_step(config, model_args("llama3", config))
+    assert choices.called == ours
 
 
 CALLS = {
@@ -66,7 +63,7 @@ def test_torch_npus_choices_are_valid_too(call: Call) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("op", [aten.matmul, aten.matmul_backward])
 def test_torch_npus_strategies_never_send_less(op: torch._ops.OpOverloadPacket, sizes: str) -> None:
-    theirs, ours = both(lambda: bytes_moved(op, sizes))
+    theirs, ours = (bytes_moved(op, sizes, ours) for ours in (False, True))
     assert all(our <= their for our, their in zip(ours, theirs, strict=True))
     # a factor that is a sum, and uneven cuts, are what they do not know
     assert ours.count(0) > theirs.count(0)
@@ -84,22 +81,20 @@ def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
 @pytest.mark.parametrize("frozen", ["input", "weight", None])
 def test_frozen_operands(frozen: str | None) -> None:
     """torch_npu's shape function gives a gradient for a frozen operand too."""
-    with fake_ranks(2), our_matmul_sharding():
-        mesh = init_device_mesh("npu", (2,))
-        with fake_device():
-            operands = {
-                name: DTensor.from_local(torch.ones(4, 4, device="npu"), mesh, (R,), run_check=False).requires_grad_(
-                    name != frozen
-                )
-                for name in ("input", "weight")
-            }
-            nn.functional.linear(**operands).sum().backward()
-            assert [name for name, x in operands.items() if x.grad is None] == ([frozen] if frozen else [])
+    with fake_ranks(2), our_matmul_sharding(mesh := init_device_mesh("npu", (2,))), fake_device():
+        operands = {
+            name: DTensor.from_local(torch.ones(4, 4, device="npu"), mesh, (R,), run_check=False).requires_grad_(
+                name != frozen
+            )
+            for name in ("input", "weight")
+        }
+        nn.functional.linear(**operands).sum().backward()
+        assert [name for name, x in operands.items() if x.grad is None] == ([frozen] if frozen else [])
 
 
 @pytest.mark.parametrize(("model", "norms"), [("llama3", 13), ("qwen3", 33)])
 def test_every_collective_of_a_step(model: str, norms: int) -> None:
-    (_, theirs), (parallel, calls) = both(lambda: step(model))
+    (_, theirs), (parallel, calls) = (step(model, ours) for ours in (False, True))
     # the tokens' sequence is gathered before attention, feed-forward and output, and scattered after embedding,
     # attention and feed-forward, as sums; backward does the reverse
     sections = 2 * len(parallel.layers) + 1
@@ -119,7 +114,7 @@ def test_every_collective_of_a_step(model: str, norms: int) -> None:
 @pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v32"])
 def test_deepseeks_latents_send_less_than_with_torch_npus_strategies(model: str) -> None:
     """It scatters those sums over the batch, and has to exchange the input's gradient for one cut by the sequence."""
-    (parallel, theirs), (_, ours) = both(lambda: step(model))
+    (parallel, theirs), (_, ours) = (step(model, ours) for ours in (False, True))
     assert Counter(x.kind for x in theirs)["shard_dim_alltoall"] == len(parallel.layers)
     assert Counter(x.kind for x in ours)["shard_dim_alltoall"] == 0
     assert len(ours) == len(theirs) - len(parallel.layers)

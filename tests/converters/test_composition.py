@@ -110,9 +110,9 @@ NUDGES = (1, 2, 3)
 
 def train_nudged(model: str, options: dict[str, Any], seed: int) -> Record:
     """From weights that, unless ``seed`` is 0, are a unit in the last place larger, smaller or neither."""
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
 
-    class Trainer(entry.Trainer):
+    class Trainer(trainer_module.Trainer):
         def __init__(self, config: JobConfig) -> None:
             super().__init__(config)
             generator = torch.Generator().manual_seed(seed)
@@ -120,7 +120,7 @@ def train_nudged(model: str, options: dict[str, Any], seed: int) -> Record:
                 units = torch.randint(-1, 2, parameter.shape, generator=generator)
                 parameter.data.mul_(1 + units * torch.finfo(torch.float32).eps)
 
-    with patch.object(entry, "Trainer", Trainer):
+    with patch.object(trainer_module, "Trainer", Trainer):
         return train(model, {}, options)
 
 

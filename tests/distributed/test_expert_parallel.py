@@ -252,7 +252,7 @@ def test_a_plan_without_these_styles_is_an_error() -> None:
 
     converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
     with pytest.raises(
-        UsageError, match=r"npu_permute cannot sort for expert parallel: .*\.plan uses none of .*styles"
+        UsageError, match=r"npu_permute does not support expert parallel of .*\.plan, which uses none of .*styles"
     ):
         with_fused_dispatch(plan, converted)
     assert with_fused_dispatch(plan, convert(Model(build_moe()[0]), "npu_gmm")) is plan

@@ -1,4 +1,4 @@
-"""Parallel means equal: on every layout a model starts where one rank starts, and gives its loss and gradients."""
+"""Parallel means equal: every layout starts from the weights of one rank, and gives its loss and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests._helpers.training import TOLERANCE, Record, assert_same_balance, asse
 
 
 def layout(text: str) -> dict[str, int]:
-    """``"tp2 pp2"`` as degrees; data parallel takes the ranks that are left."""
+    """Parse ``"tp2 pp2"`` into degrees. Data parallel takes the remaining ranks."""
     degrees = {}
     for word in text.split():
         name = word.rstrip("0123456789")
@@ -23,7 +23,24 @@ def layout(text: str) -> dict[str, int]:
     return degrees
 
 
-LAYOUTS = {
+FUSED_LAYOUTS = {
+    2: {
+        "llama3": ["shard2", "replicate2 shard1", "pp2"],
+        "qwen3": ["shard2", "tp2", "cp2"],
+        "deepseek_v3": ["shard2", "cp2", "pp2", "ep2", "tp2 ep2"],
+    },
+    4: {
+        "llama3": ["replicate2 shard1 pp2", "tp2 pp2"],
+        "qwen3": ["replicate2 shard2", "tp2 cp2"],
+        "qwen3_moe": ["shard2 tp2 ep2"],
+        "deepseek_v3": ["shard2 tp2 ep2 etp2", "shard2 cp2", "tp2 pp2 ep2"],
+    },
+}
+EAGER_LAYOUTS = {
+    2: {"llama3": ["cp2"], "llama4": ["tp2 ep2"], "deepseek_v3": ["tp2"]},
+    4: {"llama3": ["shard2 tp2"]},
+}
+SLOW_LAYOUTS = {
     2: {
         "llama3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"],
         "qwen3": ["shard2", "replicate2 shard1", "tp2", "cp2"],
@@ -59,25 +76,38 @@ LAYOUTS = {
         ],
     },
 }
+"""Eager and fused, except those that run by default."""
 OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
-    (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
     (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     (2, "cp2", "llama3", {"parallelism.context_parallel_load_balancer": None}),
-    (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective"}),
-    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),
     (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective", "model.converters": FUSED["qwen3"]}),
     (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full", "model.converters": FUSED["deepseek_v3"]}),
     (2, "ep2", "deepseek_v3", {"model.converters": ["npu_permute"]}),
+]
+SLOW_OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
+    (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
+    (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective"}),
+    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),
     (2, "ep2", "deepseek_v3", {"model.converters": ["npu_gmm"]}),
 ]
-CASES = OPTIONS + [
-    (ranks, text, model, options)
-    for ranks, models in LAYOUTS.items()
-    for model, texts in models.items()
-    for text in texts
-    for options in ({}, {"model.converters": FUSED[model]})
+
+
+def cases(layouts: dict[int, dict[str, list[str]]], *, fused: bool) -> list[tuple[int, str, str, dict[str, Any]]]:
+    return [
+        (ranks, text, model, {"model.converters": FUSED[model]} if fused else {})
+        for ranks, models in layouts.items()
+        for model, texts in models.items()
+        for text in texts
+    ]
+
+
+DEFAULT = [*OPTIONS, *cases(FUSED_LAYOUTS, fused=True), *cases(EAGER_LAYOUTS, fused=False)]
+SLOW = [*SLOW_OPTIONS, *cases(SLOW_LAYOUTS, fused=True), *cases(SLOW_LAYOUTS, fused=False)]
+CASES = [
+    *(pytest.param(*case) for case in DEFAULT),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in DEFAULT),
 ]
-CASES.sort(key=lambda case: case[:3])  # a job is quicker after one like it, see tests/multirank.py
+CASES.sort(key=lambda case: case.values[:3])  # a job is quicker after a similar one, see tests/_helpers/multirank.py
 
 
 def name(value: object) -> str:
@@ -94,12 +124,14 @@ def assert_equal_training(actual: Record, expected: Record) -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert_same_gradients(actual, expected)
     assert_same_balance(actual, expected)
-    # reported is a float32 sum of squares, up to 2048 × 64 of them in a few lanes: its last digits depend on the shards
+    # the norm is a float32 sum of up to 2048 × 64 squares: its last digits depend on the shards
     assert actual.norms == pytest.approx(expected.norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["llama3", "qwen3", "qwen3_moe", "deepseek_v3"])
-def test_one_rank_gives_the_same_again_to_the_bit(model: str) -> None:
+@pytest.mark.parametrize(
+    "model", ["deepseek_v3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama3", "qwen3", "qwen3_moe"))]
+)
+def test_one_rank_is_bit_identical_when_repeated(model: str) -> None:
     (again,) = run_on_ranks(1, train, model, {}, process_group=False)
     assert again.losses == one_rank(model).losses
     assert all(torch.equal(again.gradients[name], grad) for name, grad in one_rank(model).gradients.items())
@@ -113,7 +145,9 @@ def test_any_layout_gives_one_ranks_loss_and_gradients(
     assert_equal_training(together(records), one_rank(model, options.get("model.converters") == FUSED[model]))
 
 
-@pytest.mark.parametrize("text", ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"])
+@pytest.mark.parametrize(
+    "text", ["cp2", "pp2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("shard2", "replicate2 shard1", "tp2"))]
+)
 def test_any_layout_gives_one_ranks_validation_loss(text: str) -> None:
     options = {"validation.enable": True}
     alone = one_rank("llama3", validates=True)

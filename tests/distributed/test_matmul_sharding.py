@@ -15,8 +15,8 @@ from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
 from tests._helpers.matmul_calls import SHAPES, Call, backward, choice, chosen_for, forward
 from tests._helpers.matmul_costs import Placed, cost_later, costs_from, least_costs, placed_everywhere
 from tests._helpers.shards import Placements, every_placement
+from tools.bench.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.distributed import matmul_sharding
-from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding
 from torchtitan_npu.planner import fake_ranks
 
 MASKS = ((True, True), (True, False), (False, True))
@@ -32,14 +32,14 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     def remember(name: str, function: Any) -> None:
         monkeypatch.setattr(matmul_sharding, name, function)
 
-    for name in ("DTensorSpec", "_cost", "_sum_later", "matmul_ways"):
+    for name in ("redistribution_cost", "_cost_of_later_reduction", "matmul_strategies"):
         remember(name, functools.cache(getattr(matmul_sharding, name)))
     # these take lists, and a partial, which is not equal to another of the same arguments
-    ways, of_each = matmul_sharding.matmul_backward_ways, matmul_sharding._of_each
-    known_ways = functools.cache(ways)
-    known_costs = functools.cache(lambda function, args, some: of_each(functools.partial(function, *args), some))
-    remember("matmul_backward_ways", lambda *args: known_ways(*args[:-1], tuple(args[-1])))
-    remember("_of_each", lambda cost, some: known_costs(cost.func, cost.args, tuple(map(tuple, some))))
+    strategies, cost_of_each = matmul_sharding.matmul_backward_strategies, matmul_sharding._cost_of_each
+    known = functools.cache(strategies)
+    known_costs = functools.cache(lambda function, args, some: cost_of_each(functools.partial(function, *args), some))
+    remember("matmul_backward_strategies", lambda *args: known(*args[:-1], tuple(args[-1])))
+    remember("_cost_of_each", lambda cost, some: known_costs(cost.func, cost.args, tuple(map(tuple, some))))
 
 
 def check(call: Call, mesh_shape: tuple[int, ...], inputs: list[Placed], valid: Valid) -> None:
@@ -74,8 +74,11 @@ def check(call: Call, mesh_shape: tuple[int, ...], inputs: list[Placed], valid: 
 )
 @pytest.mark.usefixtures("remembered")
 def test_every_combination(shapes: str, mesh_shape: tuple[int, ...]) -> None:
-    with fake_ranks(math.prod(mesh_shape)), our_matmul_sharding():
-        placed = placed_everywhere(backward(shapes), init_device_mesh("cpu", mesh_shape))
+    with (
+        fake_ranks(math.prod(mesh_shape)),
+        our_matmul_sharding(mesh := init_device_mesh("cpu", mesh_shape)),
+    ):
+        placed = placed_everywhere(backward(shapes), mesh)
         check(forward(shapes), mesh_shape, placed[1:], every_valid(forward(shapes), mesh_shape))
         gradients = every_output(backward(shapes), mesh_shape)
         for mask in MASKS:
@@ -106,7 +109,6 @@ def test_ranks_choose_alike() -> None:
     everywhere = list(itertools.product(*(every_placement(x.ndim, 2) for x in call.inputs)))
     choices = []
     for rank in range(4):
-        with fake_ranks(4, rank), our_matmul_sharding():
-            mesh = init_device_mesh("cpu", (2, 2))
+        with fake_ranks(4, rank), our_matmul_sharding(mesh := init_device_mesh("cpu", (2, 2))):
             choices.append([choice(call, mesh, placements) for placements in everywhere])
     assert choices == [choices[0]] * 4

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests._helpers.matmul_calls import Call, Choice, P, R, choice
 from tests._helpers.shards import Placements, integers
+from tools.bench.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
 from torchtitan_npu.distributed import matmul_sharding
-from torchtitan_npu.distributed.matmul_placements import Way
-from torchtitan_npu.distributed.matmul_sharding import OPS, use_matmul_sharding
-from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul
+from torchtitan_npu.distributed.matmul_placements import Strategy
 from torchtitan_npu.planner import fake_ranks
 
 aten = torch.ops.aten
@@ -29,8 +28,7 @@ def choose(left: tuple[int, ...], right: tuple[int, ...], *placements: Placement
         inputs.insert(0, inputs[0] @ inputs[1])
     op = aten.matmul_backward.default if mask else aten.matmul.default
     mesh_shape = (2,) * len(placements[0])
-    with fake_ranks(2 ** len(mesh_shape)), our_matmul_sharding():
-        mesh = init_device_mesh("cpu", mesh_shape)
+    with fake_ranks(2 ** len(mesh_shape)), our_matmul_sharding(mesh := init_device_mesh("cpu", mesh_shape)):
         return choice(Call(op, tuple(inputs), (), (mask,) if mask else ()), mesh, placements)
 
 
@@ -65,8 +63,10 @@ def test_ties_are_broken_by_changed_placements_then_by_memory_then_by_order() ->
             init_device_mesh("cpu", (2,)), (R,), tensor_meta=TensorMeta(torch.Size((8,)), (1,), torch.float32)
         )
         for results in ([R, Shard(0), P], [R, Shard(0), Shard(1)], [R, P]):
-            ways = [Way(((Shard(0)),), (result,)) for result in results]
-            assert matmul_sharding.cheapest([spec], [ways], [(8, 8)]) == (ways[1 if Shard(0) in results else 0],)
+            strategies = [Strategy(((Shard(0)),), (result,)) for result in results]
+            assert matmul_sharding.cheapest([spec], [strategies], [(8, 8)]) == (
+                strategies[1 if Shard(0) in results else 0],
+            )
 
 
 def test_an_unwanted_gradient_is_not_paid_for() -> None:
@@ -130,8 +130,12 @@ def test_choices_are_cached_and_the_mask_counts(monkeypatch: pytest.MonkeyPatch)
 
     upstream = matmul_sharding.cheapest
     monkeypatch.setattr(matmul_sharding, "cheapest", cheapest)
-    with fake_ranks(2), our_matmul_sharding(), whole_matmul(), torch.no_grad():
-        mesh = init_device_mesh("cpu", (2,))
+    with (
+        fake_ranks(2),
+        our_matmul_sharding(mesh := init_device_mesh("cpu", (2,))),
+        undecomposed_matmul(),
+        torch.no_grad(),
+    ):
         left, right = (DTensor.from_local(torch.ones(4, 4), mesh, (R,), run_check=False) for _ in range(2))
         for _ in range(3):
             aten.matmul(left, right)
@@ -142,33 +146,19 @@ def test_choices_are_cached_and_the_mask_counts(monkeypatch: pytest.MonkeyPatch)
         assert len(chosen) == 1 + 3
 
 
-def tables() -> list[dict[Any, Any]]:
-    """What DTensor has for the two operators."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    every: list[dict[Any, Any]] = [
-        propagator.op_single_dim_strategy_funcs,
-        propagator.op_strategy_funcs,
-        propagator.op_to_schema_info,
-    ]
-    return [{op: table[op] for op in OPS if op in table} for table in every]
+def test_other_meshes_keep_what_dtensor_had() -> None:
+    """torch has no strategy for matmul on the CPU."""
 
+    def choose_on(mesh: DeviceMesh) -> Choice:
+        operands = torch.empty(4, 4, device="meta"), torch.empty(4, 4, device="meta")
+        return choice(Call(aten.matmul.default, operands, ()), mesh, ((R,) * mesh.ndim,) * 2)
 
-def test_a_job_has_what_it_asks_for_and_nothing_of_the_job_before() -> None:
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    single: Any = propagator.op_single_dim_strategy_funcs
-    single[OPS[0]] = asked = lambda *args: pytest.fail("asked")  # DTensor asks this table first
-    try:
-        before = tables()
+    with fake_ranks(4):
+        mesh, other = (init_device_mesh("cpu", shape) for shape in ((4,), (2, 2)))
         for _ in range(2):
-            use_matmul_sharding(True)
-            assert OPS[0] not in single
-            assert propagator.op_strategy_funcs[OPS[0]] is matmul_sharding.matmul_strategy
-            assert propagator.op_strategy_funcs[OPS[1]] is matmul_sharding.matmul_backward_strategy
-        for _ in range(2):
-            use_matmul_sharding(False)
-            assert tables() == before
-        assert choose((4, 8), (8, 6), (R,), (R,)).results == ((R,),)
-        assert single[OPS[0]] is asked
-    finally:
-        use_matmul_sharding(False)
-        del single[OPS[0]]
+            with our_matmul_sharding(mesh):
+                assert choose_on(mesh).results == ((R,),)
+                with pytest.raises(NotImplementedError):
+                    choose_on(other)
+            with pytest.raises(NotImplementedError):
+                choose_on(mesh)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests._helpers.matmul_calls import Call, P, R, backward, choice, forward
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.shards import Placements, assemble, cut, every_placement, integers
-from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul
+from tools.bench.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
 
 Outcome = list[tuple[Tensor, Placements] | None]
 """The outputs of one call on one rank: local tensors and placements."""
@@ -30,7 +30,7 @@ def call_on_ranks(shapes: tuple[str, ...]) -> list[Outcome]:
     """Each operator, with inputs in every combination of placements over a mesh of one dimension."""
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     outcomes: list[Outcome] = []
-    with whole_matmul(), our_matmul_sharding(), CommDebugMode() as communication:
+    with undecomposed_matmul(), our_matmul_sharding(mesh), CommDebugMode() as communication:
         for call, placements in combinations(shapes):
             inputs = [placed(x, mesh, here) for x, here in zip(call.inputs, placements, strict=True)]
             before = communication.get_total_counts()
@@ -79,7 +79,7 @@ def train_on_ranks() -> list[Outcome]:
     mesh = init_device_mesh("cpu", (2, 2))
     call = forward("2d2d")
     outcomes: list[Outcome] = []
-    with whole_matmul(), our_matmul_sharding():
+    with undecomposed_matmul(), our_matmul_sharding(mesh):
         for placements in itertools.product(*(every_placement(x.ndim, 2) for x in call.inputs)):
             left, right = (
                 placed(x, mesh, here).requires_grad_() for x, here in zip(call.inputs, placements, strict=True)
@@ -98,7 +98,7 @@ def backward_of_sums_on_ranks() -> list[Outcome]:
     mesh = init_device_mesh("cpu", (2, 2))
     call = backward("wide")
     outcomes: list[Outcome] = []
-    with whole_matmul(), our_matmul_sharding():
+    with undecomposed_matmul(), our_matmul_sharding(mesh):
         for placements in SUMS:
             inputs = [placed(x, mesh, here) for x, here in zip(call.inputs, placements, strict=True)]
             outcomes.append([(x.to_local(), x.placements) for x in call.op(*inputs, *call.mask)])

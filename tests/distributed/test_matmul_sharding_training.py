@@ -6,15 +6,12 @@ from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed.tensor import DTensor
-
 from tests._helpers import deepseek_v32_training as deepseek_v32
 from tests._helpers import layouts
 from tests._helpers.multirank import run_on_ranks
+from tools.bench.collectives import Collective, Collectives
+from tools.bench.undecomposed_matmul import undecomposed_matmul
 from torchtitan_npu.distributed import matmul_sharding
-from torchtitan_npu.distributed.collectives import Collective, Collectives
-from torchtitan_npu.distributed.matmul_sharding import OPS
-from torchtitan_npu.distributed.matmul_whole import whole_matmul
 
 MIN_CHOICES = 8
 """Forward and backward of several kinds of layers, decided once each."""
@@ -29,15 +26,13 @@ def train(model: str, ours: bool) -> tuple[list[float], list[Collective]]:
             losses = deepseek_v32.train({"tp": 2}, asked, stop=1).losses
         else:
             losses = layouts.train(model, {"tp": 2}, {**ONE_STEP, **asked}).losses
-    strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    assert [op in strategies for op in OPS] == [ours, ours]  # torch has none
     return losses, collectives.calls
 
 
 def train_whole_and_decomposed(model: str) -> Any:
     """Losses and collectives of a step with whole products and our strategies, then with torch's decomposed ones."""
     with (
-        whole_matmul(),
+        undecomposed_matmul(),
         patch.object(matmul_sharding, "cheapest", wraps=matmul_sharding.cheapest) as choices,
     ):
         whole = train(model, True)

@@ -23,12 +23,12 @@ from tests._helpers.moes import DIM, ROUNDINGS, build_moe, call, call_exact, out
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, expert_biases, recording, train_until
 from tests.distributed.test_layouts import assert_equal_training
+from tools.bench.collectives import Collectives
 from tools.bench.moe_traffic import END, HEAD, MODELS, PAGE, START, rows
-from torchtitan_npu.components.expert_balance import add_up_counts
+from torchtitan_npu.components.expert_balance import sum_over_tensor_parallel
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.distributed.collectives import Collectives
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
-from torchtitan_npu.distributed.moe_tensor_parallel import routes_own_tokens, with_own_tokens
+from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
@@ -71,7 +71,7 @@ def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[st
     groups = {str(tp.get_group().group_name): "TP", str(ep.get_group().group_name): "EP"}
     model = Model(layer(shared, before)[0])
     model = convert(model, *converters) if converters else model
-    with_own_tokens(plan, with_fused_dispatch(apply_moe_ep_tp, model))(model, tp, ep)
+    with_sequence_parallel_moe(plan, with_fused_dispatch(apply_moe_ep_tp, model))(model, tp, ep)
     moe = model.layers["0"].moe
 
     dp_rank, tp_rank = divmod(dist.get_rank(), TP)
@@ -82,7 +82,7 @@ def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[st
     with CommDebugMode() as everything, Collectives() as backward:
         output.backward(share(output_gradient(tokens_of(dp_rank)), tp_rank))
     assert everything.get_total_counts() == len(backward.calls)
-    add_up_counts([moe])
+    sum_over_tensor_parallel([moe])
     seen: dict[str, Any] = {
         when: [(x.kind, groups[group], x.sent) for x, group in zip(collectives.calls, collectives.groups, strict=True)]
         for when, collectives in (("forward", forward), ("backward", backward))
@@ -171,13 +171,13 @@ def test_which_jobs_get_it() -> None:
     off = JobConfig()
     off.npu.moe_sequence_parallel = False
     for parallelize in (parallelize_deepseekv3, parallelize_deepseekv32, parallelize_qwen3, parallelize_llama):
-        assert routes_own_tokens(parallelize, dims(), JobConfig())
-        assert routes_own_tokens(parallelize, dims(dp_shard=2, ep=4, world_size=4), JobConfig())
-        assert not routes_own_tokens(parallelize, dims(), off)
-        assert not routes_own_tokens(parallelize, dims(ep=1), JobConfig())
-        assert not routes_own_tokens(parallelize, dims(tp=1, dp_shard=2), JobConfig())
-        assert not routes_own_tokens(parallelize, dims(dp_shard=2, etp=2, world_size=4), JobConfig())
-    assert not routes_own_tokens(parallelize_gptoss, dims(), JobConfig())
+        assert uses_sequence_parallel_moe(parallelize, dims(), JobConfig())
+        assert uses_sequence_parallel_moe(parallelize, dims(dp_shard=2, ep=4, world_size=4), JobConfig())
+        assert not uses_sequence_parallel_moe(parallelize, dims(), off)
+        assert not uses_sequence_parallel_moe(parallelize, dims(ep=1), JobConfig())
+        assert not uses_sequence_parallel_moe(parallelize, dims(tp=1, dp_shard=2), JobConfig())
+        assert not uses_sequence_parallel_moe(parallelize, dims(dp_shard=2, etp=2, world_size=4), JobConfig())
+    assert not uses_sequence_parallel_moe(parallelize_gptoss, dims(), JobConfig())
 
 
 def test_the_page_has_the_table_that_the_code_gives() -> None:

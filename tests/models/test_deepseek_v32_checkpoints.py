@@ -112,7 +112,7 @@ def load_and_export(layout: dict[str, int], source: str, folder: str) -> tuple[i
     """On this rank, as a job does; returns the memory that loading took beside the model, and the model's."""
     from torchtitan.protocols.train_spec import get_train_spec
 
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
 
     flavors: Any = get_train_spec("deepseek_v32").model_args
     flavors["tiny"] = dataclasses.replace(copy.deepcopy(flavors["debugmodel"]), **TINY)
@@ -127,7 +127,7 @@ def load_and_export(layout: dict[str, int], source: str, folder: str) -> tuple[i
         "checkpoint.last_save_in_hf": True,
         "checkpoint.last_save_model_only": True,
     }
-    trainer = entry.Trainer(layouts.job_config("deepseek_v3", layout, options))
+    trainer = trainer_module.Trainer(layouts.job_config("deepseek_v3", layout, options))
     with NewMemory() as memory:
         trainer.checkpointer.load()
     trainer.checkpointer.save(1, last_step=True)

@@ -77,7 +77,7 @@ def test_spans_are_the_places_that_a_rank_has(load_balancer: str | None, ranks: 
         own = context(rank, ranks, load_balancer)
         spans = own.spans(SEQUENCE // ranks)
         places = [place for span in spans for place in range(span.place, span.place + span.length)]
-        assert own.places(SEQUENCE).tolist() == places
+        assert own.token_indices(SEQUENCE).tolist() == places
         assert [span.first for span in spans] == [sum(s.length for s in spans[:n]) for n in range(len(spans))]
         everything += places
     assert sorted(everything) == list(range(SEQUENCE))
@@ -141,11 +141,11 @@ def test_says_what_is_wrong_with_a_name(name: str, message: str) -> None:
 
 
 def test_says_what_cannot_be_split() -> None:
-    with pytest.raises(UsageError, match="sequences of 10 tokens cannot be split over 4 ranks"):
-        context(0, 4, "headtail").places(10)
-    with pytest.raises(UsageError, match="context_parallel_load_balancer 'ptrr' is not for DSAContextParallel"):
+    with pytest.raises(UsageError, match="10 tokens cannot be split over 4 context-parallel ranks"):
+        context(0, 4, "headtail").token_indices(10)
+    with pytest.raises(UsageError, match="load_balancer 'ptrr' is not supported by DSAContextParallel"):
         context(0, 2, "ptrr")
-    with pytest.raises(UsageError, match="context_parallel_load_balancer 'headtail' is not for ContextParallel: ''"):
+    with pytest.raises(UsageError, match="load_balancer 'headtail' is not supported by ContextParallel: use ''"):
         ContextParallel(Rank(0, 2), "headtail")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"no attention of DeepSeek-V3\.2 in Linear"):
         context(0, 2, None).parallelize(nn.Linear(1, 1))

@@ -50,16 +50,16 @@ def test_only_the_indexers_way_is_kept(mode: Any, converters: tuple[str, ...]) -
 
 def products(layout: dict[str, int], options: dict[str, Any]) -> int:
     """How often a rank multiplies by experts in a step."""
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
 
     calls = Calls()
 
-    class Trainer(entry.Trainer):
+    class Trainer(trainer_module.Trainer):
         def train_step(self, *args: Any) -> None:
             with calls:
                 super().train_step(*args)
 
-    with patch.object(entry, "Trainer", Trainer):
+    with patch.object(trainer_module, "Trainer", Trainer):
         train(layout, {"model.converters": CONVERTERS, **options}, 1)
     return calls.count("npu")[PRODUCT]
 
@@ -79,16 +79,16 @@ def test_experts_run_forward_only_on_any_layout(layout: dict[str, int], options:
 
 
 def train_without_some_labels(layout: dict[str, int], options: dict[str, Any]) -> Record:
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
 
-    class Trainer(entry.Trainer):
+    class Trainer(trainer_module.Trainer):
         def batch_generator(self, *args: Any) -> Iterator[Any]:
             for inputs, labels in super().batch_generator(*args):
                 # more of the first rows than of the last: parts of the batch have different numbers of labels
                 missing = torch.rand(labels.shape, generator=torch.Generator().manual_seed(0)).sort(dim=0)[0] < 0.4
                 yield inputs, labels.masked_fill(missing, IGNORE_INDEX)
 
-    with patch.object(entry, "Trainer", Trainer):
+    with patch.object(trainer_module, "Trainer", Trainer):
         return train(layout, options, 1)
 
 

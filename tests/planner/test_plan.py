@@ -138,7 +138,7 @@ def measured(layout: dict[str, int]) -> tuple[int, int]:
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
 
     aten = torch.ops.aten
     of_the_cpu = {  # torch has formulas for other devices' attention only; they get shapes
@@ -150,7 +150,7 @@ def measured(layout: dict[str, int]) -> tuple[int, int]:
     config = measured_job(layout)
     with tempfile.TemporaryDirectory() as folder:
         config.job.dump_folder = folder
-        trainer: Any = entry.Trainer(config)
+        trainer: Any = trainer_module.Trainer(config)
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
         trainer.train_step(batches)

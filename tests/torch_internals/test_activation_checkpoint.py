@@ -1,13 +1,48 @@
-"""The module inside a checkpoint wrapper can be reached."""
+"""The checkpoint wrapper can be recognized and removed; selective checkpointing can ignore profiler operators."""
 
+import pytest
+import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_npu.torch_internals.activation_checkpoint import CheckpointWrapper, without_checkpoint_wrapper
+from torchtitan_npu.torch_internals.activation_checkpoint import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+    is_checkpointed,
+    without_checkpoint_wrapper,
+    without_profiler_operators,
+)
 
 
-def test_unwrapping() -> None:
+def test_wrapped_modules() -> None:
     inner = nn.Linear(2, 2)
     outer = checkpoint_wrapper(inner)
     assert isinstance(outer, CheckpointWrapper)
     assert without_checkpoint_wrapper(outer) is inner and without_checkpoint_wrapper(inner) is inner
+    assert is_checkpointed(outer) and not is_checkpointed(inner)
+    assert is_checkpointed(torch.compile(outer))  # the compiled wrapper passes attributes on
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_recomputation_with_another_number_of_profiler_ranges(ignored: bool) -> None:
+    """As FSDP's hooks set them. If torch ignores them itself, upstream/activation_checkpoint.py can be deleted."""
+    ranges = [1, 2]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(ranges.pop(0)):
+            with torch.profiler.record_function("range"):
+                pass
+        return (x @ x).sin()
+
+    def contexts() -> tuple[object, object]:
+        modes = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+        return without_profiler_operators(modes) if ignored else modes
+
+    x = torch.ones(2, 2, requires_grad=True)
+    loss = checkpoint(forward, x, use_reentrant=False, context_fn=contexts).sum()
+    if ignored:
+        loss.backward()
+        assert x.grad is not None
+    else:
+        with pytest.raises(RuntimeError, match="profiler"):
+            loss.backward()

@@ -51,7 +51,7 @@ from torchtitan_npu.converters.rotary_tables import PositionTables  # noqa: E402
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp  # noqa: E402
 from torchtitan_npu.ops import OPS  # noqa: E402
 from torchtitan_npu.ops.core.arguments import by_name  # noqa: E402
-from torchtitan_npu.upstream.moe_gradients import mend_moe_gradients  # noqa: E402
+from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients  # noqa: E402
 
 SEQUENCE = 8
 TINY = {"n_layers": 1, "dim": 16, "inter_dim": 16, "moe_inter_dim": 16, "n_heads": 2, "vocab_size": 64}
@@ -94,7 +94,7 @@ def build(part: str, device: str, mesh: Any, fused: bool) -> Any:
         apply_non_moe_tp(model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False, cp_enabled=False)
         if part == "moe_block":
             apply_moe_ep_tp(model, tp_mesh=mesh, ep_mesh=None, etp_mesh=None, ep_etp_mesh=None)
-            mend_moe_gradients(model, mesh, tokens_are_split=False)
+            fix_moe_gradients(model, mesh, tokens_are_split=False)
     model.to(device)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import itertools
 import math
 import random
@@ -24,8 +23,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +32,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import register_sharding
 
 import torchtitan_npu
 from torchtitan_npu import platform
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 platform.prepare()
 torchtitan_npu.register()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
+from tools.bench.collectives import Collective, Collectives  # noqa: E402
+from tools.bench.undecomposed_matmul import undecomposed_matmul  # noqa: E402
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
-from torchtitan_npu.distributed.collectives import Collective, Collectives  # noqa: E402
-from torchtitan_npu.distributed.matmul_whole import our_matmul_sharding, whole_matmul  # noqa: E402
+from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
 from torchtitan_npu.ops.core.sharding import has_sharding_rule  # noqa: E402
 from torchtitan_npu.planner import StatedLoad, fake_device, fake_ranks  # noqa: E402
+from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache  # noqa: E402
 from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
+WITH_TORCH_NPU = has_sharding_rule(aten.matmul.default)  # before ours are registered
 RANKS, TOKENS, DIM, Q_LORA, VOCABULARY = 4, 4096, 7168, 1536, 129280
 DEVICE = "npu" if platform.backend() == "npu" else "cpu"
 """On a CPU, DTensor uses an all-gather instead of an all-to-all."""
@@ -73,22 +75,22 @@ STEPS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Model, base flavor and changed arguments of each row."""
 
 
-@contextmanager
-def cut_inside() -> Iterator[None]:
-    """Use the strategy in the bug report about torch_npu: always shard the inner dimension."""
-    with our_matmul_sharding():  # restores the previous strategies
+def shard_inner_dimension() -> None:
+    """Register the strategy in the bug report about torch_npu: always shard the inner dimension.
 
-        @register_sharding(aten.matmul.default)
-        def matmul(left: Any, right: Any) -> Any:
-            return [([P], [Shard(left.ndim - 1), Shard(0)])]
+    It stays registered, so it has to be measured last.
+    """
 
-        @register_sharding(aten.matmul_backward.default)
-        def backward(grad: Any, left: Any, right: Any, mask: Any) -> Any:
-            cut = [Shard(left.ndim - 1), Shard(0)]
-            return [(cut, [R, *cut, None])]
+    @register_sharding(aten.matmul.default)
+    def matmul(left: Any, right: Any) -> Any:
+        return [([P], [Shard(left.ndim - 1), Shard(0)])]
 
-        _clear_sharding_prop_cache()
-        yield
+    @register_sharding(aten.matmul_backward.default)
+    def backward(grad: Any, left: Any, right: Any, mask: Any) -> Any:
+        inner = [Shard(left.ndim - 1), Shard(0)]
+        return [(inner, [R, *inner, None])]
+
+    clear_sharding_cache()
 
 
 def q_lora(mesh: DeviceMesh) -> None:
@@ -112,9 +114,11 @@ def tensor(mesh: DeviceMesh, shape: tuple[int, ...], placement: Any) -> DTensor:
     )
 
 
-def traffic(case: Callable[[DeviceMesh], None], strategies: Any) -> dict[str, Any]:
-    with fake_ranks(RANKS), strategies(), whole_matmul():
+def traffic(case: Callable[[DeviceMesh], None], ours: bool) -> str:
+    """Return the collectives of ``case`` and the MiB sent per rank, by our strategies or by those that DTensor has."""
+    with fake_ranks(RANKS), undecomposed_matmul():
         mesh = init_device_mesh(DEVICE, (RANKS,))
+        use_matmul_sharding(mesh, ours)
         with fake_device(), torch.no_grad():
             case(mesh)  # DTensor runs a new operator once more for its shape
             with CommDebugMode() as counts:
@@ -123,10 +127,10 @@ def traffic(case: Callable[[DeviceMesh], None], strategies: Any) -> dict[str, An
                 case(mesh)
         assert counts.get_total_counts() == len(collectives.calls)
         calls = ", ".join(f"{name} {count}" for name, count in collectives.kinds.items())
-        return {"collectives": calls or "none", "MiB sent per rank": round(collectives.sent / 2**20, 1)}
+        return f"{calls or 'none'}: {round(collectives.sent / 2**20, 1)} MiB"
 
 
-def step(row: str) -> tuple[Any, list[Collective]]:
+def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
     """Run forward and backward with tensor parallelism 2 and FSDP 4. Return the model and its collectives."""
     model, flavor, changes = STEPS[row]
     with fake_ranks(8):
@@ -135,7 +139,7 @@ def step(row: str) -> tuple[Any, list[Collective]]:
         config.parallelism.tensor_parallel_degree = 2
         config.activation_checkpoint.mode = "none"
         dims = ParallelDims(dp_replicate=1, dp_shard=4, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=8)
-        dims.build_mesh()
+        use_matmul_sharding(dims.get_mesh("tp"), ours)
         spec = get_train_spec(model)
         args: Any = copy.deepcopy(spec.model_args[flavor])
         for path, value in changes.items():
@@ -162,17 +166,10 @@ def step_row(row: str, theirs: list[Collective], ours: list[Collective]) -> str:
     return f"| {row} | {cells[0]} | {cells[1]}{', the same ones' if theirs == ours else ''} |"
 
 
-def both(work: Callable[[], Any]) -> list[Any]:
-    """Run ``work`` with torch_npu's strategies and with ours."""
-    theirs = work()
-    with our_matmul_sharding():
-        return [theirs, work()]
-
-
 SIZES = {"even": ((16, 4096, 8192), (8192, 2048)), "uneven": ((15, 4095, 8191), (8191, 2047))}
 
 
-def bytes_moved(op: Any, sizes: str) -> list[int]:
+def bytes_moved(op: Any, sizes: str, ours: bool) -> list[int]:
     """Return the bytes that a rank sends, for every combination of placements on two ranks.
 
     They include the reduction of a partial dX.
@@ -186,7 +183,8 @@ def bytes_moved(op: Any, sizes: str) -> list[int]:
     moved = []
     with fake_ranks(2):
         mesh = init_device_mesh(DEVICE, (2,))
-        with fake_device(), torch.no_grad(), whole_matmul():
+        use_matmul_sharding(mesh, ours)
+        with fake_device(), torch.no_grad(), undecomposed_matmul():
             for placements in itertools.product(*every):
                 inputs = [tensor(mesh, shape, x) for shape, x in zip(shapes, placements, strict=True)]
                 for _ in range(2):  # DTensor runs a new operator once more for its shape
@@ -216,10 +214,11 @@ SAMPLES = 60
 REPEATS = 5
 
 
-def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...]) -> float:
+def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...], ours: bool) -> float:
     """Return the mean time in µs of an uncached choice, over combinations of placements."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     mesh = init_device_mesh("cpu", mesh_shape)
+    use_matmul_sharding(mesh, ours)
     mask = ([True, True],) if op is aten.matmul_backward.default else ()
     every = [
         list(itertools.product([Replicate(), *map(Shard, range(len(shape))), Partial()], repeat=len(mesh_shape)))
@@ -242,17 +241,14 @@ def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...]) -> float:
 
 def host_times(mesh_shape: tuple[int, ...], whole: tuple[Any, Shapes], decomposed: list[Any]) -> dict[str, float]:
     """Return the median time in µs of each set of strategies."""
-    candidates: dict[str, tuple[list[Any], Any]] = {
-        "ours": ([whole], our_matmul_sharding),
-        "DTensor's for aten.mm": (decomposed, nullcontext),
-    }
-    if has_sharding_rule(whole[0]):
-        candidates["torch_npu's"] = ([whole], nullcontext)
+    candidates: dict[str, list[Any]] = {"ours": [whole], "DTensor's for aten.mm": decomposed}
+    if WITH_TORCH_NPU:
+        candidates["torch_npu's"] = [whole]
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(REPEATS):
-        for name, (calls, strategies) in candidates.items():
-            with fake_ranks(2 ** len(mesh_shape)), strategies(), whole_matmul():
-                times[name].append(sum(mean_time(op, shapes, mesh_shape) for op, shapes in calls))
+        for name, calls in candidates.items():
+            with fake_ranks(2 ** len(mesh_shape)), undecomposed_matmul():
+                times[name].append(sum(mean_time(op, shapes, mesh_shape, name == "ours") for op, shapes in calls))
     return {name: round(statistics.median(some)) for name, some in times.items()}
 
 
@@ -277,21 +273,23 @@ def print_host_times(json_file: Path | None) -> None:
 
 def print_traffic() -> None:
     """Print the tables of traffic."""
-    strategies: dict[str, Any] = {"as the report shows": cut_inside}
-    if has_sharding_rule(aten.matmul.default):
-        strategies["torch_npu, loaded"] = nullcontext
-    strategies["ours"] = our_matmul_sharding
-    print("| product |", " | ".join(strategies), "|")
-    for case in (q_lora, output_backward):
-        cells = [traffic(case, strategy) for strategy in strategies.values()]
-        print(
-            f"| {case.__name__} |", " | ".join(f"{x['collectives']}: {x['MiB sent per rank']} MiB" for x in cells), "|"
-        )
-    if not has_sharding_rule(aten.matmul.default):
-        return
+    cases = (q_lora, output_backward)
+    products = {"torch_npu, loaded": [traffic(case, ours=False) for case in cases]} if WITH_TORCH_NPU else {}
+    products["ours"] = [traffic(case, ours=True) for case in cases]
+    if WITH_TORCH_NPU:
+        print_comparisons()
+    shard_inner_dimension()
+    products = {"as the report shows": [traffic(case, ours=False) for case in cases], **products}
+    print("| product |", " | ".join(products), "|")
+    for case, *cells in zip(cases, *products.values(), strict=True):
+        print(f"| {case.__name__} |", " | ".join(cells), "|")
+
+
+def print_comparisons() -> None:
+    """Print the tables that compare torch_npu's strategies with ours."""
     print("| operator, sizes | placements | nothing sent: torch_npu | ours | less sent with ours | more |")
     for op, sizes in itertools.product((aten.matmul, aten.matmul_backward), SIZES):
-        theirs, ours = both(functools.partial(bytes_moved, op, sizes))
+        theirs, ours = bytes_moved(op, sizes, ours=False), bytes_moved(op, sizes, ours=True)
         counts = Counter(
             "less" if our < their else "more" if our > their else "" for their, our in zip(theirs, ours, strict=True)
         )
@@ -301,7 +299,7 @@ def print_traffic() -> None:
         )
     print("| model | torch_npu | ours |")
     for row in STEPS:
-        print(step_row(row, *(calls for _, calls in both(functools.partial(step, row)))))
+        print(step_row(row, step(row, ours=False)[1], step(row, ours=True)[1]))
 
 
 def main() -> None:

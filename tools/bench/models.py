@@ -84,7 +84,7 @@ def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[
     """
     import torch
 
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
     from torchtitan_npu.config.parser import JobConfigManager
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
@@ -97,7 +97,7 @@ def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[
         config = JobConfigManager().parse_args([*arguments, *options])
         config.job.dump_folder, config.checkpoint.enable = folder, False
         config.metrics.enable_tensorboard = False
-        trainer = entry.Trainer(config)
+        trainer = trainer_module.Trainer(config)
         if perturbed:
             perturb(trainer.model_parts[0], perturbed)
         losses, peaks = [], []

@@ -123,14 +123,14 @@ ALLOWED = 0.1
 
 def measure_training(config_file: str, steps: int, options: list[str]) -> int:
     """Train with the real Trainer. Return the peak of allocated bytes after the first step."""
-    import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
     from torchtitan_npu.config.parser import JobConfigManager
 
     with tempfile.TemporaryDirectory() as folder:
         config = JobConfigManager().parse_args(["--job.config_file", config_file, *options])
         config.job.dump_folder, config.checkpoint.enable = folder, False
         config.metrics.enable_tensorboard = False
-        trainer = entry.Trainer(config)
+        trainer = trainer_module.Trainer(config)
         batches = trainer.batch_generator(trainer.dataloader)  # type: ignore[arg-type]
         for step in range(1, steps + 1):
             trainer.step = step

@@ -1,60 +1,71 @@
-"""The balancing of experts by the right numbers of tokens, each token counted once.
+"""Balance the experts by the tokens of each, every token counted once.
 
-TorchTitan's optimizer compares the counts of each MoE layer's experts before its step. Two things it takes for granted
-do not hold here:
+TorchTitan's optimizer compares the token counts of each MoE layer's experts before its step, and corrects the experts'
+biases (components/optimizer.py, ``build_optimizers_with_moe_load_balancing``). Two of its assumptions do not hold here:
 
-- TorchTitan's layers count again when a block is recomputed, and the optimizer halves the counts of checkpointed
-  blocks, rounded down. The optimizers made here take the counts of ``npu_permute``'s layers as they are, and tell the
-  layers to count once. With an optimizer made elsewhere, of a train spec that is not adapted, they count again.
-- TorchTitan's layers count the same tokens on every tensor-parallel rank, and the optimizer adds up the others' only.
-  Where the ranks route tokens of their own (distributed/moe_tensor_parallel.py), theirs are added up here.
+- It halves the counts of checkpointed blocks, because TorchTitan's layers count again in the recomputation. The layers
+  of ``npu_permute`` count once if the optimizer is built here. An optimizer built elsewhere, for a train spec that is
+  not adapted, gets TorchTitan's double counts from them.
+- It assumes that all tensor-parallel ranks count the same tokens. In the layout of
+  :mod:`torchtitan_npu.distributed.moe_tensor_parallel` each rank counts its own, and the counts have to be summed.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.models.moe.moe import MoE
-from torchtitan.protocols.train_spec import OptimizersBuilder
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.distributed import ParallelDims
 
 from torchtitan_npu.converters.permute import NpuMoE
-from torchtitan_npu.upstream.rebind import rebound
+from torchtitan_npu.torch_internals.activation_checkpoint import is_checkpointed
 
 
-def counting_once(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
-    """``build_optimizers`` that takes the counts of our layers as they are, those of all tensor-parallel ranks."""
-
-    def build(model_parts: list[nn.Module], *args: Any, **kwargs: Any) -> OptimizersContainer:
-        layers = [module for part in model_parts for module in part.modules() if isinstance(module, MoE)]
-        ours = [moe for moe in layers if isinstance(moe, NpuMoE)]
-        for moe in ours:
-            moe.counts_again = False
-        # TorchTitan knows a checkpointed block by this (components/optimizer.py, _is_recomputation_enabled)
-        replacements = {CheckpointImpl: SimpleNamespace(NO_REENTRANT=object())} if ours else {}
-        optimizers = rebound(build_optimizers, replacements)(model_parts, *args, **kwargs)
-        _add_up_first(optimizers, [moe for moe in layers if hasattr(moe, "counts_mesh")])
-        return optimizers
-
-    return build
-
-
-def _add_up_first(optimizers: OptimizersContainer, layers: list[Any]) -> None:
-    """Before TorchTitan's hook compares the counts of ``layers`` and resets them; qwen3's experts have no such hook."""
-    hooks = optimizers._optimizer_step_pre_hooks
-    if layers and hooks:
-        handle = optimizers.register_step_pre_hook(lambda *_: add_up_counts(layers))
-        hooks.move_to_end(handle.id, last=False)
+def build_balancing_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: ParallelDims,
+    ft_manager: Any = None,
+) -> OptimizersContainer:
+    """Build TorchTitan's optimizers, and balance the experts of ``model_parts`` before each of their steps."""
+    optimizers = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    blocks = [block for part in model_parts for block in part.get_submodule("layers").values() if block.moe_enabled]  # type: ignore[operator]
+    for block in blocks:
+        if isinstance(block.moe, NpuMoE):
+            block.moe.counts_again = False
+    if blocks and blocks[0].moe.load_balance_coeff:  # the same for all blocks
+        optimizers.register_step_pre_hook(lambda *args, **kwargs: update_expert_biases(blocks, parallel_dims))
+    return optimizers
 
 
-def add_up_counts(layers: list[Any]) -> None:
-    """Sum ``tokens_per_expert`` (num_experts) of each layer over its tensor-parallel ranks, all in one collective."""
+@torch.no_grad()
+def update_expert_biases(blocks: list[Any], parallel_dims: ParallelDims) -> None:
+    """Raise the bias of experts with fewer tokens than the mean, lower that of the others, and reset the counts."""
+    sum_over_tensor_parallel([block.moe for block in blocks if hasattr(block.moe, "counts_mesh")])
+    # (layers, num_experts)
+    counts = torch.vstack([_counted_once(block) for block in blocks])
+    if (loss_mesh := parallel_dims.get_optional_mesh("loss")) is not None:
+        dist.all_reduce(counts, group=loss_mesh.get_group())
+    for block, count in zip(blocks, counts.float(), strict=True):
+        delta = block.moe.load_balance_coeff * torch.sign(count.mean() - count)
+        block.moe.expert_bias.add_(delta - delta.mean())
+        block.moe.tokens_per_expert.zero_()
+
+
+def sum_over_tensor_parallel(layers: list[Any]) -> None:
+    """Sum ``tokens_per_expert`` (num_experts) of each layer over its tensor-parallel ranks, in one collective."""
+    if not layers:
+        return
     counts = torch.stack([moe.tokens_per_expert for moe in layers])
     dist.all_reduce(counts, group=layers[0].counts_mesh.get_group())
     for moe, total in zip(layers, counts, strict=True):
         moe.tokens_per_expert.copy_(total)
+
+
+def _counted_once(block: Any) -> torch.Tensor:
+    counts = block.moe.tokens_per_expert
+    counts_again = getattr(block.moe, "counts_again", True)  # TorchTitan's own layers do
+    return counts // 2 if counts_again and is_checkpointed(block) else counts

@@ -12,6 +12,7 @@ from torch import nn
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
+from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.components import corpus
 from torchtitan_npu.config.checkpoint import check_checkpoint
@@ -29,7 +30,6 @@ from torchtitan_npu.config.training import check_training
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
-from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.registries import known_converters, known_models
 from torchtitan_npu.upstream.tied_weights import ties_weights

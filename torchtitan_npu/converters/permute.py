@@ -15,11 +15,11 @@ from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
+from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
-from torchtitan_npu.upstream.adapted_spec import AdaptedTrainSpec
 
 
 class NpuTokenReorderer(TokenReorderer):

@@ -1,7 +1,7 @@
-"""Context parallel for attention that TorchTitan's does not know: a base to write one's own on.
+"""Context parallel for attention that TorchTitan does not know: the base class to write one on.
 
-TorchTitan exchanges keys and values inside its own scaled dot-product attention. A model with another attention names
-in the job's ``npu.context_parallel`` a class that says how that communicates:
+TorchTitan exchanges keys and values inside its own scaled dot-product attention. For another attention, the job names
+a subclass of :class:`ContextParallel` that defines the communication:
 
     [npu]
     context_parallel = "my_package.my_module:MyContextParallel"
@@ -10,7 +10,6 @@ in the job's ``npu.context_parallel`` a class that says how that communicates:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -23,18 +22,17 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.rebind import rebound
 
 
 class ContextParallel:
-    """Gives each rank its part of every sequence; a subclass lets the model's attention communicate.
+    """Give each rank its tokens of every sequence. A subclass implements :meth:`parallelize`.
 
-    With ``load_balancer`` "headtail" a rank has two parts of a sequence: of 2n parts the r-th and the r-th from the
-    end, so that causal attention is as much work on every rank. Otherwise it has one, of n.
+    By default a rank has one of n contiguous chunks. With ``load_balancer`` "headtail" the sequence is cut into 2n
+    chunks, and rank r has chunk r and the r-th from the end, so that causal attention is equal work on every rank.
     """
 
     load_balancers: ClassVar[tuple[str | None, ...]] = (None,)
-    """What a subclass's attention can do with."""
+    """The values of ``parallelism.context_parallel_load_balancer`` that a subclass supports."""
 
     def __init__(self, mesh: DeviceMesh, load_balancer: str | None) -> None:
         self.check_load_balancer(load_balancer)
@@ -44,65 +42,98 @@ class ContextParallel:
     @classmethod
     def check_load_balancer(cls, load_balancer: str | None) -> None:
         if load_balancer not in cls.load_balancers:
-            takes = " or ".join(repr(name or "") for name in cls.load_balancers)
-            asked = f"parallelism.context_parallel_load_balancer {load_balancer!r}"
-            raise UsageError(f"{asked} is not for {cls.__name__}: {takes}")
+            supported = " or ".join(repr(name or "") for name in cls.load_balancers)
+            key = f"parallelism.context_parallel_load_balancer {load_balancer!r}"
+            raise UsageError(f"{key} is not supported by {cls.__name__}: use {supported}")
 
     def parallelize(self, model: nn.Module) -> None:
-        """Change ``model``, before it is checkpointed, compiled and sharded, so that its attention sees all tokens."""
+        """Change the attention of ``model`` so that it sees all tokens.
+
+        Called before activation checkpointing, compilation and FSDP.
+        """
         raise NotImplementedError
 
-    def places(self, seq_len: int) -> Tensor:
-        """Which tokens of a sequence this rank has, (seq_len / ranks), in the order in which it has them."""
+    def token_indices(self, seq_len: int) -> Tensor:
+        """Return the indices (seq_len / ranks) of this rank's tokens in a sequence, in this rank's order."""
         ranks, device = self.mesh.size(), self.mesh.device_type
         if seq_len % (2 * ranks if self.head_tail else ranks):
-            raise UsageError(f"sequences of {seq_len} tokens cannot be split over {ranks} ranks")
+            raise UsageError(f"training.seq_len: {seq_len} tokens cannot be split over {ranks} context-parallel ranks")
         rank = self.mesh.get_local_rank()
-        parts = torch.arange(seq_len, device=device).chunk(2 * ranks if self.head_tail else ranks)
-        return torch.cat([parts[rank], parts[-1 - rank]]) if self.head_tail else parts[rank]
+        chunks = torch.arange(seq_len, device=device).chunk(2 * ranks if self.head_tail else ranks)
+        return torch.cat([chunks[rank], chunks[-1 - rank]]) if self.head_tail else chunks[rank]
 
     def prepare(
         self, inputs: Tensor, labels: Tensor, extra_kwargs: dict[str, Any], *_: Any
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """This rank's part of ``inputs`` and ``labels`` (bsz, seqlen), and its tokens' positions for the model.
+        """Return this rank's tokens of ``inputs`` and ``labels`` (bsz, seqlen), with their positions for the model.
 
-        It takes what TorchTitan's ``prepare_context_parallel_input`` does.
+        The signature is that of TorchTitan's ``prepare_context_parallel_input``.
         """
-        places = self.places(inputs.shape[1])
+        indices = self.token_indices(inputs.shape[1])
         masks = extra_kwargs.get("attention_masks")
         if isinstance(masks, Microbatches):
             bsz, seqlen = inputs.shape[0] // len(masks.values), inputs.shape[1]
             extra_kwargs = extra_kwargs | {"attention_masks": masks.map(lambda each: self.masks(each, bsz, seqlen))}
         elif masks is not None:
             extra_kwargs = extra_kwargs | {"attention_masks": self.masks(masks, *inputs.shape)}
-        positions = places.to(torch.int32).expand(inputs.shape[0], -1)
-        return inputs[:, places], labels[:, places], extra_kwargs | {"positions": positions}
+        positions = indices.to(torch.int32).expand(inputs.shape[0], -1)
+        return inputs[:, indices], labels[:, indices], extra_kwargs | {"positions": positions}
 
     def masks(self, masks: Any, bsz: int, seqlen: int) -> Any:
-        """What the model gets in place of the ``masks`` of whole sequences; in a pipeline, of a microbatch's."""
+        """Return this rank's form of ``masks``, which are those of full sequences; in a pipeline, of a microbatch."""
         raise UsageError(f"{type(self).__name__} takes no attention masks")
 
 
 def context_parallel(job_config: JobConfig, dims: ParallelDims, default: str | None) -> ContextParallel | None:
-    """An object of the :func:`context_class`; none where TorchTitan's own context parallel serves, or none is asked."""
+    """Return the job's own context parallel, or None if it has none or uses TorchTitan's."""
     cls = context_class(job_config, default) if dims.cp_enabled else None
     return cls(dims.get_mesh("cp"), job_config.parallelism.context_parallel_load_balancer) if cls else None
 
 
 def context_class(job_config: JobConfig, default: str | None) -> type[ContextParallel] | None:
-    """What the job names, or else the model's ``default``."""
+    """Return the class that ``npu.context_parallel`` names, or else the model's ``default``."""
     name = npu_options(job_config).context_parallel or default
-    return _named(name) if name else None
+    return _load_class(name) if name else None
 
 
-def with_context(process: Callable[..., Any], context: ContextParallel) -> Any:
-    """``process``, TorchTitan's way from a batch to a model's inputs, with the parts that ``context`` makes of it."""
-    ours = rebound(process, {prepare_context_parallel_input: context.prepare})
-    assert ours is not process, "TorchTitan prepares context parallel's inputs in another way"
-    return ours
+def model_inputs(
+    input_dict: dict[str, Tensor],
+    labels: Tensor,
+    *,
+    model: Any,
+    attn_type: str,
+    tokenizer: Any,
+    dims: ParallelDims,
+    job_config: JobConfig,
+    context: ContextParallel | None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+    """Turn a batch into what the model gets: inputs, labels, and extra inputs and keyword arguments.
+
+    This is ``post_dataloading_process`` of TorchTitan's Trainer, with ``context`` in place of its context parallel
+    unless that is None. TorchTitan's Validator makes attention masks for scaled dot-product attention too, and models
+    refuse them; here they are made only for an ``attn_type`` that takes masks.
+    """
+    inputs = input_dict["input"]
+    extra_inputs = {name: value for name, value in input_dict.items() if name != "input"}
+    extra_kwargs: dict[str, Any] = {}
+    if attn_type in ("flex", "varlen"):
+        extra_kwargs["attention_masks"] = model.get_attention_masks(
+            input_batch=inputs, tokenizer=tokenizer, extra_inputs=extra_inputs
+        )
+    if dims.cp_enabled:
+        prepare = context.prepare if context else prepare_context_parallel_input
+        inputs, labels, extra_kwargs = prepare(
+            inputs,
+            labels,
+            extra_kwargs,
+            dims.get_mesh("cp"),
+            inputs.device,
+            job_config.parallelism.context_parallel_load_balancer,
+        )
+    return inputs, labels, extra_inputs, extra_kwargs
 
 
-def _named(name: str) -> type[ContextParallel]:
+def _load_class(name: str) -> type[ContextParallel]:
     module_name, _, class_name = name.partition(":")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
@@ -111,7 +142,5 @@ def _named(name: str) -> type[ContextParallel]:
     if not (isinstance(cls, type) and issubclass(cls, ContextParallel)):
         raise UsageError(f"npu.context_parallel {name!r} is no subclass of {__name__}.ContextParallel")
     if cls.parallelize is ContextParallel.parallelize:
-        raise UsageError(
-            f"npu.context_parallel {name!r} does not say how attention communicates: it has no parallelize"
-        )
+        raise UsageError(f"npu.context_parallel {name!r} does not define how attention communicates: add parallelize()")
     return cls

@@ -1,8 +1,8 @@
-"""Expert parallel that sorts what it receives by ``npu_moe_token_permute``, and pads nothing.
+"""Expert parallel that sorts the tokens it receives by ``npu_moe_token_permute``, without padding.
 
-After its all-to-all a rank holds, from each rank in turn, the tokens for its experts in turn. TorchTitan sorts them by
-expert with a kernel of its own, and pads each expert's to a multiple of 8, as ``torch._grouped_mm`` wants them. Here
-TorchTitan's code runs with the fused operators in place of these two steps.
+After the all-to-all a rank holds tokens grouped by source rank, then by expert. TorchTitan sorts them by expert with a
+Triton kernel and pads each group to a multiple of 8, as ``torch._grouped_mm`` requires. Here TorchTitan's code runs
+with the fused operators in place of these two steps.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
-from torchtitan.models.moe.utils import _permute, _unpermute
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.rebind import rebound, refers_to
+from torchtitan_npu.upstream.hooks import token_combine_with, token_dispatch_with, with_steps
+from torchtitan_npu.upstream.rebind import refers_to
 
 
 def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> ParallelizeFunction:
-    """``parallelize`` for this ``model``: with fused dispatch and combine, if ``npu_permute`` has converted it."""
+    """Return ``parallelize`` with fused dispatch and combine, if ``npu_permute`` has converted ``model``."""
     experts = [module.experts for module in model.modules() if isinstance(module, NpuMoE)]
     if not experts:
         return parallelize
     if any(getattr(module, "use_grouped_mm", False) for module in experts):
         raise UsageError(
             "model.converters: npu_permute with expert parallel needs npu_gmm here: torch._grouped_mm takes only "
-            "tokens that TorchTitan has sorted and padded; list npu_gmm too, or take npu_permute off the list"
+            "tokens that TorchTitan has sorted and padded; list npu_gmm too, or remove npu_permute"
         )
     if not refers_to(parallelize, STYLES):
         raise UsageError(
-            f"model.converters: npu_permute cannot sort for expert parallel: {parallelize.__qualname__} uses none of "
-            f"TorchTitan's styles ({', '.join(style.__name__ for style in STYLES)}); take it off the list"
+            f"model.converters: npu_permute does not support expert parallel of {parallelize.__qualname__}, which uses "
+            f"none of TorchTitan's styles ({', '.join(style.__name__ for style in STYLES)}); remove npu_permute"
         )
-    return rebound(parallelize, STYLES)
+    return with_steps(parallelize, STYLES)
 
 
 def sort_by_expert(
     rows: Tensor, rows_per_expert: Tensor, ranks: int, experts: int
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
-    """Arrived ``rows`` (rows, dim) by expert, as TorchTitan's ``_permute`` returns them.
+    """Sort received ``rows`` (rows, dim) by expert; arguments and results are those of TorchTitan's ``_permute``.
 
-    ``rows_per_expert`` (ranks * experts): how many came from each rank for each expert. With the sorted rows come
-    their shape, the place of each arrived row, and the experts' numbers of rows (experts).
+    ``rows_per_expert`` (ranks * experts) is the number of rows from each rank for each expert. Return the shape of
+    ``rows``, the sorted rows, the index of each received row among them, and the number of rows per expert (experts).
     """
-    numbers = torch.arange(experts, dtype=torch.int32, device=rows.device).repeat(ranks)
-    # the number of rows is known on the host: without it, this would wait for the device
-    expert_of_row = numbers.repeat_interleave(rows_per_expert, output_size=rows.shape[0])
-    rows_sorted, place_of_row = torch.ops.npu.npu_moe_token_permute(rows, expert_of_row)
-    return rows.shape, rows_sorted, place_of_row, rows_per_expert.view(ranks, experts).sum(dim=0)
+    expert_ids = torch.arange(experts, dtype=torch.int32, device=rows.device).repeat(ranks)
+    # without output_size, repeat_interleave would wait for the device
+    expert_of_row = expert_ids.repeat_interleave(rows_per_expert, output_size=rows.shape[0])
+    rows_sorted, sorted_index = torch.ops.npu.npu_moe_token_permute(rows, expert_of_row)
+    return rows.shape, rows_sorted, sorted_index, rows_per_expert.view(ranks, experts).sum(dim=0)
 
 
-def restore_order(rows: Tensor, shape: torch.Size, place_of_row: Tensor) -> Tensor:
-    """The opposite, as TorchTitan's ``_unpermute``: the experts' outputs in the order in which their inputs came."""
-    return torch.ops.npu.npu_moe_token_unpermute(rows, place_of_row)
+def restore_order(rows: Tensor, shape: torch.Size, sorted_index: Tensor) -> Tensor:
+    """Undo :func:`sort_by_expert` for the experts' outputs, as TorchTitan's ``_unpermute`` does."""
+    return torch.ops.npu.npu_moe_token_unpermute(rows, sorted_index)
 
 
-_dispatch = rebound(ExpertParallel._token_dispatch, {_permute: sort_by_expert})
+_dispatch = token_dispatch_with(sort_by_expert)
 
 
 class NpuExpertParallel(ExpertParallel):
@@ -70,15 +70,15 @@ class NpuExpertParallel(ExpertParallel):
         mod.dispatch_pads = False
         return _dispatch(self, mod, inputs, device_mesh)
 
-    _token_combine = rebound(ExpertParallel._token_combine, {_unpermute: restore_order})
+    _token_combine = token_combine_with(restore_order)
 
 
 class NpuExpertTensorParallel(ExpertTensorParallel, NpuExpertParallel):
-    """The same under tensor parallel of each expert."""
+    """TorchTitan's ``ExpertTensorParallel`` with the fused operators."""
 
 
 class NpuGptossExpertTensorParallel(GptossExpertTensorParallel, NpuExpertParallel):
-    """The same for gpt_oss, whose experts have biases."""
+    """TorchTitan's style for gpt_oss, whose experts have biases, with the fused operators."""
 
 
 STYLES = {

@@ -1,4 +1,4 @@
-"""A rank's part of a distributed tensor."""
+"""This rank's part of a tensor that may be distributed."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: all of it, where it is not distributed."""
+    """Return the local tensor of a DTensor, or ``tensor`` itself if it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

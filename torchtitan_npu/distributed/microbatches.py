@@ -1,7 +1,7 @@
-"""What the microbatches of a pipeline need besides tensors.
+"""Arguments of a pipelined model that are not tensors but differ between microbatches.
 
-torch splits a batch's tensors by rows, whichever keyword of the model they come by and however deep in a tuple, and
-hands what is no tensor to every microbatch as it is. A mask that has no row for each sequence would be cut anywhere.
+torch's pipeline splits every tensor among a model's keyword arguments by rows, also inside tuples, and passes anything
+else unchanged to every microbatch. A mask without one row per sequence would be split at arbitrary places.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Microbatches:
-    """A value for each microbatch, in their order. torch looks into no object of this class, and each stage picks."""
+    """One value per microbatch, in order. torch does not look inside; each pipeline stage picks its value."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = list(values)
@@ -20,9 +20,9 @@ class Microbatches:
         return Microbatches(map(function, self.values))
 
 
-def of_microbatch(number: int, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The model's keyword arguments as microbatch ``number`` gets them."""
+def of_microbatch(index: int, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the model's keyword arguments for the microbatch ``index``."""
     return {
-        name: value.values[number] if isinstance(value, Microbatches) else value
+        name: value.values[index] if isinstance(value, Microbatches) else value
         for name, value in (kwargs or {}).items()
     }

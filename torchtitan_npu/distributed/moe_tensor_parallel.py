@@ -1,15 +1,15 @@
-"""MoE layers under tensor parallel whose experts take the tokens of each rank as they are.
+"""Sequence parallel MoE layers: each tensor-parallel rank routes the tokens that it holds.
 
-Between the layers a tensor-parallel rank holds its share of every sequence. Where expert parallel spans these ranks,
-TorchTitan gathers the sequences before the router, lets each rank route a share of them all the same, and adds up what
-the ranks have (llama4/infra/parallelize.py, ``apply_moe_ep_tp``). Here each rank routes the share that it holds:
+Between the layers a tensor-parallel rank holds a chunk of every sequence. If expert parallel spans these ranks,
+TorchTitan gathers the sequences before the router, lets each rank route a chunk of them, and sums the ranks' outputs
+(llama4/infra/parallelize.py, ``apply_moe_ep_tp``). Here a rank routes its own chunk, without the gather and the sum:
 
                      ┌ router ─ all-to-all ─ experts ─ all-to-all ┐
     tokens of a rank ┤                                            + tokens of a rank
                      └ all-gather ─ shared experts ─ reduce-scatter ┘
 
-The router's weight is the same on every rank, and each has the gradient of its tokens: the sum is taken once, at the
-parameter, as for the weights of the norms. The ranks' counts of tokens are added up before experts are balanced.
+The router's weight is replicated, and a rank's gradient covers its own tokens. The gradients are summed once, at the
+parameter, as those of the norms are. :mod:`torchtitan_npu.components.expert_balance` sums the ranks' token counts.
 """
 
 from __future__ import annotations
@@ -34,32 +34,41 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.upstream.rebind import rebound, refers_to
+from torchtitan_npu.upstream.hooks import with_steps
+from torchtitan_npu.upstream.rebind import refers_to
 
 
-def routes_own_tokens(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:
-    """Whether the job's MoE layers get this layout: expert parallel spans the tensor-parallel ranks, the job has not
-    turned it off, and ``parallelize`` uses the plan of TorchTitan that it takes the place of (gpt_oss has another)."""
+def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:
+    """Return whether the job's MoE layers get this layout.
+
+    Expert parallel spans the tensor-parallel ranks, ``npu.moe_sequence_parallel`` is true, and ``parallelize`` uses
+    ``apply_moe_ep_tp``, which this layout replaces. gpt_oss has another plan.
+    """
     spans = dims.tp_enabled and dims.ep_enabled and not dims.etp_enabled
     return spans and npu_options(job_config).moe_sequence_parallel and bool(refers_to(parallelize, [apply_moe_ep_tp]))
 
 
-def with_own_tokens(parallelize: ParallelizeFunction, apply_to_experts: Callable[..., Any]) -> ParallelizeFunction:
-    """``parallelize`` with this layout; ``apply_to_experts``: ``apply_moe_ep_tp``, in the form the experts want."""
+def with_sequence_parallel_moe(
+    parallelize: ParallelizeFunction, apply_to_experts: Callable[..., Any]
+) -> ParallelizeFunction:
+    """Return ``parallelize`` with this layout. ``apply_to_experts`` is ``apply_moe_ep_tp`` with the experts' styles."""
 
     def apply(model: Any, tp_mesh: DeviceMesh, ep_mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        apply_to_experts(model, None, ep_mesh, *args, **kwargs)  # without tensor parallel it plans the experts alone
+        apply_to_experts(model, None, ep_mesh, *args, **kwargs)  # without a TP mesh it parallelizes the experts only
         for block in model.layers.values():
             if block.moe_enabled:
                 parallelize_module(block, tp_mesh, layer_plan(block.moe))
-                block.moe.counts_mesh = tp_mesh  # see expert_counts
+                block.moe.counts_mesh = tp_mesh  # read by components/expert_balance.py
 
-    return rebound(parallelize, {apply_moe_ep_tp: apply})
+    return with_steps(parallelize, {apply_moe_ep_tp: apply})
 
 
 def layer_plan(moe: MoE) -> dict[str, ParallelStyle]:
-    """The styles of a block's MoE layer, all but the experts' own. Tokens are (batch, sequence, dim) outside of the
-    layer, (batch * sequence, dim) in it; a token's place in the batch is nothing to the shared experts."""
+    """Return the styles of a block's MoE layer, except those of its routed experts.
+
+    Tokens are (batch, sequence, dim) outside the layer and (batch * sequence, dim) inside. The order of the gathered
+    tokens does not matter to the shared experts.
+    """
     plan: dict[str, ParallelStyle] = {
         "moe": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True),
         "moe.router.gate": SequenceParallel(sequence_dim=0, use_local_output=True),

@@ -29,7 +29,7 @@ from torchtitan_npu.planner.expert_load import Load, StatedLoad, balanced
 from torchtitan_npu.planner.fake_devices import fake_device
 from torchtitan_npu.planner.limits import compiles_model
 from torchtitan_npu.planner.pipeline_stages import know_neighbours
-from torchtitan_npu.train import TitanTrainer, Trainer
+from torchtitan_npu.trainer import TitanTrainer, Trainer
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.rebind import rebound
 from torchtitan_npu.upstream.tied_weights import ties_weights

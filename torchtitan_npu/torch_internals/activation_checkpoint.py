@@ -1,14 +1,59 @@
-"""The module wrapper with which TorchTitan applies activation checkpointing. Seen on torch 2.11 to 2.13."""
+"""Activation checkpointing: the module wrapper that TorchTitan uses, and torch's modes for the selective variant.
+
+Seen on torch 2.11 to 2.13.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["CheckpointWrapper", "without_checkpoint_wrapper"]
+__all__ = [
+    "CheckpointWrapper",
+    "checkpoint_wrapper",
+    "is_checkpointed",
+    "without_checkpoint_wrapper",
+    "without_profiler_operators",
+]
 
 
 def without_checkpoint_wrapper(module: Any) -> Any:
     """Return the module inside a checkpoint wrapper, or ``module`` itself if it has no wrapper."""
     return module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
+
+
+def is_checkpointed(module: Any) -> bool:
+    """Return whether the backward pass recomputes the forward of ``module``, which may be a compiled wrapper."""
+    return getattr(module, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+
+
+class _SavingMode(_CachingTorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _ReturningMode(_CachedTorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def without_profiler_operators(modes: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the two modes of ``create_selective_checkpoint_contexts``, changed to ignore profiler operators.
+
+    The first saves outputs in the forward pass, the second returns them in the recomputation.
+    """
+    saving, returning = modes
+    return (
+        _SavingMode(saving.policy_fn, saving.storage),
+        _ReturningMode(getattr(returning, "policy_fn", None), returning.storage, returning.allow_cache_entry_mutation),
+    )

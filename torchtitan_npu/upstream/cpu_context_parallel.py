@@ -1,7 +1,10 @@
-"""Context parallel attention on the CPU: keys and values are gathered, each rank attends with its own queries.
+"""Workaround: torch's context parallel has no kernels for the CPU.
 
-Torch's context parallel exchanges keys and values in a ring of CUDA attention kernels
-(``torch/distributed/tensor/experimental/_context_parallel/_attention.py``); a CPU has none of them.
+Fault: torch 2.13 exchanges keys and values in a ring of CUDA attention kernels
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py). On the CPU, keys and values are gathered here,
+and each rank attends with its own queries.
+
+Delete this file when torch's ring attention supports the CPU.
 """
 
 from __future__ import annotations
@@ -10,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+from torchtitan_npu.torch_internals.dtensor import head_tail_order
 
 SEQUENCE_DIM = 2  # (batch, heads, sequence, head_dim)
 
 
 class AllGatherAttention(ScaledDotProductAttentionWrapper):
-    """Scaled dot-product attention over a sequence sharded on the context-parallel mesh, contiguous or head-tail.
+    """Scaled dot-product attention over a sequence that is sharded on the context-parallel mesh.
 
     TorchTitan's hooks around the module turn the local q, k and v into DTensors sharded on the sequence, and the
-    output back.
+    output back. With ``head_tail``, each rank has two chunks of the sequence, one from each end.
     """
 
     def __init__(self, head_tail: bool) -> None:
@@ -41,10 +45,9 @@ class AllGatherAttention(ScaledDotProductAttentionWrapper):
         mesh = q.device_mesh
         mask = None
         if is_causal:
-            # the position of each token in the order in which the gathered keys lie
-            positions = torch.arange(k.shape[SEQUENCE_DIM])
-            if self.head_tail:
-                positions = _HeadTailLoadBalancer(positions.numel(), mesh.size(), "cpu")._generate_indices()[0]
+            # positions of the gathered keys, in their order
+            seq_len = k.shape[SEQUENCE_DIM]
+            positions = head_tail_order(seq_len, mesh.size()) if self.head_tail else torch.arange(seq_len)
             own = positions.chunk(mesh.size())[mesh.get_local_rank()]
             mask = own[:, None] >= positions[None, :]  # (local sequence, sequence)
         out = F.scaled_dot_product_attention(
@@ -54,12 +57,12 @@ class AllGatherAttention(ScaledDotProductAttentionWrapper):
 
 
 def _gather(x: DTensor) -> torch.Tensor:
-    """The whole sequence on every rank; each rank's gradient of it is a part of the sum."""
+    """Return the full sequence. The gradient is a sum over the ranks."""
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def gather_keys_and_values(model: nn.Module, load_balancer: str | None) -> None:
-    """Put :class:`AllGatherAttention` in the place of every attention that context parallel would shard."""
+    """Replace every attention module that context parallel would shard by :class:`AllGatherAttention`."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is ScaledDotProductAttentionWrapper:

@@ -1,16 +1,16 @@
-"""Gradients of TorchTitan's MoE under tensor parallel that are those of one rank.
+"""Workaround: two gradients of TorchTitan's MoE layers are wrong under tensor parallel.
 
-Two of them are not in TorchTitan 0.2.2 (llama4/infra/parallelize.py, ``apply_moe_ep_tp``), and nothing says so:
+Faults of TorchTitan 0.2.2 (llama4/infra/parallelize.py, ``apply_moe_ep_tp``), both silent:
 
-- The router's weight is replicated over the tensor-parallel ranks, but each rank's gradient of the scores covers
-  only its own share of the experts' output (its hidden columns, or its tokens): the ranks' copies of the weight
+- The router's weight is replicated over the tensor-parallel ranks. Each rank's gradient of the scores covers only its
+  own part of the experts' output (its hidden columns, or its tokens), and nothing sums them. The copies of the weight
   drift apart.
-- When expert parallel takes the tensor-parallel ranks, each of them routes a share of the tokens. TorchTitan cuts
-  the batch and the sequence as one dimension; but a rank keeps the gradient of its share of the *sequence*, and
-  drops what it computed for the rest. With one sequence a batch the two cuts are the same, with more they are not.
+- If expert parallel spans the tensor-parallel ranks, each of them routes a part of the tokens. TorchTitan splits batch
+  and sequence as one dimension, but a rank keeps only the gradient of its part of the *sequence*, and drops the rest.
+  With one sequence per batch the two splits are equal, with more they are not.
 
-In the layout of :mod:`torchtitan_npu.distributed.moe_tensor_parallel` there is neither: a rank's router sees its own
-tokens only.
+The layout of :mod:`torchtitan_npu.distributed.moe_tensor_parallel` has neither fault. Delete this file when
+``apply_moe_ep_tp`` sums the gradient of the scores and splits by sequence.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.moe.moe import MoE
 
 
-def mend_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: bool) -> None:
-    """Mend both in TorchTitan's layout of a model; ``tokens_are_split`` where expert parallel takes the same ranks."""
+def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: bool) -> None:
+    """Correct both gradients in every MoE layer of ``model``, which TorchTitan has parallelized.
+
+    ``tokens_are_split`` tells whether expert parallel spans the tensor-parallel ranks.
+    """
     for moe in model.modules():
         if not isinstance(moe, MoE):
             continue
         if tokens_are_split:
             _split_by_sequence(moe, tp_mesh)
-        # scores that multiply the experts' input get a gradient that TorchTitan has summed over the ranks already
+        # TorchTitan sums the gradient of scores that multiply the experts' input
         if tokens_are_split or not moe.score_before_experts:
             _sum_gradient_of_scores(moe.router, tp_mesh)
 
@@ -46,27 +49,28 @@ def _sum_gradient_of_scores(router: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def _split_by_sequence(moe: MoE, tp_mesh: DeviceMesh) -> None:
-    """Let each rank route its share of the sequence, in place of TorchTitan's ReordererSequenceParallel."""
+    """Let each rank route its part of the sequence, instead of TorchTitan's ReordererSequenceParallel."""
     rank, ranks, top_k = tp_mesh.get_local_rank(), tp_mesh.size(), moe.router.top_k
     batch = sequence = 0
 
-    def note_shape(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def record_shape(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         nonlocal batch, sequence
         batch, sequence, _ = args[0].shape  # (batch, sequence, dim), gathered over the ranks
 
-    def take_share(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        # (batch * sequence, top_k) -> (batch * share, top_k)
+    def take_own_part(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        # (batch * sequence, top_k) -> (batch * sequence / ranks, top_k)
         return tuple(x.view(batch, ranks, -1, top_k)[:, rank].reshape(-1, top_k) for x in args)
 
-    def number_globally(
+    def use_global_indices(
         module: nn.Module, args: Any, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scores, places, tokens_per_expert = outputs
-        share = sequence // ranks * top_k  # places of one sequence on this rank
-        return scores, (places // share * ranks + rank) * share + places % share, tokens_per_expert
+        scores, indices, tokens_per_expert = outputs
+        part = sequence // ranks * top_k  # pairs of one sequence on this rank
+        return scores, (indices // part * ranks + rank) * part + indices % part, tokens_per_expert
 
+    # the hooks of ReordererSequenceParallel; distribute_module returns no handles
     moe.reorderer._forward_pre_hooks.clear()
     moe.reorderer._forward_hooks.clear()
-    moe.register_forward_pre_hook(note_shape)
-    moe.reorderer.register_forward_pre_hook(take_share)
-    moe.reorderer.register_forward_hook(number_globally)
+    moe.register_forward_pre_hook(record_shape)
+    moe.reorderer.register_forward_pre_hook(take_own_part)
+    moe.reorderer.register_forward_hook(use_global_indices)

@@ -1,4 +1,15 @@
-"""TorchTitan's ParallelDims, with FSDP meshes of size one where TorchTitan's plans need them."""
+"""Workaround: TorchTitan rejects two layouts for want of an FSDP mesh of size one.
+
+Faults of TorchTitan 0.2.2:
+
+- Expert parallel over the tensor-parallel ranks alone (TP2 EP2 on 2 ranks). The plans shard the dense parameters over
+  ``fsdp`` whatever its size, but that mesh is built only if it is larger than one
+  (deepseek_v3/infra/parallelize.py:167).
+- Replicas of a tensor- or pipeline-parallel model. TorchTitan's DDP takes no model that is parallel otherwise. HSDP
+  with one shard per replica does the same work.
+
+Delete this file when TorchTitan keeps ``fsdp`` meshes of size one, and uses HSDP for such replicas.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +19,7 @@ from torchtitan.distributed import ParallelDims as TitanParallelDims
 
 
 class ParallelDims(TitanParallelDims):
-    """The layout of a job, in which two products that TorchTitan leaves out train as well.
-
-    Expert parallel over tensor-parallel ranks alone (TP2 EP2 on 2 ranks): the dense parameters are sharded over
-    ``fsdp`` whatever its size, but TorchTitan builds that mesh only when it is larger than one
-    (deepseek_v3/infra/parallelize.py:167). Replicas of a tensor- or pipeline-parallel model: TorchTitan's DDP takes
-    no model that is parallel otherwise; HSDP with one shard a replica does the same work.
-    """
+    """TorchTitan's layout of a job, with an FSDP mesh also for these two layouts."""
 
     @classmethod
     def of(cls, dims: TitanParallelDims) -> ParallelDims:

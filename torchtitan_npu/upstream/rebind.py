@@ -1,8 +1,10 @@
-"""A function as it is, except for what some of its global names mean.
+"""Copy a function and change what some of its global names refer to.
 
-TorchTitan's models and parallel plans call each other by global names, and leave no other hook. Replacing what such a
-name means would change every model in the process. A copy of the one function that is called, with the same code and
-globals of its own, changes nothing but itself.
+TorchTitan's models and parallel plans call each other by global names and offer no other hook. Assigning to such a
+name would change every model in the process. A copy of the one function, with its own globals, changes only itself.
+
+Any module may import this one: it imports nothing of this package. :func:`rebound` is called in
+:mod:`torchtitan_npu.upstream.hooks` only, once per function of TorchTitan that lacks a hook.
 """
 
 from __future__ import annotations
@@ -12,26 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-_OF_A_CLASS = (staticmethod, classmethod)
+_METHOD_DECORATORS = (staticmethod, classmethod)
 
 
 def rebound(function: Callable[..., Any], replacements: Mapping[Any, Any]) -> Callable[..., Any]:
-    """``function`` with ``replacements`` for objects that it refers to by a global name, whatever the name.
+    """Return a copy of ``function`` in which global names refer to ``replacements[x]`` instead of the object ``x``.
 
-    Names of the function around it count too: there a decorator has what it decorates. The same is done in the
-    functions that it calls, of its own package or TorchTitan's, and in those that they call. A function that comes by
-    none of the objects is returned as it is; for a static or class method comes one of its kind.
+    The match is by object, not by name. Functions and classes in the closure count too, because a decorator keeps
+    there what it decorates. Functions of the same package or of TorchTitan that ``function`` calls are copied in the
+    same way, recursively. Return ``function`` itself if it refers to none of the objects, and a static or class
+    method for a static or class method.
     """
-    if isinstance(function, _OF_A_CLASS):
+    if isinstance(function, _METHOD_DECORATORS):
         return type(function)(rebound(function.__func__, replacements))
     return _rebound(function, replacements, {})
 
 
 def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]:
-    """Those of ``objects`` that ``function``, or a function that it calls as in :func:`rebound`, has a name for."""
+    """Return those of ``objects`` that :func:`rebound` would replace in ``function``."""
     found: dict[int, Any] = {}
     wanted = {id(thing): thing for thing in objects}
-    queue, seen = [function.__func__ if isinstance(function, _OF_A_CLASS) else function], set()
+    queue, seen = [function.__func__ if isinstance(function, _METHOD_DECORATORS) else function], set()
     while queue:
         current = queue.pop()
         if not isinstance(current, FunctionType) or current in seen:
@@ -51,17 +54,17 @@ def _rebound(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any
     if not refers_to(function, replacements):
         return function
     scope = dict(function.__globals__)
-    # torch.compile takes a scope with a name for that module's own, and would guard on what the names mean there
+    # torch.compile takes globals with a __name__ for that module's globals, and would guard on the originals
     scope.pop("__name__", None)
-    # and it keeps what it compiled by code object: the original's would be run here
+    # torch.compile caches by code object: sharing it would run the original's compiled code
     code = function.__code__.replace()
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     cells |= {name: CellType() for name in _enclosing(function)}
     copy = FunctionType(code, scope, function.__name__, function.__defaults__, tuple(cells.values()) or None)
-    copy.__dict__.update(function.__dict__)  # a decorated function has its signature there
+    copy.__dict__.update(function.__dict__)  # holds the signature of a decorated function
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
     copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
-    done[function] = copy  # before its scope is complete: functions may call each other in a circle
+    done[function] = copy  # before its globals are complete, because functions may call each other recursively
     new = {id(old): replacement for old, replacement in replacements.items()}
 
     def replaced(value: Any) -> Any:
@@ -77,19 +80,19 @@ def _rebound(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
     scope = function.__globals__
-    return {name: scope[name] for name in _names(function.__code__) if name in scope}
+    return {name: scope[name] for name in _global_names(function.__code__) if name in scope}
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The global names that ``code`` reads; ``co_names`` has those of attributes too."""
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Yield the global names that ``code`` reads. ``co_names`` would include attribute names."""
     yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _global_names(constant)
 
 
 def _enclosing(function: FunctionType) -> dict[str, Any]:
-    """The functions and classes that ``function`` has from the one around it; but super() needs the class it is in."""
+    """Return the functions and classes in the closure of ``function``, except the ``__class__`` that super() needs."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     values = {name: cell.cell_contents for name, cell in cells.items() if cell != CellType() and name != "__class__"}
     return {name: value for name, value in values.items() if isinstance(value, (FunctionType, type))}

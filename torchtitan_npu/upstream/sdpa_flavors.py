@@ -1,8 +1,10 @@
-"""deepseek_v3's large flavors with scaled dot-product attention: ``16B_sdpa``, ``236B_sdpa``, ``671B_sdpa``.
+"""Workaround: deepseek_v3's large flavors have flex attention only. Add ``16B_sdpa``, ``236B_sdpa``, ``671B_sdpa``.
 
-TorchTitan 0.2.2 has these sizes with flex attention only, which torch refuses on an NPU, and no option of a job chooses
-the attention. Parameters and checkpoints are the same. The mask is not: causal over the whole sequence, so a token also
-sees the documents that were packed before its own, where flex attention stops at the document's start.
+Fault: torch does not support flex attention on an NPU, and TorchTitan 0.2.2 has no option that selects the attention.
+Parameters and checkpoints are the same. The mask differs: it is causal over the full sequence, so a token also sees
+the documents packed before its own, where flex attention stops at the start of the document.
+
+Delete this file when a job can select the attention of a flavor.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 
 def with_sdpa_flavors(flavors: Mapping[str, Any]) -> dict[str, Any]:
-    """``flavors`` and, of those with flex attention, one more each: ``"16B"`` is also there as ``"16B_sdpa"``."""
+    """Return ``flavors`` with an SDPA copy of each large one that has flex attention: ``"16B_sdpa"`` for ``"16B"``."""
     more = {}
     for name, args in flavors.items():
         if args.attn_type == "flex" and "debug" not in name:

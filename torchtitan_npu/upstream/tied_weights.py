@@ -1,8 +1,10 @@
-"""FSDP2 for models whose embedding and output share one weight.
+"""Workaround: FSDP2 rejects TorchTitan's models whose embedding and output share one weight.
 
-TorchTitan gives the embedding and the output an FSDP group each; since torch 2.13 FSDP refuses a parameter that two
-groups share ("Parameter is shared", torch/distributed/fsdp/_fully_shard/_fsdp_state.py:223), and tensor parallel
-unties the two before it. Here they are tied again after tensor parallel, and one group holds both.
+Fault: TorchTitan 0.2.2 gives the embedding and the output an FSDP group each. Since torch 2.13, FSDP rejects a
+parameter in two groups ("Parameter is shared", torch/distributed/fsdp/_fully_shard/_fsdp_state.py:223). Tensor parallel
+also unties the two before that. Here they are tied again after tensor parallel, and one group holds both.
+
+Delete this file when TorchTitan puts tied weights into one FSDP group.
 """
 
 from __future__ import annotations
@@ -18,27 +20,25 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 
 def ties_weights(model: nn.Module) -> bool:
-    """Whether the model's output uses its embedding's weight."""
+    """Return whether the model's output uses its embedding's weight."""
     return getattr(model, "enable_weight_tying", False)
 
 
-class _WithoutDataParallel:
-    """A job's parallel dimensions with data parallel left for later."""
+class DimsWithoutDataParallel(ParallelDims):
+    """A job's layout on the same meshes, in which a parallel plan sees no data parallelism to apply."""
 
-    fsdp_enabled = dp_replicate_enabled = False
+    fsdp_enabled = dp_replicate_enabled = False  # type: ignore[assignment]
 
     def __init__(self, dims: ParallelDims) -> None:
-        self._dims = dims
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dims, name)
+        dims.world_mesh  # noqa: B018  # builds the meshes
+        vars(self).update(vars(dims))
 
 
 def parallelize_tied(
     model: Any, dims: ParallelDims, job_config: JobConfig, parallelize: ParallelizeFunction
 ) -> nn.Module:
-    """``parallelize`` for everything but FSDP, then FSDP2 with embedding, last norm and output in one group."""
-    model = parallelize(model, _WithoutDataParallel(dims), job_config)
+    """Apply ``parallelize`` except FSDP, then FSDP2 with embedding, last norm and output in one group."""
+    model = parallelize(model, DimsWithoutDataParallel(dims), job_config)
     model.output.weight = model.tok_embeddings.weight
 
     config: dict[str, Any] = {
@@ -52,7 +52,7 @@ def parallelize_tied(
     }
     for block in model.layers.values():
         fully_shard(block, **config)
-    # used first and last: gathered once
+    # used first and last, so gathered once
     fully_shard([model.tok_embeddings, model.norm, model.output], **{**config, "reshard_after_forward": False})
     fully_shard(model, **config)
     disable_fsdp_gradient_division(model)

@@ -23,7 +23,7 @@ from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import shipped  # noqa: E402
 from torchtitan_npu.config.preflight import build_on_meta, check_job  # noqa: E402
 from torchtitan_npu.converters import CONVERTERS  # noqa: E402
-from torchtitan_npu.train import Trainer  # noqa: E402
+from torchtitan_npu.trainer import Trainer  # noqa: E402
 
 MODELS = {
     "llama3": ("llama3", "debugmodel"),

@@ -19,7 +19,8 @@ from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwid
 from torchtitan_npu.components.swap_optimizer.slices import MIB, plan
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW, host_regions
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.rebind import rebound, refers_to
+from torchtitan_npu.upstream.hooks import with_optimizers_container
+from torchtitan_npu.upstream.rebind import refers_to
 
 SWAPPING: dict[type, type[SwapAdam | SwapAdamW]] = {torch.optim.Adam: SwapAdam, torch.optim.AdamW: SwapAdamW}
 
@@ -41,7 +42,7 @@ def swapping(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuil
     if not refers_to(build_optimizers, [OptimizersContainer]):
         raise UsageError("optimizer.swap: the model's build_optimizers_fn makes no OptimizersContainer of TorchTitan's")
     ours = functools.partial(SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction)
-    return rebound(build_optimizers, {OptimizersContainer: ours})
+    return with_optimizers_container(build_optimizers, ours)
 
 
 class SwapContainer(OptimizersContainer):

@@ -18,7 +18,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 
 from torchtitan_npu.compile.regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
-from torchtitan_npu.upstream.rebind import rebound
+from torchtitan_npu.upstream.hooks import with_steps
 
 
 def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -29,7 +29,7 @@ def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config:
     }
     args = model.model_args
     model.model_args = args.for_torchtitan()  # its context parallel takes no attention with documents
-    model = rebound(parallelize_deepseekv3, changes)(model, parallel_dims, job_config)
+    model = with_steps(parallelize_deepseekv3, changes)(model, parallel_dims, job_config)
     model.model_args = args
     if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
         prefetch_in_order(model)

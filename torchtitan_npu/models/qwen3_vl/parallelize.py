@@ -20,7 +20,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama4.infra.parallelize import apply_fsdp
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp, parallelize_qwen3
 
-from torchtitan_npu.upstream.rebind import rebound
+from torchtitan_npu.upstream.hooks import with_steps
 
 
 def parallelize_qwen3_vl(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -29,7 +29,7 @@ def parallelize_qwen3_vl(model: nn.Module, parallel_dims: ParallelDims, job_conf
         apply_ac: apply_ac_with_tower,
         apply_fsdp: apply_fsdp_with_tower,
     }
-    return rebound(parallelize_qwen3, changes)(model, parallel_dims, job_config)
+    return with_steps(parallelize_qwen3, changes)(model, parallel_dims, job_config)
 
 
 def apply_tp_with_tower(model: Any, tp_mesh: DeviceMesh, **kwargs: Any) -> None:

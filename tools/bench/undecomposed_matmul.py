@@ -1,7 +1,4 @@
-"""``aten.matmul`` and ``aten.matmul_backward`` on the CPU as torch_npu has them: whole, so that DTensor sees them.
-
-For tests and benchmarks of the strategies; no job uses it.
-"""
+"""Make ``aten.matmul`` and ``aten.matmul_backward`` reach DTensor on the CPU as they do on an NPU, not decomposed."""
 
 from __future__ import annotations
 
@@ -11,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
+from torchtitan_npu.torch_internals.dispatch import below_autograd
 
 aten = torch.ops.aten
 
 
-class WholeMatmul(torch.autograd.Function):
+class UndecomposedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
         ctx.save_for_backward(left, right)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return aten.matmul(left, right)
 
     @staticmethod
@@ -32,7 +31,7 @@ class WholeMatmul(torch.autograd.Function):
 def matmul_backward(
     grad: Tensor, left: Tensor, right: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients by their formulas, each summed over what was broadcast, to the shape of its operand."""
+    """Return both gradients, each summed over the broadcast dimensions to the shape of its operand."""
     rows = left.unsqueeze(0) if left.ndim == 1 else left
     columns = right.unsqueeze(1) if right.ndim == 1 else right
     grad = grad.unsqueeze(-1) if right.ndim == 1 else grad
@@ -44,12 +43,12 @@ def matmul_backward(
 
 
 @contextmanager
-def whole_matmul() -> Iterator[None]:
-    """In this context, all of the process's matrix products on the CPU."""
+def undecomposed_matmul() -> Iterator[None]:
+    """Keep all matrix products of this process on the CPU undecomposed in this context."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("matmul", WholeMatmul.apply, "AutogradCPU")
+    library.impl("matmul", UndecomposedMatmul.apply, "AutogradCPU")
     library.impl("matmul_backward", matmul_backward, "CPU")
-    # torch_npu's gives both shapes, whatever the mask says
+    # torch_npu's shape function returns both gradients, whatever the mask is
     library.impl(
         "matmul_backward",
         lambda grad, left, right, mask: (left.new_empty(left.shape), right.new_empty(right.shape)),
@@ -62,10 +61,10 @@ def whole_matmul() -> Iterator[None]:
 
 
 @contextmanager
-def our_matmul_sharding() -> Iterator[None]:
-    """Our strategies in this context, and what DTensor had before after it."""
-    use_matmul_sharding(True)
+def our_matmul_sharding(mesh: DeviceMesh) -> Iterator[None]:
+    """Use our strategies on ``mesh`` in this context, and DTensor's own after it."""
+    use_matmul_sharding(mesh, True)
     try:
         yield
     finally:
-        use_matmul_sharding(False)
+        use_matmul_sharding(mesh, False)

@@ -1,4 +1,4 @@
-"""Mark of a train spec with what our converters and layouts need: see :mod:`torchtitan_npu.upstream.train_specs`."""
+"""Train specs whose models this package compiles, as :func:`torchtitan_npu.upstream.train_specs.adapt` makes them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchtitan_npu.compile.regions import compile_models, compiled_here, not_co
 
 @dataclass
 class AdaptedTrainSpec(TrainSpec):
-    """A TrainSpec that :func:`torchtitan_npu.upstream.train_specs.adapt` made.
+    """A TrainSpec with what our converters and layouts need.
 
-    Its models are compiled by us where the job bypasses code generation or has graph passes, else by TorchTitan.
+    This package compiles its models if the job bypasses code generation or has graph passes. Else TorchTitan does.
     """
 
     def __post_init__(self) -> None:
@@ -32,8 +32,8 @@ class AdaptedTrainSpec(TrainSpec):
 
 
 def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[Any]]) -> Callable[..., Any]:
-    """``build``, one of the functions that get a job's config, with the ``parts`` of what it returns compiled by us."""
-    if hasattr(build, "compiles"):  # dataclasses.replace makes a spec of functions that one has already
+    """Return ``build``, which takes a job's config, with the model ``parts`` of its result compiled by this package."""
+    if hasattr(build, "compiles"):  # dataclasses.replace passes functions that are wrapped already
         return build
 
     @functools.wraps(build)

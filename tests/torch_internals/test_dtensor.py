@@ -1,0 +1,58 @@
+"""A DTensor strategy can be registered for some meshes, and its parts mean what we take them for."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torchtitan_npu.planner import fake_ranks
+from torchtitan_npu.torch_internals.dtensor import (
+    DTensorSpec,
+    OpSchema,
+    OpStrategy,
+    StridedShard,
+    head_tail_order,
+    input_specs,
+    redistribution_cost,
+    register_strategy,
+    single_strategy,
+)
+from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
+
+library = torch.library.Library("dtensor_test", "DEF")
+library.define("double(Tensor x) -> Tensor")
+library.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")
+
+
+def test_a_strategy_is_used_on_its_meshes_only() -> None:
+    op = torch.ops.dtensor_test.double.default
+    with fake_ranks(4):
+        mesh, other = (init_device_mesh("cpu", shape) for shape in ((4,), (2, 2)))
+
+        def shard_rows(schema: OpSchema) -> OpStrategy:
+            (x,) = input_specs(schema)
+            return single_strategy([x], [(Shard(0),)], [(Shard(0),)])
+
+        register_strategy(op, shard_rows, lambda asked: asked == mesh, {})
+        clear_sharding_cache()
+        result = op(DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()], run_check=False))
+        assert result.placements == (Shard(0),) and result.to_local().shape == (1, 3)
+        with pytest.raises(NotImplementedError, match="sharding strategy"):
+            op(DTensor.from_local(torch.ones(4, 3), other, [Replicate(), Replicate()], run_check=False))
+
+
+def test_costs_order_redistributions() -> None:
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+
+        def cost(before: object, after: object) -> float:
+            spec: DTensorSpec = DTensor.from_local(torch.ones(1024, 1024), mesh, [before], run_check=False)._spec
+            return redistribution_cost(spec, (after,))  # type: ignore[arg-type]
+
+        assert cost(Shard(0), Shard(0)) == cost(Replicate(), Shard(0)) == 0
+        assert 0 < cost(Partial(), Shard(0)) < cost(Partial(), Replicate())
+        assert cost(StridedShard(0, split_factor=2), Shard(0)) == cost(Shard(0), Replicate())
+
+
+def test_head_tail_order() -> None:
+    assert head_tail_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

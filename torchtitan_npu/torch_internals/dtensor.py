@@ -1,0 +1,92 @@
+"""DTensor strategies: one choice of placements for a call, its cost, and where it is registered.
+
+Seen on torch 2.11 to 2.13. Rules that list all strategies of an operator over one mesh dimension, and leave the choice
+to DTensor, are in :mod:`torchtitan_npu.torch_internals.dtensor_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from torchtitan_npu.torch_internals.dispatch import OpOverload
+
+__all__ = [
+    "DTensorSpec",
+    "OpSchema",
+    "OpStrategy",
+    "StridedShard",
+    "head_tail_order",
+    "input_specs",
+    "redistribution_cost",
+    "register_strategy",
+    "single_strategy",
+]
+
+
+def register_strategy(
+    op: OpOverload,
+    strategy: Callable[[OpSchema], OpStrategy],
+    applies: Callable[[DeviceMesh], bool],
+    schema_info: dict[str, Any],
+) -> None:
+    """Let DTensor shard ``op`` by ``strategy`` on meshes for which ``applies`` is true.
+
+    DTensor has one strategy per operator. On other meshes, the strategy registered before is used as if nothing had
+    been registered here. ``schema_info`` tells which arguments are part of the key of DTensor's cache.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    assert op not in propagator.op_single_dim_strategy_funcs, f"{op}: DTensor prefers its single-dim strategy to ours"
+    previous = propagator.op_strategy_funcs.get(op)
+
+    def choose(schema: OpSchema) -> Any:
+        if applies(schema.get_mesh_from_args()):
+            return strategy(schema)
+        if previous is None:  # as DTensor says it; a composite operator is then decomposed
+            raise NotImplementedError(f"Operator {op} does not have a sharding strategy registered.")
+        return previous(schema)
+
+    propagator.register_op_strategy(op, choose, RuntimeSchemaInfo(**schema_info))
+
+
+def input_specs(schema: OpSchema) -> list[DTensorSpec]:
+    """Return the specs of an operator's tensor arguments, in their order."""
+    return [argument.strategies[0].output_spec for argument in schema.args_strategy]
+
+
+def single_strategy(
+    inputs: Sequence[DTensorSpec], targets: Sequence[tuple[Placement, ...]], outputs: Sequence[tuple[Placement, ...]]
+) -> OpStrategy:
+    """Return a strategy without alternatives: redistribute ``inputs`` to ``targets``, which gives ``outputs``."""
+    mesh = inputs[0].mesh
+    specs = [
+        spec if spec.placements == placements else DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
+        for spec, placements in zip(inputs, targets, strict=True)
+    ]
+    results = [DTensorSpec(mesh, placements) for placements in outputs]
+    costs = [[redistribution_cost(spec, placements)] for spec, placements in zip(inputs, targets, strict=True)]
+    return OpStrategy([OpSpec(results[0] if len(results) == 1 else tuple(results), specs, costs)])
+
+
+def redistribution_cost(spec: DTensorSpec, target: tuple[Placement, ...]) -> float:
+    """Return DTensor's estimate of the collectives that bring a tensor from ``spec`` to ``target``."""
+    if spec.placements == target:
+        return 0.0
+    if any(isinstance(placement, StridedShard) for placement in spec.placements):  # redistributed via Replicate
+        plain = tuple(Shard(x.dim) if isinstance(x, StridedShard) else x for x in spec.placements)
+        spec = DTensorSpec(spec.mesh, plain, tensor_meta=spec.tensor_meta)
+        target = (Replicate(),) * len(target)
+    return redistribute_cost(spec, DTensorSpec(spec.mesh, target, tensor_meta=spec.tensor_meta))
+
+
+def head_tail_order(seq_len: int, ranks: int) -> Any:
+    """Return the token indices (seq_len) in the order in which head-tail load balancing gives them to the ranks."""
+    return _HeadTailLoadBalancer(seq_len, ranks, "cpu")._generate_indices()[0]

@@ -1,0 +1,116 @@
+"""The Trainer: TorchTitan's, with correct gradients on every layout and the options of this package.
+
+Import it after :func:`torchtitan_npu.platform.prepare`. Importing it registers the converters and train specs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+from torchtitan.train import Trainer as TitanTrainer
+
+import torchtitan_npu.converters
+import torchtitan_npu.upstream.train_specs  # noqa: F401
+from torchtitan_npu.compile import passes as graph_passes
+from torchtitan_npu.compile.progress import told_by_torch
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
+from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
+from torchtitan_npu.upstream.parallel_dims import ParallelDims
+
+
+class Trainer(TitanTrainer):
+    """TorchTitan's Trainer, whose gradients are those of the mean loss over all tokens on every layout."""
+
+    def __init__(self, job_config: JobConfig) -> None:
+        self.has_stepped = False
+        super().__init__(job_config)
+        self.auxiliary_losses = auxiliary_losses(self.model_parts)
+        own_context = getattr(self.model_args, "context_parallel", None)
+        self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
+
+    def init_distributed(self) -> ParallelDims:
+        dims = ParallelDims.of(super().init_distributed())
+        if dims.tp_enabled:
+            use_matmul_sharding(dims.get_mesh("tp"), self.job_config.npu.matmul_sharding)
+        return dims
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        return model_inputs(
+            input_dict,
+            labels,
+            model=self.model_parts[0],
+            attn_type=getattr(self.model_args, "attn_type", "sdpa"),
+            tokenizer=self.tokenizer,
+            dims=self.parallel_dims,
+            job_config=self.job_config,
+            context=self.context_parallel,
+        )
+
+    def train(self) -> None:
+        torch_compiles = self.job_config.compile.enable and not self.job_config.npu.bypass_codegen
+        with told_by_torch() if torch_compiles else nullcontext():  # our own backend reports its progress itself
+            super().train()
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        started = time.perf_counter()
+        for loss in self.auxiliary_losses:
+            loss.start_step()
+        super().train_step(data_iterator)
+        if not self.has_stepped and self.job_config.compile.enable:
+            logger.info(f"The first step took {time.perf_counter() - started:.1f} s, including compilation")
+        graph_passes.report(self.model_parts)  # includes graphs compiled by the validation after the previous step
+        self.has_stepped = True
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
+    ) -> torch.Tensor:
+        dims = self.parallel_dims
+        # DDP averages the gradients of its replicas, which are already divided by the tokens of all replicas
+        replicas = dims.dp_replicate if not (dims.fsdp_enabled or dims.ep_enabled) else 1
+        if self.auxiliary_losses:
+            labelled = torch.as_tensor(global_valid_tokens, dtype=torch.float32, device=self.device)
+            # all batches have the same size, on all ranks and in all accumulation steps; labels are not split here yet
+            batches = dims.dp_replicate * dims.dp_shard * self.gradient_accumulation_steps
+            all_tokens = torch.full_like(labelled, labels.numel() * batches)
+            for auxiliary_loss in self.auxiliary_losses:
+                auxiliary_loss.start_batch(labelled if auxiliary_loss.of_labels else all_tokens, replicas)
+        tokens = global_valid_tokens / replicas
+        if not dims.pp_enabled:
+            loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
+            return loss / replicas
+        self.loss_fn.tokens = tokens
+        loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=1.0)
+        self.loss_fn.tokens = 1.0  # validation divides by its own number of tokens
+        return loss / replicas
+
+
+def train(config: JobConfig) -> None:
+    """Run a job, or write its seed checkpoint."""
+    trainer = Trainer(config)
+    try:
+        if config.comm.mode == "local_tensor":
+            logger.info("Local tensor mode enabled - skipping training execution")  # as TorchTitan does
+        elif config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            logger.info("Created seed checkpoint")
+        else:
+            trainer.train()
+            graph_passes.report(trainer.model_parts)  # graphs compiled by the validation after the last step
+    except BackendCompilerFailed as failure:  # torch.compile wraps the errors of our backend and graph passes
+        if isinstance(failure.inner_exception, UsageError):
+            raise failure.inner_exception from None
+        raise
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
