@@ -142,5 +142,7 @@ def _load_class(name: str) -> type[ContextParallel]:
     if not (isinstance(cls, type) and issubclass(cls, ContextParallel)):
         raise UsageError(f"npu.context_parallel {name!r} is no subclass of {__name__}.ContextParallel")
     if cls.parallelize is ContextParallel.parallelize:
-        raise UsageError(f"npu.context_parallel {name!r} does not define how attention communicates: add parallelize()")
+        raise UsageError(
+            f"npu.context_parallel {name!r} does not define how attention communicates: it has no parallelize"
+        )
     return cls
