@@ -43,7 +43,8 @@ before = dict(vars(torch._utils))
 from torchtitan_npu import platform
 platform.prepare()
 import torchtitan.tools.utils as titan, torchtitan.distributed.dual_pipe_v as asks_again
-print([k for k, v in vars(torch._utils).items() if before.get(k) is not v], titan.device_type, asks_again.device_type, titan.device_module.current_device())
+changed = [k for k, v in vars(torch._utils).items() if before.get(k) is not v]
+print(changed, titan.device_type, asks_again.device_type, titan.device_module.current_device())
 """
     assert in_a_new_process(code) == "[] cpu cpu 0"
 
