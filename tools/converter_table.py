@@ -50,21 +50,19 @@ def built(config: Any) -> Any:
 
 
 def cell(name: str, config: Any, model: Any) -> str:
-    """Return a cell (``"6 `Attention`"``), or why the converter does not apply or needs other converters."""
+    """Return a cell: the replaced modules, with "not alone" if another converter is needed, or "—" or "error"."""
     from torchtitan_npu.converters import CONVERTERS
     from torchtitan_npu.errors import UsageError
 
     applicable = [other for other in sorted(CONVERTERS) if converter(other, [], config).targets(model)]
     if name not in applicable:
-        return f"not applicable: no {CONVERTERS[name].looks_for}"
-    try:
-        return replaced(name, [name], config, model)
-    except UsageError as error:
-        refusal = str(error).removeprefix("model.converters: ")
-    try:
-        return f"{replaced(name, applicable, config, model)}, listed with the others; alone refused: {refusal}"
-    except UsageError:
-        return f"refused: {refusal}"
+        return "—"
+    for listed, note in (([name], ""), (applicable, ", not alone")):
+        try:
+            return replaced(name, listed, config, model) + note
+        except UsageError:
+            continue
+    return "error"
 
 
 def replaced(name: str, listed: list[str], config: Any, model: Any) -> str:

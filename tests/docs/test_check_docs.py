@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
-assert spec and spec.loader
-check_docs = sys.modules["check_docs"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_docs)
+from tools import check_docs
 
 
 def page(folder: Path, text: str) -> Path:
