@@ -21,7 +21,7 @@ from torchtitan_npu.config.job_config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
-from torchtitan_npu.models.deepseek_v32.documents import Documents, Ends
+from torchtitan_npu.models.sparse_attention.documents import Documents, Ends
 from torchtitan_npu.planner import Calls, StatedLoad, fake_device, fake_ranks
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.tied_weights import ties_weights

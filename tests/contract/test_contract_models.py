@@ -12,7 +12,7 @@ import pytest
 from tests._helpers.contract_step import MODELS, Step, job, matching, model_args, rehearse, train_step
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
-from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.planner import fake_ranks
 
 

@@ -19,8 +19,8 @@ from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, co
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.parallelize import apply_ac_that_saves_attention
+from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.planner import Calls
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"

@@ -32,9 +32,10 @@ from tests._helpers.moes import (
 )
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.converters.gmm import NpuGptOssGroupedExperts, NpuGroupedExperts
+from torchtitan_npu.converters.gmm import NpuGroupedExperts
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.upstream.gpt_oss_experts import NpuGptOssGroupedExperts
 from torchtitan_npu.upstream.registries import known_converters
 
 KINDS = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}

@@ -18,7 +18,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_parallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
-from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.planner import Calls
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 

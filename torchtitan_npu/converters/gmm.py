@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
-from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu.converters.base import Converter, register, with_forward
@@ -27,12 +25,12 @@ class NpuGroupedExperts(GroupedExperts):
     """The host needs the number of rows per expert."""
 
     def extra_repr(self) -> str:
-        return f"{_sizes(self.w1)}, product=npu_grouped_matmul"
+        return f"{describe_sizes(self.w1)}, product=npu_grouped_matmul"
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply each row's expert to ``x`` (rows, dim), which is sorted by expert."""
-        counts = _counts(self, self.w1, x, num_tokens_per_expert)
-        dtype = _product_dtype(x, self.w1)
+        counts = rows_per_expert(self, self.w1, x, num_tokens_per_expert)
+        dtype = product_dtype(x, self.w1)
         w1, w2, w3 = (local(weight).to(dtype) for weight in (self.w1, self.w2, self.w3))
         # cast per product, as autocast does: the two gradients of x are then added in its dtype
         gate = grouped_matmul(x.to(dtype), w1.mT, counts)
@@ -41,52 +39,29 @@ class NpuGroupedExperts(GroupedExperts):
         return grouped_matmul(hidden, w2.mT, counts)
 
 
-class NpuGptOssGroupedExperts(GptOssGroupedExperts):
-    """gpt_oss's experts on ``npu_grouped_matmul``. Biases and the clamped gate stay separate operators."""
-
-    dispatch_pads = True
-    operators = ("npu_grouped_matmul",)
-
-    def extra_repr(self) -> str:
-        return f"{_sizes(self.mlp1_weight)}, product=npu_grouped_matmul"
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Apply each row's expert to ``x`` (rows, dim), which is sorted by expert."""
-        counts = _counts(self, self.mlp1_weight, x, num_tokens_per_expert)
-        dtype = _product_dtype(x, self.mlp1_weight)
-        w1, w2 = local(self.mlp1_weight).to(dtype), local(self.mlp2_weight).to(dtype)
-        b1, b2 = local(self.mlp1_bias), local(self.mlp2_bias)  # autocast does not round them
-        expert = torch.arange(counts.numel(), device=x.device).repeat_interleave(counts, output_size=x.shape[0])
-        hidden = grouped_matmul(x.to(dtype), w1.mT, counts) + b1[expert]
-        hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(dtype)
-        # tensor parallel sums its ranks' outputs, so each adds a fraction of the bias
-        b2 = ScaleBiasForward.apply(b2, _degree(self.mlp1_weight, "tp") * _degree(self.mlp1_weight, "etp"))
-        return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
-
-
-def _sizes(weight: Tensor) -> str:
+def describe_sizes(weight: Tensor) -> str:
     experts, hidden, dim = weight.shape
     return f"experts={experts}, dim={dim}, hidden={hidden}"
 
 
-def _counts(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+def rows_per_expert(module: Any, weight: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """Return the number of rows per expert; they sum to the rows of ``x``."""
     counts = num_tokens_per_expert.to(torch.int64)
-    if module.dispatch_pads and _degree(weight, "ep") > 1:
+    if module.dispatch_pads and shard_degree(weight, "ep") > 1:
         # every row needs an expert; zeros add nothing to the gradient of the last expert's weights
         padding = x.shape[0] - counts.sum()
         counts = torch.cat((counts[:-1], counts[-1:] + padding))
     return counts
 
 
-def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype of a matrix product: autocast's, or else the wider of rows and weights."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def _degree(parameter: Tensor, dimension: str) -> int:
+def shard_degree(parameter: Tensor, dimension: str) -> int:
     """Return the size of the mesh dimension that ``parameter`` is sharded over, or 1."""
     if not isinstance(parameter, DTensor):
         return 1
@@ -94,16 +69,13 @@ def _degree(parameter: Tensor, dimension: str) -> int:
     return parameter.device_mesh.size(names.index(dimension)) if dimension in names else 1
 
 
-CLASSES: dict[Any, type[nn.Module]] = {
-    GroupedExperts.forward: NpuGroupedExperts,
-    GptOssGroupedExperts.forward: NpuGptOssGroupedExperts,
-}
+REPLACEMENTS: dict[Any, type[nn.Module]] = {GroupedExperts.forward: NpuGroupedExperts}
 """The replacement for each forward, which a subclass may have inherited."""
 
 
 @register
 class GroupedMatmulConverter(Converter):
-    """Replaces TorchTitan's ``GroupedExperts``, gpt_oss's, and every subclass with their forward."""
+    """Replaces TorchTitan's ``GroupedExperts`` and other experts in :data:`REPLACEMENTS`, and their subclasses."""
 
     name = "npu_gmm"
     looks_for = "TorchTitan GroupedExperts"
@@ -120,11 +92,11 @@ class GroupedMatmulConverter(Converter):
         return [
             (fqn, module)
             for fqn, module in model.named_modules()
-            if type(module).forward in CLASSES and module is not model
+            if type(module).forward in REPLACEMENTS and module is not model
         ]
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        experts: Any = with_forward(module, CLASSES[type(module).forward])
+        experts: Any = with_forward(module, REPLACEMENTS[type(module).forward])
         experts.use_grouped_mm = False  # torch._grouped_mm needs padding
         return experts
 

@@ -45,7 +45,7 @@ from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models import own_train_specs
-from torchtitan_npu.upstream import rotations  # noqa: F401 - registers the rotations of TorchTitan's models
+from torchtitan_npu.upstream import gpt_oss_experts, rotations  # noqa: F401 - register replacements for converters
 from torchtitan_npu.upstream.activation_checkpoint import ignoring_profiler_operators
 from torchtitan_npu.upstream.cpu_context_parallel import gather_keys_and_values
 from torchtitan_npu.upstream.hooks import (

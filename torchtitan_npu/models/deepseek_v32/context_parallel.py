@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
-from torchtitan_npu.models.deepseek_v32.documents import Documents
+from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.torch_internals.functional_collectives import all_gather_with_gradient
 
 
@@ -104,7 +104,7 @@ class AttentionBySpans(nn.Module):
         return q  # the queries of each span are prepared separately
 
     def forward(self, *projected: Tensor, documents: list[list[tuple[int, Documents]]] | None, scale: float) -> Tensor:
-        """Run :class:`.sparse_attention.SparseAttention` on this rank's queries (bsz, tokens, ...) and all keys."""
+        """Run :class:`SparseAttention` on this rank's queries (bsz, tokens, ...) and all keys."""
         q, q_rope, k, k_rope, v, index_q, index_k, index_weights = projected
 
         def attend(rows: slice, span: Span, start: int, own: Documents | None) -> Tensor:

@@ -17,11 +17,7 @@ from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.rotary.registry import register_rotation
 from torchtitan_npu.models.rotary.tables import HALF_OF_COMPLEX
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Cast ``x`` to float32, unless it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from torchtitan_npu.models.sparse_attention.attention import at_least_float32
 
 
 def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:

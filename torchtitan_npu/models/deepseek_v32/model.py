@@ -16,8 +16,8 @@ from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
-from torchtitan_npu.models.deepseek_v32.documents import Documents
 from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, predict_further
+from torchtitan_npu.models.sparse_attention.documents import Documents
 
 
 class DeepSeekV32Model(DeepSeekV3Model):

@@ -5,13 +5,29 @@ This is the formula, and the baseline for the fused operators. It keeps seqlen²
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, einsum, nn
 
 from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
-from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
-from torchtitan_npu.models.deepseek_v32.documents import Documents
-from torchtitan_npu.models.deepseek_v32.indexer import at_least_float32
+from torchtitan_npu.models.sparse_attention.documents import Documents
+
+
+class SparseAttentionArgs(Protocol):
+    """The arguments of a model with sparse attention. The fields are described in ``deepseek_v32/args.py``."""
+
+    n_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    absorb: bool
+    warmup: bool
+    indexer_loss: bool
+    indexer_loss_weight: float
+
+    def attended_keys(self) -> int: ...
 
 
 class SparseAttention(nn.Module):
@@ -21,7 +37,7 @@ class SparseAttention(nn.Module):
     indexer's scores of those keys towards the attention probabilities.
     """
 
-    def __init__(self, args: DeepSeekV32ModelArgs) -> None:
+    def __init__(self, args: SparseAttentionArgs) -> None:
         super().__init__()
         self.args = args
         self.topk = args.attended_keys()
@@ -87,6 +103,11 @@ class SparseAttention(nn.Module):
         if (account := self.account()) is not None:
             output = account.attach(output, divergence(scores, selected, probabilities.detach()))
         return output
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Cast ``x`` to float32, unless it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
