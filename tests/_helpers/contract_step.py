@@ -1,4 +1,4 @@
-"""One training step of TorchTitan's models on fake npu tensors, built as the Trainer builds it."""
+"""One training step of TorchTitan's models on fake npu tensors, with models built as the Trainer does."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ RANKS = 8
 BATCH, SEQUENCE = 2, 2048
 ONE_RANK = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
 
-# What people train, each layer in full size: fake tensors take no memory. Two layers, one of each kind where there are
-# two kinds, and few experts, since each takes a handful of small operators.
+# Layers have their full size, because fake tensors need no memory. There are two layers, one dense and one with
+# experts if the model has both, and few experts, because each calls several small operators.
 FEW_EXPERTS = {"n_layers": 2, "moe_args.num_experts": 16}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "8B", {"n_layers": 2}),
@@ -46,29 +46,29 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("deepseek_v32", "671B", {**FEW_EXPERTS, "n_dense_layers": 1}),
     "gpt_oss": ("gpt_oss", "20b", FEW_EXPERTS),
 }
-"""By name: TorchTitan's model, its flavor, what is changed."""
+"""By name: the model, its flavor, and changes to its arguments."""
 
 
 @dataclass
 class Step:
-    """What a step showed."""
+    """The observations of a step."""
 
     targets: dict[str, int]
-    """How many modules each converter replaced."""
+    """Number of modules that each converter replaced."""
     calls: Calls
-    """The operators called, in forward, backward, gradient clipping and optimizer."""
+    """The operators called in forward, backward, gradient clipping and optimizer."""
     gradients: set[str]
     """The parameters that have a gradient."""
     outputs: dict[str, list[Any]]
-    """By module, the shape and dtype of each output it gave."""
+    """Shape and dtype of each output, by module."""
     model: nn.Module
-    """What was trained: the model, or the part of it in this rank's pipeline stage."""
+    """The trained model, or this rank's pipeline stage."""
 
 
 def rehearse(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
-    """A step of ``model``, on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
+    """Run a step of ``model`` on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
 
-    ``layout`` goes by the names of :data:`tests._helpers.layouts.DEGREES`; the ranks left are shards of data parallel.
+    The keys of ``layout`` are those of :data:`tests._helpers.layouts.DEGREES`; remaining ranks are FSDP shards.
     ``dsa`` is the job's section of that name.
     """
     config = job(model, converters, layout)
@@ -79,7 +79,7 @@ def rehearse(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] |
 
 @functools.cache
 def matching(model: str) -> tuple[str, ...]:
-    """The converters that find something to replace in ``model``."""
+    """Return the converters that have targets in ``model``."""
     config = job(model, (), {})
     whole = _build(config, model_args(model, config))
     return tuple(name for name, converter in CONVERTERS.items() if converter(config, ONE_RANK).targets(whole))
@@ -111,10 +111,10 @@ def model_args(model: str, config: JobConfig) -> Any:
 
 
 def train_step(config: JobConfig, args: Any) -> Step:
-    """A step as this rank takes it; of a pipeline, one microbatch through the rank's stage.
+    """Run this rank's step; with a pipeline, one microbatch through the rank's stage.
 
-    A stage then takes its activations and its gradient from nowhere: the schedule, and what it sends and receives, stay
-    out, since ranks agree on shapes by sending each other objects, and fake tensors carry none.
+    Activations and gradients of a stage are fake. The schedule is left out, because ranks exchange shapes as objects,
+    which a fake process group cannot send.
     """
     spec = get_train_spec(config.model.name)
     dims = _dims(config)
@@ -136,11 +136,11 @@ def train_step(config: JobConfig, args: Any) -> Step:
     if dims.pp_enabled:
         batch = config.parallelism.pipeline_parallel_microbatch_size
     context = titan.get_train_context(dims.tp_enabled)
-    # a device's backward pass has a thread of its own, where DTensor would remember the meshes of an earlier step
+    # the backward pass of a device runs in its own thread, where DTensor caches the meshes of an earlier step
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with fake_device(), StatedLoad(), one_thread:
         model.to_empty(device=device)
-        # no initial weights, since there are no values; but init_weights also ties what to_empty has untied
+        # fake tensors have no values, but init_weights also ties the weights that to_empty has untied
         if ties_weights(model):
             model.output.weight = model.tok_embeddings.weight
         model.train()
@@ -163,14 +163,14 @@ def train_step(config: JobConfig, args: Any) -> Step:
             outputs.clear()
             with context(), titan.maybe_enable_amp(dims, config.training.mixed_precision_param, device.type):
                 if model.tok_embeddings is None:
-                    length = inputs.shape[1] // dims.tp  # tensor parallel splits the sequence between the layers
+                    length = inputs.shape[1] // dims.tp  # tensor parallel shards the sequence between the layers
                     inputs = torch.zeros(batch, length, args.dim, dtype=torch.bfloat16, device=device)
                     inputs.requires_grad_()
                 output = model(inputs, **extra)
                 (output.sum() if model.output is None else loss_fn(output, labels)).backward()
 
         if dims.tp_enabled or dims.cp_enabled:
-            # when DTensor meets an operator for the first time, it runs it once more to learn the output's shape
+            # DTensor runs an operator twice on its first call, to infer the output's shape
             forward_and_backward()
         with Calls() as calls:
             forward_and_backward()
@@ -188,7 +188,7 @@ def _build(config: JobConfig, args: Any) -> Any:
 
 
 class SmallOpAttention(nn.Module):
-    """In place of flex attention, which needs Triton on the device: the same outputs, unmasked, by small operators."""
+    """Replaces flex attention, which needs Triton: outputs of the same shapes by small operators, unmasked."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: Any
@@ -199,7 +199,7 @@ class SmallOpAttention(nn.Module):
 
 
 def _without_flex(model: Any) -> dict[str, Any]:
-    """Let gpt_oss, which has no other, do without flex attention; return the masks that it insists on."""
+    """Replace gpt_oss's flex attention, and return the masks that its forward needs."""
     for block in model.layers.values():
         block.attention.inner_attention = SmallOpAttention()
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
@@ -207,7 +207,7 @@ def _without_flex(model: Any) -> dict[str, Any]:
 
 
 def _documents(batch: int, sequence: int, device: torch.device) -> Documents:
-    """Three in each sequence; the model would read on the host where they end."""
+    """Return three documents per sequence; the model would read their ends on the host."""
     ends = [row * sequence + end for row in range(batch) for end in (sequence // 4, sequence // 3, sequence)]
     return Documents(Ends.of(ends, device), Ends.of(ends, device))
 
@@ -224,7 +224,7 @@ def _dims(config: JobConfig) -> ParallelDims:
         etp=p.expert_tensor_parallel_degree,
         world_size=torch.distributed.get_world_size(),
     )
-    dims.build_mesh()  # now, because later there are only fake tensors, and a mesh holds the numbers of its ranks
+    dims.build_mesh()  # before fake tensors are enabled: a mesh holds a tensor of ranks
     return dims
 
 

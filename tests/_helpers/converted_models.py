@@ -1,4 +1,4 @@
-"""TorchTitan's debug models, small, with and without converters, and what a step of training gives with them."""
+"""TorchTitan's debug models in small sizes, with and without converters, and the results of a training step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job(converters: tuple[str, ...] = ()) -> JobConfig:
 
 
 def convert(model: nn.Module, *converters: str) -> nn.Module:
-    """``model`` after TorchTitan has run ``converters`` over it, as its trainer does."""
+    """Convert ``model`` as TorchTitan's trainer does, and return it."""
     build_model_converters(job(converters), ParallelDims(**LAYOUT)).convert(model)
     return model
 
@@ -47,17 +47,17 @@ def model_args(name: str, **changes: Any) -> Any:
 
 
 def build_on_meta(name: str, *converters: str, **changes: Any) -> nn.Module:
-    """The debug model on the meta device, as TorchTitan builds and converts it."""
+    """Build and convert the debug model on the meta device."""
     with torch.device("meta"):
         model = get_train_spec(name).model_cls(model_args(name, **changes))
     return convert(model, *converters) if converters else model
 
 
 def build(name: str, *converters: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """The debug model with weights: the same for the same name, whatever the converters and the dtype."""
+    """Build the debug model with weights that depend on its name only, not on converters or dtype."""
     model = build_on_meta(name, *converters, **changes).to_empty(device="cpu")
     initialise(model)
-    # Module.to would make complex rotation tables real
+    # Module.to would cast complex rotation tables to real
     return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
@@ -66,7 +66,7 @@ def initialise(model: nn.Module) -> None:
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # norms that start as ones would hide a gain that is left out
+            if "norm" in name:  # norm weights of one would hide a missing multiplication
                 parameter.uniform_(0.5, 1.5)
 
 
@@ -76,7 +76,7 @@ def tokens() -> Tensor:
 
 @dataclass
 class Step:
-    """What one step computes: the loss and every parameter's gradient, by the parameter's own name."""
+    """The results of a step: the loss, and each parameter's gradient by name."""
 
     loss: Tensor
     grads: dict[str, Tensor]
@@ -98,7 +98,7 @@ def step(model: nn.Module) -> Step:
 
 
 def assert_as_exact(converted: Step, plain: Step, oracle: Step) -> None:
-    """The converted model is as near to the float64 model as the plain one, in the loss and gradient by gradient."""
+    """Check that loss and gradients are as near to the float64 model as the plain model's."""
     assert converted.grads.keys() == plain.grads.keys() == oracle.grads.keys()
     values = {"loss": (converted.loss, plain.loss, oracle.loss)}
     values |= {name: (converted.grads[name], plain.grads[name], oracle.grads[name]) for name in oracle.grads}
@@ -107,8 +107,9 @@ def assert_as_exact(converted: Step, plain: Step, oracle: Step) -> None:
 
 
 def assert_no_further(name: str, ours: Tensor, theirs: Tensor, exact: Tensor, roundings: int = 2) -> None:
-    """``ours`` is at most twice as far from ``exact`` (float64) as ``theirs``, which may hit it by chance: so many
-    roundings more."""
+    """Check that ``ours`` is at most twice as far from ``exact`` (float64) as ``theirs``, plus some roundings.
+
+    ``theirs`` may be exact by chance."""
     assert ours.dtype == theirs.dtype and exact.dtype == torch.float64
     budget = 2 * (theirs.double() - exact).norm() + roundings * torch.finfo(theirs.dtype).eps / 2 * exact.norm()
     distance = (ours.double() - exact).norm()

@@ -1,6 +1,6 @@
-"""A small DeepSeek-V3.2, configured for us and for Hugging Face transformers.
+"""A small DeepSeek-V3.2, configured for this package and for Hugging Face transformers.
 
-Sizes are odd enough that a mixed-up dimension shows.
+All sizes differ, so that a mixed-up dimension is detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGE = {"indexer_loss", "indexer_loss_weight", "warmup"}
 
 
 def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
-    """As a job of :data:`POSITIONS` tokens would have them; ``changes`` are of the model or of its experts."""
+    """Return arguments for a job of :data:`POSITIONS` tokens, with ``changes`` to the model or its experts."""
     experts: dict[str, Any] = {
         "num_experts": 8,
         "num_shared_experts": 2,
@@ -35,7 +35,7 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
         "score_before_experts": False,
         "num_expert_groups": 4,
         "num_limited_groups": 2,
-        "use_grouped_mm": False,  # torch's, which TorchTitan calls in bfloat16
+        "use_grouped_mm": False,  # torch._grouped_mm is bfloat16 in TorchTitan
     }
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -52,7 +52,7 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
         "v_head_dim": 10,
         "original_seq_len": POSITIONS,
         "rope_factor": 1.0,
-        # few, with ReLU, make scores of exactly 0, and of equal ones transformers may take another
+        # fewer heads give scores of exactly 0, and of equal scores transformers may select another
         "index_n_heads": 16,
         "index_head_dim": 26,
         "index_topk": TOP_K,
@@ -63,16 +63,16 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
     config = JobConfig()
     config.training.seq_len = POSITIONS
     args.update_from_config(config)
-    for name in STAGE & changes.keys():  # which the job has just set
+    for name in STAGE & changes.keys():  # set by the job
         setattr(args, name, changes[name])
     return args
 
 
 def hugging_face_config(yarn: int = 0, **changes: Any) -> DeepseekV32Config:
-    """The same model for transformers; ``yarn`` is ``original_seq_len`` for us, with ``rope_factor=4.0``."""
+    """Return the same model for transformers; ``yarn`` is our ``original_seq_len``, with ``rope_factor=4.0``."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if yarn:
-        # TorchTitan's mscale is both of these: cosines and sines keep length 1, the softmax takes the square
+        # TorchTitan's mscale is both: cosines and sines keep length 1, the softmax scale gets the square
         scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
         rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn, **scales}
     fields: dict[str, Any] = {
@@ -106,7 +106,7 @@ def hugging_face_config(yarn: int = 0, **changes: Any) -> DeepseekV32Config:
 
 
 def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
-    """The model with weights, the same for the same sizes: as initialised, but with gains that are not 1."""
+    """Build the model with initial weights that depend on its sizes only, and norm weights other than 1."""
     with torch.device("meta"):
         model = DeepSeekV32Model(args)
     model.to_empty(device="cpu")
@@ -120,14 +120,14 @@ def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
 
 
 def start_batch(model: nn.Module, tokens: int = BATCH * SEQUENCE, dtype: torch.dtype = torch.float32) -> None:
-    """What the Trainer says to the losses beside the main one before it runs the model."""
+    """Start a batch of the auxiliary losses, as the Trainer does before the forward."""
     for loss in auxiliary_losses([model]):
         loss.start_step()
         loss.start_batch(torch.tensor(tokens, dtype=dtype))
 
 
 def counted(model: nn.Module) -> float:
-    """What the backward pass has counted: the mean over layers and tokens."""
+    """Return the loss that the backward pass counted: the mean over layers and tokens."""
     return mean(float(loss.total / loss.tokens) for loss in auxiliary_losses([model]))  # type: ignore[operator, arg-type]
 
 

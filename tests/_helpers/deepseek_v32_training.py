@@ -1,4 +1,4 @@
-"""Trains a tiny DeepSeek-V3.2 on any layout."""
+"""Train a tiny DeepSeek-V3.2 on any layout."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ SMALLER = {
     "index_topk": 8,
 }
 DIVERGENCE_TOLERANCE = TOLERANCE * math.log(SEQUENCE)
-"""A divergence is a difference of entropies, which are up to the logarithm of the number of keys."""
+"""A divergence is a difference of entropies, which are at most the logarithm of the number of keys."""
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"]
 
 
 def train(layout: dict[str, int], options: dict[str, Any], stop: int = 2) -> Record:
-    """Train on this rank up to step ``stop``, from the last checkpoint if ``options`` ask for them."""
+    """Train on this rank up to step ``stop``, from the last checkpoint if ``options`` enable checkpoints."""
     add_flavor("deepseek_v32", "tiny", SMALLER)
     model = {"model.name": "deepseek_v32", "model.flavor": "tiny"}
     training = {"training.seq_len": SEQUENCE, "training.steps": STEPS, "optimizer.lr": 3e-3}
@@ -74,14 +74,14 @@ def one_rank(stage: str = "sparse", document_mask: bool = False) -> Record:
 
 
 def assert_as_on_one_rank(records: list[Record], expected: Record, split_heads: bool = False) -> None:
-    """The losses of the first two steps; the gradient of every parameter and the balance of experts in the first.
+    """Compare the losses of two steps, and every gradient and the expert balance of the first step.
 
-    With ``split_heads`` the indexers' loss is the mean of the divergences from each rank's heads, which is at least the
-    divergence from the mean of them: a little more.
+    With ``split_heads`` the indexers' loss is the mean of the divergences from each rank's heads, which is slightly
+    larger than the divergence from all heads.
     """
     actual = together(records)
     assert actual.losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE)
-    # Adam's first step divides a gradient by itself: where it is nearly 0, rounding decides the direction
+    # Adam's first step normalises each gradient: rounding decides the direction of tiny ones
     assert actual.losses[1] == pytest.approx(expected.losses[1], rel=1e-5)
     assert_same_gradients(actual, expected)
     assert_same_balance(actual, expected)

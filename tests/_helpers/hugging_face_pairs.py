@@ -1,7 +1,7 @@
-"""Small models, each configured twice: for TorchTitan and for Hugging Face transformers.
+"""Small models, each configured for TorchTitan and for Hugging Face transformers.
 
-Sizes are odd enough that a mixed-up dimension shows. A comment says where the two libraries mean different things by
-the same number, or where TorchTitan's defaults are another model.
+All sizes differ, so that a mixed-up dimension is detected. Comments mark options with a different meaning in the two
+libraries, and TorchTitan's defaults that belong to another model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests._helpers.deepseek_v32_models import hugging_face_config, model_args
 
 VOCABULARY = 96
 POSITIONS = 1024
-"""What the models are made for; the tests' sequences are shorter."""
+"""The models' maximum sequence length; the tests' sequences are shorter."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Pair:
     config: PreTrainedConfig
 
     def changed(self, **fields: Any) -> Pair:
-        """The pair with other ``fields`` on TorchTitan's side, of the model or of its experts."""
+        """Return the pair with other ``fields`` in TorchTitan's model or its experts."""
         args = copy.deepcopy(self.args)
         for name, value in fields.items():
             setattr(args if hasattr(args, name) else args.moe_args, name, value)
@@ -49,7 +49,7 @@ def llama3() -> Pair:
         n_kv_heads=2,
         vocab_size=VOCABULARY,
         multiple_of=16,
-        # TorchTitan always scales rotations, as Llama 3.1 does
+        # TorchTitan always scales rotations, like Llama 3.1
         rope_scaling_args=RoPEScalingArgs(original_max_position_embeddings=64),
     )
     config = LlamaConfig(
@@ -58,7 +58,7 @@ def llama3() -> Pair:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
-        intermediate_size=128,  # 2 / 3 of 4 * 48, to a multiple of 16
+        intermediate_size=128,  # 2 / 3 of 4 * 48, rounded to a multiple of 16
         rms_norm_eps=1e-5,
         rope_parameters={
             "rope_type": "llama3",
@@ -107,9 +107,9 @@ def qwen3_moe() -> Pair:
         score_func="softmax",
         route_norm=True,
         score_before_experts=False,
-        # a released model has no bias for balance; with it, a checkpoint's weights would not be all of the model's
+        # a released model has no bias for balancing, which a checkpoint would then lack
         load_balance_coeff=None,
-        use_grouped_mm=False,  # torch's, which TorchTitan calls in bfloat16
+        use_grouped_mm=False,  # torch._grouped_mm is bfloat16 in TorchTitan
     )
     args = Qwen3ModelArgs(**QWEN3_ARGS, moe_enabled=True, moe_inter_dim=24, moe_args=experts)
     config = Qwen3MoeConfig(
@@ -119,19 +119,19 @@ def qwen3_moe() -> Pair:
 
 
 def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yarn: bool = False) -> Pair:
-    """``groups``: so many groups of experts, of which a token's are in so many."""
+    """``groups``: the number of expert groups, and of groups that a token may use."""
     experts = MoEArgs(
         num_experts=8,
         num_shared_experts=2,
         top_k=3,
-        # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, of which transformers has another model
+        # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, another model in transformers
         score_func="sigmoid",
         route_norm=True,
         route_scale=2.5,
         score_before_experts=False,
         num_expert_groups=groups[0] if groups else None,
         num_limited_groups=groups[1] if groups else None,
-        use_grouped_mm=False,  # torch's, which TorchTitan calls in bfloat16
+        use_grouped_mm=False,  # torch._grouped_mm is bfloat16 in TorchTitan
     )
     args = DeepSeekV3ModelArgs(
         dim=48,
@@ -141,20 +141,20 @@ def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yar
         vocab_size=VOCABULARY,
         inter_dim=80,
         moe_inter_dim=24,
-        norm_eps=1e-6,  # as released, and transformers' for the latents whatever its config says; TorchTitan's is 1e-5
+        norm_eps=1e-6,  # as released; transformers uses it for the latents in any case, TorchTitan has 1e-5
         q_lora_rank=q_lora_rank,
         kv_lora_rank=20,
         qk_nope_head_dim=12,
         qk_rope_head_dim=16,
         v_head_dim=10,
-        # TorchTitan scales rotations when a job's sequences are longer than these, transformers when its config says so
+        # TorchTitan scales rotations for longer sequences than this, transformers by its config
         original_seq_len=256 if yarn else POSITIONS,
         rope_factor=4.0,
         moe_args=experts,
     )
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if yarn:
-        # TorchTitan's mscale is both of these: cosines and sines keep length 1, the softmax takes the square
+        # TorchTitan's mscale is both: cosines and sines keep length 1, the softmax scale gets the square
         scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
         rope |= {"rope_type": "yarn", "original_max_position_embeddings": 256, **scales}
     config = DeepseekV3Config(
@@ -185,7 +185,7 @@ def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yar
 
 
 def pair(train_spec: str, args: BaseModelArgs, config: PreTrainedConfig) -> Pair:
-    """The pair, its TorchTitan side as a job of :data:`POSITIONS` tokens would have it."""
+    """Return the pair, with TorchTitan's arguments updated for a job of :data:`POSITIONS` tokens."""
     job_config = job()
     job_config.training.seq_len = POSITIONS
     args.update_from_config(job_config)

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-VL models and batches, ours and Hugging Face's."""
+"""Tiny random Qwen3-VL models and batches, for this package and for Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchtitan_npu.models.qwen3_vl import Grids, Qwen3VLModel, Qwen3VLModelArgs
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 TEXT = 80
-"""Numbers below are words."""
+"""Ids below are text tokens."""
 SECTION = (8, 4, 4)
-"""Time has more angles than the others, and so some past the last turn of all three."""
+"""Time has more angles than the other axes, so some follow the last interleaved triple."""
 
 
 def model_args(moe: bool = False, **changes: Any) -> Qwen3VLModelArgs:
@@ -56,7 +56,7 @@ def model_args(moe: bool = False, **changes: Any) -> Qwen3VLModelArgs:
 
 
 def hugging_face_config(moe: bool = False, tied: bool = False) -> PretrainedConfig:
-    """Of the same sizes."""
+    """Return Hugging Face's config of the same sizes."""
     text = {
         "vocab_size": 100,
         "hidden_size": 48,
@@ -86,7 +86,7 @@ def hugging_face_config(moe: bool = False, tied: bool = False) -> PretrainedConf
 
 
 def build(args: Qwen3VLModelArgs) -> Qwen3VLModel:
-    """Our model, with its buffers, in float32."""
+    """Build our model with its buffers in float32."""
     with torch.device("meta"):
         model = Qwen3VLModel(args)
     model.to_empty(device="cpu")
@@ -97,11 +97,11 @@ def build(args: Qwen3VLModelArgs) -> Qwen3VLModel:
 
 @dataclass
 class Batch:
-    """Rows of text, images and videos of different lengths and grids, filled up at the right."""
+    """Rows of text, images and videos of different lengths and grids, padded at the right."""
 
     tokens: Tensor
     mask: Tensor
-    """Whether a token is one of the row."""
+    """True for tokens that are not padding."""
     grids: Grids
     image_patches: Tensor
     video_patches: Tensor
@@ -114,7 +114,7 @@ class Batch:
         return {"tokens": self.tokens, "patches": self.patches, "grids": self.grids}
 
     def theirs(self) -> dict[str, Any]:
-        """The same as Hugging Face's arguments."""
+        """Return the batch as Hugging Face's arguments."""
         inputs = {"input_ids": self.tokens, "attention_mask": self.mask.long(), "mm_token_type_ids": self.kinds()}
         if self.grids.images:
             inputs |= {"pixel_values": self.image_patches, "image_grid_thw": torch.tensor(self.grids.images)}
@@ -127,7 +127,7 @@ class Batch:
 
 
 def make_batch(seed: int, kinds: tuple[str, ...], patch_dim: int = 96) -> Batch:
-    """A batch of which each row has, in some order, text and the images ("i") and videos ("v") of one of ``kinds``."""
+    """Make a batch whose rows have text and the images ("i") and videos ("v") of an element of ``kinds``."""
     rng = random.Random(seed)
     rows: list[list[int]] = []
     grids: dict[str, list[tuple[int, int, int]]] = {"i": [], "v": []}

@@ -7,9 +7,9 @@ from torch import nn
 
 
 def randomise(model: nn.Module, small: tuple[str, ...]) -> None:
-    """Weights under which every part counts: gains that are not 1, biases that reroute tokens, large matrices.
+    """Draw weights under which every part matters: norm weights other than 1, biases that reroute tokens, large matrices.
 
-    Only what goes into norms is ``small`` (parts of the parameters' names), so that their epsilon shows.
+    Weights before norms are ``small`` (parts of parameter names), so that the norms' epsilon matters.
     """
     generator = torch.Generator().manual_seed(0)
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}

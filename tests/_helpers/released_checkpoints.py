@@ -1,4 +1,4 @@
-"""Random models of DeepSeek-V3.2 in files as they are released: with multi-token prediction, and in FP8."""
+"""Random DeepSeek-V3.2 checkpoints in the released format, with multi-token prediction and FP8."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def mtp_args(depths: int, **changes: Any) -> DeepSeekV32ModelArgs:
 
 
 def exported(args: DeepSeekV32ModelArgs) -> dict[str, Tensor]:
-    """A random model in the format of the release."""
+    """Return random weights in the released format."""
     weights = DeepSeekV32StateDictAdapter(args, None).to_hf(build(args).state_dict())
     return {name: value.clone() for name, value in weights.items()}
 
 
 def write(weights: dict[str, Tensor], folder: Path, files: int = 1) -> None:
-    """``weights`` as safetensors files with an index."""
+    """Write ``weights`` as safetensors files with an index."""
     names = [f"model-{number:05d}-of-{files:06d}.safetensors" for number in range(1, files + 1)]
     weight_map = {name: names[number % files] for number, name in enumerate(weights)}
     for file in names:
@@ -39,14 +39,14 @@ def write(weights: dict[str, Tensor], folder: Path, files: int = 1) -> None:
 
 
 def read_back(folder: Path) -> dict[str, Tensor]:
-    """What :func:`write` wrote."""
+    """Read the weights that :func:`write` wrote."""
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def quantised(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Files with other weights of these names in FP8, by blocks of 128 × 128, and what they are to be read as.
+    """Write other weights of these names in FP8, in blocks of 128 × 128, and return the dequantised weights.
 
-    What the release has in a finer format, the embedding and norms and routers, is as in ``weights``.
+    Embedding, norms and routers, which the release does not quantise, stay as in ``weights``.
     """
     generator = torch.Generator().manual_seed(0)
     files, expected = dict(weights), dict(weights)

@@ -1,4 +1,4 @@
-"""Tiny models with rotations, what they compute in float64 with exact ones, and which operators they call."""
+"""Tiny models with rotations, their float64 results with exact rotations, and the operators they call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = TINY | {
     "deepseek_v32": (
         "deepseek_v32",
         "debugmodel",
-        # as many heads as make no MAX_SEQ_LEN with SEQUENCE; fewer keys than there are
+        # no product with SEQUENCE is MAX_SEQ_LEN; fewer keys than tokens
         TINY["deepseek_v3"][2]
         | {"n_heads": 5, "q_lora_rank": 24, "index_n_heads": 3, "index_head_dim": 18, "index_topk": 5},
     ),
@@ -45,7 +45,7 @@ MODELS = TINY | {
 
 MORE = {
     "llama4": {"every_n_layers_nope": 2},  # layer 0 has no rotations
-    "deepseek_v3": {"original_seq_len": 16},  # below max_seq_len, hence YaRN
+    "deepseek_v3": {"original_seq_len": 16},  # below max_seq_len, which enables YaRN
     "deepseek_v32": {"original_seq_len": 16},
 }
 
@@ -61,7 +61,7 @@ TARGETS = {
 
 
 class DenseAttention(nn.Module):
-    """What flex attention computes, with a gradient on a CPU."""
+    """Flex attention in plain PyTorch, with a gradient on a CPU."""
 
     def forward(
         self,
@@ -81,7 +81,7 @@ class DenseAttention(nn.Module):
 
 
 def build(name: str, *converters: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """A tiny model with weights: the same for the same name, whatever the converters and the dtype."""
+    """Build a tiny model with weights that depend on its name only, not on converters or dtype."""
     spec, flavor, smaller = MODELS[name]
     changes = smaller | {"n_layers": 2, "vocab_size": VOCABULARY} | MORE.get(name, {}) | changes
     args = copy.deepcopy(get_train_spec(spec).model_args[flavor])
@@ -104,7 +104,7 @@ def build(name: str, *converters: str, dtype: torch.dtype = torch.float32, **cha
     initialise(model.to_empty(device="cpu"))
     for loss in auxiliary_losses([model]):
         loss.start_batch(torch.tensor(float(BATCH * SEQUENCE)))
-    # Module.to would make complex rotation tables real
+    # Module.to would cast complex rotation tables to real
     return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
@@ -112,7 +112,7 @@ ROWS = torch.stack([torch.arange(SEQUENCE) + 5, torch.arange(SEQUENCE).roll(4).m
 POSITIONS = {
     "none": None,
     "offset": torch.arange(SEQUENCE)[None] + 7,
-    "rows": ROWS,  # an offset in one, pieces of documents in the other
+    "rows": ROWS,  # an offset in one row, parts of documents in the other
 }
 
 
@@ -121,7 +121,7 @@ def tokens(seed: int = 1) -> Tensor:
 
 
 def backward(logits: Tensor) -> None:
-    """From a gradient that every dtype holds exactly."""
+    """Run the backward pass from a gradient that is exact in every dtype."""
     logits.backward(torch.randint(-4, 5, logits.shape, generator=torch.Generator().manual_seed(2)).to(logits.dtype))
 
 
@@ -133,7 +133,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def compute(model: nn.Module, positions: Tensor | None = None) -> dict[str, Tensor]:
-    """The logits, and every parameter's gradient by its name."""
+    """Return the logits, and every parameter's gradient by name."""
     model.zero_grad()
     logits = model(tokens()) if positions is None else model(tokens(), positions=positions)
     backward(logits)
@@ -141,7 +141,7 @@ def compute(model: nn.Module, positions: Tensor | None = None) -> dict[str, Tens
 
 
 def assert_as_exact(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """As near to the float64 values as the eager model, one by one."""
+    """Check that each tensor is as near to the float64 values as the eager model's."""
     assert ours.keys() == theirs.keys() == exact.keys()
     for name in exact:
         assert_no_further(name, ours[name], theirs[name], exact[name])
@@ -158,13 +158,13 @@ def rows_of(cache: Tensor, positions: Tensor | None, sequence: int) -> Tensor:
 
 
 def exact_pairs(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:
-    """In float64: neighbours are a complex number, and are multiplied by one."""
+    """Rotate in float64: neighbouring elements are a complex number that is multiplied by another."""
     factors = rows_of(freqs_cis, positions, x.shape[1]).to(torch.complex128)
     return torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * factors).flatten(-2)
 
 
 def exact_halves(x: Tensor, cache: Tensor, positions: Tensor | None = None) -> Tensor:
-    """In float64: an element and the one half a head away are the two coordinates of a point."""
+    """Rotate in float64: two elements half a head apart are the coordinates of a point."""
     rows = rows_of(cache, positions, x.shape[1])
     cos, sin = (rows.real, rows.imag) if rows.is_complex() else rows.chunk(4, dim=-1)[::2]
     a, b = x.double().chunk(2, dim=-1)
@@ -190,12 +190,12 @@ EXACT: dict[tuple[Any, str], Callable[..., Any]] = {
     (qwen3, "apply_rotary_emb"): on_both(exact_halves),
     (gpt_oss, "apply_rotary_emb"): on_both(exact_halves),
 }
-"""By the module and the name under which a model finds its rotation."""
+"""The exact rotation for each module and global name."""
 
 
 @contextmanager
 def exact_rotations() -> Iterator[None]:
-    """Models that are not converted rotate in float64."""
+    """Let unconverted models rotate in float64."""
     with pytest.MonkeyPatch.context() as patch:
         for (module, name), function in EXACT.items():
             patch.setattr(module, name, function)
@@ -204,14 +204,14 @@ def exact_rotations() -> Iterator[None]:
 
 @functools.cache
 def references(name: str, positions: str, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the unconverted model computes: in float32, and in float64 with rotations in float64 too."""
+    """Return the results of the unconverted model in float32, and in float64 with exact rotations."""
     theirs = compute(build(name, **changes), POSITIONS[positions])
     with exact_rotations():
         return theirs, compute(build(name, dtype=torch.float64, **changes), POSITIONS[positions])
 
 
 class Operators(BelowSubclasses):
-    """Records what is called, and with what."""
+    """Records the operators and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,11 +222,11 @@ class Operators(BelowSubclasses):
         return op(*args, **kwargs)
 
     def rotations(self) -> list[dict[str, Any]]:
-        """The arguments of each, by name."""
+        """Return the arguments of each rotation by name."""
         return [arguments for name, arguments in self.calls if name == "npu::npu_rotary_mul"]
 
     def on_tables(self) -> Counter[str]:
-        """What computes, and no mere views, on the tables or on what they are made from."""
+        """Count the operators on tables or angles, without views."""
         views = ("slice", "view", "unsqueeze", "select", "unbind", "detach", "alias", "split", "permute", "as_strided")
         views += ("expand", "view_as_real")
         return Counter(

@@ -1,4 +1,4 @@
-"""Whole models on fake npu tensors: each converter calls what it promises, and every gradient is there."""
+"""Models on fake npu tensors: each converter calls its operators, and every parameter has a gradient."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torchtitan_npu.planner import fake_ranks
 
 @dataclass(frozen=True)
 class Promise:
-    """What a converter does to a training step."""
+    """The effect of a converter on a training step."""
 
     per_target: dict[str, int]
-    """How often each replaced module calls an operator of ``npu::`` in forward and backward."""
+    """Number of calls of each ``npu::`` operator per replaced module, forward and backward."""
     instead_of: tuple[str, ...]
-    """Small operators that it replaces; the first that the eager model calls is then called less often."""
+    """Small operators that it replaces. The first one that the eager model calls is then called less often."""
     gone: tuple[str, ...] = ()
-    """Those of them that nothing else calls."""
+    """The replaced operators that nothing else calls."""
     under_ep: dict[str, int] = field(default_factory=dict)
-    """What it calls besides where expert parallel moves the tokens."""
+    """Additional operators with expert parallel."""
 
 
 PERMUTE = {"npu_moe_token_permute": 1, "npu_moe_token_permute_grad_v2": 1}
 UNPERMUTE = {"_npu_moe_token_unpermute": 1, "npu_moe_token_unpermute_grad_v2": 1}
 
-# A new converter is a line here, a new model one in step.py, a new layout one in LAYOUTS.
+# Add a line here for a new converter, in contract_step.py for a new model, in LAYOUTS for a new layout.
 PROMISES = {
     "npu_rms_norm": Promise(
         {"npu_rms_norm": 1, "npu_rms_norm_backward": 1}, instead_of=("aten::rsqrt",), gone=("aten::rsqrt",)
@@ -49,7 +49,7 @@ PROMISES = {
         gone=("aten::sort",),
         under_ep={**PERMUTE, **UNPERMUTE},
     ),
-    # three products and, in the backward pass, two for each
+    # three products, and two for each in the backward pass
     "npu_gmm": Promise(
         {"npu_grouped_matmul": 9, "npu_swiglu": 1, "npu_swiglu_backward": 1}, instead_of=("aten::_local_scalar_dense",)
     ),
@@ -67,22 +67,22 @@ PROMISES = {
 
 
 def promised(model: str, step: Step, ep: bool = False) -> Counter[str]:
-    """How often ``step`` should call each operator for the modules that were replaced in it."""
+    """Return the expected number of calls of each operator in ``step``."""
     calls: Counter[str] = Counter()
     for name, modules in step.targets.items():
         per_target = PROMISES[name].per_target
         if (name, model) == ("npu_gmm", "gpt_oss"):
-            per_target = {"npu_grouped_matmul": 6}  # two products; its gate is clamped, and no SwiGLU
+            per_target = {"npu_grouped_matmul": 6}  # two products; its clamped gate is not npu_swiglu
         for ops in (per_target, PROMISES[name].under_ep if ep else {}):
             calls.update({op: modules * times for op, times in ops.items()})
     return calls
 
 
 def gone(model: str, converters: tuple[str, ...]) -> set[str]:
-    """Small operators that a step with ``converters`` does not call any more."""
+    """Return the small operators that a step with ``converters`` does not call."""
     ops = {op for name in converters for op in PROMISES[name].gone}
     if model == "deepseek_v32" and "npu_dsa" not in converters:
-        ops -= {"aten::sort"}  # of keys by their scores, in attention
+        ops -= {"aten::sort"}  # attention sorts keys by score
     return ops
 
 
@@ -91,7 +91,7 @@ CONVERTED = [
     for model in MODELS
     for converters in dict.fromkeys([*((name,) for name in matching(model)), matching(model)])
 ]
-"""Each model with each converter that has something to replace in it, and with all of them."""
+"""Return each model with each of its converters, and with all of them."""
 
 
 @functools.cache
@@ -99,8 +99,8 @@ def eager(model: str) -> Step:
     return rehearse(model)
 
 
-def test_every_converter_has_a_promise() -> None:
-    others = {"npu_mrope"}  # of qwen3_vl, which has a file of its own
+def test_every_converter_has_an_entry() -> None:
+    others = {"npu_mrope"}  # qwen3_vl has its own file
     assert set(PROMISES) == set(CONVERTERS) - others
     assert {name for model in MODELS for name in matching(model)} == set(CONVERTERS) - others
 
@@ -122,7 +122,7 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("dsa", "learns", "not_called"),
     [
-        # nothing learns but indexers, and those from their own losses
+        # only indexers are trained, by their own losses
         ({"stage": "warmup"}, {"indexer"}, {"npu_sparse_flash_attention_grad": 2}),
         ({"document_mask": True}, {"indexer", "rest"}, {}),
         ({"indexer_loss": False}, {"rest"}, {"npu_sparse_lightning_indexer_grad_kl_loss": 2}),
@@ -184,7 +184,7 @@ EVIDENCE = {
     "ep": "_c10d_functional::all_to_all_single",
     "etp": "_c10d_functional::all_to_all_single",
 }
-"""By dimension of a layout, what a step calls only where the ranks share the work in it."""
+"""The operators that a step calls only with that dimension of a layout."""
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)

@@ -1,4 +1,4 @@
-"""Qwen3-VL on fake npu tensors, with images: both rotary converters call what they promise, every gradient is there."""
+"""Qwen3-VL on fake npu tensors, with images: both rotary converters call their operators, every gradient exists."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_mrope")
 
 
 def batch_on_host() -> dict[str, Tensor]:
-    """Two images and a video among the text of the first row, text alone in the second, as a dataloader has them."""
-    args = qwen3_vl_args["8B"]  # what the batch depends on is the same for all
+    """Return a batch on the host: two images and a video in the first row, text in the second."""
+    args = qwen3_vl_args["8B"]  # the batch is the same for all flavors
     row = [0] * 100
     for kind, grids in ((args.image_token_id, GRIDS.images), (args.video_token_id, GRIDS.videos)):
         for t, h, w in grids:
@@ -60,7 +60,7 @@ ON_HOST = batch_on_host()
 
 
 class WithImages(Qwen3VLModel):
-    """A rehearsal's batches have tokens only; here they are those of :data:`ON_HOST`, of which the values are lost."""
+    """Make fake batches with the shapes of :data:`ON_HOST`; those of a dry run have tokens only."""
 
     def forward(self, tokens: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         assert tokens.shape == ON_HOST["tokens"].shape
@@ -87,9 +87,9 @@ def assert_rehearsed(result: Step, converters: tuple[str, ...]) -> None:
     calls = npu_calls(result)
     rotated = ("npu_rope" in converters) * 2 * TOWER + ("npu_mrope" in converters) * 2 * LAYERS
     assert calls["npu_rotary_mul"] == calls["npu_rotary_mul_backward"] == rotated
-    assert calls["npu_mrope"] == 0  # no gradients in torch_npu
+    assert calls["npu_mrope"] == 0  # torch_npu has no gradients for it
     if not any(getattr(block, "moe_enabled", False) for block in result.model.layers.values()):  # type: ignore[union-attr, operator]
-        # attention is torch_npu's own fused one, in the tower once for each size of frame, and nothing waits
+        # attention is torch_npu's fused one, in the tower once per frame size, without synchronisation
         assert result.calls.count("npu")["npu_fusion_attention_v3"] == LAYERS + 3 * TOWER
         assert not result.calls.count("aten")["_local_scalar_dense"] and not result.calls.count("aten")["nonzero"]
 
@@ -121,7 +121,7 @@ def test_a_step_on_a_layout(model: str, layout: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("in_training", [False, True])
 def test_npu_mrope_in_one_call(in_training: bool) -> None:
-    """Evaluation, and training behind our own gradients."""
+    """Evaluation, and training with our autograd function."""
     config = step.job("qwen3_vl", CONVERTERS, {})
     config.npu.mrope_in_training = in_training
     with fake_ranks(1):
@@ -134,10 +134,10 @@ def test_npu_mrope_in_one_call(in_training: bool) -> None:
 
             model = step._build(config, step.model_args("qwen3_vl", config))
             build_model_converters(config, step.ONE_RANK).convert(model)
-            model.to(torch.bfloat16)  # before: a module of fake tensors cannot be relied on to change its dtype
+            model.to(torch.bfloat16)  # before: a module of fake tensors may not change its dtype
             with fake_device(), torch.no_grad(), Calls() as calls:
                 model.to_empty(device="npu")
                 model(torch.zeros(2, 2048, dtype=torch.int64, device="npu"))
     counted = calls.count("npu")
-    assert counted["npu_mrope"] == (2 * LAYERS if in_training else LAYERS)  # and once more in the backward pass
+    assert counted["npu_mrope"] == (2 * LAYERS if in_training else LAYERS)  # once more in the backward pass
     assert counted["npu_rotary_mul"] == 2 * TOWER

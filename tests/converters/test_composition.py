@@ -1,4 +1,4 @@
-"""Converters compose: any subset in any order, with float8 and compile, in a user's own model; collisions are named."""
+"""Converters compose: any subset in any order, with float8 and compile, in a user's own model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Attention, precompute_freqs_cis
 from torchtitan.models.moe.moe import MoE, MoEArgs
+from torchtitan.protocols.model_converter import build_model_converters
 
 from tests._helpers.converted_models import (
     BATCH,
+    LAYOUT,
     SEQUENCE,
     Step,
     assert_as_exact,
@@ -38,7 +41,7 @@ NAMES = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")
 SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(NAMES, size)]
 SMALL = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
 SPARSE = {**SMALL, "index_topk": 5}
-"""For deepseek_v32, which has what all of them but npu_mrope look for: fewer keys than a sequence has."""
+"""Sizes of deepseek_v32, which has targets of all converters but npu_mrope. It selects fewer keys than a sequence has."""
 
 
 def classes(model: nn.Module) -> dict[str, type]:
@@ -88,9 +91,25 @@ def test_sparse_attention_with_others_computes_the_same() -> None:
         assert_as_exact(sparse_step(*subset, "npu_dsa"), plain, oracle)
 
 
+def test_float8_in_any_order_gives_the_same_model() -> None:
+    """torchao replaces linear layers, also inside of modules that our converters replace."""
+    ours, float8 = FUSED["deepseek_v3"], "quantize.linear.float8"
+    models = []
+    for names in ([float8, *ours], [*ours, float8], ours):
+        config = job(tuple(names))
+        config.quantize.linear.float8.emulate = True
+        config.model.print_after_conversion = False
+        model = build_on_meta("deepseek_v3", **SMALL)
+        build_model_converters(config, ParallelDims(**LAYOUT)).convert(model)
+        models.append(classes(model))
+    before, after, without = models
+    assert before == after != without
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
 def test_with_float8(model: str) -> None:
-    """torchao's float8 linears, emulated on the CPU, beside ours in either order."""
+    """torchao's float8 linears, emulated on the CPU, combine with our converters in either order."""
     float8 = "quantize.linear.float8"
     options = {"quantize.linear.float8.emulate": True, "model.print_after_conversion": False}
     ours = FUSED[model]
@@ -100,7 +119,7 @@ def test_with_float8(model: str) -> None:
         for names, seed in runs
     ]
     assert before.losses == after.losses
-    # what differs in the last place of float32 may round to another float8
+    # a difference in the last place of float32 may round to another float8
     for apart in (losses_apart, gradients_apart):
         assert apart(before, alone) <= 2 * max(apart(run, alone) for run in nudged)
 
@@ -109,7 +128,7 @@ NUDGES = (1, 2, 3)
 
 
 def train_nudged(model: str, options: dict[str, Any], seed: int) -> Record:
-    """From weights that, unless ``seed`` is 0, are a unit in the last place larger, smaller or neither."""
+    """Train from weights that are perturbed by one unit in the last place, unless ``seed`` is 0."""
     import torchtitan_npu.trainer as trainer_module
 
     class Trainer(trainer_module.Trainer):
@@ -125,16 +144,19 @@ def train_nudged(model: str, options: dict[str, Any], seed: int) -> Record:
 
 
 def losses_apart(one: Record, other: Record) -> float:
-    """The largest difference."""
+    """Return the largest difference."""
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
 def gradients_apart(one: Record, other: Record) -> float:
-    """The first step's, as one vector."""
+    """Return the norm of the difference of the first step's gradients."""
     return sum(float((one.gradients[name] - grad).square().sum()) for name, grad in other.gradients.items()) ** 0.5
 
 
-@pytest.mark.parametrize("model", ["llama3", "qwen3_moe", "deepseek_v3"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("model", [*SLOW, "deepseek_v3"])
 def test_compiled(model: str) -> None:
     options = {"model.converters": FUSED[model]}
     compiled = {**options, "compile.enable": True, "compile.backend": "aot_eager", "compile.components": ["model"]}
@@ -147,7 +169,7 @@ def test_compiled(model: str) -> None:
 
 
 class Block(nn.Module):
-    """A user's own block of TorchTitan's parts, with names of its own."""
+    """A user's own block built from TorchTitan's modules, with other attribute names."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -193,7 +215,7 @@ def mine(*converters: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def test_a_users_model_of_torchtitans_parts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_users_model_of_torchtitans_modules(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         converted = mine(*NAMES)
     assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("npu_")] == [

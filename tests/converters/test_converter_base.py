@@ -1,4 +1,4 @@
-"""What every converter gets from the base: replacing under every name, and refusing what is off."""
+"""The base class of converters: it replaces targets under every name, and raises clear errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SiLUConverter(Converter):
 
 
 def test_replaces_in_nested_and_shared_containers() -> None:
-    """One block that appears three times, once inside another container: each appearance stays the same object."""
+    """One block that is registered three times, once inside another container, stays one object."""
     block = nn.Sequential(nn.SiLU(), nn.Linear(2, 2))
     model = nn.ModuleDict({"a": block, "b": nn.ModuleList([block, nn.SiLU()]), "c": block})
     SiLUConverter(job(), ParallelDims(**LAYOUT)).convert(model)
@@ -44,7 +44,7 @@ def test_replaces_in_nested_and_shared_containers() -> None:
 
 
 class Nested(nn.SiLU):
-    """A target that may hold another."""
+    """A target that may contain another target."""
 
     def __init__(self, child: nn.Module | None = None) -> None:
         super().__init__()
@@ -71,15 +71,15 @@ def test_replaces_a_target_inside_another() -> None:
     assert type(model[0]) is type(model[0].child) is LoudNested
 
 
-def test_a_marked_model_has_the_same_state() -> None:
+def test_a_converted_model_has_the_same_state() -> None:
     model = nn.Sequential(nn.SiLU(), nn.Linear(2, 2))
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     SiLUConverter(job(), ParallelDims(**LAYOUT)).convert(model)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
 
 
-def test_retyping_keeps_apart_what_is_not_the_same() -> None:
-    """Registering something on the new module does not register it on the old one."""
+def test_retyping_copies_the_registries() -> None:
+    """Registering a hook or parameter on the new module does not register it on the old one."""
     old = nn.SiLU()
     new = retyped(old, LoudSiLU)
     new.register_buffer("mark", None)
@@ -89,8 +89,8 @@ def test_retyping_keeps_apart_what_is_not_the_same() -> None:
         retyped(nn.ReLU(), LoudSiLU)
 
 
-def test_says_what_was_converted(caplog: pytest.LogCaptureFixture) -> None:
-    """Once a module, however many names it has."""
+def test_logs_what_was_converted(caplog: pytest.LogCaptureFixture) -> None:
+    """A module with several names counts once."""
     shared = nn.SiLU()
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.SiLU(), nn.Linear(2, 2), shared]), "last": shared})
     with caplog.at_level(logging.INFO):
@@ -109,7 +109,7 @@ def test_summary() -> None:
     assert summary([*norms("layers.1.norm"), ("layers.1.act", nn.SiLU())]) == "1 RMSNorm, 1 SiLU in layers 1"
     assert summary(norms("tower.0.a", "layers.0.a", "tower.1.a")) == "3 RMSNorm in layers 0, tower 0-1"
     assert summary(norms("z.norm", "a.norm", "layers.3.n")) == "3 RMSNorm in layers 3, a.norm, z.norm"
-    # names that only begin like a layer's
+    # names that only start like a layer's
     assert summary(norms("layers.first.norm", "0")) == "2 RMSNorm in 0, layers.first.norm"
 
 
@@ -129,8 +129,8 @@ def test_ranges(numbers: list[int], text: str) -> None:
     assert _ranges(numbers) == text
 
 
-def test_converters_that_collide_are_an_error() -> None:
-    """Before anything is converted, and whichever of them comes first in the list."""
+def test_converters_that_cannot_be_combined_are_an_error() -> None:
+    """The error comes before any conversion, in either order of the list."""
     for listed in (("loud_silu", "quiet_silu"), ("quiet_silu", "loud_silu")):
         model = nn.Sequential(nn.SiLU())
         with pytest.raises(UsageError) as error:
@@ -144,7 +144,7 @@ def test_converters_that_collide_are_an_error() -> None:
 
 
 def test_every_converter_is_known_and_documented() -> None:
-    page, generated, _ = PAGE.read_text().partition(START)  # whose header has every name
+    page, generated, _ = PAGE.read_text().partition(START)  # its header lists every name
     assert generated
     for name in CONVERTERS:
         assert name in known_converters()

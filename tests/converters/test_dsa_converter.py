@@ -1,4 +1,4 @@
-"""``npu_dsa``: sparse attention by the fused operators, the same results, gradients and indexer loss."""
+"""``npu_dsa``: sparse attention on the fused operators has the same results, gradients and indexer loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EOS = int(tokens()[0, 5])
 
 
 class Step(NamedTuple):
-    """What a step of training gives."""
+    """The results of a training step."""
 
     loss: float
     indexer_loss: float
@@ -51,7 +51,7 @@ def learns(model: nn.Module) -> bool:
 
 
 def assert_same(ours: Step, expected: Step) -> None:
-    """Within 1e-5: ten layers of a few hundred float32 roundings each. With one key a query, some gradients are 0."""
+    """Compare within 1e-5: ten layers of a few hundred float32 roundings. With one key per query some gradients are 0."""
     largest = max(gradient.norm() for gradient in expected.gradients.values() if gradient is not None)
     assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
     assert ours.indexer_loss == pytest.approx(expected.indexer_loss, rel=1e-5)
@@ -69,7 +69,7 @@ def assert_same(ours: Step, expected: Step) -> None:
     [{}, {"index_topk": 1}, {"index_topk": SEQUENCE + 9}, {"indexer_loss": False}, {"warmup": True}],
     ids=str,
 )
-def test_trains_as_eager_absorbed_or_not(changes: dict[str, Any], packed: bool) -> None:
+def test_trains_like_eager_absorbed_or_not(changes: dict[str, Any], packed: bool) -> None:
     documents = Documents.of(tokens(), EOS) if packed else None
     assert documents is None or len(documents.of_keys.integers) > BATCH
     absorbed, plain = (build(model_args(absorb=absorb, **changes)) for absorb in (True, False))
@@ -104,8 +104,8 @@ def test_checkpointing_computes_and_counts_no_loss_twice(mode: Any, attention: i
         assert own is not None and gradient is not None and torch.equal(own, gradient), name
 
 
-def test_without_its_name_in_the_list_attention_is_computed_twice() -> None:
-    """What the test above would miss if torch saved everything."""
+def test_attention_that_is_not_in_the_save_list_is_computed_twice() -> None:
+    """The test above relies on this: torch does not save everything."""
     model = convert(build(model_args()), "npu_dsa")
     config = JobConfig().activation_checkpoint
     config.mode, config.selective_ac_option = "selective", "op"
@@ -125,9 +125,9 @@ def test_evaluates_without_the_loss() -> None:
     assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_takes_what_autocast_leaves() -> None:
-    """Norms give float32 where products give bfloat16; the operators take one dtype."""
-    args = model_args(index_topk=SEQUENCE)  # all keys: rounding cannot choose others
+def test_accepts_mixed_dtypes_under_autocast() -> None:
+    """Under autocast norms return float32 and products bfloat16, but the operators need one dtype."""
+    args = model_args(index_topk=SEQUENCE)  # all keys are selected, so rounding cannot change the selection
     exact, model = build(args), convert(build(args), "npu_dsa")
     start_batch(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,10 +135,10 @@ def test_takes_what_autocast_leaves() -> None:
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     with torch.no_grad():
-        assert (logits - exact(tokens())).abs().max() <= 0.05 * logits.abs().max()  # some ten roundings to bfloat16
+        assert (logits - exact(tokens())).abs().max() <= 0.05 * logits.abs().max()  # about ten roundings to bfloat16
 
 
-def test_keeps_parameters_and_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+def test_keeps_parameters_and_logs_the_conversion(caplog: pytest.LogCaptureFixture) -> None:
     model = build_on_meta("deepseek_v32")
     names = list(model.state_dict())
     with caplog.at_level(logging.INFO):
@@ -152,7 +152,7 @@ def test_keeps_parameters_and_says_what_it_did(caplog: pytest.LogCaptureFixture)
     assert line in caplog.messages
 
 
-def test_refuses_keys_a_head() -> None:
+def test_keys_per_head_are_an_error() -> None:
     with pytest.raises(
         UsageError, match=r"npu_dsa supports latent keys only; layers\.0\.attention.* needs absorb=True"
     ):
@@ -165,7 +165,7 @@ def test_finds_nothing_in_another_model() -> None:
 
 
 def refusals(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
-    """What an NPU would refuse of one layer of a flavor."""
+    """Return the NPU limits that one layer of a flavor exceeds."""
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
     config = job(("npu_dsa",))
@@ -183,7 +183,7 @@ def refusals(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel_npu", "671B_4layers", "671B_8layers", "671B"])
-def test_an_npu_takes_the_flavors_that_are_for_it(flavor: str) -> None:
+def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
     assert refusals(flavor) == []
     assert any("float32" in text for text in refusals(flavor, "float32"))
 
@@ -203,7 +203,7 @@ def test_an_npu_takes_the_flavors_that_are_for_it(flavor: str) -> None:
     ],
     ids=str,
 )
-def test_says_what_an_npu_would_refuse(change: dict[str, Any], text: str) -> None:
+def test_reports_exceeded_npu_limits(change: dict[str, Any], text: str) -> None:
     assert any(text in message for message in refusals("debugmodel_npu", **change))
 
 

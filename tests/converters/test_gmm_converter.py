@@ -1,4 +1,4 @@
-"""``npu_gmm``: the experts' products by the fused operators, the same results and gradients, wherever weights lie."""
+"""``npu_gmm``: experts on the fused operators have the same results and gradients, also with sharded weights."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from torchtitan_npu.planner import Calls
 from torchtitan_npu.upstream.gpt_oss_experts import NpuGptOssGroupedExperts
 from torchtitan_npu.upstream.registries import known_converters
 
-KINDS = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}
+CLASSES = {False: (GroupedExperts, NpuGroupedExperts), True: (GptOssGroupedExperts, NpuGptOssGroupedExperts)}
 
 
 def experts(biased: bool, number: int) -> tuple[nn.Module, nn.Module]:
-    """Experts with weights, and the same converted."""
+    """Return experts with weights, and a converted copy."""
     model = build_moe(biased, num_experts=number, top_k=1)
     return model[0].experts, convert(copy.deepcopy(model), "npu_gmm")[0].experts
 
@@ -85,7 +85,9 @@ def test_calls_the_fused_operators_whatever_the_number_of_experts(biased: bool, 
         _, converted = experts(biased, number)
         with Calls() as calls:
             call_experts(converted, *rows([1] * number))
-        assert calls.count("npu")["npu_grouped_matmul"] == 3 * products  # forward, gradients of rows and weights
+        assert (
+            calls.count("npu")["npu_grouped_matmul"] == 3 * products
+        )  # forward, gradient of rows, gradient of weights
         assert calls.count("npu")["npu_swiglu"] == calls.count("npu")["npu_swiglu_backward"] == int(not biased)
         assert not {"mm", "bmm", "addmm", "_grouped_mm"} & set(calls.count("aten"))
 
@@ -113,19 +115,19 @@ def test_autocast_computes_in_bfloat16(biased: bool, dtype: torch.dtype) -> None
     # float32 biases widen the sums they are added to
     assert ours["output"].dtype == (torch.float32 if biased else torch.bfloat16)
     for name in exact:
-        # what is float32 here has been through bfloat16
+        # float32 results have been through bfloat16
         assert_no_further(name, ours[name].bfloat16(), theirs[name].bfloat16(), exact[name], ROUNDINGS)
 
 
 def test_under_autocast_the_gradients_of_float32_rows_are_added_in_float32() -> None:
-    """``w1``'s and ``w3``'s, as eager adds them: in bfloat16 the sum would be less exact than either."""
+    """Eager adds the gradients through ``w1`` and ``w3`` in float32. A sum in bfloat16 would be less exact."""
     plain, converted = experts(False, 3)
     x, counts = rows([200, 0, 300])
     exact = call_experts_exact(plain, x, counts)["x"]
     with torch.autocast("cpu", torch.bfloat16):
         theirs, ours = (call_experts(module, x, counts)["x"] for module in (plain, converted))
     assert ours.dtype == torch.float32 and (ours.bfloat16() != ours).any()
-    # but for this sum, which neither rounds to bfloat16, both round as often: 6,000 gradients average that out
+    # all other roundings are equally frequent in both, and 6,000 gradients average them out
     assert (ours.double() - exact).norm() <= 1.01 * (theirs.double() - exact).norm()
 
 
@@ -134,7 +136,7 @@ def test_replaces_every_expert_and_keeps_its_state(
     name: str, biased: bool, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build_on_meta(name)
-    theirs, ours = KINDS[biased]
+    theirs, ours = CLASSES[biased]
     state = model.state_dict(keep_vars=True)
     assert sum(type(module) is theirs for module in model.modules()) == number
     with caplog.at_level(logging.INFO):
@@ -148,7 +150,7 @@ def test_replaces_every_expert_and_keeps_its_state(
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_initial_values_and_checkpoints_are_upstream_s(biased: bool) -> None:
+def test_initial_values_and_checkpoints_are_upstreams(biased: bool) -> None:
     plain, converted = experts(biased, 3)
     for module in (plain, converted):
         torch.manual_seed(3)
@@ -172,8 +174,8 @@ def test_leaves_other_models_alone() -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_takes_subclasses_that_have_the_forward(biased: bool) -> None:
-    theirs, ours = KINDS[biased]
+def test_converts_subclasses_with_the_same_forward(biased: bool) -> None:
+    theirs, ours = CLASSES[biased]
 
     class FromZero(theirs):  # type: ignore[misc,valid-type]
         def init_weights(self, init_std: float) -> None:
@@ -218,19 +220,19 @@ def strictly(model: nn.Module, ep: int) -> nn.Module:
     return model
 
 
-def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
         model = nn.Sequential(GroupedExperts(8, 8, 2000, use_grouped_mm=False))
-    refusal = (
+    message = (
         "npu_gmm: an NPU would refuse 0: npu_grouped_matmul: the number of groups is 2000, and an NPU takes 1 to 1024"
     )
     with caplog.at_level(logging.INFO):
         convert(copy.deepcopy(model), "npu_gmm")
-    assert any(text.startswith(refusal) for text in caplog.messages)
-    with pytest.raises(UsageError, match=refusal):
+    assert any(text.startswith(message) for text in caplog.messages)
+    with pytest.raises(UsageError, match=message):
         strictly(model, ep=1)
     assert type(model[0]) is GroupedExperts
-    assert type(strictly(model, ep=2)[0]) is NpuGroupedExperts  # a rank has 1000 of them
+    assert type(strictly(model, ep=2)[0]) is NpuGroupedExperts  # a rank has 1000 experts
 
 
 def test_one_expert_is_within_the_limits() -> None:
@@ -243,7 +245,7 @@ COUNTS = [2, 0, 5, 1]
 
 
 def on_ranks(biased: bool, layout: str) -> list[dict[str, Tensor]]:
-    """On a rank: plain and converted experts under FSDP or tensor parallel, whole gradients, outputs added up."""
+    """Run plain and converted experts with FSDP or tensor parallel; return full gradients and reduced outputs."""
     results = []
     for module in experts(biased, len(COUNTS)):
         x, counts = rows(COUNTS)
@@ -251,7 +253,7 @@ def on_ranks(biased: bool, layout: str) -> list[dict[str, Tensor]]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         if layout == "fsdp":
             fully_shard(module, mesh=mesh)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         else:
             (GptossTensorParallel() if biased else TensorParallel())._apply(module, mesh)
         output = module(x, counts)
@@ -267,7 +269,7 @@ def on_ranks(biased: bool, layout: str) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_parallel_is_equal(biased: bool, layout: str) -> None:
-    """FSDP's ranks have the same rows, so the mean of their gradients is what one rank has."""
+    """FSDP's ranks have the same rows, so the mean of their gradients is one rank's gradient."""
     exact = call_experts_exact(experts(biased, len(COUNTS))[0], *rows(COUNTS))
     for theirs, ours in run_on_ranks(2, on_ranks, biased, layout):
         for name in exact:

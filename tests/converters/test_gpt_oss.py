@@ -1,4 +1,4 @@
-"""gpt_oss as a whole: forward on the CPU, where flex attention has no gradient. tools/parity.py trains it on CUDA."""
+"""The forward of a converted gpt_oss on the CPU, where flex attention has no gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def forward(*converters: str, dtype: torch.dtype = torch.float32) -> Tensor:
     model = build("gpt_oss", *converters, dtype=dtype, n_layers=2, vocab_size=512)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".moe." in name or ".attention." in name:  # as they start, the blocks hardly show beside the embedding
+            if ".moe." in name or ".attention." in name:  # initial weights would hide the blocks behind the embedding
                 parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     for module in model.modules():
         if hasattr(module, "use_grouped_mm"):
@@ -27,10 +27,10 @@ def forward(*converters: str, dtype: torch.dtype = torch.float32) -> Tensor:
         "sliding_window_mask": create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < WINDOW), *size, device="cpu"),
     }
     tokens = torch.randint(0, 512, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    # uncompiled: TorchTitan would tune flex attention for minutes
+    # eager: TorchTitan would autotune flex attention for minutes
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         return model(tokens, masks)
 
 
-def test_forward() -> None:
+def test_a_converted_gpt_oss_computes_the_same() -> None:
     assert_no_further("logits", forward(*ALL), forward(), forward(dtype=torch.float64))

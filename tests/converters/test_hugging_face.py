@@ -1,4 +1,4 @@
-"""Converted models are the released ones: Hugging Face weights go in, its logits come out, and its files again."""
+"""Converted models load Hugging Face weights, compute the same logits, and export the same files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests._helpers.random_weights import randomise
 from torchtitan_npu.converters import CONVERTERS
 
 TOLERANCE = 1e-5
-"""Of the largest logit. Float32 rounds by 6e-8; a logit is some thirty sums deep, each of up to 128 terms, and rounding
-errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6, of which the furthest of 4,608 logits may be twice."""
+"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and rounding
+errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6. The worst of 4,608 logits may be twice as far."""
 
 
 def build(train_spec: str, args: BaseModelArgs, converters: tuple[str, ...] = ()) -> nn.Module:
-    """The model as TorchTitan's trainer builds, converts and initialises it."""
+    """Build, convert and initialise a model as TorchTitan's trainer does."""
     model = build_on_meta(train_spec, args)
     model = convert(model, *converters) if converters else model
     model.to_empty(device="cpu")
@@ -44,13 +44,13 @@ def build_on_meta(train_spec: str, args: BaseModelArgs) -> nn.Module:
 
 
 def applicable(train_spec: str, args: BaseModelArgs) -> tuple[str, ...]:
-    """The converters that find something to replace in the model."""
+    """Return the converters that have targets in the model."""
     model, dims = build_on_meta(train_spec, args), ParallelDims(**LAYOUT)
     return tuple(name for name, converter in CONVERTERS.items() if converter(job(), dims).targets(model))
 
 
 def lists_of_converters(pair: Pair) -> list[tuple[str, ...]]:
-    """None, each alone, all together."""
+    """Return no converters, each alone, and all together."""
     names = applicable(pair.train_spec, pair.args)
     return list(dict.fromkeys([(), *((name,) for name in names), names]))
 
@@ -58,7 +58,7 @@ def lists_of_converters(pair: Pair) -> list[tuple[str, ...]]:
 CASES = [(name, converters) for name, pair in PAIRS.items() for converters in lists_of_converters(pair)]
 
 
-def test_every_converter_takes_part() -> None:
+def test_every_converter_has_targets() -> None:
     dense = {"npu_rms_norm", "npu_rope"}
     assert all(dense <= set(applicable(pair.train_spec, pair.args)) for pair in PAIRS.values())
     moe = dense | {"npu_permute", "npu_gmm"}
@@ -68,18 +68,18 @@ def test_every_converter_takes_part() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Released:
-    """What there is of a released model."""
+    """A released model: weights and logits."""
 
     weights: dict[str, Tensor]
-    """As in its files: transformers has one tensor for all experts in memory, and writes one for each."""
+    """As in its files, which have one tensor per expert."""
     logits: Tensor
-    """What transformers computes of :func:`tokens`."""
+    """The logits of :func:`tokens` by transformers."""
 
 
 @functools.cache
 def released(name: str) -> Released:
-    """A random model by transformers, saved."""
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
+    """Save a random model by transformers."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain formulas
     model = AutoModelForCausalLM.from_config(PAIRS[name].config, **plain).eval()
     randomise(model, small=("embed_tokens", "_a_proj", "q_proj", "k_proj", "indexer.wk", "bias"))
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
@@ -88,14 +88,14 @@ def released(name: str) -> Released:
 
 
 def tokens() -> Tensor:
-    """(2, 24); with this seed, no router's choice hangs on less than 3e-4 of a score, which no rounding decides."""
+    """Return tokens (2, 24). With this seed no routing decision depends on less than 3e-4 of a score."""
     return torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(2))
 
 
 def loaded(name: str, pair: Pair, converters: tuple[str, ...] = ()) -> nn.Module:
-    """TorchTitan's model with the released weights: with all of them, and no others."""
+    """Load all released weights, and no others, into TorchTitan's model."""
     model = build(pair.train_spec, pair.args, converters)
-    # a copy, since an adapter may add to what it is given (qwen3's: the tied output)
+    # a copy: an adapter may add entries (qwen3's adds the tied output)
     model.load_state_dict(adapter(pair.train_spec, pair.args).from_hf(dict(released(name).weights)), strict=True)
     return model
 
@@ -105,7 +105,7 @@ def adapter(train_spec: str, args: BaseModelArgs) -> Any:
 
 
 def distance(name: str, pair: Pair, converters: tuple[str, ...] = ()) -> float:
-    """How far TorchTitan's logits are from transformers', of the largest logit."""
+    """Return the distance of TorchTitan's logits from transformers', relative to the largest logit."""
     with torch.no_grad():
         ours, theirs = loaded(name, pair, converters)(tokens()), released(name).logits
     assert ours.dtype == theirs.dtype == torch.float32
@@ -138,14 +138,14 @@ def test_computes_what_hugging_face_computes(name: str, converters: tuple[str, .
     ],
     ids=str,
 )
-def test_another_convention_would_show(name: str, change: dict[str, Any]) -> None:
-    """What makes a pair one model is in its configuration, and the comparison is fine enough to see each of it."""
+def test_another_convention_is_detected(name: str, change: dict[str, Any]) -> None:
+    """The comparison is fine enough to detect a wrong value of each of these options."""
     assert distance(name, PAIRS[name].changed(**change)) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_gives_released_weights_back(name: str) -> None:
-    """From Hugging Face's format into a model and out again."""
+def test_exports_the_released_weights(name: str) -> None:
+    """Hugging Face's weights survive loading and exporting."""
     pair = PAIRS[name]
     for converters in ((), applicable(pair.train_spec, pair.args)):
         model = loaded(name, pair, converters)
@@ -173,8 +173,8 @@ SMALL: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_exports_what_the_plain_model_exports(name: str) -> None:
-    """Every model that TorchTitan can export, from the same seed."""
+def test_exports_the_same_as_the_plain_model(name: str) -> None:
+    """Every model that TorchTitan can export, with the same seed."""
     train_spec, flavor, smaller = SMALL[name]
     args = dataclasses.replace(copy.deepcopy(get_train_spec(train_spec).model_args[flavor]), vocab_size=256, **smaller)
     args.update_from_config(job())
@@ -183,10 +183,10 @@ def test_exports_what_the_plain_model_exports(name: str) -> None:
 
 
 def export(train_spec: str, args: BaseModelArgs, converters: tuple[str, ...]) -> dict[str, Tensor]:
-    """The weights of a model as initialised, in Hugging Face's format."""
+    """Return the initial weights of a model in Hugging Face's format."""
     state = build(train_spec, args, converters).state_dict()
     for name, tensor in state.items():
-        # these start as zeros, and would look right if they were lost
+        # these start as zeros: losing them would go unnoticed
         if name.endswith(("moe.expert_bias", "router.gate.bias")):
             tensor.normal_(generator=torch.Generator().manual_seed(0))
     return adapter(train_spec, args).to_hf(state)

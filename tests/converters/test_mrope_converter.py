@@ -1,4 +1,4 @@
-"""``npu_mrope``: eager, training and evaluation are one rotation, on either layout of the axes; mistakes are named."""
+"""``npu_mrope``: eager, training and evaluation rotate alike, in both orders of the axes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 2, 7, 4, 2, 48, 64
 
 
 class Rotations(nn.Module):
-    """What of a model rotates: the tables, and two layers."""
+    """The rotating parts of a model: the tables, and two layers."""
 
     def __init__(self, section: tuple[int, ...], interleaved: bool, rotary_dim: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ LAYOUTS = {
 
 
 def scattered(axes: int) -> Tensor:
-    """Positions that differ on every axis, in every token."""
+    """Return positions that differ on every axis for every token."""
     generator = torch.Generator().manual_seed(5)
     return torch.rand(BATCH, SEQUENCE, POSITIONS, generator=generator).argsort(-1)[..., :axes].movedim(-1, 0)
 
@@ -67,7 +67,7 @@ def queries_and_keys(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def exact(model: Rotations, x: Tensor, positions: Tensor, back: bool) -> Tensor:
-    """``x`` rotated twice in float64 as the definition says, angle by angle; or gradients, rotated the other way."""
+    """Rotate ``x`` twice in float64 by the definition, angle by angle; gradients in the opposite direction."""
     section, pairs = model.tables.section, model.first.rotary_dim // 2
     result = x.detach().double().clone()
     for pair in range(pairs):
@@ -93,7 +93,7 @@ def converted(model: nn.Module, in_training: bool = False, *converters: str) -> 
 
 
 def rotate(model: nn.Module, dtype: torch.dtype, positions: Tensor, grad: bool) -> list[Tensor]:
-    """Rotated queries and keys; then the gradients of both, if those of the results are the queries and keys."""
+    """Return rotated queries and keys, and their gradients for output gradients equal to queries and keys."""
     inputs = queries_and_keys(dtype)
     with torch.set_grad_enabled(grad):
         outputs = model(*inputs, positions)
@@ -106,7 +106,7 @@ def rotate(model: nn.Module, dtype: torch.dtype, positions: Tensor, grad: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_all_ways_are_one_rotation(layout: tuple[Any, ...], dtype: torch.dtype) -> None:
+def test_all_implementations_rotate_alike(layout: tuple[Any, ...], dtype: torch.dtype) -> None:
     positions, (xq, xk) = scattered(len(layout[0])), queries_and_keys(dtype)
     ways = {
         "eager": rotate(Rotations(*layout), dtype, positions, grad=True),
@@ -117,7 +117,7 @@ def test_all_ways_are_one_rotation(layout: tuple[Any, ...], dtype: torch.dtype) 
     oracle = [exact(Rotations(*layout), x, positions, back) for back in (False, True) for x in (xq, xk)]
     for name, results in ways.items():
         for result, expected in zip(results, oracle, strict=False):
-            # two rotations, in each of which a cosine and a sine, two products and their sum are rounded; either
+            # two rotations round a cosine, a sine, two products and their sum each; either
             # product is at most the longest pair
             budget = 2 * 5 * torch.finfo(dtype).eps / 2 * expected.abs().max().item()
             distance = (result.double() - expected).abs().max().item()
@@ -125,7 +125,7 @@ def test_all_ways_are_one_rotation(layout: tuple[Any, ...], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_float32_agrees_to_a_millionth(layout: tuple[Any, ...]) -> None:
+def test_float32_agrees_within_a_millionth(layout: tuple[Any, ...]) -> None:
     positions = scattered(len(layout[0]))
     eager = rotate(Rotations(*layout), torch.float32, positions, grad=True)
     for in_training in (False, True):
@@ -135,7 +135,7 @@ def test_float32_agrees_to_a_millionth(layout: tuple[Any, ...]) -> None:
                 assert (result - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def test_layouts_differ_where_the_axes_do() -> None:
+def test_orders_of_axes_differ() -> None:
     positions = scattered(3)
     text = positions[:1].expand(3, -1, -1)
     for layout in (((12, 6, 6), True, 48), ((12, 6, 6), False, 48)):
@@ -147,7 +147,7 @@ def test_layouts_differ_where_the_axes_do() -> None:
             assert (on_text[0] - on_text[1]).abs().max() <= 1e-6 * on_text[0].abs().max()
 
 
-def test_packed_positions_are_the_same_ones() -> None:
+def test_packed_positions_give_the_same_result() -> None:
     positions, layout = scattered(3), LAYOUTS["interleaved"]
     for model in (Rotations(*layout), converted(Rotations(*layout))):
         for grad in (False, True):
@@ -181,7 +181,7 @@ def operators(model: nn.Module, grad: bool, **batch: Any) -> Counter[str]:
     return Counter(name for name, _ in record.calls)
 
 
-def test_angles_are_looked_up_once_a_forward_and_rotated_in_each_layer() -> None:
+def test_angles_are_looked_up_once_per_forward() -> None:
     args, batch = model_args(), make_batch(1, ("iv", "i")).ours()
     layers, tower = args.n_layers, args.vision.n_layers
     plain = build(args)
@@ -190,13 +190,13 @@ def test_angles_are_looked_up_once_a_forward_and_rotated_in_each_layer() -> None
         calls = operators(model, grad, **batch)
         assert calls["npu::npu_rotary_mul"] == 2 * tower + (2 * layers if grad else 0)
         assert calls["npu::npu_mrope"] == (0 if grad else layers)
-        # of one model, twice as many layers look up no more
+        # twice as many layers do not look up more often
         deeper = model_args(n_layers=2 * layers)
         more = operators(converted(build(deeper), False, "npu_mrope", "npu_rope"), grad, **batch)
         assert more["aten::index"] == calls["aten::index"] <= operators(plain, grad, **batch)["aten::index"]
 
 
-def test_the_operator_gets_what_it_wants() -> None:
+def test_the_operators_arguments() -> None:
     model, batch = converted(build(model_args())), make_batch(1, ("iv", "i"))
     with torch.no_grad(), Operators() as record:
         model(**batch.ours())
@@ -213,7 +213,7 @@ def test_the_operator_gets_what_it_wants() -> None:
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("converters", [("npu_mrope",), ("npu_rope", "npu_mrope"), ("npu_mrope", "npu_rope")], ids=str)
 def test_the_model_computes_the_same(converters: tuple[str, ...], moe: bool) -> None:
-    """Logits and every gradient, as near to the float64 model as the eager ones."""
+    """Logits and gradients are as near to the float64 model as the eager ones."""
     batch = make_batch(3, ("iv", "", "vi"))
     states = build(model_args(moe)).state_dict()
 
@@ -233,17 +233,17 @@ def test_the_model_computes_the_same(converters: tuple[str, ...], moe: bool) -> 
     ours = logits_and_gradients(converted(build(model_args(moe)), False, *converters), torch.float32)
     assert ours.keys() == plain.keys()
     for name, value in ours.items():
-        # a rotation has a handful of roundings, in each of three layers
+        # a rotation rounds a few times in each of three layers
         assert_no_further(name, value, plain[name], oracle[name], roundings=20)
 
 
 ROUNDINGS = 6 * 13 + 4
-"""On the way through three layers of the tower and three of the decoder, each of 13 operators, and what is around."""
+"""The number of roundings: three tower and three decoder layers of 13 operators each, and the rest."""
 
 
 @pytest.mark.parametrize("cast_angles", [False, True], ids=["float32 angles", "bfloat16 angles"])
 def test_a_model_in_bfloat16_computes_the_same_within_its_rounding(cast_angles: bool) -> None:
-    """As a whole, as without FSDP: ``training.dtype`` leaves the angles in float32, ``model.to`` casts them too."""
+    """A model entirely in bfloat16. ``training.dtype`` keeps the angles in float32, ``model.to`` casts them too."""
     batch = make_batch(3, ("iv", "", "vi"))
     states = {name: value.bfloat16() for name, value in build(model_args()).state_dict().items()}
     pixels = batch.patches.bfloat16()
@@ -256,7 +256,7 @@ def test_a_model_in_bfloat16_computes_the_same_within_its_rounding(cast_angles: 
             model.rope_cache = angles
         if converters:
             converted(model, how["in_training"], *converters)
-        inputs = batch.ours() | {"patches": pixels.float()}  # as a dataloader has them
+        inputs = batch.ours() | {"patches": pixels.float()}  # as a data loader provides them
         logits = model(**inputs)
         logits[batch.mask].square().sum().backward()
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -267,8 +267,8 @@ def test_a_model_in_bfloat16_computes_the_same_within_its_rounding(cast_angles: 
     eager = logits_and_gradients(build(model_args()), torch.bfloat16)
     unit = torch.finfo(torch.bfloat16).eps / 2
     for name, exact in oracle.items():
-        # errors add up like a random walk; in a gradient, whose terms cancel, no worse than one after the other, and
-        # there are as many on the way back
+        # errors add up like a random walk; in a gradient, whose terms cancel, at most linearly, and the backward pass
+        # has as many
         roundings = ROUNDINGS**0.5 if name in ("logits", "evaluated") else 2 * ROUNDINGS
         assert (eager[name].double() - exact).norm() <= roundings * unit * exact.norm(), name
     for in_training in (False, True):
@@ -287,7 +287,7 @@ def test_under_autocast_angles_are_cast_once_for_all_layers() -> None:
     assert len({call["cos_sin_cache"].data_ptr() for call in calls}) == 1
 
 
-def test_names_and_values_of_parameters_stay() -> None:
+def test_keeps_names_and_values_of_parameters() -> None:
     model = build(model_args())
     before = dict(model.named_parameters())
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -305,7 +305,7 @@ def refused(model: nn.Module, *converters: str) -> str:
     return str(error.value)
 
 
-def test_sections_that_do_not_sum_up_are_refused() -> None:
+def test_sections_with_a_wrong_sum_are_an_error() -> None:
     message = refused(Rotations((8, 8, 7), False, 48))
     assert "npu_mrope: first: mrope_section must be 3 or 4 sizes that sum to half of a head's 48" in message
     assert "24, not [8, 8, 7], whose sum is 23" in message
@@ -313,27 +313,27 @@ def test_sections_that_do_not_sum_up_are_refused() -> None:
         model_args(mrope_section=(24, 20, 20))
 
 
-def test_four_interleaved_sections_are_refused() -> None:
+def test_four_interleaved_sections_are_an_error() -> None:
     assert "mrope_section of 4 sizes: set mrope_interleaved = false" in refused(Rotations((6, 6, 6, 6), True, 48))
     with pytest.raises(UsageError, match="mrope_section of 4 sizes: set mrope_interleaved = false"):
         model_args(mrope_section=(4, 4, 4, 4))
 
 
-def test_interleaved_sections_the_operator_reads_otherwise_are_refused() -> None:
+def test_interleaved_sections_that_the_operator_reads_differently_are_an_error() -> None:
     assert "height and width as many channels" in refused(Rotations((8, 10, 6), True, 48))
 
 
-def test_npu_rope_alone_is_refused_for_a_model_with_mrope() -> None:
+def test_npu_rope_alone_is_an_error_for_a_model_with_mrope() -> None:
     message = refused(build(model_args()), "npu_rope")
     assert "layers.0.attention.rotation of Qwen3VLModel by several (MRoPE): list npu_mrope" in message
 
 
-def test_npu_mrope_is_refused_for_a_model_without() -> None:
+def test_npu_mrope_is_an_error_for_a_model_without_mrope() -> None:
     message = refused(build_titan_model("qwen3"), "npu_mrope")
     assert "npu_mrope found no MRoPE in Qwen3Model" in message and "list npu_rope instead" in message
 
 
-def test_layers_of_another_layout_are_refused() -> None:
+def test_layers_of_different_layouts_are_an_error() -> None:
     model = Rotations(*LAYOUTS["blocked"])
     model.second.interleaved = True
     assert "with the same mrope_section and layout" in refused(model)
@@ -341,7 +341,7 @@ def test_layers_of_another_layout_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(BATCH, SEQUENCE), (1, BATCH, SEQUENCE), (3, SEQUENCE), (3, BATCH, SEQUENCE + 1)])
 @pytest.mark.parametrize("convert", [lambda model: model, converted], ids=["eager", "npu_mrope"])
-def test_positions_of_another_shape_are_refused(convert: Any, shape: tuple[int, ...]) -> None:
+def test_positions_of_another_shape_are_an_error(convert: Any, shape: tuple[int, ...]) -> None:
     rotations, model = convert(Rotations(*LAYOUTS["interleaved"])), convert(build(model_args()))
     tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
     for positions in (torch.ones(shape, dtype=torch.int64), torch.ones(3, BATCH, SEQUENCE)):
@@ -352,7 +352,7 @@ def test_positions_of_another_shape_are_refused(convert: Any, shape: tuple[int, 
             model(tokens, positions=positions)
 
 
-def test_what_an_npu_refuses_is_an_error_there() -> None:
+def test_exceeded_npu_limits_are_an_error_on_an_npu() -> None:
     config = JobConfig()
     config.npu.strict_limits, config.training.mixed_precision_param = True, "float32"
     for section, interleaved, rotary_dim, text in (
@@ -364,9 +364,9 @@ def test_what_an_npu_refuses_is_an_error_there() -> None:
         assert "an NPU would refuse first" in str(error.value) and text in str(error.value)
 
 
-def test_limits_are_asked_of_what_a_rank_rotates() -> None:
+def test_limits_apply_to_one_ranks_heads() -> None:
     config = JobConfig()
-    config.npu.strict_limits, config.training.local_batch_size = True, 2000  # rows are rotated as one sequence
+    config.npu.strict_limits, config.training.local_batch_size = True, 2000  # batch rows are rotated as one sequence
     model = nn.ModuleDict(
         {"tables": MRoPETables((24, 20, 20), True), "layer": MRoPERotation((24, 20, 20), True, 1024, 8, 128)}
     )

@@ -1,4 +1,4 @@
-"""``npu_permute``: the same MoE layer, the same statistics, tokens sorted and added up by the fused operators."""
+"""``npu_permute``: an MoE layer on the fused operators has the same results, gradients and token counts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def moes(model: nn.Module) -> list[MoE]:
 
 
 def assert_same_layer(plain: nn.Module, converted: nn.Module, x: Tensor) -> None:
-    """Same counts; output and gradients no further from the float64 formula than the plain layer's."""
+    """Check equal counts, and output and gradients as near to the float64 formula as the plain layer's."""
     exact, theirs, ours = call_exact(plain, x), call(plain, x), call(converted, x)
     assert exact.keys() == theirs.keys() == ours.keys()
     for name in exact:
@@ -61,7 +61,7 @@ def assert_same_layer(plain: nn.Module, converted: nn.Module, x: Tensor) -> None
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, bool]:
-    """Arguments of a layer, batch, sequence, and whether every token goes to the same experts."""
+    """Draw arguments of a layer, batch, sequence, and whether every token selects the same experts."""
     groups = draw(st.sampled_from([None, (4, 2), (2, 1)]))
     args = {
         "num_experts": 8 if groups else draw(st.sampled_from([4, 5, 8])),
@@ -77,7 +77,7 @@ def layers(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, bool]:
         "load_balance_coeff": draw(st.sampled_from([None, 1e-3])),
         "biased": draw(st.booleans()),
     }
-    # a score that is divided by itself has no gradient to compare
+    # a score divided by itself has no gradient
     assume(not (args["route_norm"] and args["top_k"] == 1))
     return args, draw(st.integers(1, 3)), draw(st.integers(1, 7)), draw(st.booleans())
 
@@ -88,7 +88,7 @@ def test_computes_the_same(layer: tuple[dict[str, Any], int, int, bool], convert
     args, batch, sequence, crowded = layer
     plain = build_moe(**args)
     if crowded and plain[0].expert_bias is not None:
-        # the first experts take all; a whole group of them, for groups are chosen by two
+        # the first experts get all tokens: a full group, because groups are ranked by two experts
         plain[0].expert_bias[: max(2, args["top_k"])] += 100
     converted = convert(copy.deepcopy(plain), *converters)
     assert_same_layer(plain, converted, tokens(batch, sequence))
@@ -107,7 +107,7 @@ def test_half_precision_is_as_exact(before: bool, top_k: int, biased: bool) -> N
 
 
 def scored(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """What goes in and out of the experts and out of the router when the layer is called, the scores with gradient."""
+    """Return the experts' input and output and the router's output of a call, scores with gradient."""
     seen: dict[str, Tensor] = {}
 
     def of_router(module: nn.Module, args: Any, outputs: tuple[Tensor, ...]) -> None:
@@ -127,20 +127,20 @@ def scored(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def test_scores_before_the_experts_in_float32() -> None:
-    """bfloat16 rows times float32 scores, rounded once, as upstream: every bit of the experts' input."""
+    """bfloat16 rows times float32 scores, rounded once: the experts' input is bit-identical to upstream's."""
     plain = in_dtype(build_moe(top_k=4, score_before_experts=True), torch.bfloat16)
     x = tokens(2, 16, dtype=torch.bfloat16)
     theirs, ours = (scored(model, x) for model in (plain, convert(copy.deepcopy(plain), "npu_permute")))
     assert ours["scores"].dtype == torch.float32
     assert torch.equal(ours["rows_in"], theirs["rows_in"])
     assert torch.equal(ours["rows_out_grad"], theirs["rows_out_grad"])
-    # DIM products added up in float32, in any order
+    # a float32 sum of DIM products, in any order
     budget = DIM * torch.finfo(torch.float32).eps * theirs["scores"].grad.abs().max()
     assert (ours["scores"].grad - theirs["scores"].grad).abs().max() <= budget
 
 
 def test_scores_after_the_experts_in_float32() -> None:
-    """bfloat16 rows times float32 scores, added up, rounded once: within that rounding of the exact sum."""
+    """bfloat16 rows times float32 scores, summed and rounded once: within one rounding of the exact sum."""
     top_k, float32, bfloat16 = 4, torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
     plain = in_dtype(build_moe(top_k=top_k, score_before_experts=False), torch.bfloat16)
     model = convert(plain, "npu_permute")
@@ -151,7 +151,7 @@ def test_scores_after_the_experts_in_float32() -> None:
     exact = terms.sum(1)
     in_float32 = top_k * float32 * terms.abs().sum(1)
     assert ((seen["output"].flatten(0, 1) - exact).abs() <= bfloat16 / 2 * exact.abs() + 2 * in_float32).all()
-    # a score rounded to bfloat16 would be outside
+    # a score rounded to bfloat16 would exceed it
     coarse = (rows * seen["scores"].detach().bfloat16().double().unsqueeze(-1)).sum(1).bfloat16()
     assert not ((coarse - exact).abs() <= bfloat16 / 2 * exact.abs() + 2 * in_float32).all()
 
@@ -162,7 +162,7 @@ def test_scores_after_the_experts_in_float32() -> None:
 
 
 def full_ac(layer: nn.Module) -> nn.Module:
-    """A layer as TorchTitan's full activation checkpointing wraps it in a model."""
+    """Wrap a layer as TorchTitan's full activation checkpointing does."""
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": layer})
     apply_ac(model, ActivationCheckpoint(mode="full"))
@@ -180,7 +180,7 @@ class ByTorch(nn.Module):
 
 @pytest.mark.parametrize("wrap", [ByTorch, full_ac])
 def test_checkpointing_counts_tokens_once(wrap: Any) -> None:
-    """Where the optimizer is an adapted train spec's; with another, twice as upstream."""
+    """Once with the optimizer of an adapted train spec, otherwise twice as upstream."""
     plain, x = build_moe(top_k=2), tokens(2, 7)
     converted = convert(copy.deepcopy(plain), *BOTH)
     twice = copy.deepcopy(converted)
@@ -222,7 +222,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """As much of a transformer as TorchTitan's optimizer and its checkpointing look at."""
+    """The parts of a transformer that TorchTitan's optimizer and checkpointing use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,12 +238,12 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("converters", [(), BOTH], ids=["plain", "converted"])
 @pytest.mark.parametrize("adapted", [True, False], ids=["adapted", "upstream"])
 def test_experts_are_balanced_as_without_checkpointing(adapted: bool, converters: tuple[str, ...], mode: str) -> None:
-    """TorchTitan's optimizer halves what checkpointed layers have counted, for its own count twice."""
+    """TorchTitan's optimizer halves the counts of checkpointed layers, because its own layers count twice."""
     build_optimizers = build_optimizers_with_moe_load_balancing
     if adapted:
         build_optimizers = get_train_spec("deepseek_v3").build_optimizers_fn
     dims = ParallelDims(**LAYOUT)
-    dims.get_optional_mesh = lambda name: None  # one process, with no group
+    dims.get_optional_mesh = lambda name: None  # one process without a group
     biases = []
     for names, chosen in (((), "none"), (converters, mode)):
         model = convert(Blocks(), *names) if names else Blocks()
@@ -251,7 +251,7 @@ def test_experts_are_balanced_as_without_checkpointing(adapted: bool, converters
             config = ActivationCheckpoint(mode=chosen, selective_ac_option="op")
             apply_ac(model, config, op_sac_save_list=_op_sac_save_list)
         optimizers = build_optimizers([model], Optimizer(implementation="for-loop"), dims)
-        call(model, tokens(2, 8))  # 4 tokens an expert in the mean: one with 4 or 5 of them would be misjudged by half
+        call(model, tokens(2, 8))  # the mean is 4 tokens per expert: halved counts would misjudge an expert with 4 or 5
         optimizers.step()
         biases.append([moe.expert_bias for moe in moes(model)])
         assert all(moe.tokens_per_expert.sum() == 0 for moe in moes(model))
@@ -261,7 +261,7 @@ def test_experts_are_balanced_as_without_checkpointing(adapted: bool, converters
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("before", [True, False])
 def test_reads_nothing_back_to_the_host(biased: bool, before: bool) -> None:
-    """Fake tensors have no values: reading one raises, as it does in the plain layer's loop over the experts."""
+    """Reading the value of a fake tensor raises, as the plain layer's loop over the experts shows."""
     with FakeTensorMode():
         plain = build_moe(biased, num_shared_experts=1, score_before_experts=before)
         x = torch.empty(2, 7, DIM)
@@ -293,7 +293,7 @@ def test_autocast_gives_the_same_dtypes(before: bool, shared: int, converters: t
     assert dtype == (torch.bfloat16 if before else torch.float32)
     assert {name: tensor.dtype for name, tensor in ours.items()} == {name: t.dtype for name, t in theirs.items()}
     for name in exact:
-        # what is float32 here has been through bfloat16
+        # float32 results have been through bfloat16
         assert_no_further(name, ours[name].bfloat16(), theirs[name].bfloat16(), exact[name], ROUNDINGS)
 
 
@@ -330,13 +330,13 @@ def test_leaves_other_models_alone() -> None:
     shared = build_moe(num_shared_experts=1)
     neighbour, x = nn.Sequential(shared[0]), tokens(2, 5)
     before = call(neighbour, x)
-    convert(shared, *BOTH)  # even one that shares its layer
+    convert(shared, *BOTH)  # even if it shares the layer
     after = call(neighbour, x)
     assert type(neighbour[0]) is MoE and type(neighbour[0].reorderer) is TokenReorderer
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_leaves_layers_with_a_forward_of_their_own_alone() -> None:
+def test_leaves_layers_with_their_own_forward_alone() -> None:
     class Doubled(MoE):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -348,7 +348,7 @@ def test_leaves_layers_with_a_forward_of_their_own_alone() -> None:
 
 
 class Named(TokenReorderer):
-    """The same forward."""
+    """A subclass with the same forward."""
 
 
 class Backwards(TokenReorderer):
@@ -356,7 +356,7 @@ class Backwards(TokenReorderer):
         return super().forward(top_scores, selected_experts_indices)
 
 
-def test_a_user_s_reorderer() -> None:
+def test_a_users_reorderer() -> None:
     plain = build_moe()
     plain[0].reorderer.__class__ = Named
     converted = convert(copy.deepcopy(plain), "npu_permute")
@@ -369,14 +369,14 @@ def test_a_user_s_reorderer() -> None:
     assert type(plain[0]) is MoE
 
 
-def test_prints_as_what_it_is() -> None:
+def test_the_representation_names_the_replacements() -> None:
     text = str(convert(nn.ModuleList([build_moe(), build_moe(biased=True)]), *BOTH))
     for name in ("NpuMoE(", "NpuGptOssMoE(", "NpuGroupedExperts(", "NpuGptOssGroupedExperts(", "NpuTokenReorderer("):
         assert f": {name}" in text
 
 
 def test_a_copy_is_converted_too() -> None:
-    """As pipeline parallel copies models for its stages, gpt_oss's derived class included."""
+    """Pipeline parallel copies models for its stages; gpt_oss's derived class can be copied too."""
     model = convert(build_moe(biased=True), *BOTH)
     twin = copy.deepcopy(model)
     assert isinstance(twin[0], NpuMoE) and isinstance(twin[0], GptOssMoE)
@@ -389,10 +389,10 @@ def test_matching_nothing_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"model\.converters: npu_permute found no TorchTitan MoE in Sequential"):
         convert(nn.Sequential(nn.Linear(2, 2)), "npu_permute")
     with pytest.raises(UsageError, match="npu_permute found no TorchTitan MoE in MoE"):
-        convert(build_moe()[0], "npu_permute")  # a layer that is the model has no place to put another
+        convert(build_moe()[0], "npu_permute")  # a layer that is itself the model cannot be replaced
 
 
-def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
     model = build_moe(num_experts=700, top_k=600)
     refusal = (
         "npu_permute: an NPU would refuse 0: npu_moe_token_permute: the top-k of indices is 600, "
@@ -409,7 +409,7 @@ def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert type(model[0]) is MoE
 
 
-TOKENS = 2**23  # whose pairs with two experts are more by two than an NPU sorts
+TOKENS = 2**23  # with two experts per token, two pairs more than the NPU limit
 ALL_PAIRS = "the number of indices is 16777216, and an NPU takes 0 to 16777214"
 
 
@@ -427,8 +427,8 @@ ALL_PAIRS = "the number of indices is 16777216, and an NPU takes 0 to 16777214"
     ids=str,
 )
 @pytest.mark.parametrize("section", ["training", "validation"])
-def test_limits_are_of_a_rank_s_tokens(section: str, layout: dict[str, int], refused: bool) -> None:
-    """All of a batch's where tensor parallel gathers them; else its share of sequences, or one microbatch."""
+def test_limits_apply_to_one_ranks_tokens(section: str, layout: dict[str, int], refused: bool) -> None:
+    """A rank has all tokens of a batch if tensor parallel gathers them, else its part of each sequence, or a microbatch."""
     config = job()
     config.npu = type("Npu", (), {"strict_limits": True})
     config.model.name = "deepseek_v3"

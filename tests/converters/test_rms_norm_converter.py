@@ -1,4 +1,4 @@
-"""``npu_rms_norm``: every ``nn.RMSNorm`` replaced, nothing else touched, the same training."""
+"""``npu_rms_norm``: replaces every ``nn.RMSNorm`` and nothing else; training is the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_is_registered() -> None:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_replaces_every_norm_of_torchtitan_s_models(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_replaces_every_norm_of_torchtitans_models(name: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = build_on_meta(name)
     expected = set(norms(plain, nn.RMSNorm))
     parameters = dict(plain.named_parameters())
@@ -78,7 +78,7 @@ def test_trains_the_same(name: str) -> None:
 
 
 class Model(nn.Module):
-    """Norms in every place a model may keep them."""
+    """A model with norms in every kind of container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Model(nn.Module):
         return x
 
 
-def test_finds_norms_wherever_they_are() -> None:
+def test_finds_norms_in_every_container() -> None:
     model = Model()
     before = list(model.state_dict())
     convert(model, "npu_rms_norm")
@@ -103,7 +103,7 @@ def test_finds_norms_wherever_they_are() -> None:
     model(torch.randn(2, 8)).sum().backward()
 
 
-def test_keeps_what_a_norm_has() -> None:
+def test_keeps_parameters_hooks_and_attributes() -> None:
     model = nn.Sequential(nn.RMSNorm(8, eps=1e-3, dtype=torch.bfloat16), nn.RMSNorm(4, elementwise_affine=False)).eval()
     model[0].weight.requires_grad_(False)
     model[0].note = "kept"
@@ -140,7 +140,7 @@ def test_leaves_other_models_alone() -> None:
     neighbour = nn.Sequential(shared)
     before = step(other)
     other.zero_grad()
-    convert(nn.Sequential(shared), "npu_rms_norm")  # even one that shares a module
+    convert(nn.Sequential(shared), "npu_rms_norm")  # even if it shares a module
     build("llama3", "npu_rms_norm", n_layers=1)
     assert type(neighbour[0]) is nn.RMSNorm and not norms(other, NpuRMSNorm)
     after = step(other)
@@ -156,12 +156,12 @@ def test_matching_nothing_is_an_error() -> None:
 def test_listing_it_twice_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"model\.converters: npu_rms_norm is listed twice"):
         convert(Model(), "npu_rms_norm", "npu_rms_norm")
-    stage = copy.deepcopy(convert(Model(), "npu_rms_norm"))  # as pipeline parallel makes them
+    stage = copy.deepcopy(convert(Model(), "npu_rms_norm"))  # as pipeline parallel copies models
     with pytest.raises(UsageError, match="listed twice"):
         convert(stage, "npu_rms_norm")
 
 
-def test_what_an_npu_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.RMSNorm(8, dtype=torch.float64), nn.RMSNorm(8, dtype=torch.float64))
     refusal = (
         "npu_rms_norm: an NPU would refuse 0: npu_rms_norm: input.dtype is float64, "
@@ -183,7 +183,7 @@ FLOATS = [*HALF, torch.float32, torch.float64]
 
 
 def pair(eps: float | None, affine: bool, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """An ``nn.RMSNorm`` with some gain, and the same converted."""
+    """Return an ``nn.RMSNorm`` with random weights, and a converted copy."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.RMSNorm(16, eps=eps, elementwise_affine=affine, dtype=dtype))
     if affine:
@@ -192,7 +192,7 @@ def pair(eps: float | None, affine: bool, dtype: torch.dtype) -> tuple[nn.Module
 
 
 def call(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output for ``x``, and the gradients of ``x`` and the gain from a ``dy`` that every dtype holds exactly."""
+    """Return the output for ``x``, and the gradients of ``x`` and the weight for a ``dy`` that is exact in every dtype."""
     x = x.clone().requires_grad_()
     y = module(x)
     dy = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
@@ -200,14 +200,14 @@ def call(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def assert_same_call(plain: nn.Module, converted: nn.Module, x: Tensor) -> None:
-    """Same dtypes, and values no further from the float64 result."""
+    """Check equal dtypes, and values as near to the float64 result."""
     exact = copy.deepcopy(plain).double()
-    if exact[0].eps is None:  # what it means to half precision and float32
+    if exact[0].eps is None:  # its meaning for half precision and float32
         exact[0].eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
     with torch.autocast("cpu", enabled=False):
         oracle = call(exact, x.double())
     names = ["y", "dx", "dgamma"][: len(oracle)]
-    # in float64 the plain norm is the oracle: then what counts is a sum over features, one over tokens, some ten steps
+    # in float64 the plain norm is the oracle: allow for a sum over features, one over tokens, and about ten steps
     roundings = sum(x.shape) + 10 if x.dtype == torch.float64 else 2
     for name, ours, theirs, expected in zip(names, call(converted, x), call(plain, x), oracle, strict=True):
         assert_no_further(name, ours, theirs, expected, roundings)
@@ -215,7 +215,7 @@ def assert_same_call(plain: nn.Module, converted: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_mixed_dtypes_do_as_nn_rms_norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_mixed_dtypes_match_nn_rms_norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     plain, converted = pair(1e-5, True, weight_dtype)
     x = torch.randn(5, 16, dtype=dtype)
     assert_same_call(plain, converted, x)
@@ -225,15 +225,15 @@ def test_mixed_dtypes_do_as_nn_rms_norm(dtype: torch.dtype, weight_dtype: torch.
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_no_epsilon_means_what_it_means_to_nn_rms_norm(dtype: torch.dtype, affine: bool) -> None:
-    """Inputs so small that epsilon decides: the wrong one is off by an order of magnitude."""
+def test_no_epsilon_matches_nn_rms_norm(dtype: torch.dtype, affine: bool) -> None:
+    """The inputs are so small that a wrong epsilon changes the result by an order of magnitude."""
     plain, converted = pair(None, affine, dtype)
     assert_same_call(plain, converted, torch.randn(5, 16, dtype=torch.float64).mul(1e-4).to(dtype))
 
 
 @pytest.fixture(scope="module")
 def llama3() -> tuple[Step, Step]:
-    """The plain llama3 in float32 and in float64."""
+    """Run the plain llama3 in float32 and in float64."""
     return step(build("llama3", n_layers=2)), step(build("llama3", n_layers=2, dtype=torch.float64))
 
 
@@ -252,7 +252,7 @@ def test_with_checkpointing_and_compile(mode: str, compiled: bool, llama3: tuple
 
 
 def fsdp_half_precision() -> list[list[Tensor]]:
-    """On a rank: output and gradients of the plain and the converted model under FSDP2 in bfloat16."""
+    """Return output and gradients of the plain and the converted model on one rank, with FSDP2 in bfloat16."""
     results = []
     for converters in ((), ("npu_rms_norm",)):
         torch.manual_seed(0)
@@ -270,5 +270,5 @@ def test_fsdp_in_half_precision() -> None:
     for plain, converted in run_on_ranks(2, fsdp_half_precision):
         for theirs, ours in zip(plain, converted, strict=True):
             assert ours.dtype == theirs.dtype
-            # what flows through is bfloat16: a handful of roundings of it, three layers deep
+            # activations are bfloat16: a few roundings in each of three layers
             assert (ours - theirs).float().norm() <= 6 * torch.finfo(torch.bfloat16).eps * theirs.float().norm()

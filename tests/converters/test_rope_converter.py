@@ -1,4 +1,4 @@
-"""``npu_rope``: every rotation through ``npu_rotary_mul``, by the positions given, and the same training."""
+"""``npu_rope``: every rotation is ``npu_rotary_mul`` at the given positions; training is the same."""
 
 from __future__ import annotations
 
@@ -90,25 +90,25 @@ def test_trains_the_same(name: str, positions: str) -> None:
     assert_as_exact(ours, *references(name, positions))
     assert len(operators.rotations()) == 2 * sum(TARGETS[name].values())
     for rotation in operators.rotations():
-        assert OPS["npu_rotary_mul"].refusals(**rotation) == []  # shapes that an NPU takes
+        assert OPS["npu_rotary_mul"].refusals(**rotation) == []  # shapes that an NPU supports
         assert rotation["input"].dtype == rotation["r1"].dtype == rotation["r2"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
-def test_takes_positions_in_every_form_that_torchtitan_has(name: str) -> None:
+def test_accepts_positions_in_every_form_of_torchtitan(name: str) -> None:
     model = build(name, "npu_rope")
     for positions in (POSITIONS["offset"], ROWS):
         assert_same(compute(model, positions.int()), compute(model, positions))
     assert_same(compute(model, AS_CONTEXT_PARALLEL), compute(model, AS_CONTEXT_PARALLEL.long().contiguous()))
     assert_same(compute(model, torch.arange(SEQUENCE)[None]), compute(model))
-    # by name, by place, and none given by name
+    # as keyword, positionally, and None as keyword
     logits = model(tokens(), positions=ROWS)
     assert torch.equal(model(tokens(), None, ROWS), logits) and not torch.equal(model(tokens(), positions=None), logits)
 
 
 @pytest.mark.parametrize("positions", [torch.arange(SEQUENCE + 1)[None], torch.arange(SEQUENCE)], ids=["long", "1-d"])
 def test_positions_of_another_shape_are_an_error(positions: Tensor) -> None:
-    """As they are to TorchTitan's models: here a sequence's first angles would do for it silently."""
+    """TorchTitan's models raise too. Without the check the first angles would be used silently."""
     with pytest.raises(AssertionError):
         build("llama3")(tokens(), positions=positions)
     with pytest.raises((ValueError, IndexError)):
@@ -118,7 +118,7 @@ def test_positions_of_another_shape_are_an_error(positions: Tensor) -> None:
 @pytest.mark.parametrize("positions", [ROWS - 6, POSITIONS["offset"] - 8], ids=["rows", "one row"])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_negative_positions_are_an_error(name: str, positions: Tensor) -> None:
-    """They would be those from the end of the table; TorchTitan's models raise for rows, and take one row as such."""
+    """Indexing would count from the end of the table. TorchTitan's models raise for rows only."""
     with pytest.raises((RuntimeError, IndexError), match="out of"):
         build(name, "npu_rope")(tokens(), positions=positions)
     with pytest.raises((RuntimeError, IndexError), match="out of"):
@@ -134,21 +134,21 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], Tensor]] =
     "gpt_oss": (
         gpt_oss.apply_rotary_emb,
         exact_halves,
-        # YaRN, which scales the cosines and sines too
+        # YaRN also scales the cosines and sines
         gpt_oss.precompute_rope_cache(16, MAX_SEQ_LEN, 1e4, 32.0, 1.0, 32.0, 4096),
     ),
 }
 
 
 def budget(x: Tensor, y: Tensor, exact: Callable[..., Tensor], cache: Tensor) -> Tensor:
-    """How far from the exact ``y`` a rotation of ``x`` in float32 may be: by two products and a sum in float32, each
-    at most the length of the pair times that of (cosine, sine); and by one rounding to the dtype of ``x``."""
+    """Return the error budget of a float32 rotation of ``x`` to ``y``: two products and a sum in float32, each at most
+    the length of the pair times that of (cosine, sine), and one rounding to the dtype of ``x``."""
     pairs = x.detach().double()
     if exact is exact_pairs:
         length = pairs.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
     else:
         length = pairs.unflatten(-1, (2, -1)).norm(dim=-2).repeat(1, 1, 1, 2)
-    length = length * cache[0, 0].abs()  # the cosine of no angle: one, or YaRN's scale
+    length = length * cache[0, 0].abs()  # the cosine at position 0: one, or YaRN's scale
     wide, narrow = (torch.finfo(dtype) for dtype in (torch.promote_types(x.dtype, torch.float32), x.dtype))
     return 4 * wide.eps / 2 * length + narrow.eps / 2 * y.abs() + narrow.tiny
 
@@ -156,7 +156,7 @@ def budget(x: Tensor, y: Tensor, exact: Callable[..., Tensor], cache: Tensor) ->
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rotates_in_float32(name: str, dtype: torch.dtype) -> None:
-    """Each element, and each of the gradients, in the dtype that came in."""
+    """Results and gradients have the dtype of the input."""
     upstream, exact, cache = FUNCTIONS[name]
     torch.manual_seed(0)
     shapes = {"query": (BATCH, SEQUENCE, 6, 16), "key": (BATCH, SEQUENCE, 3, 16)}
@@ -178,8 +178,8 @@ def test_rotates_in_float32(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_rotation_in_bfloat16_would_show(name: str) -> None:
-    """The budget of the test before tells bfloat16 angles, from a rotation that is exact otherwise."""
+def test_a_rotation_in_bfloat16_is_detected(name: str) -> None:
+    """The error budget of the previous test detects bfloat16 angles."""
     _, exact, cache = FUNCTIONS[name]
     rounded = (torch.view_as_real(cache) if cache.is_complex() else cache).bfloat16().float()
     rounded = torch.view_as_complex(rounded) if cache.is_complex() else rounded
@@ -201,7 +201,7 @@ def test_gpt_oss_attention(dtype: torch.dtype) -> None:
         with torch.no_grad():
             model[0].init_weights(0.3)
         model[0].inner_attention = DenseAttention()
-        # what bfloat16 holds, so that all dtypes start from the same
+        # exact in bfloat16, so that all dtypes start from the same values
         model.bfloat16().to(dtype)
         if converters:
             convert(model, *converters)
@@ -219,13 +219,13 @@ def test_gpt_oss_attention(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_deepseek_v32_indexer(dtype: torch.dtype, positions: str) -> None:
-    """What it gives, and its gradients: the model's logits show only which keys it selects."""
+    """Compare the indexer's outputs and gradients: the model's logits show only the selected keys."""
     args = dataclasses.replace(get_train_spec("deepseek_v32").model_args["debugmodel"], **MODELS["deepseek_v32"][2])
     cache = llama3.precompute_freqs_cis(args.qk_rope_head_dim, MAX_SEQ_LEN)
 
     def compute_indexer(dtype: torch.dtype, *converters: str) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        # what bfloat16 holds, so that all dtypes start from the same
+        # exact in bfloat16, so that all dtypes start from the same values
         model = nn.Sequential(Indexer(args)).bfloat16().to(dtype)
         inputs = [torch.randn(BATCH, SEQUENCE, size).bfloat16().to(dtype) for size in (args.dim, args.q_lora_rank)]
         if converters:
@@ -252,7 +252,7 @@ def test_leaves_other_models_alone() -> None:
     before = compute(other, ROWS)
     attention = other.layers["0"].attention
     converted = nn.ModuleDict({"a": attention})
-    convert(converted, "npu_rope")  # even one that shares a module
+    convert(converted, "npu_rope")  # even if it shares a module
     compute(build("llama3", "npu_rope"), ROWS)
     assert type(converted["a"]).__name__ == "NpuAttention"
     assert other.layers["0"].attention is attention and type(attention) is llama3.Attention
@@ -262,7 +262,7 @@ def test_leaves_other_models_alone() -> None:
 
 
 def test_with_the_other_converters() -> None:
-    """In either order."""
+    """In both orders."""
     for order in (("npu_rms_norm", "npu_rope"), ("npu_rope", "npu_rms_norm")):
         assert_as_exact(compute(build("qwen3", *order), ROWS), *references("qwen3", "rows"))
 
@@ -280,7 +280,7 @@ def test_listing_it_twice_is_an_error() -> None:
 
 
 class Case:
-    """A llama3 of sizes that an NPU would refuse, or not."""
+    """Build a llama3 whose sizes are within the NPU limits or not."""
 
     def __init__(self, heads: int, head_dim: int, batch: int, **layout: int) -> None:
         args = copy.deepcopy(get_train_spec("llama3").model_args["debugmodel"])
@@ -309,7 +309,7 @@ BATCH_HEADS = "the larger of B and N (their product in mode interleave) is 1024,
     [((1, 1024, 1), HEAD_DIM), ((32, 2, 32), BATCH_HEADS)],
     ids=["head_dim", "batch times heads"],
 )
-def test_what_an_npu_refuses_is_said(case: tuple[int, int, int], limit: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_exceeded_npu_limits(case: tuple[int, int, int], limit: str, caplog: pytest.LogCaptureFixture) -> None:
     refusal = f"npu_rope: an NPU would refuse layers.0.attention: npu_rotary_mul: {limit} (and 1 more)"
     with caplog.at_level(logging.INFO):
         Case(*case).convert(strict=False)
@@ -321,8 +321,8 @@ def test_what_an_npu_refuses_is_said(case: tuple[int, int, int], limit: str, cap
     assert type(strict.model.layers["0"].attention) is llama3.Attention
 
 
-def test_what_an_npu_refuses_of_an_indexer_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Of its own heads, and on halves: with neighbours they would be too many by the batch already."""
+def test_reports_exceeded_npu_limits_of_an_indexer(caplog: pytest.LogCaptureFixture) -> None:
+    """The indexer has its own heads, in mode half. In mode interleave the batch alone would exceed the limit."""
     with caplog.at_level(logging.INFO):
         build("deepseek_v32", "npu_rope", index_n_heads=999)
         assert not [message for message in caplog.messages if "refuse" in message]
@@ -332,16 +332,16 @@ def test_what_an_npu_refuses_of_an_indexer_is_said(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_limits_are_of_a_rank_s_share(layout: dict[str, int]) -> None:
-    """Half of the heads, or one microbatch."""
+def test_limits_apply_to_one_rank(layout: dict[str, int]) -> None:
+    """A rank has half of the heads, or one microbatch."""
     case = Case(32, 2, 32, **layout)
     case.convert(strict=True)
     assert type(case.model.layers["0"].attention).__name__ == "NpuAttention"
 
 
 @pytest.mark.parametrize(("layout", "batches"), [({}, (8, 32)), ({"pp": 2}, (8, 256))], ids=str)
-def test_limits_are_of_validation_too(layout: dict[str, int], batches: tuple[int, int]) -> None:
-    """A pipeline cuts its batches into as many microbatches as those of training: here eight."""
+def test_limits_apply_to_validation_too(layout: dict[str, int], batches: tuple[int, int]) -> None:
+    """A pipeline splits validation batches into as many microbatches as training batches, here eight."""
     case = Case(32, 2, batches[0], **layout)
     case.config.validation.local_batch_size = batches[1]
     case.convert(strict=True)  # for there is none

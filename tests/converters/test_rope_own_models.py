@@ -1,4 +1,4 @@
-"""``npu_rope`` in a user's own model: whom it finds there, and who shares tables."""
+"""``npu_rope`` in a user's own model: the modules that it converts, and those that share tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torchtitan_npu.models.deepseek_v32.indexer import apply_rotary_half
 
 
 class OwnAttention(nn.Module):
-    """A user's: other names, a method of its own for the rotation, no grouped heads."""
+    """A user's attention: other names, a separate method for the rotation, no grouped heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def assert_own_model_is_right(build_model: Callable[[], nn.Module], rotations: i
     return converted
 
 
-def test_a_user_s_own_model() -> None:
+def test_a_users_own_model() -> None:
     converted = assert_own_model_is_right(OwnModel, rotations=4)
     assert "(first): NpuOwnAttention(\n    heads=4, rotation=npu_rotary_mul\n" in str(converted)
 
@@ -133,7 +133,7 @@ def local_attention() -> type[nn.Module]:
 
 
 @pytest.mark.parametrize("kind", [StaticAttention, DecoratedAttention, local_attention()])
-def test_a_user_s_method_of_another_kind(kind: type[nn.Module]) -> None:
+def test_a_users_static_decorated_or_local_method(kind: type[nn.Module]) -> None:
     plain = OwnModel()
     plain.first, plain.second = kind(), kind()
     converted = convert(copy.deepcopy(plain), "npu_rope")
@@ -177,7 +177,7 @@ UNSEEN = (
 
 
 @pytest.mark.parametrize("kind", [ThroughModule, LocalImport, ByAttribute, ThroughSuper])
-def test_what_cannot_be_converted_is_said(kind: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_modules_that_cannot_be_converted(kind: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     plain = OwnModel()
     plain.second = kind()
     with caplog.at_level(logging.INFO):
@@ -197,7 +197,7 @@ class OwnAttentionOnHalves(OwnAttention):
 
 
 class MixedModel(OwnModel):
-    """Both kinds of rotation, of which one has its angles where TorchTitan's models keep them."""
+    """A model with both rotations, one of which uses the buffer name of TorchTitan's models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,12 +209,12 @@ class MixedModel(OwnModel):
         return x + self.second(x, self.rope_cache, positions).flatten(-2)
 
 
-def test_a_user_s_own_model_with_both_kinds_of_rotation() -> None:
+def test_a_users_own_model_with_both_rotations() -> None:
     assert_own_model_is_right(MixedModel, rotations=4, positions=ROWS)
 
 
 class BothWays(OwnAttention):
-    """Queries and keys on pairs, then on halves, in one method."""
+    """Rotates queries and keys in mode interleave, then in mode half, in one method."""
 
     def forward(self, x: Tensor, angles: Tensor, cache: Tensor, positions: Any) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
@@ -234,12 +234,12 @@ class BothWaysModel(nn.Module):
         return x + self.attention(x, self.freqs_cis, self.rope_cache, positions).flatten(-2)
 
 
-def test_a_user_s_module_with_both_kinds_of_rotation() -> None:
+def test_a_users_module_with_both_rotations() -> None:
     assert_own_model_is_right(BothWaysModel, rotations=4, positions=ROWS)
 
 
 class BothWaysOfOneBuffer(OwnAttention):
-    """Queries on pairs, keys on halves, by the same angles: no other model has such scores, nor those of a mix-up."""
+    """Rotates queries in mode interleave and keys in mode half, by the same angles. Mixing them up changes the scores."""
 
     def forward(self, x: Tensor, angles: Tensor, positions: Any) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
@@ -249,7 +249,7 @@ class BothWaysOfOneBuffer(OwnAttention):
 
 
 class OwnAttentionOnHalvesOfComplex(OwnAttentionOnHalves):
-    """The second kind alone."""
+    """Rotates in mode half only."""
 
     def turned(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
         return apply_rotary_half(q, angles, positions), apply_rotary_half(k, angles, positions)
@@ -270,7 +270,7 @@ IN_EACH_LAYER = "npu_rope: modules without shared tables: {}; each looks up its 
 
 @pytest.mark.parametrize("positions", [None, POSITIONS["offset"], ROWS], ids=["none", "offset", "rows"])
 @pytest.mark.parametrize(("attention", "rotations"), [(BothWaysOfOneBuffer, 3), (OwnAttentionOnHalvesOfComplex, 2)])
-def test_rotations_of_a_user_s_module_by_one_buffer(
+def test_rotations_of_a_users_module_by_one_buffer(
     attention: type[nn.Module], rotations: int, positions: Tensor | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_model = functools.partial(OneBufferModel, attention)
@@ -280,7 +280,7 @@ def test_rotations_of_a_user_s_module_by_one_buffer(
 
 
 class Learned(nn.Module):
-    """Uses positions in its own way."""
+    """Uses positions for something else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class ModelWithAStranger(BothWaysModel):
         return x + self.attention(x, self.rope_cache, positions).flatten(-2)
 
 
-def test_a_user_s_module_that_takes_positions_too_gets_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_users_module_with_positions_gets_positions(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert_own_model_is_right(ModelWithAStranger, rotations=2, positions=ROWS)
     assert IN_EACH_LAYER.format(1) in caplog.messages
@@ -313,21 +313,21 @@ class ByTheLast(llama3.TransformerBlock):
 
 
 class ByDocuments(qwen3.TransformerBlock):
-    """Its model passes positions by place: they may have another name."""
+    """Its model passes positions positionally, so they may have another name."""
 
     def forward(self, x: Tensor, rope_cache: Tensor, masks: Any, places: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, rope_cache, masks, places) + (places == 0).sum(1).view(-1, 1, 1)
 
 
 class OwnNormed(deepseek_v32.Block):
-    """Not in the forward."""
+    """Uses positions outside of forward."""
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Any) -> tuple[Tensor, ...]:
         return super().prolog(x + (positions / MAX_SEQ_LEN).unsqueeze(-1), freqs_cis, positions)
 
 
 class Tempered(llama3.Attention):
-    """Rotates, and does something else besides."""
+    """Rotates, and uses positions for something else."""
 
     def forward(self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Any = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
@@ -345,7 +345,7 @@ class WithLearned(llama3.Transformer):
 
 
 class Renamed(llama3.TransformerBlock):
-    """The same forward."""
+    """A subclass with the same forward."""
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -379,7 +379,7 @@ def add_learned(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_user_s_part_that_uses_positions_gets_them(change: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_users_subclass_that_uses_positions_gets_positions(change: str, caplog: pytest.LogCaptureFixture) -> None:
     name, apply = CHANGES[change]
 
     def computed(*converters: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -394,11 +394,11 @@ def test_a_user_s_part_that_uses_positions_gets_them(change: str, caplog: pytest
         patch.setitem(globals(), "apply_rotary_emb", on_both(exact_pairs))
         exact = computed(dtype=torch.float64)
     assert_as_exact(ours, computed(), exact)
-    # and it shows in them
+    # and the change has an effect
     assert not torch.allclose(ours["logits"], compute(build(name), ROWS)["logits"], rtol=1e-3)
 
 
-def test_a_user_s_subclass_with_the_forward_of_torchtitan_s_shares_tables() -> None:
+def test_a_users_subclass_with_torchtitans_forward_shares_tables() -> None:
     model = build("llama3")
     retype(model.layers["0"], Renamed)
     assert_as_exact(compute(convert(model, "npu_rope"), ROWS), *references("llama3", "rows"))
@@ -406,7 +406,7 @@ def test_a_user_s_subclass_with_the_forward_of_torchtitan_s_shares_tables() -> N
 
 
 class Wrapped(nn.Module):
-    """A model of which TorchTitan's is a part."""
+    """A model that contains one of TorchTitan's."""
 
     def __init__(self, text: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``npu_rope``'s cosines and sines: made once a forward, and right for every layer however it is run."""
+"""``npu_rope``'s cosines and sines: made once per forward, and correct for every layer in every mode."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from torchtitan_npu.models.rotary.tables import HALF, HALF_OF_COMPLEX, INTERLEAV
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
 @pytest.mark.parametrize("n_layers", [2, 4])
 def test_tables_are_made_once(name: str, n_layers: int) -> None:
-    """In the first forward from the model's buffer; then rows are looked up, once where there are positions."""
+    """The first forward makes them from the model's buffer. Later ones only look up rows, if there are positions."""
     model = build(name, "npu_rope", n_layers=n_layers)
 
     def forward(positions: Tensor | None) -> Counter[str]:
@@ -63,7 +63,7 @@ def test_tables_are_made_once(name: str, n_layers: int) -> None:
 
 
 def test_a_new_buffer_is_noticed() -> None:
-    """Here of another theta; as ``init_weights`` makes one after the weights have moved."""
+    """``init_weights`` makes a new buffer, here with another theta."""
     model, plain = build("llama3", "npu_rope"), build("llama3")
     before = compute(model)
     for changed in (model, plain):
@@ -72,7 +72,7 @@ def test_a_new_buffer_is_noticed() -> None:
     after = compute(model)
     assert not torch.equal(before["logits"], after["logits"])
     torch.testing.assert_close(after["logits"], compute(plain)["logits"])
-    with torch.inference_mode():  # and one that is written to
+    with torch.inference_mode():  # an in-place change
         for changed in (model, plain):
             changed.freqs_cis.copy_(changed.freqs_cis.conj())
     assert not torch.equal(compute(model)["logits"], after["logits"])
@@ -80,7 +80,7 @@ def test_a_new_buffer_is_noticed() -> None:
 
 
 def pipelined(model: nn.Module) -> dict[str, Tensor]:
-    """Two forwards with positions of their own, then the backwards in the same order: a pipeline stage's."""
+    """Run two forwards with different positions, then their backwards, as a pipeline stage does."""
     outputs = [model(tokens(seed), positions=positions) for seed, positions in ((3, ROWS), (4, ROWS.flip(0) + 2))]
     for output in outputs:
         backward(output)
@@ -89,8 +89,8 @@ def pipelined(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])
-def test_forwards_that_overlap_keep_their_own_tables(name: str, mode: str) -> None:
-    """Activation checkpointing computes the first forward's layers again after the second forward."""
+def test_overlapping_forwards_keep_their_tables(name: str, mode: str) -> None:
+    """Activation checkpointing recomputes the first forward's layers after the second forward."""
 
     def run(*converters: str) -> dict[str, Tensor]:
         model = build(name, *converters)
@@ -112,13 +112,13 @@ def test_trains_after_a_validation(mode: Any, positions: str) -> None:
     with Operators() as operators:
         ours = compute(model, POSITIONS[positions])
     assert torch.equal(ours["logits"], logits)
-    # which autograd in C++, as torch_npu's, does not save for the backward
+    # autograd in C++, as in torch_npu, cannot save inference tensors
     assert not any(rotation["r1"].is_inference() for rotation in operators.rotations())
     assert_as_exact(ours, *references("llama3", positions))
 
 
-def test_a_copy_is_a_model_of_its_own() -> None:
-    """As pipeline parallel makes its stages, from a model that was run or not."""
+def test_a_copy_has_its_own_tables() -> None:
+    """Pipeline parallel copies a model for its stages."""
     model = build("llama3", "npu_rope")
     before = compute(model, ROWS)
     twin = copy.deepcopy(model)
@@ -134,13 +134,13 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     [
         ("llama3", {}),
         ("qwen3", {}),
-        # TorchTitan compiles a block with experts in pieces; the indexer's loss is counted in the backward, by a module
+        # without experts and the indexer's loss, which are compiled in parts
         ("deepseek_v32", {"n_dense_layers": 2, "indexer_loss": False}),
     ],
     ids=["llama3", "qwen3", "deepseek_v32"],
 )
 def test_compiles_once(name: str, changes: dict[str, Any]) -> None:
-    """As TorchTitan compiles: block by block, whole. Other values of positions compile nothing again."""
+    """Compile each block as TorchTitan does. Other values of positions cause no recompilation."""
     torch._dynamo.reset()
     model, counter = build(name, "npu_rope", **changes), CompileCounterWithBackend("aot_eager")
     for block in model.layers.values():
@@ -153,7 +153,7 @@ def test_compiles_once(name: str, changes: dict[str, Any]) -> None:
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """Those of a forward besides tokens: gpt_oss takes no positions, but masks."""
+    """Return the arguments of a forward besides tokens: positions, or masks for gpt_oss."""
     if name != "gpt_oss":
         return {"positions": ROWS}
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, SEQUENCE, SEQUENCE, device="cpu")
@@ -161,7 +161,7 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 def half_precision(name: str) -> tuple[list[dict[str, Any]], Tensor]:
-    """On a rank: the rotations under FSDP2 in bfloat16, and the model's own buffer."""
+    """Return the rotations of one rank with FSDP2 in bfloat16, and the model's buffer."""
     model = build(name, "npu_rope")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (2,))
@@ -176,8 +176,8 @@ def half_precision(name: str) -> tuple[list[dict[str, Any]], Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32", "gpt_oss"])
-def test_half_precision_does_not_reach_the_tables(name: str) -> None:
-    """FSDP casts a block's floating inputs."""
+def test_fsdp_in_bfloat16_does_not_cast_the_shared_tables(name: str) -> None:
+    """FSDP casts floating-point inputs of a block, but not those in RotaryTables."""
     for rotations, cache in run_on_ranks(2, half_precision, name):
         assert len(rotations) == 2 * sum(TARGETS.get(name, {"Attention": 2}).values())
         rows = rows_of(cache, arguments(name).get("positions"), SEQUENCE)
@@ -193,7 +193,7 @@ def test_half_precision_does_not_reach_the_tables(name: str) -> None:
             assert torch.equal(rotation["r2"].flatten(), sin.flatten())
 
 
-def test_a_forward_that_fails_leaves_the_buffer_as_it_was() -> None:
+def test_a_failed_forward_restores_the_buffer() -> None:
     model = build("gpt_oss", "npu_rope")
     cache = model.rope_cache
     with pytest.raises(AttributeError):
@@ -202,7 +202,7 @@ def test_a_forward_that_fails_leaves_the_buffer_as_it_was() -> None:
 
 
 def rotate_shards() -> list[Tensor]:
-    """On a rank: heads over two ranks, angles and positions replicated; the results and the gradients, whole."""
+    """Rotate heads that are sharded over two ranks; return the differences from unsharded results and gradients."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     results = []

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's attention: absorbed or not, whom its gradients reach, what it selects, in which order tokens come."""
+"""DeepSeek-V3.2's attention: absorbed or not, its gradients, the selected keys, causality and documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOP_KS = (1, TOP_K, SEQUENCE + 9)
 
 
 def attention_step(absorb: bool, top_k: int) -> dict[str, Tensor]:
-    """Output and gradients of one layer's attention in float64."""
+    """Return output and gradients of one layer's attention in float64."""
     args = model_args(absorb=absorb, index_topk=top_k)
     torch.manual_seed(0)
     attention = Attention(args).double()
@@ -53,17 +53,17 @@ def attention_step(absorb: bool, top_k: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("top_k", TOP_KS)
-def test_absorbed_is_not_absorbed(top_k: int) -> None:
+def test_absorbed_and_not_absorbed_agree(top_k: int) -> None:
     absorbed, plain = (attention_step(absorb, top_k) for absorb in (True, False))
     assert absorbed.keys() == plain.keys()
     for name, expected in plain.items():
-        # each is a few hundred terms and a dozen sums deep; but for the rotation, which TorchTitan has in float32 and
-        # which is of the same numbers on both sides, nothing is coarser than float64
+        # each is a few hundred terms and a dozen sums deep in float64; only the rotation is float32, and of the same
+        # numbers in both
         assert (absorbed[name] - expected).norm() <= 1e-12 * expected.norm(), name
 
 
-def test_a_block_lets_go_of_what_attention_took() -> None:
-    """Before the experts are at work: the queries alone are a GiB of a rank of the largest model."""
+def test_a_block_frees_attentions_inputs() -> None:
+    """They are freed before the experts run. In the largest model the queries alone are a GiB per rank."""
     args = model_args()
     block: Any = build(args).layers[str(args.n_layers - 1)]
     held: dict[str, weakref.ref[Tensor]] = {}
@@ -81,7 +81,7 @@ def test_a_block_lets_go_of_what_attention_took() -> None:
     block.attention.inner_attention.register_forward_pre_hook(before_attention)
     block.attention.inner_attention.register_forward_hook(after_attention)
     block.moe.register_forward_pre_hook(before_experts)
-    with torch.no_grad():  # nothing is kept for a backward pass
+    with torch.no_grad():  # nothing is saved for a backward pass
         block(torch.randn(BATCH, SEQUENCE, args.dim), precompute_freqs_cis(args), None)
     assert len(held) == 3
     assert not alive
@@ -96,7 +96,7 @@ def model_step(**changes: Any) -> tuple[float, dict[str, Tensor | None]]:
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_absorbed_trains_as_not_absorbed() -> None:
+def test_absorbed_and_not_absorbed_train_alike() -> None:
     (loss, gradients), (expected_loss, expected_gradients) = (model_step(absorb=absorb) for absorb in (True, False))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for name, expected in expected_gradients.items():
@@ -113,7 +113,7 @@ def test_without_its_loss_the_indexer_gets_no_gradients() -> None:
 
 
 def test_the_main_loss_gives_the_indexer_no_gradients() -> None:
-    """With a weight of 0 its own loss gives it none either; the others' are the same."""
+    """With a loss weight of 0 the indexer's own loss gives it none either, and other gradients do not change."""
     (_, gradients), (_, expected) = model_step(indexer_loss_weight=0.0), model_step(indexer_loss=False)
     for name, gradient in gradients.items():
         other = expected[name]
@@ -121,8 +121,8 @@ def test_the_main_loss_gives_the_indexer_no_gradients() -> None:
         assert torch.equal(gradient, torch.zeros_like(gradient) if other is None else other), name
 
 
-def test_the_indexers_loss_is_the_divergence_of_its_choice_from_attentions() -> None:
-    """Against a loop over queries and torch's own divergence, in float64."""
+def test_the_indexers_loss_is_its_divergence_from_attention() -> None:
+    """Compare with a loop over queries and torch's divergence, in float64."""
     torch.manual_seed(0)
     queries = 9
     scores = torch.randn(1, queries, queries, dtype=torch.float64)
@@ -136,13 +136,13 @@ def test_the_indexers_loss_is_the_divergence_of_its_choice_from_attentions() -> 
     assert divergence(scores, selected, logits.softmax(-1)).item() == pytest.approx(expected, rel=1e-13)
 
 
-def test_without_the_trainer_the_loss_has_no_scale_and_says_so() -> None:
+def test_without_a_trainer_the_loss_raises_for_its_missing_scale() -> None:
     model = build(model_args())
     with pytest.raises(UsageError, match=r"indexer_loss needs `-m torchtitan_npu\.train`"):
         model(tokens()).sum().backward()
 
 
-def test_in_the_warm_up_queries_attend_to_all_they_see_and_only_the_indexer_learns() -> None:
+def test_the_warm_up_attends_to_all_visible_keys_and_trains_only_the_indexer() -> None:
     dense, warm = build(model_args(index_topk=POSITIONS)), build(model_args(warmup=True))
     with torch.no_grad():
         assert torch.equal(dense(tokens()), warm(tokens()))
@@ -150,10 +150,13 @@ def test_in_the_warm_up_queries_attend_to_all_they_see_and_only_the_indexer_lear
     assert learning == {name for name, _ in warm.named_parameters() if ".indexer." in name}
 
 
-def test_documents_are_as_if_alone() -> None:
+def test_a_document_in_a_row_gives_the_result_of_the_document_alone() -> None:
     model = build(model_args()).eval()
     rows = tokens() % (VOCABULARY - 1)
-    eos, last_tokens = VOCABULARY - 1, [(4, 5, 15), (20,)]  # a document of one token, and rows that end within one
+    eos, last_tokens = (
+        VOCABULARY - 1,
+        [(4, 5, 15), (20,)],
+    )  # a document of one token, and rows that end inside a document
     for row, places in zip(rows, last_tokens, strict=True):
         row[list(places)] = eos
     documents = Documents.of(rows, eos)
@@ -165,11 +168,11 @@ def test_documents_are_as_if_alone() -> None:
         packed = model(rows, attention_masks=documents).flatten(0, 1)
         for start, end in zip((0, *ends), ends, strict=False):
             alone = model(rows.flatten()[start:end].unsqueeze(0))[0]
-            # rotated by other angles with the same differences, in float32
+            # float32 rotations by other angles with the same differences
             assert (packed[start:end] - alone).abs().max() <= 1e-4 * alone.abs().max()
 
 
-def test_the_indexer_gives_gradients_to_itself_only() -> None:
+def test_the_indexers_loss_gives_gradients_only_to_the_indexer() -> None:
     args = model_args()
     indexer = Indexer(args)
     x = torch.randn(BATCH, SEQUENCE, args.dim, requires_grad=True)
@@ -181,8 +184,8 @@ def test_the_indexer_gives_gradients_to_itself_only() -> None:
 
 
 @given(sequence=st.integers(1, 12), heads=st.integers(1, 3), top_k=st.integers(1, 15), seed=st.integers(0, 2**32 - 1))
-def test_selects_what_the_operator_selects(sequence: int, heads: int, top_k: int, seed: int) -> None:
-    """Of small integers, so that many scores are equal and none is rounded."""
+def test_selects_the_same_keys_as_the_operator(sequence: int, heads: int, top_k: int, seed: int) -> None:
+    """With small integers many scores are equal and none is rounded."""
     generator = torch.Generator().manual_seed(seed)
     q, k, weights = (
         torch.randint(-2, 3, size, generator=generator).float()
@@ -192,11 +195,13 @@ def test_selects_what_the_operator_selects(sequence: int, heads: int, top_k: int
     selected = select(index_scores(q, k, weights), visible, top_k)
     indices, _ = torch.ops.npu.npu_lightning_indexer(q, k.unsqueeze(2), weights, sparse_count=top_k, sparse_mode=3)
     expected = torch.zeros(BATCH, sequence, sequence + 1, dtype=torch.bool)
-    expected.scatter_(-1, indices.squeeze(2).long() + 1, True)  # -1, where there are fewer keys, goes to the first
+    expected.scatter_(
+        -1, indices.squeeze(2).long() + 1, True
+    )  # -1, the padding for fewer keys, is mapped to the first key
     assert torch.equal(selected, expected[..., 1:])
 
 
-def test_of_equal_scores_takes_the_earlier() -> None:
+def test_of_equal_scores_selects_the_earlier_key() -> None:
     visible = torch.ones(1, 5, 5, dtype=torch.bool).tril()
     selected = select(torch.zeros(1, 5, 5), visible, 2)
     assert selected[0].int().tolist() == [[1, 0, 0, 0, 0]] + [[1, 1, 0, 0, 0]] * 4
@@ -208,7 +213,7 @@ def test_only_differences_of_positions_matter() -> None:
     with torch.no_grad():
         expected, shifted = model(tokens()), model(tokens(), positions=positions)
         stretched = model(tokens(), positions=2 * positions)
-    assert (shifted - expected).abs().max() <= 1e-4 * expected.abs().max()  # angles of other float32 numbers
+    assert (shifted - expected).abs().max() <= 1e-4 * expected.abs().max()  # angles with other float32 roundings
     assert (stretched - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
@@ -219,12 +224,12 @@ def test_a_token_does_not_see_later_ones() -> None:
     with torch.no_grad():
         before, after = model(tokens()), model(changed)
     difference = (before - after).abs().amax((0, 2)) / before.abs().max()
-    assert difference[:10].max() <= 1e-5  # not 0: experts multiply another number of tokens at once
+    assert difference[:10].max() <= 1e-5  # not 0: experts multiply a different number of tokens
     assert difference[10:].max() > 1e-2
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel_npu", "671B_4layers", "671B_8layers", "671B"])
-def test_an_npu_takes_the_sizes(flavor: str) -> None:
+def test_sizes_are_within_the_npu_limits(flavor: str) -> None:
     args, rows = deepseekv32_args[flavor], 8
 
     def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -249,7 +254,7 @@ def test_an_npu_takes_the_sizes(flavor: str) -> None:
     assert OPS["npu_sparse_lightning_indexer_grad_kl_loss"].refusals(**loss) == []
 
 
-def test_a_job_leaves_nothing_to_the_next_one() -> None:
+def test_a_job_does_not_affect_the_next_one() -> None:
     args, config = model_args(), JobConfig()
     args.update_from_config(config)
     before = dataclasses.asdict(args)
@@ -261,7 +266,7 @@ def test_a_job_leaves_nothing_to_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_degree", "context_parallel_degree"])
-def test_says_what_cannot_be_split(key: str) -> None:
+def test_layouts_that_are_not_supported_are_an_error(key: str) -> None:
     config = JobConfig()
     setattr(config.parallelism, key, 2)
     model_args().update_from_config(config)
@@ -274,7 +279,7 @@ def test_says_what_cannot_be_split(key: str) -> None:
     [({"q_lora_rank": 0}, "q_lora_rank"), ({"index_head_dim": 8}, "index_head_dim"), ({"attn_type": "flex"}, "flex")],
     ids=["q_lora_rank", "index_head_dim", "attn_type"],
 )
-def test_says_which_size_is_wrong(change: dict[str, Any], names: str) -> None:
+def test_wrong_sizes_are_an_error(change: dict[str, Any], names: str) -> None:
     with pytest.raises(UsageError, match=names):
         model_args(**change)
 

@@ -1,7 +1,7 @@
-"""Context parallel of the released DeepSeek-V3.2: how much each of 8 ranks multiplies in a layer's attention.
+"""Load balance of context parallel in the released DeepSeek-V3.2: FLOPs of a layer's attention on each of 8 ranks.
 
-A layer runs as each rank in turn would run it, forward and backward, on fake tensors over a fake process group, and
-torch counts the operations of what is called. Torch knows the projections; of the fused operators it is told here.
+A layer runs forward and backward as each rank, on fake tensors over a fake process group, under torch's FLOP counter.
+The formulas of the fused operators are defined here.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ Shape = tuple[int, ...]
 
 
 def pairs(query: Shape, key: Shape, most: int = SEQUENCE) -> int:
-    """Of queries (1, queries, ...) and keys (1, keys, ...): the queries are the last tokens of the keys', and each sees
-    no later key, nor ``most`` of them or more."""
+    """Count the pairs of queries (1, queries, ...) and visible keys (1, keys, ...), at most ``most`` per query.
+
+    The queries are the last tokens of the keys."""
     queries, keys = query[1], key[1]
     return sum(min(most, visible) for visible in range(keys - queries + 1, keys + 1))
 
 
 def scoring(query: Shape, key: Shape, *_: Any, **__: Any) -> int:
-    """A product of a head's query and key, and one with the head's weight."""
+    """Count the product of a head's query and key, and the one with the head's weight."""
     heads, width = query[2:]
     return 2 * heads * (width + 1) * pairs(query, key)
 
 
 def attention(query: Shape, key: Shape, value: Shape, indices: Shape, *_: Any, **__: Any) -> int:
-    """Two products; keys are latent and rotated numbers, values the latent ones."""
+    """Count two products; keys have latent and rotated elements, values latent ones."""
     heads, width = query[2:]
     return 2 * heads * (2 * width + ROTATED) * pairs(query, key, indices[-1])
 
 
 def attention_grad(query: Shape, key: Shape, value: Shape, indices: Shape, *_: Any, **__: Any) -> int:
-    """One of them again, and two in place of each."""
+    """Count one of the two forward products again, and two backward products for each."""
     heads, width = query[2:]
     again = 2 * heads * (width + ROTATED) * pairs(query, key, indices[-1])
     return again + 2 * attention(query, key, value, indices)
@@ -63,7 +64,7 @@ def attention_grad(query: Shape, key: Shape, value: Shape, indices: Shape, *_: A
 def indexer_grad(
     query: Shape, key: Shape, query_index: Shape, key_index: Shape, weights: Shape, indices: Shape, *_: Any, **__: Any
 ) -> int:
-    """Attention's scores again, and the indexer's, with two products in place of each of theirs."""
+    """Count attention's scores and the indexer's again, and two backward products for each of the indexer's."""
     attended = query[2] * (query[3] + ROTATED)
     scored = query_index[2] * (query_index[3] + 1)
     return 2 * (attended + 3 * scored) * pairs(query, key, indices[-1])
@@ -80,7 +81,7 @@ def formulas() -> dict[Any, Any]:
 
 
 def counted(rank: int, load_balancer: str | None) -> Counter[str]:
-    """By operator, the operations of one layer's attention on ``rank``."""
+    """Return the FLOPs of one layer's attention on ``rank``, by operator."""
     args = copy.deepcopy(deepseekv32_args["671B"])
     config = JobConfig()
     config.training.seq_len = SEQUENCE
@@ -110,8 +111,8 @@ def by_rank(load_balancer: str | None) -> list[Counter[str]]:
     return [counted(rank, load_balancer) for rank in range(RANKS)]
 
 
-def heaviest(counts: list[int]) -> float:
-    """The heaviest rank's share, times that of the mean."""
+def imbalance(counts: list[int]) -> float:
+    """Return the ratio of the largest count to the mean."""
     return max(counts) * RANKS / sum(counts)
 
 
@@ -121,14 +122,14 @@ def test_every_pair_is_scored_once(load_balancer: str | None) -> None:
     assert sum(indexer) == 2 * 64 * (128 + 1) * SEQUENCE * (SEQUENCE + 1) // 2
 
 
-def test_head_and_tail_are_as_much_work_on_every_rank() -> None:
+def test_headtail_balances_the_work() -> None:
     ranks = by_rank("headtail")
     for op in ranks[0]:
-        assert heaviest([counts[op] for counts in ranks]) <= 1.05, op
+        assert imbalance([counts[op] for counts in ranks]) <= 1.05, op
     assert {"npu." + op for op in DsaConverter.operators} <= set(ranks[0])
 
 
-def test_contiguous_parts_are_not() -> None:
+def test_contiguous_parts_are_not_balanced() -> None:
     ranks = by_rank(None)
-    assert heaviest([counts["npu.npu_lightning_indexer"] for counts in ranks]) >= 1.85
-    assert heaviest([counts.total() for counts in ranks]) > heaviest([c.total() for c in by_rank("headtail")])
+    assert imbalance([counts["npu.npu_lightning_indexer"] for counts in ranks]) >= 1.85
+    assert imbalance([counts.total() for counts in ranks]) > imbalance([c.total() for c in by_rank("headtail")])

@@ -38,7 +38,7 @@ def empty(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
 
 
 def load(args: DeepSeekV32ModelArgs, folder: Path, in_fp8: bool = False) -> dict[str, Tensor]:
-    """The weights that a model has, in the release's format, after TorchTitan's way of loading them."""
+    """Load weights as TorchTitan does, and return the model's weights in the release's format."""
     model, adapter = empty(args), DeepSeekV32StateDictAdapter(args, None)
     state_dict = model.state_dict()
     wanted = adapter.to_hf(state_dict)
@@ -60,7 +60,7 @@ def test_multi_token_prediction_has_the_released_names() -> None:
 
 
 @pytest.mark.parametrize("depths", [0, 1, 2])
-def test_gives_released_weights_back(depths: int) -> None:
+def test_exports_the_released_deepseek_weights(depths: int) -> None:
     args = mtp_args(depths)
     weights = exported(args)
     model, adapter = empty(args), DeepSeekV32StateDictAdapter(args, None)
@@ -72,9 +72,9 @@ def test_gives_released_weights_back(depths: int) -> None:
 
 @pytest.mark.parametrize("depths", [1, 0], ids=["with multi-token prediction", "without it"])
 def test_reads_weights_in_fp8(depths: int, tmp_path: Path) -> None:
-    """Quantised by blocks of 128 × 128, as released; the last blocks of these matrices are smaller.
+    """Weights are quantised in blocks of 128 × 128, as released. The last blocks of these matrices are smaller.
 
-    The release has a layer of multi-token prediction, whether the model asks for it or not.
+    The release has a layer of multi-token prediction, even if the model does not use it.
     """
     sizes = {"dim": 144, "moe_inter_dim": 136, "q_lora_rank": 130, "kv_lora_rank": 132, "n_layers": 2, "num_experts": 4}
     released_args, args = (mtp_args(n, **sizes, num_expert_groups=None) for n in (1, depths))
@@ -88,7 +88,7 @@ def test_reads_weights_in_fp8(depths: int, tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_quantised_weights_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+def test_reading_quantised_weights_as_plain_ones_is_an_error(tmp_path: Path) -> None:
     args = mtp_args(0)
     weights = exported(args) | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)}
     says = r"model\.layers\.0\.mlp\.up_proj\.weight .* checkpoint\.initial_load_in_hf_quantized"
@@ -97,7 +97,7 @@ def test_quantised_weights_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
     write(weights, tmp_path)
     with pytest.raises(UsageError, match=says):
         load(args, tmp_path)
-    (tmp_path / INDEX).unlink()  # the files' own headers have the names too
+    (tmp_path / INDEX).unlink()  # the headers of the files have the names too
     with pytest.raises(UsageError, match=says):
         load(args, tmp_path)
     with pytest.raises(UsageError, match=INDEX):
@@ -109,7 +109,7 @@ TINY = SMALL | {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 
 
 
 def load_and_export(layout: dict[str, int], source: str, folder: str) -> tuple[int, int]:
-    """On this rank, as a job does; returns the memory that loading took beside the model, and the model's."""
+    """Load on this rank as a job does; return the memory that loading needs, and the model's."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     import torchtitan_npu.trainer as trainer_module
@@ -138,7 +138,7 @@ def load_and_export(layout: dict[str, int], source: str, folder: str) -> tuple[i
 
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}], ids=["one rank", "fsdp2 and ep2"])
 def test_loads_into_the_models_own_memory_and_exports_the_same(layout: dict[str, int], tmp_path: Path) -> None:
-    """The release has one layer of multi-token prediction more than the model asks for."""
+    """The release has one more layer of multi-token prediction than the model."""
     args = dataclasses.replace(copy.deepcopy(deepseekv32_args["debugmodel"]), **TINY)
     config = JobConfig()
     config.mtp.layers = 2
@@ -151,7 +151,7 @@ def test_loads_into_the_models_own_memory_and_exports_the_same(layout: dict[str,
     for taken, model in run_on_ranks(
         ranks, load_and_export, layout, str(source), str(tmp_path / "job"), process_group=False
     ):
-        # what the release repeats (two matrices of 2048 × 64), and a weight or two on its way from the file
+        # the repeated weights (two matrices of 2048 × 64), and one or two weights being read
         repeated = 2 * weights["lm_head.weight"].nbytes // ranks
         largest = max(weight.nbytes for weight in weights.values())
         assert taken <= repeated + 2 * largest < model / 2

@@ -1,4 +1,4 @@
-"""Context parallel of DeepSeek-V3.2: what is communicated, who has which tokens, and one's own way of doing it."""
+"""Context parallel of DeepSeek-V3.2: its collectives, its distribution of tokens, and a user's own class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = 3
 
 
 class Rank:
-    """A mesh as context parallel sees it, of any size and from any rank, without the processes."""
+    """A mesh of any size seen from any rank, without processes."""
 
     device_type = "cpu"
 
@@ -45,7 +45,7 @@ def context(rank: int, ranks: int, load_balancer: str | None) -> DSAContextParal
 
 
 def collectives(load_balancer: str | None) -> list[dict[str, int]]:
-    """On a rank: what a forward and a backward pass of the model communicate, by its name."""
+    """Return the collectives of a forward and a backward pass on one rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build(model_args())
     parallel = DSAContextParallel(mesh, load_balancer)
@@ -63,7 +63,7 @@ def collectives(load_balancer: str | None) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
-def test_one_all_gather_a_layer_and_one_reduce_scatter_back(load_balancer: str | None) -> None:
+def test_a_layer_has_one_all_gather_and_one_reduce_scatter(load_balancer: str | None) -> None:
     for forward, backward in run_on_ranks(2, collectives, load_balancer):
         assert forward == {"all_gather_into_tensor": LAYERS}
         assert backward == {"reduce_scatter_tensor": LAYERS}
@@ -71,7 +71,7 @@ def test_one_all_gather_a_layer_and_one_reduce_scatter_back(load_balancer: str |
 
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_spans_are_the_places_that_a_rank_has(load_balancer: str | None, ranks: int) -> None:
+def test_spans_cover_the_tokens_of_a_rank(load_balancer: str | None, ranks: int) -> None:
     everything: list[int] = []
     for rank in range(ranks):
         own = context(rank, ranks, load_balancer)
@@ -88,7 +88,7 @@ def test_a_part_of_the_documents() -> None:
     assert documents.of_keys.integers == (2, 7, 8, 16)
     for row, first, last, start, queries, keys in (
         (0, 0, 4, 0, (2, 4), (2, 4)),
-        (0, 4, 8, 2, (3, 4), (5, 6)),  # the document that token 4 is in begins at 2
+        (0, 4, 8, 2, (3, 4), (5, 6)),  # the document of token 4 starts at 2
         (0, 2, 4, 2, (2,), (2,)),
         (1, 4, 8, 0, (4,), (8,)),
     ):
@@ -105,17 +105,17 @@ def test_the_documents_of_each_microbatch() -> None:
         assert [part.of_queries.tensor.tolist() for part in parts] == [list(each) for each in ends]
 
 
-def test_a_context_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of the docs, as it stands there."""
+def test_a_users_own_context_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the example of the docs."""
     page = Path(__file__).parents[2] / "docs" / "explanation/context-parallel.md"
     toml, code = (page.read_text().split(f"```{language}\n")[-1].split("```")[0] for language in ("toml", "python"))
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "context.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)  # which the ranks get too
+    monkeypatch.syspath_prepend(tmp_path)  # for the rank processes too
     job = tomllib.loads(toml)
     options = {f"{section}.{key}": value for section in job for key, value in job[section].items()}
     assert options.pop("parallelism.context_parallel_load_balancer") == ""
-    options["parallelism.context_parallel_load_balancer"] = None  # as the job's parser reads it
+    options["parallelism.context_parallel_load_balancer"] = None  # as parsed from a job file
     assert_as_on_one_rank(train_on(2, {"cp": options.pop("parallelism.context_parallel_degree")}, options), one_rank())
 
 
@@ -133,25 +133,25 @@ def dims() -> ParallelDims:
         ("torchtitan_npu.distributed.context_parallel:ContextParallel", r"npu\.context_parallel .* has no parallelize"),
     ],
 )
-def test_says_what_is_wrong_with_a_name(name: str, message: str) -> None:
+def test_a_wrong_name_is_an_error(name: str, message: str) -> None:
     config = JobConfig()
     config.npu.context_parallel = name
     with pytest.raises(UsageError, match=message):
         context_parallel(config, dims(), None)
 
 
-def test_says_what_cannot_be_split() -> None:
+def test_sequences_that_cannot_be_split_are_an_error() -> None:
     with pytest.raises(UsageError, match="10 tokens cannot be split over 4 context-parallel ranks"):
         context(0, 4, "headtail").token_indices(10)
     with pytest.raises(UsageError, match="load_balancer 'ptrr' is not supported by DSAContextParallel"):
         context(0, 2, "ptrr")
     with pytest.raises(UsageError, match="load_balancer 'headtail' is not supported by ContextParallel: use ''"):
         ContextParallel(Rank(0, 2), "headtail")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"no attention of DeepSeek-V3\.2 in Linear"):
+    with pytest.raises(UsageError, match=r"Linear has no attention of DeepSeek-V3\.2"):
         context(0, 2, None).parallelize(nn.Linear(1, 1))
 
 
-def test_a_base_takes_no_masks() -> None:
+def test_the_base_class_accepts_no_masks() -> None:
     base = ContextParallel(Rank(0, 2), None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes no attention masks"):
         base.prepare(tokens(), tokens(), {"attention_masks": object()})

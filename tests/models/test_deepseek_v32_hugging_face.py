@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 is the released model: its weights go in, transformers' logits come out, and its files again."""
+"""DeepSeek-V3.2 loads released weights and computes the logits of transformers."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from torchtitan_npu.models.deepseek_v32 import (
 )
 
 TOLERANCE = 1e-5
-"""Of the largest logit. Float32 rounds by 6e-8; a logit is some thirty sums deep, each of up to 128 terms, and rounding
-errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6, of which the furthest of 4,608 logits may be twice."""
+"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and rounding
+errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6. The worst of 4,608 logits may be twice as far."""
 
 STRETCHED = torch.arange(SEQUENCE) * torch.tensor([[1], [5]])
-"""Positions of another kind in each row: a constant offset would not show, since rotations are relative."""
+"""Different positions in each row. A constant offset would not matter, because rotations are relative."""
 
 
 class Released(NamedTuple):
-    """What there is of a released model."""
+    """A released model: weights and logits."""
 
     weights: dict[str, Tensor]
-    """As in its files: transformers has one tensor for all experts in memory, and writes one for each."""
+    """As in its files, which have one tensor per expert."""
     logits: Tensor
-    """What transformers computes of ``tokens``."""
+    """The logits of ``tokens`` by transformers."""
     stretched_logits: Tensor
-    """The same with the positions :data:`STRETCHED`."""
+    """The logits with the positions :data:`STRETCHED`."""
 
 
 @functools.cache
 def released(**changes: Any) -> Released:
-    """A random model by transformers, saved."""
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
+    """Save a random model by transformers."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain formulas
     model = AutoModelForCausalLM.from_config(hugging_face_config(**changes), **plain).eval()
     randomise(model, small=("embed_tokens", "_a_proj", "indexer.wk", "bias"))
-    # a mask, else transformers takes each jump of the positions for the start of a document
+    # with a mask: without one transformers starts a document at each jump of the positions
     mask = torch.full((SEQUENCE, SEQUENCE), -torch.inf).triu(1).expand(BATCH, 1, -1, -1)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -58,7 +58,7 @@ def released(**changes: Any) -> Released:
 
 
 def loaded(weights: dict[str, Tensor], args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
-    """Our model with the released weights: with all of them, and no others."""
+    """Load all released weights, and no others, into our model."""
     model = build(args)
     model.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(weights), strict=True)
     return model
@@ -81,7 +81,9 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     ],
     ids=["top-k 7 of 24", "top-k 1", "top-k 33 of 24", "yarn", "yarn for few tokens"],
 )
-def test_computes_what_hugging_face_computes(ours: dict[str, Any], theirs: dict[str, Any], absorb: bool) -> None:
+def test_deepseek_v32_computes_what_hugging_face_computes(
+    ours: dict[str, Any], theirs: dict[str, Any], absorb: bool
+) -> None:
     model = loaded(released(**theirs).weights, model_args(**ours, absorb=absorb))
     with torch.no_grad():
         assert distance(model(tokens()), released(**theirs).logits) <= TOLERANCE
@@ -89,7 +91,7 @@ def test_computes_what_hugging_face_computes(ours: dict[str, Any], theirs: dict[
 
 
 @pytest.mark.parametrize("name", ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"])
-def test_computes_it_with_converters(name: str) -> None:
+def test_computes_the_same_with_converters(name: str) -> None:
     model = loaded(released().weights, model_args())
     CONVERTERS[name](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)
     with torch.no_grad():
@@ -109,14 +111,14 @@ def test_computes_it_with_converters(name: str) -> None:
     ],
     ids=str,
 )
-def test_another_convention_would_show(change: dict[str, Any]) -> None:
+def test_another_convention_is_detected_in_deepseek_v32(change: dict[str, Any]) -> None:
     model = loaded(released().weights, model_args(**change))
     with torch.no_grad():
         assert distance(model(tokens()), released().logits) > 10 * TOLERANCE
 
 
 def test_the_largest_flavor_has_the_released_sizes() -> None:
-    ours, theirs = deepseekv32_args["671B"], DeepseekV32Config()  # transformers' defaults are the release's
+    ours, theirs = deepseekv32_args["671B"], DeepseekV32Config()  # transformers' defaults are the released sizes
     experts = ours.moe_args
     sizes = {
         "vocab_size": ours.vocab_size,

@@ -25,7 +25,7 @@ ONE_LAYER_PER_STAGE = {"parallelism.pipeline_parallel_layers_per_stage": 1}
 
 
 def slow(*case: Any) -> Any:
-    """A case that shows what a cheaper one shows too, or a product of layouts that are tested one by one."""
+    """Mark a case that a cheaper one covers, or a product of layouts that are tested separately."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 

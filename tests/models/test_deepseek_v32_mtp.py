@@ -1,4 +1,4 @@
-"""Multi-token prediction of DeepSeek-V3.2: the report's formulas, the loss's share in the gradients, every layout."""
+"""Multi-token prediction of DeepSeek-V3.2: the report's formulas, the loss weight, every layout."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WEIGHT = 0.3
 
 
 def mtp_model(depths: int, **changes: Any) -> DeepSeekV32Model:
-    """In float64, without the indexer's loss, which has gradients of its own."""
+    """Build the model in float64, without the indexer's loss, which has other gradients."""
     args = model_args(**changes)
     args.n_mtp_layers, args.mtp_loss_weight, args.indexer_loss = depths, WEIGHT, False
     return build(args).double()
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and labels, some of which do not count."""
+    """Return tokens and labels, some of which are ignored."""
     stream = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
     labels = stream[:, 1:].clone()
     labels[0, 4] = labels[1, -1] = IGNORE_INDEX
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, norm: Any) -> Tensor:
 
 
 def written_out(model: Any, tokens: Tensor) -> list[Tensor]:
-    """Logits of all depths as DeepSeek-V3's report has them: at depth k of the first T - k tokens."""
+    """Return the logits of all depths by the formulas of DeepSeek-V3's report: depth k has the first T - k tokens."""
     embeddings = F.embedding(tokens, model.tok_embeddings.weight)
     h = embeddings
     for layer in range(model.model_args.n_layers):
@@ -59,7 +59,7 @@ def written_out(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def written_out_losses(logits: list[Tensor], labels: Tensor) -> list[Tensor]:
-    """By depth, the sum over the batch of -log p, of the labels that count."""
+    """Return for each depth the sum of -log p over the labels that are not ignored."""
     losses = []
     for depth, of_depth in enumerate(logits):
         targets = labels[:, depth:]
@@ -73,7 +73,7 @@ def gradients(model: DeepSeekV32Model) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("depths", [1, 2])
-def test_computes_what_the_report_says(depths: int) -> None:
+def test_computes_the_formulas_of_the_report(depths: int) -> None:
     model = mtp_model(depths)
     tokens, labels = batch()
     valid = (labels != IGNORE_INDEX).sum()
@@ -94,7 +94,7 @@ def test_computes_what_the_report_says(depths: int) -> None:
     loss = LossPerToken(cross_entropy_loss)(prediction, labels)
     (loss / valid).backward()
 
-    # routing is computed in float32, of numbers that differ in the last place of float64; cross entropy too
+    # routing and cross entropy are float32, on inputs that differ in the last place of float64
     assert loss.item() == pytest.approx(main.item(), rel=TOLERANCE)
     for ours, theirs in zip([prediction.logits, *prediction.further], expected, strict=True):
         assert (ours[:, : theirs.shape[1]] - theirs).norm() <= TOLERANCE * theirs.norm()
@@ -117,7 +117,7 @@ def test_evaluation_does_not_run_the_further_layers() -> None:
         assert torch.equal(model.eval()(batch()[0]), without.eval()(batch()[0]))
 
 
-def test_off_is_the_model_without_it() -> None:
+def test_no_layers_is_the_model_without_it() -> None:
     model, with_one = mtp_model(0), mtp_model(1)
     assert isinstance(model.train()(batch()[0]), Tensor)
     assert list(model.layers) == ["0", "1", "2"] and auxiliary_losses([model]) == []
@@ -129,7 +129,7 @@ def test_off_is_the_model_without_it() -> None:
 def test_a_further_token_is_predicted_from_its_document() -> None:
     model = mtp_model(1)
     tokens = batch()[0].clamp(min=2)
-    tokens[:, 11] = 1  # which ends the first document
+    tokens[:, 11] = 1  # the end of the first document
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] - 1) % VOCABULARY
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_every_weight_gets_a_value() -> None:
 
 STEPS = 3
 MTP = {"mtp.layers": 2, "validation.enable": True, "optimizer.lr": 8e-4}
-"""After the first step a validation leaves the further layers out, and the next steps must not notice."""
+"""The validation after the first step skips the further layers, and must not affect the next steps."""
 
 
 @functools.cache
@@ -169,11 +169,11 @@ def one_rank() -> Record:
 )
 def test_any_layout_gives_one_ranks_loss_and_gradients(layout: dict[str, int], options: dict[str, Any]) -> None:
     expected, actual = one_rank(), train_on(2, layout, {**MTP, **options}, STEPS)[0]
-    # a model that knows nothing yet predicts a further token as badly as the next
+    # an untrained model predicts further tokens as badly as the next one
     assert expected.mtp_losses[0] == pytest.approx(expected.losses[0], rel=0.1)
     assert actual.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert actual.mtp_losses == pytest.approx(expected.mtp_losses, rel=TOLERANCE)
     assert len(expected.validation) == 1 and actual.validation == pytest.approx(expected.validation, rel=TOLERANCE)
-    # the indexer's comes of its distribution less attention's, which are together 4 to 6 times as long as what is left
-    # of them: a unit in their last place is as many in its own, of the 16 that are allowed (over 8 seeds, up to 6)
+    # the indexer's gradient is a difference of two distributions, 4 to 6 times longer than the difference itself: one
+    # unit in their last place is as many in its own, of the 16 that are allowed (up to 6 over 8 seeds)
     assert_same_gradients(actual, expected)

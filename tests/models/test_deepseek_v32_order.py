@@ -1,4 +1,4 @@
-"""What DeepSeek-V3.2 starts early, to have it when it is needed: keys of other ranks, weights of the next layer."""
+"""Overlap of communication in DeepSeek-V3.2: gathering keys, and prefetching the next layer's weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 
 
 class Sequence(BelowSubclasses):
-    """The collectives and the products with a parameter that are called, in order, by name."""
+    """Records collectives and products with a parameter, in order, by name."""
 
     def __init__(self, model: DeepSeekV32Model) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Sequence(BelowSubclasses):
         self.steps: list[str] = []
 
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op.namespace == "_c10d_functional" and not op.__name__.startswith("_"):  # those communicate nothing
+        if op.namespace == "_c10d_functional" and not op.__name__.startswith("_"):  # these do not communicate
             self.steps.append(op._schema.name.partition("::")[2])
         elif op in PRODUCTS:
             names = (self.parameters.get(x.untyped_storage().data_ptr()) for x in args)
@@ -56,12 +56,12 @@ def forward_of_two_ranks(load_balancer: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
-def test_keys_travel_while_queries_are_made(load_balancer: str | None) -> None:
+def test_keys_are_gathered_while_queries_are_computed(load_balancer: str | None) -> None:
     keys, queries = ("wkv_a", "indexer.wk"), ("wq_a", "wq_b", "indexer.wq_b", "indexer.weights_proj", "wkv_b")
     expected = [
         *(f"layers.0.attention.{name}.weight" for name in keys),
         "all_gather_into_tensor",
-        *(f"layers.0.attention.{name}.weight" for name in queries),  # the last takes queries to the latent keys
+        *(f"layers.0.attention.{name}.weight" for name in queries),  # the last absorbs the queries
         "wait_tensor",
     ]
     for steps in run_on_ranks(2, forward_of_two_ranks, load_balancer):
@@ -70,7 +70,7 @@ def test_keys_travel_while_queries_are_made(load_balancer: str | None) -> None:
 
 
 class Held(BelowSubclasses):
-    """The most elements of a result that spans a whole sequence, of so many tokens."""
+    """Records the largest result with a dimension of ``length``, the number of tokens of a full sequence."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class Held(BelowSubclasses):
 
 
 def held_by_two_ranks(load_balancer: str | None) -> tuple[int, int]:
-    """What :class:`Held` saw forward and backward; and how many elements the keys of the whole batch have."""
+    """Return the largest full-sequence result of forward and backward, and the number of elements of all keys."""
     args = model_args(n_layers=1)
     model: Any = convert(build(args), "npu_dsa")
     parallel = DSAContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)), load_balancer)
     parallel.parallelize(model)
-    whole = tokens()[:1]  # two rows' halves are as long as one whole sequence
+    whole = tokens()[:1]  # one row: half of two rows is as long as a full sequence
     inputs, _, extra = parallel.prepare(whole, whole, {})
     start_batch(model)
     with Held(whole.shape[1]) as held:
@@ -99,13 +99,13 @@ def held_by_two_ranks(load_balancer: str | None) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
-def test_of_the_whole_sequence_a_rank_holds_keys_only(load_balancer: str | None) -> None:
+def test_only_keys_have_the_full_sequence(load_balancer: str | None) -> None:
     for most, keys in run_on_ranks(2, held_by_two_ranks, load_balancer):
         assert 0 < most <= keys
 
 
 def parallelized(layout: dict[str, int], **absent: None) -> Any:
-    """The model as the first of 4 ranks has it; of a pipeline stage, without what is ``absent``."""
+    """Return the model of the first of 4 ranks; for a pipeline stage, without the ``absent`` modules."""
     config = JobConfig()
     config.model.name = "deepseek_v32"
     for name, degree in layout.items():
@@ -121,13 +121,13 @@ def parallelized(layout: dict[str, int], **absent: None) -> Any:
 
 
 def prefetched(module: FSDPModule, direction: str) -> list[Any]:
-    """The states of what ``module`` has FSDP gather beside itself."""
+    """Return the FSDP states that ``module`` prefetches."""
     return getattr(module._get_fsdp_state(), f"_states_to_{direction}_prefetch")
 
 
 @pytest.mark.parametrize("layout", [{}, {"ep": 4}, {"cp": 2}, {"cp": 2, "ep": 4}], ids=str)
 @pytest.mark.parametrize("absent", [{}, {"tok_embeddings": None}, {"norm": None, "output": None}], ids=str)
-def test_the_next_layers_weights_are_under_way(layout: dict[str, int], absent: dict[str, None]) -> None:
+def test_the_next_layers_weights_are_prefetched(layout: dict[str, int], absent: dict[str, None]) -> None:
     with fake_ranks(4):
         model = parallelized(layout, **absent)
         in_order = [model.tok_embeddings, *model.layers.values(), model.output]
@@ -137,5 +137,5 @@ def test_the_next_layers_weights_are_under_way(layout: dict[str, int], absent: d
             assert following._get_fsdp_state() in prefetched(module, "forward")
             assert module._get_fsdp_state() in prefetched(following, "backward")
             for one, other, direction in ((module, following, "forward"), (following, module, "backward")):
-                if "ep" in layout and getattr(other, "moe_enabled", False):  # its experts are gathered by themselves
+                if "ep" in layout and getattr(other, "moe_enabled", False):  # its experts are a separate FSDP module
                     assert other.moe.experts._get_fsdp_state() in prefetched(one, direction)

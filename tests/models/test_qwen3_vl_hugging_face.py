@@ -1,4 +1,4 @@
-"""Qwen3-VL is the released model: its weights go in, transformers' logits come out, and its files again."""
+"""Qwen3-VL loads released weights, computes the logits of transformers, and exports the same files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torchtitan_npu.models.qwen3_vl import (
 )
 
 TOLERANCE = 1e-5
-"""Of the largest logit. Float32 rounds by 6e-8; a logit is some forty sums deep, each of up to 128 terms, and rounding
-errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6, of which the furthest of some thousand may be twice."""
+"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about forty sums of up to 128 terms, and rounding
+errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6. The worst of some thousand may be twice as far."""
 
 BATCHES = {
     "images, videos and text": ("ivi", "", "v", "iv"),
@@ -39,7 +39,7 @@ BATCHES = {
 
 @functools.cache
 def hugging_face(moe: bool, tied: bool = False) -> Any:
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # transformers' own formulas
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain formulas
     model = AutoModelForImageTextToText.from_config(hugging_face_config(moe, tied), **plain).eval()
     randomise(model, small=("embed_tokens", "bias", "pos_embed"))
     return model
@@ -47,7 +47,7 @@ def hugging_face(moe: bool, tied: bool = False) -> Any:
 
 @functools.cache
 def released(moe: bool, tied: bool = False) -> dict[str, Tensor]:
-    """The weights as in released files, which have the experts transposed: transformers holds them the other way."""
+    """Return weights as in released files, where the experts are transposed compared with transformers."""
     with tempfile.TemporaryDirectory() as folder:
         hugging_face(moe, tied).save_pretrained(folder)
         weights = load_file(f"{folder}/model.safetensors")
@@ -55,7 +55,7 @@ def released(moe: bool, tied: bool = False) -> dict[str, Tensor]:
 
 
 def loaded(args: Qwen3VLModelArgs, tied: bool = False) -> Qwen3VLModel:
-    """Our model with the released weights: with all of them, and no others."""
+    """Load all released weights, and no others, into our model."""
     model = build(args)
     weights = Qwen3VLStateDictAdapter(args, None).from_hf(released(args.moe_enabled, tied))
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -69,7 +69,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare(model: Qwen3VLModel, batch: Batch, moe: bool, tied: bool = False, positions: Tensor | None = None) -> float:
-    """How far apart the logits are; what fills rows up does not count."""
+    """Return the distance of the logits, without padding tokens."""
     with torch.no_grad():
         ours = model(**batch.ours(), positions=positions)[batch.mask]
         theirs = hugging_face(moe, tied)(**batch.theirs(), position_ids=positions).logits[batch.mask]
@@ -78,24 +78,24 @@ def compare(model: Qwen3VLModel, batch: Batch, moe: bool, tied: bool = False, po
 
 @pytest.mark.parametrize("kinds", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_computes_what_hugging_face_computes(moe: bool, kinds: tuple[str, ...]) -> None:
+def test_qwen3_vl_computes_what_hugging_face_computes(moe: bool, kinds: tuple[str, ...]) -> None:
     assert compare(loaded(model_args(moe)), make_batch(1, kinds), moe) <= TOLERANCE
 
 
-def test_computes_it_with_tied_weights() -> None:
+def test_computes_the_same_with_tied_weights() -> None:
     model = loaded(model_args(enable_weight_tying=True), tied=True)
     assert compare(model, make_batch(1, ("iv", "i")), moe=False, tied=True) <= TOLERANCE
 
 
 def scattered_positions(batch: Batch) -> Tensor:
-    """Three different positions in every token, others in every row: text would not tell axes and layouts apart."""
+    """Three different positions for every token. Text has equal ones, and cannot distinguish axes and orders."""
     generator = torch.Generator().manual_seed(3)
     order = torch.rand(*batch.tokens.shape, 200, generator=generator).argsort(dim=-1)
     return order[..., :3].movedim(-1, 0) + 1
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_computes_it_where_the_axes_differ_in_every_token(moe: bool) -> None:
+def test_computes_the_same_with_different_positions_on_all_axes(moe: bool) -> None:
     batch = make_batch(2, ("iv", "vi", ""))
     positions = scattered_positions(batch)
     assert (positions[0] != positions[1]).all() and (positions[1] != positions[2]).all()
@@ -107,13 +107,13 @@ def test_computes_it_where_the_axes_differ_in_every_token(moe: bool) -> None:
     [{"mrope_interleaved": False}, {"mrope_section": (4, 8, 4)}, {"mrope_section": (4, 4, 8)}, {"rope_theta": 1e6}],
     ids=str,
 )
-def test_another_convention_would_show(change: dict[str, Any]) -> None:
+def test_another_convention_is_detected_in_qwen3_vl(change: dict[str, Any]) -> None:
     batch = make_batch(2, ("iv", "vi", ""))
     model = loaded(model_args(**change))
     assert compare(model, batch, moe=False, positions=scattered_positions(batch)) > 10 * TOLERANCE
 
 
-def test_images_count() -> None:
+def test_images_change_the_logits() -> None:
     model, batch = loaded(model_args()), make_batch(1, ("i", "iv"))
     with torch.no_grad():
         logits = model(**batch.ours())
@@ -134,7 +134,7 @@ def test_positions_are_hugging_faces(seed: int) -> None:
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gives_released_weights_back(moe: bool, tied: bool) -> None:
+def test_exports_the_released_qwen3_vl_weights(moe: bool, tied: bool) -> None:
     args = model_args(moe, enable_weight_tying=tied)
     exported = Qwen3VLStateDictAdapter(args, None).to_hf(loaded(args, tied).state_dict())
     assert exported.keys() == released(moe, tied).keys()
@@ -153,8 +153,8 @@ EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size"
 
 
 @pytest.mark.parametrize("flavor", DECODERS)
-def test_flavors_have_the_sizes_of_the_released_ones(flavor: str) -> None:
-    """Those of the config.json of Qwen/Qwen3-VL-*-Instruct; what is not named is transformers' default."""
+def test_flavors_have_the_released_sizes(flavor: str) -> None:
+    """The sizes are those of config.json of Qwen/Qwen3-VL-*-Instruct, with transformers' defaults."""
     args = qwen3_vl_args[flavor]
     tied, moe = flavor == "2B", flavor == "30B-A3B"
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -190,7 +190,7 @@ def test_flavors_have_the_sizes_of_the_released_ones(flavor: str) -> None:
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_hugging_face_reads_what_is_exported(moe: bool, tmp_path: Path) -> None:
+def test_hugging_face_reads_exported_files(moe: bool, tmp_path: Path) -> None:
     args, batch = model_args(moe), make_batch(1, ("iv", "i"))
     exported = Qwen3VLStateDictAdapter(args, None).to_hf(loaded(args).state_dict())
     save_file({name: value.contiguous() for name, value in exported.items()}, tmp_path / "model.safetensors")
@@ -203,7 +203,7 @@ def test_hugging_face_reads_what_is_exported(moe: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 def test_reads_released_files(moe: bool, tmp_path: Path) -> None:
-    """As TorchTitan's checkpointer does: into the tensors that ``to_hf`` names, and from there into the model."""
+    """Read as TorchTitan's checkpointer does: into the tensors of ``to_hf``, then into the model."""
     args = model_args(moe)
     save_file(released(moe), tmp_path / "model.safetensors")
     adapter, model = Qwen3VLStateDictAdapter(args, None), build(args)

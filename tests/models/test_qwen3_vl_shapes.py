@@ -1,4 +1,4 @@
-"""Generated pictures with captions: what is drawn, how it is packed, and that the layout does not matter."""
+"""Generated pictures with captions: drawing, packing, and independence of the parallel layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def loader(rank: int, ranks: int, local_batch_size: int, **options: Any) -> Any:
     return build_image_text_dataloader(ranks, rank, TOKENIZER, config)
 
 
-def test_a_picture_follows_from_its_seed() -> None:
+def test_a_picture_is_a_function_of_its_seed() -> None:
     pictures = [draw(f"x/{n}", UNIT, 4) for n in range(100)]
     for number, picture in enumerate(pictures):
         again = draw(f"x/{number}", UNIT, 4)
@@ -61,14 +61,14 @@ def test_a_picture_follows_from_its_seed() -> None:
 
 
 def centre(frame: Tensor, colour: str) -> tuple[float, float]:
-    """Where in a frame (3, height, width) the shape of that colour is, from 0 to 1: down, right."""
+    """Return the place of the shape of that colour in a frame (3, height, width), down and right from 0 to 1."""
     is_it = (frame - torch.tensor(COLOURS[colour])[:, None, None]).abs().amax(0) < 1e-6
     assert is_it.any(), f"nothing {colour}"
     down, right = is_it.nonzero().float().mean(0).tolist()
     return down / frame.shape[1], right / frame.shape[2]
 
 
-def test_captions_say_what_is_there() -> None:
+def test_captions_describe_the_pictures() -> None:
     seen = set()
     for number in range(200):
         picture = draw(f"y/{number}", UNIT, 4)
@@ -88,10 +88,10 @@ def test_captions_say_what_is_there() -> None:
     assert len(seen) == 4
 
 
-def test_patches_lie_where_the_tower_thinks() -> None:
+def test_patches_are_in_the_order_of_the_tower() -> None:
     vision = VisionArgs(patch_size=2, merge_size=2, frames_per_patch=2)
     frames, height, width = 4, 8, 12
-    # each pixel has its own number, and each channel another thousand
+    # each pixel has a unique value, with a different thousand per channel
     pixels = torch.arange(frames * height * width).view(frames, 1, height, width)
     picture = Picture((pixels + 1000 * torch.arange(3)[:, None, None]) / 2 + 0.5, "")
     patches, grid = patchify(picture, vision)
@@ -103,7 +103,7 @@ def test_patches_lie_where_the_tower_thinks() -> None:
         assert torch.equal(patches[number].view(3, 2, 2, 2), box.transpose(0, 1) * 2 - 1)
 
 
-def test_an_image_is_as_many_equal_frames_as_a_patch_spans() -> None:
+def test_an_image_is_repeated_for_the_frames_of_a_patch() -> None:
     vision = VisionArgs(patch_size=2, frames_per_patch=2)
     patches, grid = patchify(Picture(torch.rand(1, 3, 4, 4), ""), vision)
     assert grid == (1, 2, 2)
@@ -111,7 +111,7 @@ def test_an_image_is_as_many_equal_frames_as_a_patch_spans() -> None:
     assert torch.equal(one, other)
 
 
-def test_rows_are_packed_with_documents_that_begin_at_0() -> None:
+def test_documents_of_a_packed_row_start_at_position_0() -> None:
     batch, labels = collate([rows()[number] for number in range(6)], ARGS, SEQ_LEN, TOKENIZER.eos_id)
     tokens, positions, grids = batch["input"], batch["positions"], batch["grids"]
     assert tokens.shape == labels.shape == (6, SEQ_LEN) and positions.shape == (3, 6, SEQ_LEN)
@@ -133,7 +133,7 @@ def test_rows_are_packed_with_documents_that_begin_at_0() -> None:
         assert torch.equal(row_tokens[: len(row[0].inputs)], row[0].inputs)
 
 
-def test_only_text_is_to_be_predicted() -> None:
+def test_only_text_has_labels() -> None:
     for number in range(20):
         for document in rows()[number]:
             predicted = document.labels != IGNORE_INDEX
@@ -144,7 +144,7 @@ def test_only_text_is_to_be_predicted() -> None:
             assert (document.inputs[1:] >= ARGS.vision_start_token_id).sum() == (~predicted).sum()
 
 
-def test_a_packed_row_computes_what_its_documents_compute_alone() -> None:
+def test_a_packed_row_gives_the_results_of_its_documents() -> None:
     args = copy.deepcopy(ARGS)
     args.max_seq_len = SEQ_LEN
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_batches_do_not_depend_on_the_layout() -> None:
     halves = [first["grids"], second["grids"]]
     assert sum((half.images for half in halves), ()) == whole["grids"].images != ()
     assert sum((half.videos for half in halves), ()) == whole["grids"].videos != ()
-    for key in ("patches", "places"):  # of all images, then of all videos
+    for key in ("patches", "places"):  # all images, then all videos
         images, videos = zip(
             *(
                 batch[key].split([patches_of(batch["grids"].images), patches_of(batch["grids"].videos)])
@@ -184,7 +184,7 @@ def test_batches_do_not_depend_on_the_layout() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_position_serves_another_layout(workers: int) -> None:
+def test_resumes_on_another_layout_from_a_position(workers: int) -> None:
     expected = [labels for (_, labels), _ in zip(loader(0, 1, 4), range(3), strict=False)]
     first = loader(0, 1, 4, num_workers=workers)
     next(iter(first))
@@ -201,7 +201,7 @@ def test_validation_has_other_pictures() -> None:
     assert not torch.equal(rows()[0][0].patches, rows("shapes_validation")[0][0].patches)
 
 
-def test_a_model_of_text_reads_the_captions() -> None:
+def test_a_text_model_reads_the_captions() -> None:
     for name in ("shapes", "shapes_validation"):
         config = DATASETS[name]
         texts = [config.sample_processor(sample) for sample in config.loader(config.path)]
@@ -209,7 +209,7 @@ def test_a_model_of_text_reads_the_captions() -> None:
         assert texts[:20] == [draw(f"{SEEDS[name]}/{number}", UNIT, 4).caption for number in range(20)]
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_wrong_options_and_grids_are_errors() -> None:
     with pytest.raises(UsageError, match="seq_len 8 is too short for shapes"):
         rows(seq_len=8)[0]
     with pytest.raises(UsageError, match="num_workers is 2; it must be 0 or 1"):
@@ -227,7 +227,7 @@ def test_what_cannot_work_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # a token fewer, a token more, tokens of another kind, and tokens without any image
+        # a missing token, an extra token, tokens of the other medium, and tokens without an image
         (lambda tokens, grids: (tokens[:, 1:], grids), r"7 image tokens \(2042\), but .* needs 8"),
         (lambda tokens, grids: (tokens[:, [0, *range(12)]], grids), r"9 image tokens \(2042\), but .* needs 8"),
         (lambda tokens, grids: (tokens, Grids(videos=grids.images)), r"8 image tokens \(2042\), but .* needs 0"),
@@ -235,7 +235,7 @@ def test_what_cannot_work_is_refused() -> None:
         (lambda tokens, grids: (tokens, Grids(grids.images, [(2, 2, 2)])), r"0 video tokens \(2043\), but .* needs 2"),
     ],
 )
-def test_tokens_that_have_not_a_place_for_each_feature_are_refused(change: Any, message: str) -> None:
+def test_wrong_numbers_of_visual_tokens_are_an_error(change: Any, message: str) -> None:
     tokens = torch.tensor([[ARGS.image_token_id] * 8 + [5] * 4])
     grids = Grids(images=[(1, 2, 4), (1, 4, 6)])
     check_visual_tokens(tokens, grids, ARGS)
@@ -243,7 +243,7 @@ def test_tokens_that_have_not_a_place_for_each_feature_are_refused(change: Any, 
         check_visual_tokens(*change(tokens, grids), ARGS)
 
 
-def test_a_collator_refuses_a_document_that_lost_tokens() -> None:
+def test_a_document_that_lost_tokens_is_an_error() -> None:
     row = rows()[0]
     row[0].inputs[row[0].inputs >= ARGS.image_token_id] = 5
     with pytest.raises(UsageError, match=r"tokens .*, but Grids.* needs"):
