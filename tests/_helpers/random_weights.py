@@ -7,7 +7,7 @@ from torch import nn
 
 
 def randomise(model: nn.Module, small: tuple[str, ...]) -> None:
-    """Draw weights under which every part matters: norm weights other than 1, biases that reroute tokens, large matrices.
+    """Draw weights under which every part matters: large matrices, biases that reroute tokens, norm weights not 1.
 
     Weights before norms are ``small`` (parts of parameter names), so that the norms' epsilon matters.
     """

@@ -41,7 +41,7 @@ NAMES = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")
 SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(NAMES, size)]
 SMALL = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
 SPARSE = {**SMALL, "index_topk": 5}
-"""Sizes of deepseek_v32, which has targets of all converters but npu_mrope. It selects fewer keys than a sequence has."""
+"""Sizes of deepseek_v32, with targets of all converters but npu_mrope, and fewer selected keys than tokens."""
 
 
 def classes(model: nn.Module) -> dict[str, type]:

@@ -51,7 +51,7 @@ def learns(model: nn.Module) -> bool:
 
 
 def assert_same(ours: Step, expected: Step) -> None:
-    """Compare within 1e-5: ten layers of a few hundred float32 roundings. With one key per query some gradients are 0."""
+    """Compare within 1e-5: ten layers of a few hundred roundings. With one key per query some gradients are 0."""
     largest = max(gradient.norm() for gradient in expected.gradients.values() if gradient is not None)
     assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
     assert ours.indexer_loss == pytest.approx(expected.indexer_loss, rel=1e-5)

@@ -85,9 +85,7 @@ def test_calls_the_fused_operators_whatever_the_number_of_experts(biased: bool, 
         _, converted = experts(biased, number)
         with Calls() as calls:
             call_experts(converted, *rows([1] * number))
-        assert (
-            calls.count("npu")["npu_grouped_matmul"] == 3 * products
-        )  # forward, gradient of rows, gradient of weights
+        assert calls.count("npu")["npu_grouped_matmul"] == 3 * products  # forward, gradients of rows and weights
         assert calls.count("npu")["npu_swiglu"] == calls.count("npu")["npu_swiglu_backward"] == int(not biased)
         assert not {"mm", "bmm", "addmm", "_grouped_mm"} & set(calls.count("aten"))
 

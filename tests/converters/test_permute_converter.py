@@ -428,7 +428,7 @@ ALL_PAIRS = "the number of indices is 16777216, and an NPU takes 0 to 16777214"
 )
 @pytest.mark.parametrize("section", ["training", "validation"])
 def test_limits_apply_to_one_ranks_tokens(section: str, layout: dict[str, int], refused: bool) -> None:
-    """A rank has all tokens of a batch if tensor parallel gathers them, else its part of each sequence, or a microbatch."""
+    """A rank has all tokens if tensor parallel gathers them, else its part of each sequence, or a microbatch."""
     config = job()
     config.npu = type("Npu", (), {"strict_limits": True})
     config.model.name = "deepseek_v3"

@@ -192,7 +192,7 @@ def pair(eps: float | None, affine: bool, dtype: torch.dtype) -> tuple[nn.Module
 
 
 def call(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the output for ``x``, and the gradients of ``x`` and the weight for a ``dy`` that is exact in every dtype."""
+    """Return the output for ``x``, and the gradients for a ``dy`` that is exact in every dtype."""
     x = x.clone().requires_grad_()
     y = module(x)
     dy = torch.randint(-4, 5, y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)

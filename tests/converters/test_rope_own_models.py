@@ -239,7 +239,7 @@ def test_a_users_module_with_both_rotations() -> None:
 
 
 class BothWaysOfOneBuffer(OwnAttention):
-    """Rotates queries in mode interleave and keys in mode half, by the same angles. Mixing them up changes the scores."""
+    """Rotates queries in mode interleave and keys in mode half, by the same angles."""
 
     def forward(self, x: Tensor, angles: Tensor, positions: Any) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)

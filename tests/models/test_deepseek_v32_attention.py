@@ -156,7 +156,7 @@ def test_a_document_in_a_row_gives_the_result_of_the_document_alone() -> None:
     eos, last_tokens = (
         VOCABULARY - 1,
         [(4, 5, 15), (20,)],
-    )  # a document of one token, and rows that end inside a document
+    )  # one has one token; rows end inside a document
     for row, places in zip(rows, last_tokens, strict=True):
         row[list(places)] = eos
     documents = Documents.of(rows, eos)
@@ -195,9 +195,7 @@ def test_selects_the_same_keys_as_the_operator(sequence: int, heads: int, top_k:
     selected = select(index_scores(q, k, weights), visible, top_k)
     indices, _ = torch.ops.npu.npu_lightning_indexer(q, k.unsqueeze(2), weights, sparse_count=top_k, sparse_mode=3)
     expected = torch.zeros(BATCH, sequence, sequence + 1, dtype=torch.bool)
-    expected.scatter_(
-        -1, indices.squeeze(2).long() + 1, True
-    )  # -1, the padding for fewer keys, is mapped to the first key
+    expected.scatter_(-1, indices.squeeze(2).long() + 1, True)  # -1 is padding, in column 0
     assert torch.equal(selected, expected[..., 1:])
 
 

@@ -25,8 +25,8 @@ from torchtitan_npu.models.deepseek_v32 import (
 )
 
 TOLERANCE = 1e-5
-"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and rounding
-errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6. The worst of 4,608 logits may be twice as far."""
+"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and
+rounding errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6. The worst of 4,608 logits may be twice as far."""
 
 STRETCHED = torch.arange(SEQUENCE) * torch.tensor([[1], [5]])
 """Different positions in each row. A constant offset would not matter, because rotations are relative."""
@@ -81,9 +81,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     ],
     ids=["top-k 7 of 24", "top-k 1", "top-k 33 of 24", "yarn", "yarn for few tokens"],
 )
-def test_deepseek_v32_computes_what_hugging_face_computes(
-    ours: dict[str, Any], theirs: dict[str, Any], absorb: bool
-) -> None:
+def test_deepseek_v32_computes_hugging_faces_logits(ours: dict[str, Any], theirs: dict[str, Any], absorb: bool) -> None:
     model = loaded(released(**theirs).weights, model_args(**ours, absorb=absorb))
     with torch.no_grad():
         assert distance(model(tokens()), released(**theirs).logits) <= TOLERANCE

@@ -26,8 +26,8 @@ from torchtitan_npu.models.qwen3_vl import (
 )
 
 TOLERANCE = 1e-5
-"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about forty sums of up to 128 terms, and rounding
-errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6. The worst of some thousand may be twice as far."""
+"""Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about forty sums of up to 128 terms, and
+rounding errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6. The worst of some thousand may be twice as far."""
 
 BATCHES = {
     "images, videos and text": ("ivi", "", "v", "iv"),
@@ -78,7 +78,7 @@ def compare(model: Qwen3VLModel, batch: Batch, moe: bool, tied: bool = False, po
 
 @pytest.mark.parametrize("kinds", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_qwen3_vl_computes_what_hugging_face_computes(moe: bool, kinds: tuple[str, ...]) -> None:
+def test_qwen3_vl_computes_hugging_faces_logits(moe: bool, kinds: tuple[str, ...]) -> None:
     assert compare(loaded(model_args(moe)), make_batch(1, kinds), moe) <= TOLERANCE
 
 

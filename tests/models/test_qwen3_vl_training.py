@@ -21,8 +21,8 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import Qwen3VLStateDictAdapter, qwen3_vl_args
 
 TOLERANCE = 1e-5
-"""Layouts sum the same float32 numbers (6e-8) in another order. A gradient passes hundreds of additions in four layers of
-the tower and four of the decoder, and their errors add up like a random walk."""
+"""Layouts sum the same float32 numbers (6e-8) in another order. A gradient passes hundreds of additions in four layers
+of the tower and four of the decoder, and their errors add up like a random walk."""
 
 SIZES = {
     "n_layers": 4,  # a layer must follow the one that the third features are added to
