@@ -26,7 +26,7 @@ from torchtitan_npu.models.deepseek_v32 import (
 
 TOLERANCE = 1e-5
 """Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and
-rounding errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6. The worst of 4,608 logits may be twice as far."""
+rounding errors add up like a random walk: 6e-8 * sqrt(30 * 128) = 4e-6. The worst logit may be twice as far."""
 
 STRETCHED = torch.arange(SEQUENCE) * torch.tensor([[1], [5]])
 """Different positions in each row. A constant offset would not matter, because rotations are relative."""

@@ -27,7 +27,7 @@ from torchtitan_npu.models.qwen3_vl import (
 
 TOLERANCE = 1e-5
 """Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about forty sums of up to 128 terms, and
-rounding errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6. The worst of some thousand may be twice as far."""
+rounding errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6. The worst logit may be twice as far."""
 
 BATCHES = {
     "images, videos and text": ("ivi", "", "v", "iv"),
