@@ -113,21 +113,21 @@ def test_with_float8(model: str) -> None:
     float8 = "quantize.linear.float8"
     options = {"quantize.linear.float8.emulate": True, "model.print_after_conversion": False}
     ours = FUSED[model]
-    runs = [([float8], 0), ([float8, *ours], 0), ([*ours, float8], 0), *(([float8], seed) for seed in NUDGES)]
-    alone, before, after, *nudged = [
-        run_on_ranks(1, train_nudged, model, {**options, "model.converters": names}, seed, process_group=False)[0]
+    runs = [([float8], 0), ([float8, *ours], 0), ([*ours, float8], 0), *(([float8], seed) for seed in SEEDS)]
+    alone, before, after, *perturbed = [
+        run_on_ranks(1, train_perturbed, model, {**options, "model.converters": names}, seed, process_group=False)[0]
         for names, seed in runs
     ]
     assert before.losses == after.losses
     # a difference in the last place of float32 may round to another float8
     for apart in (losses_apart, gradients_apart):
-        assert apart(before, alone) <= 2 * max(apart(run, alone) for run in nudged)
+        assert apart(before, alone) <= 2 * max(apart(run, alone) for run in perturbed)
 
 
-NUDGES = (1, 2, 3)
+SEEDS = (1, 2, 3)
 
 
-def train_nudged(model: str, options: dict[str, Any], seed: int) -> Record:
+def train_perturbed(model: str, options: dict[str, Any], seed: int) -> Record:
     """Train from weights that are perturbed by one unit in the last place, unless ``seed`` is 0."""
     import torchtitan_npu.trainer as trainer_module
 
