@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -191,6 +192,27 @@ def test_fsdp_in_bfloat16_does_not_cast_the_shared_tables(name: str) -> None:
             assert rotation["input"].dtype == rotation["r1"].dtype == rotation["r2"].dtype == torch.float32
             assert torch.equal(rotation["r1"].flatten(), cos.flatten())
             assert torch.equal(rotation["r2"].flatten(), sin.flatten())
+
+
+def with_replicated_inputs(name: str) -> tuple[Tensor, Tensor, Counter[str]]:
+    """Return the logits without and with the hooks of a tensor-parallel plan, and the operators on tables."""
+    model = build(name, "npu_rope")
+    with torch.no_grad():
+        expected = model(tokens(), **arguments(name))
+    replicated = (None, Replicate(), None) if name == "gpt_oss" else (None, Replicate(), None, Replicate())
+    plan = PrepareModuleInput(input_layouts=replicated, desired_input_layouts=replicated, use_local_output=True)
+    for block in model.layers.values():
+        parallelize_module(block.attention, init_device_mesh("cpu", (1,)), plan)
+    with torch.no_grad(), Operators() as operators:
+        return expected, model(tokens(), **arguments(name)), operators.on_tables()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_a_plan_that_replicates_positions_and_angles_accepts_the_tables(name: str) -> None:
+    """TorchTitan's plans declare both as tensors, under context parallel also the positions."""
+    ((expected, logits, operators),) = run_on_ranks(1, with_replicated_inputs, name)
+    assert torch.equal(logits, expected)
+    assert operators["aten::index_select"] == int(name != "gpt_oss")
 
 
 def test_a_failed_forward_restores_the_buffer() -> None:
