@@ -2,7 +2,7 @@
 
 A model's attention calls a rotation function that the model has registered
 (:mod:`torchtitan_npu.models.rotary.registry`), on neighbouring elements or on halves of a head. A converted module runs
-its own code with a function on ``npu_rotary_mul`` in that one's place (:mod:`torchtitan_npu.upstream.rebind`). This
+its own code with a function on ``npu_rotary_mul`` in that one's place (:mod:`torchtitan_npu.upstream.hooks`). This
 includes a user's module that calls a registered function.
 
 Positions on several axes (MRoPE) belong to ``npu_mrope``.
