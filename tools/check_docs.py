@@ -2,7 +2,7 @@
 
     python tools/check_docs.py              # all checks that take a second
     python tools/check_docs.py --run        # also run every example marked as runnable
-    python tools/check_docs.py --docstrings # also check the docstrings of torchtitan_npu, tools and tests
+    python tools/check_docs.py --docstrings # also check docstrings and comments of the Python files
 
 A fence ```` ```bash run ```` or ```` ```python run ```` marks a runnable example; GitHub renders it as bash or Python.
 The Python examples of one page run in one process, in order. Shell examples run with bash in a folder of symbolic links
@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +197,14 @@ def docstring_blocks(place: str, text: str, indent: int) -> Iterator[Block]:
             paragraph.append(line.strip().removeprefix("- ").removeprefix("* "))
 
 
+def comments(path: Path, root: Path = ROOT) -> Iterator[Block]:
+    """Yield the comments of a Python file, one per line."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield Block(f"{path.relative_to(root)}:{token.start[0]}", plain(token.string.lstrip("# ")))
+
+
 def python_files(root: Path = ROOT) -> list[Path]:
     """Return the Python files of the package, tools and tests."""
     return [path for folder in CODE_FOLDERS for path in sorted((root / folder).rglob("*.py"))]
@@ -342,7 +351,7 @@ def statistics(title: str, blocks: list[Block]) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the examples marked as runnable")
-    parser.add_argument("--docstrings", action="store_true", help="check the docstrings of the Python files")
+    parser.add_argument("--docstrings", action="store_true", help="check docstrings and comments of the Python files")
     parser.add_argument("--pages", action="store_true", help="print the words of each page")
     args = parser.parse_args(argv)
 
@@ -360,6 +369,7 @@ def main(argv: list[str]) -> int:
     if args.docstrings:
         texts = [block for path in python_files() for block in docstrings(path)]
         print(statistics("docstrings", texts))
+        texts += [block for path in python_files() for block in comments(path)]
         errors += [*sentence_errors(texts), *wording_errors(texts)]
     if args.run:
         errors += run_examples(paths)

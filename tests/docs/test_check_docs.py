@@ -82,6 +82,12 @@ def test_docstrings(tmp_path: Path) -> None:
     assert [(block.place, check_docs.words(block.text)) for block in found] == [("module.py:2", 2), ("module.py:8", 46)]
 
 
+def test_comments(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("x = 1  # the home\ny = '# no comment'\n")
+    assert list(check_docs.comments(path, tmp_path)) == [check_docs.Block("module.py:1", "the home")]
+
+
 def test_the_amount_of_prose_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = blocks(tmp_path, f"{sentence(40)}\n\n{sentence(10)}\n")
     monkeypatch.setattr(check_docs, "MOST_WORDS", 49)
