@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,6 +150,12 @@ def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
     yield from finish()
 
 
+def text_lines(path: Path, root: Path = ROOT) -> Iterator[Block]:
+    """Yield every line of a Markdown file outside code: prose, headings, tables and captions."""
+    for number, line in enumerate(without_fences(path.read_text()), 1):
+        yield Block(f"{path.relative_to(root)}:{number}", plain(line))
+
+
 def plain(text: str) -> str:
     """Return ``text`` without markup. Inline code and formulas count as one word."""
     text = re.sub(r"`+[^`]+`+", " CODE ", text)
@@ -221,7 +227,7 @@ def sentence_errors(blocks: list[Block]) -> Iterator[str]:
                 yield f"{block.place}: a sentence of {count} words, at most {LONGEST_SENTENCE}: {sentence[:60]} ..."
 
 
-def wording_errors(blocks: list[Block]) -> Iterator[str]:
+def wording_errors(blocks: Iterable[Block]) -> Iterator[str]:
     """Yield each private metaphor."""
     for block in blocks:
         for pattern, use in _WORDING.items():
@@ -359,7 +365,8 @@ def main(argv: list[str]) -> int:
     blocks = [block for path in paths for block in prose(path)]
     changes = list(prose(ROOT / "CHANGELOG.md"))
     everything = [*blocks, *changes]
-    errors = [*sentence_errors(everything), *wording_errors(everything), *amount_errors(blocks)]
+    lines = [line for path in (*paths, ROOT / "CHANGELOG.md") for line in text_lines(path)]
+    errors = [*sentence_errors(everything), *wording_errors(lines), *amount_errors(blocks)]
     errors += [error for path in (*paths, ROOT / "CHANGELOG.md") for error in link_errors(path)]
     errors += named_page_errors()
     print(statistics("docs, README and CONTRIBUTING", blocks))
