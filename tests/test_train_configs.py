@@ -1,8 +1,8 @@
-"""The TOML files users start from: each loads, fits its devices, and says so in a header that adds up."""
+"""The shipped TOML files: each loads, passes the preflight, lists its converters, and has a correct header."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
 import math
 import re
@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.protocols.train_spec import get_train_spec
@@ -18,7 +17,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import torchtitan_npu
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
-from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.config.preflight import build_on_meta, check_job
 from torchtitan_npu.converters import CONVERTERS
 
 torchtitan_npu.register()
@@ -26,9 +25,9 @@ torchtitan_npu.register()
 FILES = sorted(file for file in (PACKAGE / "train_configs").glob("*.toml") if "debugmodel" not in file.stem)
 ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_permute", "npu_gmm", "npu_dsa"]
 STATES = 4 + 4
-"""Bytes of AdamW's two moments of a parameter, in float32."""
+"""Bytes per parameter of AdamW's two moments, in float32."""
 ON_DEVICE = 4 + 4
-"""And of the parameter itself and its gradient."""
+"""Bytes per parameter of the parameter itself and its gradient, in float32."""
 
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -39,7 +38,7 @@ def load(file: Path) -> JobConfig:
 
 
 def world_size(config: JobConfig) -> int:
-    """How many devices the file is for: it leaves no degree open."""
+    """Return the number of devices of the layout; every degree is set."""
     p = config.parallelism
     assert p.data_parallel_shard_degree > 0
     return math.prod(
@@ -53,18 +52,15 @@ def world_size(config: JobConfig) -> int:
     )
 
 
-def build(config: JobConfig) -> nn.Module:
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        return spec.model_cls(args)  # type: ignore[return-value]
+@functools.cache
+def build(file: Path) -> nn.Module:
+    return build_on_meta(load(file))
 
 
 def stages(config: JobConfig, model: nn.Module) -> list[dict[str, int]]:
-    """The parameters of each pipeline stage, as TorchTitan cuts the model, and how many elements each has."""
+    """Return the number of elements of each parameter, by pipeline stage, as TorchTitan splits the model."""
     p = config.parallelism
-    if p.pipeline_parallel_degree == 1:  # TorchTitan knows the parts of a decoder only
+    if p.pipeline_parallel_degree == 1:  # TorchTitan's function splits only decoders
         return [{name: x.numel() for name, x in model.named_parameters()}]
     parts = generate_llm_fqn_per_model_part(
         p.pipeline_parallel_degree,
@@ -86,25 +82,25 @@ def test_the_list() -> None:
 
 
 @each_file
-def test_it_fits_its_devices(file: Path) -> None:
+def test_it_passes_the_preflight(file: Path) -> None:
     config = load(file)
     check_job(config, world_size(config))
     assert config.training.mixed_precision_param == "bfloat16"
-    # the NPU has no kernel for the others
+    # the NPU has no kernels for flex and varlen attention
     assert get_train_spec(config.model.name).model_args[config.model.flavor].attn_type == "sdpa"  # type: ignore[attr-defined]
 
 
 @each_file
-def test_it_lists_every_converter_that_finds_something(file: Path) -> None:
+def test_it_lists_every_converter_that_has_targets(file: Path) -> None:
     config = load(file)
-    model = build(config)
+    model = build(file)
     matching = {name for name in CONVERTERS if CONVERTERS[name](config, None).targets(model)}  # type: ignore[arg-type]
     assert config.model.converters == [name for name in ORDER if name in matching]
     assert matching <= set(ORDER)
 
 
 @each_file
-def test_its_header_says_what_it_is(file: Path) -> None:
+def test_its_header_is_correct(file: Path) -> None:
     config, text = load(file), file.read_text()
     header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     devices, p = world_size(config), config.parallelism
@@ -125,11 +121,11 @@ def test_its_header_says_what_it_is(file: Path) -> None:
     for name, degree in degrees.items():
         first = re.search(rf"\b{name} (\d+)", header)
         assert int(first[1] if first else 1) == degree
-    # all parameters of a stage are shared out over all its devices
+    # all parameters of a stage are sharded over all its devices
     assert devices == degrees["FSDP"] * degrees["TP"] * degrees["PP"]
 
-    # the figures are rounded to their last digit
-    largest = max(stages(config, build(config)), key=lambda stage: sum(stage.values()))
+    # the figures are rounded
+    largest = max(stages(config, build(file)), key=lambda stage: sum(stage.values()))
     swap = config.optimizer.swap
     size = ON_DEVICE if swap else ON_DEVICE + STATES
     sum_in_header = re.search(rf"{size} bytes x ([\d.]+)e9 parameters / (\d+) devices = ([\d.]+) GiB", header)
@@ -150,13 +146,13 @@ def test_its_header_says_what_it_is(file: Path) -> None:
         assert f"= {kept:.1f} GiB more per device" in header
         if config.training.local_batch_size > p.pipeline_parallel_microbatch_size:
             gib += kept
-        else:  # nothing is kept from one microbatch to the next, nor from forward to backward
+        else:  # nothing is kept between microbatches, or between forward and backward pass
             assert p.fsdp_reshard_after_forward == "always"
     assert gib < 64 - 16  # room for activations
 
 
-def test_where_one_looks_for_how_to_compile() -> None:
-    """The debug model's file has the keys, and they can be turned on."""
+def test_the_compile_keys_of_the_debug_model() -> None:
+    """The file has the keys, and a job with them enabled passes the preflight."""
     file = PACKAGE / "train_configs/deepseek_v32_debugmodel.toml"
     sections = tomllib.loads(file.read_text())
     assert sections["compile"] == {"enable": False} and sections["npu"] == {"graph_passes": []}

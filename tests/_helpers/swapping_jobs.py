@@ -1,4 +1,4 @@
-"""Jobs whose optimizer swaps on the CPU, where a user's job would not: the same code, streams that do nothing."""
+"""Jobs whose optimizer swaps on the CPU: the same code as on a device, with streams that do nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ SLICE_MIB = 1
 
 
 def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]) -> Any:
-    """The config of a job on the model's spec with states in host memory, registered here as ``<name>_swapping``."""
+    """Return the config of a job with states in host memory; its train spec is registered as ``<name>_swapping``."""
     from torchtitan.components.optimizer import build_optimizers
-    from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_npu
     from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
     from torchtitan_npu.components.expert_balance import build_balancing_optimizers
     from torchtitan_npu.components.swap_optimizer.container import swapping
+    from torchtitan_npu.upstream.registries import known_models
 
     def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
         builder = build_optimizers if model == "llama3" else build_balancing_optimizers
@@ -27,7 +28,7 @@ def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]
 
     torchtitan_npu.register()
     name = f"{TINY[model][0]}_swapping"
-    if name not in _extra_train_specs:
+    if name not in known_models():
         spec = get_train_spec(TINY[model][0])
         register_train_spec(name, AdaptedTrainSpec(**{**vars(spec), "build_optimizers_fn": build}))
     swap = {"model.name": name, "optimizer.swap": True, "optimizer.swap_slice_mib": SLICE_MIB}

@@ -1,4 +1,4 @@
-"""How much memory there is, on a machine and in a container."""
+"""Total and available memory, on a machine and in a container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan_npu.components.available_memory import _groups, available, installed, total
 
 
-def test_available_is_what_the_system_says() -> None:
+def test_available_memory_is_within_the_total() -> None:
     machine = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
     assert 0 < available() <= total() <= installed() == machine
 
@@ -19,14 +19,14 @@ def write_group(folder: Path, files: dict[str, str | int]) -> None:
 
 
 def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
-    """Each group up to the root has a say; cached files are given up when memory is asked for."""
+    """Every group up to the root limits the memory; cached files count as available."""
     stat = "anon 500\nactive_file 30\ninactive_file 20"
     write_group(tmp_path / "a", {"memory.max": 1000, "memory.current": 600, "memory.stat": stat})
     write_group(tmp_path / "a/b", {"memory.max": "max", "memory.current": 600, "memory.stat": stat})
     write_group(tmp_path / "a/b/c", {"memory.max": 550, "memory.current": 600, "memory.stat": "active_file 10"})
     assert list(_groups(tmp_path, "0::/a/b/c\n")) == [(550, 0), (1000, 450)]
     assert list(_groups(tmp_path, "0::/a/b\n")) == [(1000, 450)]
-    # a container may see the path that its group has outside, and its own group as the root
+    # in a container the path may be that outside, and the root is the container's own group
     write_group(tmp_path, {"memory.max": 700, "memory.current": 100, "memory.stat": stat})
     assert list(_groups(tmp_path, "0::/not/seen/here\n")) == [(700, 650)]
 

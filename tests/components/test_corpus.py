@@ -1,4 +1,4 @@
-"""The corpora in TorchTitan's registry: for its own loaders, from other files, without network or cache."""
+"""The corpora in TorchTitan's registry: with its own loaders, from other files, without network or cache."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def _record(event: str, arguments: tuple) -> None:
         events.append((event, arguments))
 
 
-sys.addaudithook(_record)  # cannot be taken away again; it does nothing while no test listens
+sys.addaudithook(_record)  # cannot be removed; it does nothing unless a test sets ``events``
 
 
-def test_nothing_is_fetched_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_downloaded_or_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "events", [])
     for name in ("tiny_corpus", "tiny_corpus_validation"):
         stream = text_datasets.HuggingFaceTextDataset(name, None, TOKENIZER, seq_len=64, infinite=True)
@@ -93,7 +93,7 @@ def test_nothing_is_fetched_and_nothing_is_written(monkeypatch: pytest.MonkeyPat
     assert load_texts(str(ASSETS / "corpus")).cache_files == []
 
 
-def test_the_recorder_of_that_test_hears_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_audit_hook_records_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys.modules[__name__], "events", [])
     (tmp_path / "file").write_text("")
     assert [event for event, _ in events] == ["open"]

@@ -1,4 +1,4 @@
-"""Batches that do not depend on the layout: same samples on every layout, exact resume on any other, loud refusals."""
+"""Layout-independent batches: the same samples on every layout, exact resumption on any other, and errors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchtitan_npu.errors import UsageError
 TOKENIZER = HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
 SEQ_LEN = 16
 GLOBAL_BATCH = 12
-LAYOUTS = [  # data-parallel degree, local batch size, accumulated batches: their product is the global batch
+LAYOUTS = [  # data-parallel degree, local batch size, accumulated batches; the product is the global batch
     (dp, local, GLOBAL_BATCH // (dp * local))
     for dp in (1, 2, 3, 4)
     for local in (1, 2, 3)
     if GLOBAL_BATCH % (dp * local) == 0
 ]
-# A map-style set, a stream, and a stream in shards, whose order Hugging Face changes from epoch to epoch.
+# A map-style dataset, a stream, and a sharded stream, whose order Hugging Face changes in each epoch.
 DATASETS = ("tiny_corpus", "tiny_corpus_validation", "shards")
 text_datasets.DATASETS["shards"] = DatasetConfig(
     path="",
@@ -41,7 +41,7 @@ text_datasets.DATASETS["shards"] = DatasetConfig(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small one, so that a few steps pass its end: short documents and, as the last, one of many samples."""
+    """Return a corpus whose end a few steps pass: short documents, and a last one of many samples."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(16):
         words = " ".join(f"word {i} {j}" for j in range(60 if i == 15 else 1 + i % 5))
@@ -65,7 +65,7 @@ def ranks(config: JobConfig, dp: int, infinite: bool = True) -> list[BaseDataLoa
 
 
 def take(iterators: list[Iterator], accumulate: int) -> torch.Tensor:
-    """One optimizer step's samples, all ranks together, in the order of the stream: (global batch, seq_len + 1)."""
+    """Return the samples of one optimizer step on all ranks, in stream order: (global batch, seq_len + 1)."""
     rows = []
     for _ in range(accumulate):
         for iterator in iterators:
@@ -76,7 +76,7 @@ def take(iterators: list[Iterator], accumulate: int) -> torch.Tensor:
 
 
 def reference(corpus: str, dataset: str, n: int, infinite: bool = True) -> torch.Tensor:
-    """The first ``n`` samples of TorchTitan's own stream."""
+    """Return the first ``n`` samples of TorchTitan's own stream."""
     stream = text_datasets.HuggingFaceTextDataset(dataset, corpus, TOKENIZER, SEQ_LEN, infinite=infinite)
     samples = [torch.cat([inputs["input"], labels[-1:]]) for (inputs, labels), _ in zip(stream, range(n), strict=False)]
     return torch.stack(samples)
@@ -86,7 +86,7 @@ def test_the_steps_below_pass_the_end_of_the_small_corpus_more_than_once(corpus:
     assert 2 * len(reference(corpus, "tiny_corpus", 1000, infinite=False)) < 8 * GLOBAL_BATCH
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(layout=st.sampled_from(LAYOUTS), steps=st.integers(1, 8), dataset=st.sampled_from(DATASETS))
 def test_every_layout_gets_the_same_samples_a_step(
     corpus: str, layout: tuple[int, int, int], steps: int, dataset: str
@@ -97,7 +97,7 @@ def test_every_layout_gets_the_same_samples_a_step(
     assert got.equal(reference(corpus, dataset, steps * GLOBAL_BATCH))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     before=st.sampled_from(LAYOUTS),
     after=st.sampled_from(LAYOUTS),
@@ -115,7 +115,7 @@ def test_any_other_layout_resumes_with_the_next_sample(
         take(iterators, accumulate)
     states = [loader.state_dict() for loader in loaders]
     assert all(state == states[0] for state in states)
-    take(iterators, accumulate)  # the run goes on; its checkpoint must not
+    take(iterators, accumulate)  # further training must not change the saved state
 
     dp, local, accumulate = after
     resumed = ranks(job(corpus, dataset, local), dp)
@@ -126,15 +126,15 @@ def test_any_other_layout_resumes_with_the_next_sample(
     assert got.equal(reference(corpus, dataset, (steps + 4) * GLOBAL_BATCH)[steps * GLOBAL_BATCH :])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(dp=st.integers(1, 4), local=st.integers(1, 3), dataset=st.sampled_from(DATASETS), data=st.data())
-def test_without_repetition_all_ranks_stop_at_the_same_batch_and_resume_there(
+def test_without_repetition_all_ranks_end_at_the_same_batch_and_resume_there(
     corpus: str, dp: int, local: int, dataset: str, data: st.DataObject
 ) -> None:
     samples = reference(corpus, dataset, 1000, infinite=False)
     batches = len(samples) // (dp * local)
     loaders = ranks(job(corpus, dataset, local), dp, infinite=False)
-    for _ in range(2):  # after the end it begins again
+    for _ in range(2):  # after the end it restarts
         iterators = [iter(loader) for loader in loaders]
         got = torch.cat([take(iterators, 1) for _ in range(batches)])
         assert got.equal(samples[: batches * dp * local])
@@ -168,7 +168,7 @@ def test_a_worker_that_reads_ahead_changes_neither_batches_nor_state(corpus: str
     assert take([iter(with_worker)], 4).equal(samples[32:40])
 
 
-def test_iterating_again_goes_on_after_the_last_batch(corpus: str) -> None:
+def test_iterating_again_continues_after_the_last_batch(corpus: str) -> None:
     loader = build_text_dataloader(1, 0, TOKENIZER, job(corpus))
     rows = [take([iter(loader)], 1) for _ in range(5)]
     assert torch.cat(rows).equal(reference(corpus, "tiny_corpus", 5))
@@ -177,7 +177,7 @@ def test_iterating_again_goes_on_after_the_last_batch(corpus: str) -> None:
 @pytest.mark.parametrize("infinite", [False, True])
 def test_every_validation_sees_the_same_batches(corpus: str, infinite: bool) -> None:
     config = job(corpus, "tiny_corpus", local=2)
-    config.training.dataset, config.training.seq_len = "c4", 2048  # not what validation reads
+    config.training.dataset, config.training.seq_len = "c4", 2048  # validation does not read these
     loader = build_text_validation_dataloader(2, 1, TOKENIZER, config, infinite)
     samples = reference(corpus, "tiny_corpus", 12)
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_batches_of_the_shipped_corpus_equal_those_of_upstream_on_one_rank() -> 
     assert take([ours], 20).equal(take([theirs], 20))
 
 
-def test_the_option_turned_off_gives_the_loaders_of_upstream(corpus: str) -> None:
+def test_without_the_option_torchtitans_loaders_are_used(corpus: str) -> None:
     config = job(corpus, local=2, num_workers=2)
     config.npu.layout_independent_data = False
     for build in (build_text_dataloader, build_text_validation_dataloader):
@@ -212,19 +212,19 @@ def test_a_checkpoint_on_disk_resumes_at_another_degree(corpus: str, tmp_path: P
     assert take([iter(loader) for loader in resumed], 2).equal(wanted)
 
 
-def test_a_checkpoint_of_the_upstream_loader_is_refused(corpus: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_torchtitans_loader_is_an_error(corpus: str, tmp_path: Path) -> None:
     theirs = text_datasets.build_text_dataloader(1, 0, TOKENIZER, job(corpus))
     next(iter(theirs))
     ours = build_text_dataloader(1, 0, TOKENIZER, job(corpus))
     with pytest.raises(UsageError, match=r"npu\.layout_independent_data = false.*exclude_from_loading"):
         ours.load_state_dict(theirs.state_dict())
-    # DCP looks for our key before it hands us anything: the message is its own, the key's name is ours
+    # DCP itself raises for the missing key, whose name is that of the option
     dcp.save({"dataloader": theirs}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointException, match=r"dataloader\.layout_independent_data"):
         dcp.load({"dataloader": ours}, checkpoint_id=tmp_path, no_dist=True)
 
 
-def test_a_position_in_another_text_is_refused(corpus: str) -> None:
+def test_a_position_in_another_dataset_is_an_error(corpus: str) -> None:
     state = build_text_dataloader(1, 0, TOKENIZER, job(None)).state_dict()
     with pytest.raises(UsageError, match=r"in tiny_corpus of \d+ documents, the job reads tiny_corpus of 16 documents"):
         build_text_dataloader(1, 0, TOKENIZER, job(corpus)).load_state_dict(state)

@@ -1,7 +1,7 @@
-"""The TOML files users start from, one step of each on fake npu tensors, as a rank of the job's own size.
+"""One training step of each shipped TOML file on fake npu tensors, as a rank of the job's full size.
 
-Sizes, batch, layout, activation checkpointing and converters are the file's own. Layers are alike, so models are cut to
-two, one of each kind where there are two kinds; a pipeline's first and last stage keep all of theirs, up to eight.
+Sizes, batch, layout, activation checkpointing and converters are those of the file. Models are cut to two layers, one
+of each type if there are two types. The first and last stage of a pipeline keep all their layers, up to eight.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import fake_ranks
 
 TORCH_NPU = {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}
-"""What torch_npu itself makes of scaled dot-product attention; deepseek_v32 has another."""
+"""torch_npu's own kernels of scaled dot-product attention, which deepseek_v32 does not use."""
 GATHER = {"npu_gather_backward"}
-"""And of the gradient of a router's scores."""
+"""torch_npu's own kernel of the gradient of a router's scores."""
 
-WHOLE_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".indexer.")
-"""What of a name says that every tensor-parallel rank has the parameter."""
+REPLICATED_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".indexer.")
+"""Parts of the names of parameters that are replicated on the tensor-parallel ranks."""
 
 LONG = "deepseek_v32_671b_32k"
 CASES = [
@@ -38,8 +38,8 @@ CASES = [
     for cp, half in ([(1, False), (8, False), (1, True)] if file.stem == LONG else [(1, False)])
     for last in ([False, True] if load(file).parallelism.pipeline_parallel_degree > 1 else [False])
 ]
-"""Each file as it is; the one for long sequences also with context parallel, on as many devices, and on half of them,
-64: a stage then has 32, so that expert parallel over the stage is EP 32."""
+"""Each file unchanged. The file for long sequences also runs with context parallelism on as many devices, and on half
+of them: a stage then has 32 devices, and so EP 32."""
 
 
 def cut_args(config: JobConfig) -> Any:
@@ -49,7 +49,7 @@ def cut_args(config: JobConfig) -> Any:
         args.n_layers = 2 * degree
         if hasattr(args, "n_dense_layers"):
             args.n_dense_layers = 1
-        if hasattr(args, "vision"):  # each layer of a tower that is tapped has one of the decoder to go to
+        if hasattr(args, "vision"):  # the decoder needs a layer for each tower layer that feeds it
             args.n_layers = args.vision.n_layers = 3
             args.vision.deepstack_layers = (0, 1, 2)
     args.update_from_config(config)
@@ -57,7 +57,7 @@ def cut_args(config: JobConfig) -> Any:
 
 
 def npu_kernels() -> set[str]:
-    """The operators that torch_npu has a kernel for, or torch one made of other operators."""
+    """Return the operators for which torch_npu has a kernel, or torch a composite one."""
     keys = ("PrivateUse1", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     return {
         name.partition(".")[0] for key in keys for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
@@ -67,7 +67,7 @@ def npu_kernels() -> set[str]:
 @pytest.mark.parametrize(("file", "cp", "half", "last"), CASES)
 def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
     config = load(file)
-    config.optimizer.swap = False  # it reads on the host how many steps there were
+    config.optimizer.swap = False  # it reads the step count on the host
     p = config.parallelism
     if half:
         p.data_parallel_shard_degree //= 2
@@ -75,7 +75,7 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
             check_job(config, world_size(config))
         p.expert_parallel_degree //= 2
     devices = world_size(config)
-    # sequences are shared out over ranks that had some each: what is sharded over them stays so
+    # context parallelism takes ranks from the sharding degree; parameters stay sharded over both
     p.context_parallel_degree, p.data_parallel_shard_degree = cp, p.data_parallel_shard_degree // cp
     assert world_size(config) == devices
     check_job(config, devices)
@@ -84,19 +84,19 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
     assert all(step.targets.values())
     called = set(step.calls.names)
 
-    # the converters' operators, torch_npu's own, and nothing that the converters have replaced
-    mrope = Promise(PROMISES["npu_rope"].per_target, instead_of=("aten::neg",))  # in training they call the same
+    # the converters' operators and torch_npu's own, and none that the converters replace
+    mrope = Promise(PROMISES["npu_rope"].per_target, instead_of=("aten::neg",))  # training calls the same operator
     promises = [{**PROMISES, "npu_mrope": mrope}[name] for name in config.model.converters]
     routed = GATHER if "npu_permute" in config.model.converters else set()
     own = set() if "npu_dsa" in config.model.converters else TORCH_NPU
     assert set(step.calls.count("npu")) == own.union(routed, *(promise.per_target for promise in promises))
     assert not called & {op for promise in promises for op in promise.gone}
-    # what has no kernel on the NPU would be computed on the CPU
+    # an operator without a kernel on the NPU would run on the CPU
     assert {name for name in called if name.startswith("aten::")} <= npu_kernels()
     parallel = {"shard": p.data_parallel_shard_degree, "tp": p.tensor_parallel_degree, "ep": p.expert_parallel_degree}
     assert {EVIDENCE[dimension] for dimension, degree in parallel.items() if degree > 1} <= called
 
-    if cp > 1:  # attention has the front part of a sequence and the back part in turn, in every layer
+    if cp > 1:  # every layer runs attention for a front part and a back part of the sequence
         queries = {
             shape[1]
             for name, outputs in step.outputs.items()
@@ -105,7 +105,7 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
         }
         assert queries == {config.training.seq_len // cp // 2}
 
-    # the arithmetic in the file's header: float32, and every parameter shared out over all devices of the stage
+    # as in the file's header: float32, and every parameter sharded over all devices of the stage
     parameters = dict(step.model.named_parameters())
     assert step.gradients == set(parameters)
     for name, parameter in parameters.items():
@@ -114,6 +114,6 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
         local = parameter.to_local().numel()
         assert local == parameter.grad.to_local().numel(), name
         share = parameter.numel() / (devices // p.pipeline_parallel_degree)
-        row = parameter.numel() / parameter.shape[0]  # which is not split: some ranks have one more
-        copies = p.tensor_parallel_degree if any(part in name for part in WHOLE_UNDER_TP) else 1
+        row = parameter.numel() / parameter.shape[0]  # rows are not split: some ranks have one more
+        copies = p.tensor_parallel_degree if any(part in name for part in REPLICATED_UNDER_TP) else 1
         assert 0 <= local - copies * share < row, name

@@ -1,6 +1,6 @@
-"""Losses beside the one that a job reports: they give gradients, and each has a metric of its own.
+"""Auxiliary losses: they add gradients, and each has its own metric.
 
-The reported loss stays the prediction of the next token, so that curves with and without them can be compared.
+The reported loss stays that of the next token, so that loss curves with and without them can be compared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torchtitan_npu.ops.core.run_backward_once import computed_once
 
 
 class AuxiliaryLoss(nn.Module):
-    """Adds a loss to the gradients of the module it is a child of, as part of the mean over the global batch.
+    """Add a loss to the gradients of the parent module, as part of the mean over the global batch.
 
-    It is counted in the backward pass, so once, however often activation checkpointing runs the forward. It has no
-    state: what is counted belongs to a step.
+    The loss is summed in the backward pass, and so once, however often activation checkpointing runs the forward pass.
+    The sum belongs to one step; the module has no state.
     """
 
     def __init__(self, name: str, weight: float, of_labels: bool = False) -> None:
@@ -29,9 +29,9 @@ class AuxiliaryLoss(nn.Module):
         self.name = name
         self.weight = weight
         self.of_labels = of_labels
-        """Whether, as with the main loss, those tokens have it that have a label; otherwise all do."""
-        self.share = 1.0
-        """How much this rank's loss counts: less than 1 where tensor-parallel ranks take the mean of theirs."""
+        """Whether only tokens with a label have this loss, like the main loss; otherwise all tokens have it."""
+        self.rank_weight = 1.0
+        """Weight of this rank's loss: less than 1 if the tensor-parallel ranks average theirs."""
         self.tokens: Tensor | None = None
         self.replicas = 1
         self.total: Tensor | None = None
@@ -40,31 +40,31 @@ class AuxiliaryLoss(nn.Module):
         return f"{self.name}, weight={self.weight}"
 
     def start_step(self) -> None:
-        """Nothing is counted yet."""
+        """Reset the sum."""
         self.total = None
 
     def start_batch(self, tokens: Tensor, replicas: int = 1) -> None:
-        """What follows is part of a batch with the loss of so many ``tokens``, on all ranks and in all its parts.
+        """Set the number of ``tokens`` in the global batch that have this loss.
 
-        Gradients will be averaged over ``replicas``: they are made so many times larger.
+        ``replicas`` is the number of ranks over which gradients will be averaged; they are scaled up by it.
         """
         self.tokens, self.replicas = tokens, replicas
         if self.total is None:
             self.total = torch.zeros_like(tokens)
 
     def scale(self) -> Tensor:
-        """The gradient of the mean loss over the global batch by a token's loss."""
+        """Return the gradient of the mean loss over the global batch with respect to one token's loss."""
         if self.tokens is None:
-            raise UsageError(f"{self.name} needs `-m torchtitan_npu.train`: TorchTitan's entry gives it no scale")
-        return self.weight * self.share * self.replicas / self.tokens
+            raise UsageError(f"{self.name} needs `-m torchtitan_npu.train`: TorchTitan's entry does not scale it")
+        return self.weight * self.rank_weight * self.replicas / self.tokens
 
     def count(self, loss: Tensor) -> None:
-        """Add a sum over tokens to this step's, in a backward pass."""
+        """Add a sum over tokens to the step's total, in a backward pass."""
         assert self.total is not None
-        self.total += self.share * loss.detach().to(self.total.dtype)
+        self.total += self.rank_weight * loss.detach().to(self.total.dtype)
 
     def attach(self, output: Tensor, loss: Tensor) -> Tensor:
-        """``output`` itself; its backward pass counts ``loss``, a sum over tokens, and starts that of ``loss`` too."""
+        """Return ``output``, whose backward pass counts ``loss``, a sum over tokens, and starts that of ``loss``."""
         return _Attach.apply(output, loss, self)
 
 
@@ -87,20 +87,20 @@ class _Attach(torch.autograd.Function):
 
 
 def auxiliary_losses(model_parts: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
-    """All of them in a model."""
+    """Return all auxiliary losses of a model."""
     return [module for part in model_parts for module in part.modules() if isinstance(module, AuxiliaryLoss)]
 
 
 def step_means(losses: list[AuxiliaryLoss], dims: ParallelDims) -> dict[str, float]:
-    """By name, this step's mean over those tokens of the global batch and over those modules that have the loss.
+    """Return this step's mean of each loss, by name, over the tokens of the global batch and the modules that have it.
 
-    A collective: every rank asks. Pipeline stages have different modules, and perhaps none with the loss.
+    Collective: every rank must call it. Pipeline stages have different modules, and perhaps none with the loss.
     """
     means: dict[str, tuple[float, int]] = {}
     for name in sorted({loss.name for loss in losses}):
         named = [loss for loss in losses if loss.name == name]
         total = torch.stack([loss.total / loss.tokens for loss in named]).sum()  # type: ignore[operator, arg-type]
-        meshes = ["loss", "tp"] if named[0].share < 1 else ["loss"]
+        meshes = ["loss", "tp"] if named[0].rank_weight < 1 else ["loss"]
         for mesh in filter(None, map(dims.get_optional_mesh, meshes)):
             total = torch.tensor(dist_sum(total, mesh), device=total.device)
         means[name] = total.item(), len(named)

@@ -1,6 +1,6 @@
-"""How much memory this host has, and how much of it is free, within the limits of the container that we run in.
+"""Read the host's total and available memory, within the limits of the container.
 
-Without torch: the doctor reads it on machines where torch does not load.
+This module does not import torch: the doctor uses it on machines where torch does not load.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ FILES_V2 = ("memory.max", "memory.current")
 
 
 def available() -> int:
-    """Bytes that processes can still take."""
+    """Return the bytes that processes can still allocate."""
     return min([_meminfo("MemAvailable"), *(left for _, left in _groups(GROUPS, _membership()))])
 
 
 def total() -> int:
-    """Bytes that all processes can have together."""
+    """Return the bytes that all processes can have together."""
     return min([installed(), *(limit for limit, _ in _groups(GROUPS, _membership()))])
 
 
 def installed() -> int:
-    """Bytes that the machine has, whatever a container lets us have of them."""
+    """Return the bytes of the machine, regardless of container limits."""
     return _meminfo("MemTotal")
 
 
 def _meminfo(name: str) -> int:
-    """Bytes, from a line like ``MemTotal:  1024 kB``."""
+    """Return the bytes of a line such as ``MemTotal:  1024 kB``."""
     return int(MEMINFO.read_text().split(f"{name}:")[1].split()[0]) * 1024
 
 
 def _membership() -> str:
-    return MEMBERSHIP.read_text() if MEMBERSHIP.exists() else ""  # a system may be without control groups
+    return MEMBERSHIP.read_text() if MEMBERSHIP.exists() else ""  # the system may have no control groups
 
 
 def _groups(root: Path, membership: str) -> Iterator[tuple[int, int]]:
-    """The limit of each control group that we belong to (version 2 or 1), and what it still lets us have; from ours up
-    to the root."""
+    """Yield the limit and the remaining bytes of each control group of this process, version 2 or 1, up to the root."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -52,7 +51,7 @@ def _groups(root: Path, membership: str) -> Iterator[tuple[int, int]]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(top):
                 break
-            if not (folder / limit).exists():  # a container sees its own group as the root
+            if not (folder / limit).exists():  # in a container the root is its own group
                 continue
             text = (folder / limit).read_text().strip()
             if text != "max":
@@ -61,6 +60,6 @@ def _groups(root: Path, membership: str) -> Iterator[tuple[int, int]]:
 
 
 def _file_cache(folder: Path) -> int:
-    """Bytes of cached files, which count as used and are given up when memory is asked for."""
+    """Return the bytes of cached files, which count as used but are freed on demand."""
     lines = (folder / "memory.stat").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))

@@ -1,4 +1,4 @@
-"""TorchTitan's metrics, and those of losses beside the main one and of the swap optimizer."""
+"""TorchTitan's metrics, with those of auxiliary losses and of the swap optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 
 
 class MetricsProcessor(TitanMetricsProcessor):
-    """Logs each auxiliary loss under ``loss_metrics/`` and, after TorchTitan's line, on the console."""
+    """Log each auxiliary loss under ``loss_metrics/`` and, after TorchTitan's line, on the console."""
 
     def log(
         self,

@@ -23,7 +23,7 @@ class Mtp:
 
     loss_weight: float = 0.3
     """
-    Factor on the gradients of the mean of their losses. The reported loss stays that of the next token. Minimum 0.
+    Factor on the gradients of the mean loss of these layers. The reported loss stays that of the next token. Minimum 0.
     """
 
 

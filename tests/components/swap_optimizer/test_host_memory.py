@@ -1,4 +1,4 @@
-"""Host memory for the states, and what the user reads when it is too little."""
+"""Host memory for the states, and the errors if there is too little."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_too_little_memory(fraction: float, ranks: int, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_memory_that_the_system_refuses() -> None:
-    """A pebibyte, which no system gives; with a device it is pinned memory that is refused in the same way."""
+def test_allocation_that_fails() -> None:
+    """One PiB always fails; with a device, pinned memory fails in the same way."""
     with pytest.raises(UsageError) as raised:
         allocate([1 << 50], torch.device("cpu"), fraction=1.0)
     message = str(raised.value)
@@ -39,7 +39,7 @@ def test_memory_that_the_system_refuses() -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
-def test_regions_have_memory_of_their_own() -> None:
+def test_regions_do_not_overlap() -> None:
     regions = allocate([1000, 5, 3000], torch.device("cpu"), fraction=1.0)
     for number, region in enumerate(regions):
         region.fill_(number)

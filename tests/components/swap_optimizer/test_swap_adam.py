@@ -1,4 +1,4 @@
-"""SwapAdam and SwapAdamW against torch's own, bit by bit, on the CPU: the program that also checks a device."""
+"""SwapAdam and SwapAdamW are bit-identical to torch's, on the CPU; tools/bench/swap_check.py also checks a device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
         (1, "foreach", {"amsgrad": True}, 1.0),
     ],
 )
-def test_swapped_is_plain(pair: int, implementation: str, flags: dict[str, Any], fraction: float) -> None:
-    """Groups, clipping, a learning rate that changes, a NaN, missing gradients, frozen parameters, two dtypes."""
+def test_swapped_equals_plain(pair: int, implementation: str, flags: dict[str, Any], fraction: float) -> None:
+    """With groups, clipping, a changing learning rate, a NaN, missing gradients, frozen parameters and two dtypes."""
     options = {**swap_check.IMPLEMENTATIONS[implementation], **flags}
     swap_check.check_combination(CPU, swap_check.PAIRS[pair], options, fraction)
 
@@ -42,12 +42,12 @@ def test_sharded_through_dcp() -> None:
     swap_check.check_sharded(CPU)
 
 
-def test_a_step_that_raises_leaves_whole_states() -> None:
+def test_a_step_that_raises_leaves_consistent_states() -> None:
     swap_check.check_exception(CPU)
 
 
 def test_an_update_that_raises() -> None:
-    """Slices before it are updated and stored, it and those after it are as they were."""
+    """Slices before it are updated and stored; its own and the following are unchanged."""
     states = [torch.full((1000,), float(number)) for number in range(6)]
 
     def update(copies: list[torch.Tensor]) -> None:
@@ -60,8 +60,8 @@ def test_an_update_that_raises() -> None:
     assert [state.unique().item() for state in states] == [100.0, 101.0, 102.0, 103.0, 4.0, 5.0]
 
 
-def test_states_that_wait_for_a_later_gradient() -> None:
-    """A parameter whose gradient comes late starts from zero states, beside neighbours that have gone on."""
+def test_a_parameter_whose_first_gradient_comes_late() -> None:
+    """It starts from zero states, in a bundle with parameters that have been updated."""
     parameters, copies = ([torch.nn.Parameter(torch.ones(40)) for _ in range(2)] for _ in range(2))
     ours, theirs = SwapAdamW(parameters, fused=True), torch.optim.AdamW(copies, fused=True)
     for number in range(4):
@@ -80,7 +80,7 @@ def test_options_that_need_the_states_on_the_device(option: str) -> None:
 
 
 def test_amsgrad_cannot_change_with_a_state_dict() -> None:
-    """There is host memory for two states or for three, from the start."""
+    """Host memory is allocated for two states or for three."""
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     saved = torch.optim.AdamW([parameter], amsgrad=True)

@@ -1,4 +1,4 @@
-"""The swap optimizer in a job: what is refused, what is said, what is measured."""
+"""The swap optimizer in a job: its errors, log lines and metrics."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from torchtitan_npu.errors import UsageError
         ({"optimizer__swap_fraction": 1.5}, "optimizer.swap_fraction is 1.5"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options(options: dict[str, Any], message: str) -> None:
     check_job(job(optimizer__swap=True), world_size=1)
     with pytest.raises(UsageError) as raised:
         check_job(job(optimizer__swap=True, **options), world_size=1)
     assert message in str(raised.value)
 
 
-def test_a_spec_that_is_not_ours_is_refused() -> None:
+def test_a_train_spec_that_is_not_adapted_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"model.name 'simple_fsdp.llama3' to be registered as"):
         check_job(job(optimizer__swap=True, model__name="simple_fsdp.llama3"), world_size=1)
 
 
-def test_a_builder_of_other_optimizers_is_refused() -> None:
+def test_a_builder_of_other_optimizers_is_an_error() -> None:
     with pytest.raises(UsageError, match="makes no OptimizersContainer"):
         swapping(lambda parts, config: None, Optimizer(swap=True))  # type: ignore[arg-type,return-value]
 
@@ -58,14 +58,14 @@ def test_on_the_cpu_the_states_stay_where_they_are(caplog: pytest.LogCaptureFixt
 
 
 def test_host_memory_too_small_for_the_model() -> None:
-    """An error at the start, from the parameters' sizes alone; nothing has been allocated."""
+    """The error depends on the parameters' sizes only; nothing is allocated."""
     model = nn.ModuleList([nn.Linear(1 << 22, 1 << 20, bias=False, device="meta"), nn.Linear(4, 4, device="meta")])
     with pytest.raises(UsageError, match=r"needs 32768\.\d\d GiB of host memory for the 1 rank .* would fit"):
         SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1 << 20, fraction=1.0)
 
 
 def test_the_container_measures_what_it_moves() -> None:
-    """Loaded and stored, two moments each; a parameter without a gradient is not moved."""
+    """Two moments are loaded and stored; those of a parameter without a gradient are not."""
     model = nn.ModuleList([nn.Linear(600, 500, bias=False), nn.Linear(640, 500, bias=False)])
     container = SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1, fraction=1.0)
     assert container.metrics() == {"swap_optimizer/moved(GiB)": 0.0}
@@ -75,7 +75,7 @@ def test_the_container_measures_what_it_moves() -> None:
 
 
 def test_hooks_run_once() -> None:
-    """torch wraps the step of each class it meets; TorchTitan's own container in the same process wraps the base's."""
+    """torch wraps ``step`` once per class; TorchTitan's container in the same process wraps that of the base class."""
     model = nn.Linear(3, 3)
     OptimizersContainer([model], torch.optim.AdamW, {"fused": True})
     container = SwapContainer([model], torch.optim.AdamW, {"fused": True}, slice_mib=1, fraction=1.0)

@@ -117,7 +117,7 @@ class SplitHeads(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         if module.indexer_loss is not None:
-            module.indexer_loss.share = 1 / device_mesh.size()
+            module.indexer_loss.rank_weight = 1 / device_mesh.size()
         return distribute_module(module, device_mesh, input_fn=self._local, output_fn=self._with_heads)
 
     @staticmethod

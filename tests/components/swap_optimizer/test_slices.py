@@ -1,4 +1,4 @@
-"""What is swapped, how it is cut, and where it lies in host memory."""
+"""Selection of parameters to swap, their slices, and their regions of host memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_every_element_is_in_one_slice(first: list[int], second: list[int], fuse
 
 
 @given(SIZES, st.booleans(), st.booleans(), st.integers(1, 4))
-def test_three_slices_and_the_temporaries_fit(sizes: list[int], fused: bool, amsgrad: bool, mib: int) -> None:
-    """Three slices; for fused a step count a parameter, rounded up, else three temporaries of the slice's size."""
+def test_slices_and_temporaries_fit_the_budget(sizes: list[int], fused: bool, amsgrad: bool, mib: int) -> None:
+    """Temporaries: a step count per parameter, rounded up, for fused; else three of the slice's size."""
     for bundle in plan([group(sizes, fused=fused, amsgrad=amsgrad)], mib * MIB, 1.0):
         for part in bundle.slices:
             of_one = (part.end - part.begin) * 4
@@ -53,7 +53,7 @@ def test_three_slices_and_the_temporaries_fit(sizes: list[int], fused: bool, ams
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)
 def test_a_full_slice_of_the_smallest_parameters_fits(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """With all that is rounded up to 512 bytes, and the step counts of two updates at once."""
+    """Sizes are rounded up to 512 bytes, and two updates have step counts at once."""
     for mib in range(1, 257):
         numel = _slice_numel(group([], **options), dtype, mib * MIB)
         tensors = BUFFERS * (3 if options.get("amsgrad") else 2) + (0 if options["fused"] else 3)
@@ -62,7 +62,7 @@ def test_a_full_slice_of_the_smallest_parameters_fits(dtype: torch.dtype, option
         assert 0.99 * BUFFERS * mib * MIB < tensors * state + counts <= BUFFERS * mib * MIB
 
 
-def test_a_large_parameter_is_cut_evenly_and_small_ones_share() -> None:
+def test_a_large_parameter_has_equal_slices_and_small_ones_a_common_slice() -> None:
     bundles = plan([group([100, 1_000_000, 100, 100])], MIB, 1.0)
     assert [len(bundle.offsets) for bundle in bundles] == [3, 1]
     assert [part.end - part.begin for part in bundles[1].slices] == [125_056] * 7 + [124_672]
