@@ -1,7 +1,8 @@
-"""The compile backend: a graph is captured, differentiated, cut into forward and backward; the kernels stay eager's.
+"""A torch.compile backend that generates no code: compiled regions launch the kernels of eager mode.
 
-Of Inductor nothing is used. Its wrapper, with every operator an extern call, takes the host longer than eager does; and
-on an NPU torch_npu's part of it, which is loaded with it, changes how all of the process is compiled.
+AOTAutograd traces the forward and backward graphs, graph passes rewrite them, and the graph interpreter runs them.
+Inductor is not used. If every operator is an extern call, its wrapper code costs the host more time than eager mode.
+On an NPU it also loads torch_npu's part of Inductor, which changes compilation in the whole process.
 """
 
 from __future__ import annotations
@@ -12,126 +13,132 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import default_partition
+from functorch.compile import config as functorch_config
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._guards import TracingContext
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan_npu.compile.interpreter import Launch, interpreted
-from torchtitan_npu.compile.passes.graphs import has_backward
-from torchtitan_npu.compile.random_state import without_random_state
-from torchtitan_npu.compile.runtime import Compiled, plain_region
-from torchtitan_npu.compile.strides import copy_of, for_any_strides, gradients_as_they_lie, open_strides
-from torchtitan_npu.compile.tidy import tidy
+from torchtitan_npu.compile.cleanup import clean_up
+from torchtitan_npu.compile.gradient_strides import copy_graph, make_stride_agnostic, select_by_gradient_strides
+from torchtitan_npu.compile.partition import partition
+from torchtitan_npu.compile.passes.graph_utils import has_backward
+from torchtitan_npu.compile.region_function import CompiledGraph, region_function
+from torchtitan_npu.torch_internals.aot_autograd import (
+    accept_any_gradient_strides,
+    eliminate_common_subexpressions,
+    is_tensor_subclass,
+    region_metadata,
+    takes_list,
+)
 from torchtitan_npu.torch_internals.dispatch import OpOverload
+from torchtitan_npu.torch_internals.dynamo import aot_autograd
+from torchtitan_npu.torch_internals.graph_interpreter import Launch, interpret
 
 Pass = Callable[[fx.GraphModule], Any]
-"""Changes a graph in place."""
+"""Rewrites a graph in place."""
 
 
-def bypassing(
+def make_backend(
     passes: Sequence[Pass] = (),
-    when_compiled: Callable[[float], None] = lambda seconds: None,
+    on_compiled: Callable[[float], None] = lambda seconds: None,
 ) -> Callable[..., Any]:
-    """A backend for :func:`torch.compile` that generates no kernels.
+    """Return a backend for :func:`torch.compile` that bypasses code generation.
 
-    ``passes`` change the graph of forward and backward together, or the one graph of a region without gradients. They
-    do not see the halves of the former: there it is no longer to be seen what a value comes from, or what it is saved
-    for. ``when_compiled`` is told of every region how long it took.
+    ``passes`` run on the joint graph of forward and backward, or on the graph of a region without gradients. They do
+    not run on the two halves of a joint graph, in which the origin and the use of saved values are not visible.
+    ``on_compiled`` is called once per region with the seconds that it took to compile.
     """
 
-    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition_joint(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         for change in passes:
             change(joint)
-        tidy(joint, of_any_strides=True)
+        clean_up(joint, any_gradient_strides=True)
         joint.recompile()
-        # saves what eager saves. The cut that needs the least memory computes more than once what a generated kernel
-        # would compute on the way; here each of these is a launch
-        return without_random_state(default_partition, joint, *args, **kwargs)
-
-    def compile_graph(graph_module: fx.GraphModule) -> Launch:
-        if not has_backward(graph_module.graph):
-            return _written(graph_module)
-        again = copy_of(graph_module)
-
-        def opened() -> Launch:
-            open_strides(again.graph)
-            return _written(again, of_any_strides=True)
-
-        return for_any_strides(graph_module, lambda: _written(graph_module), opened)
+        return partition(joint, *args, **kwargs)
 
     def compile_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
-        compiled: list[Compiled] = []  # forward, and backward where there is one
+        compiled: list[CompiledGraph] = []  # forward, and backward if there is one
         metadata: list[Any] = []
+        # with tensor subclasses AOTAutograd's runtime copies gradients into the strides seen in tracing
+        traced_strides = any(map(is_tensor_subclass, inputs))
 
-        def compile_one(graph_module: fx.GraphModule, _: Any) -> Launch:
-            inputs = len(graph_module.graph.find_nodes(op="placeholder"))
-            launch = compile_graph(graph_module)
-            compiled.append(Compiled(launch, inputs))
-            metadata.append(TracingContext.get().fw_metadata)  # type: ignore[union-attr]
-            launch._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's word for taking a list
-            return launch
+        def compile_graph(graph_module: fx.GraphModule, _: Any) -> Launch:
+            count = len(graph_module.graph.find_nodes(op="placeholder"))
+            metadata.append(region_metadata())
+            accept_any_gradient_strides(metadata[-1])
+            if traced_strides or not has_backward(graph_module.graph):
+                launch = _clean_and_interpret(graph_module)
+            else:
+                launch = _for_any_gradient_strides(graph_module)
+            compiled.append(CompiledGraph(launch, count))
+            return takes_list(launch)
 
-        def compile_without_gradients(graph_module: fx.GraphModule, inputs: Any) -> Launch:
+        def compile_inference_graph(graph_module: fx.GraphModule, inputs: Any) -> Launch:
             for change in passes:
                 change(graph_module)
-            return compile_one(graph_module, inputs)
+            return compile_graph(graph_module, inputs)
 
-        # the backward now, not when it is needed: we call it ourselves
-        of_any_size = not any(map(is_traceable_wrapper_subclass, inputs))
-        with functorch_config.patch(force_non_lazy_backward_lowering=True), gradients_as_they_lie(of_any_size):
-            called_by_torch = aot_autograd(
-                fw_compiler=compile_one, inference_compiler=compile_without_gradients, partition_fn=partition
+        # the backward graph is compiled now, not at its first use, because region_function calls it directly
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            called_by_aot_autograd = aot_autograd(
+                fw_compiler=compile_graph, inference_compiler=compile_inference_graph, partition_fn=partition_joint
             )(graph_module, inputs)
-        region = plain_region(list(inputs), metadata[0], compiled) or _trusting_its_operators(called_by_torch)
-        when_compiled(time.perf_counter() - started)
-        return region
+        region = region_function(inputs, metadata[0], compiled)
+        on_compiled(time.perf_counter() - started)
+        return region or _allow_aliasing_operators(called_by_aot_autograd)
 
     return compile_region
 
 
-def _written(graph_module: fx.GraphModule, of_any_strides: bool = False) -> Launch:
-    tidy(graph_module, of_any_strides)
-    if not _draws_again(graph_module.graph):
-        graph_module.graph = fx_graph_cse(graph_module.graph)
-    tidy(graph_module, of_any_strides)
-    return interpreted(graph_module)
+def _for_any_gradient_strides(backward: fx.GraphModule) -> Launch:
+    """Compile a backward graph as traced, and on demand a version for gradients with other strides."""
+    copy = copy_graph(backward)
+
+    def compile_stride_agnostic() -> Launch:
+        make_stride_agnostic(copy.graph)
+        return _clean_and_interpret(copy, any_gradient_strides=True)
+
+    return select_by_gradient_strides(backward, lambda: _clean_and_interpret(backward), compile_stride_agnostic)
 
 
-def _draws_again(graph: fx.Graph) -> bool:
-    """Whether an operator draws random numbers more than once: each time others, but CSE knows only some of aten's."""
-    drawing = [
+def _clean_and_interpret(graph_module: fx.GraphModule, any_gradient_strides: bool = False) -> Launch:
+    clean_up(graph_module, any_gradient_strides)
+    if not _repeats_random_operator(graph_module.graph):
+        graph_module.graph = eliminate_common_subexpressions(graph_module.graph)
+    clean_up(graph_module, any_gradient_strides)
+    return interpret(graph_module)
+
+
+def _repeats_random_operator(graph: fx.Graph) -> bool:
+    """Tell whether a random operator occurs twice. Merging the calls would be wrong, and torch's CSE knows only aten's
+    random operators."""
+    random = [
         node.target
         for node in graph.nodes
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     ]
-    return len(set(drawing)) < len(drawing)
+    return len(set(random)) < len(random)
 
 
-def _trusting_its_operators(region: Callable[..., Any]) -> Callable[..., Any]:
-    """``region`` without what torch says at its first call of an operator that returns its own argument.
+def _allow_aliasing_operators(region: Callable[..., Any]) -> Callable[..., Any]:
+    """Silence torch's check for operators that return their own argument, which runs in a region's first call.
 
-    ``_npu_moe_token_unpermute`` does, in torch_npu and on a GPU, though its schema does not say so: torch 2.13 warns,
-    or raises where CI is in the environment. Nothing in a graph is changed in place, so nothing follows from it.
+    ``_npu_moe_token_unpermute`` does so in torch_npu and on a GPU, against its schema. torch 2.13 warns about it, and
+    raises an error if CI is in the environment. The graphs contain no in-place operators, so the alias is harmless.
     """
     called = False
 
-    def call(*given: Any) -> Any:
+    def call(*inputs: Any) -> Any:
         nonlocal called
         if called:
-            return region(*given)
+            return region(*inputs)
         called = True
-        option = "error_on_custom_op_aliasing"  # torch 2.11 has none
+        option = "error_on_custom_op_aliasing"  # not in torch 2.11
         options = {option: False} if hasattr(functorch_config, option) else {}
         with functorch_config.patch(options), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "npu::_npu_moe_token_unpermute ")
-            return region(*given)
+            return region(*inputs)
 
     return call
 
 
-bypassed = bypassing()
+bypass_codegen = make_backend()

@@ -1,7 +1,7 @@
-"""Passes over compiled graphs: plain functions that take an ``fx.Graph`` and return how many places they changed.
+"""Graph passes: functions that rewrite an ``fx.Graph`` and return the number of places they changed.
 
-Graphs are those that AOTAutograd makes, joint or inference, with functional collectives in them; which backend compiles
-them afterwards does not matter.
+They take the graphs that AOTAutograd traces, joint or inference graphs, with functional collectives. They do not depend
+on the backend that compiles the graphs afterwards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torchtitan.tools.logging import logger
 from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm
 from torchtitan_npu.compile.passes.all_gather_chunk import all_gather_chunk
 from torchtitan_npu.compile.passes.async_tp import async_tp
-from torchtitan_npu.compile.passes.graphs import has_backward
-from torchtitan_npu.compile.passes.limits import Limits
+from torchtitan_npu.compile.passes.graph_utils import has_backward
+from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
 from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
 from torchtitan_npu.errors import UsageError, nearest
@@ -32,18 +32,18 @@ PASSES: dict[str, Callable[..., int]] = {
     "async_tp": async_tp,
     "add_rms_norm": add_rms_norm,
 }
-"""By the name that ``[npu] graph_passes`` gives them, in the order they run in, whatever order the key has."""
+"""Passes by their name in ``[npu] graph_passes``. They run in this order, whatever the order in the key."""
 WITH_LIMITS = ("async_tp", "add_rms_norm")
-"""Those that put operators into graphs which an NPU's kernels may refuse."""
-WITHOUT_GRADIENTS = ("add_rms_norm",)
-"""Those that leave the graphs of training alone."""
+"""Passes that insert operators with NPU limits."""
+INFERENCE_ONLY = ("add_rms_norm",)
+"""Passes that do not change training graphs."""
 
 
 class GraphPasses:
-    """The passes that a job asks for. Calling it runs them on a graph; :func:`report` says what they did.
+    """The graph passes of a job. Call it with a graph to run them; :meth:`report` logs what they changed.
 
-    It is to see the joint graph of a training step, or the graph of a region without gradients; not the two halves that
-    the former is cut into, whose inputs may be any one rank's.
+    It must see the joint graph of a training step, or the graph of a region without gradients. In the two halves of a
+    joint graph an input may be a value of one rank only.
     """
 
     def __init__(
@@ -59,26 +59,26 @@ class GraphPasses:
                 raise UsageError(f"npu.graph_passes: no pass {name!r}{nearest(name, PASSES)}; there are {known}")
         if sp_min_tokens < 1:
             raise UsageError(f"npu.sp_min_tokens is {sp_min_tokens}; it must be at least 1")
-        self.limits = {name: Limits(strict_limits) for name in WITH_LIMITS if name in names}
+        self.limits = {name: KernelLimits(strict_limits) for name in WITH_LIMITS if name in names}
         options: dict[str, dict[str, Any]] = {name: {"limits": limits} for name, limits in self.limits.items()}
-        options["sequence_parallel"] = {"min_tokens": sp_min_tokens, "whole_inputs": sp_whole_inputs}
+        options["sequence_parallel"] = {"min_tokens": sp_min_tokens, "replicated_inputs": sp_whole_inputs}
         self.passes: dict[str, Pass] = {
             name: partial(function, **options.get(name, {})) for name, function in PASSES.items() if name in names
         }
-        self.whole_inputs = sp_whole_inputs
+        self.replicated_inputs = sp_whole_inputs
         self.changed: Counter[str] = Counter()
-        """By pass, the places in all graphs."""
-        self.unsaid: list[tuple[bool, dict[str, int]]] = []
-        """Of every graph since the last report, whether it has gradients, and the places by pass."""
-        self.reported = False
-        self.said: set[str] = set()
-        """The passes of which it was said what they did, or that they found nothing."""
+        """Number of places changed in all graphs, by pass."""
+        self.unreported: list[tuple[bool, dict[str, int]]] = []
+        """For each graph since the last report: whether it has a backward pass, and the places changed by pass."""
+        self.has_reported = False
+        self.reported_passes: set[str] = set()
+        """Passes with a line in an earlier report."""
 
     def __call__(self, given: fx.GraphModule | fx.Graph) -> int:
         graph = given.graph if isinstance(given, fx.GraphModule) else given
         changed = {name: function(graph) for name, function in self.passes.items()}
         self.changed.update(changed)
-        self.unsaid.append((has_backward(graph), changed))
+        self.unreported.append((has_backward(graph), changed))
         total = sum(changed.values())
         if total:
             graph.lint()
@@ -87,42 +87,42 @@ class GraphPasses:
         return total
 
     def report(self) -> None:
-        """Say it, of each pass once that it found nothing, and then no more of what was said."""
-        if self.reported and not self.unsaid:
+        """Log what each pass changed since the last report. A pass that found nothing is logged once."""
+        if self.has_reported and not self.unreported:
             return
         for name in self.passes:
-            places = [changed[name] for trains, changed in self.unsaid if name not in WITHOUT_GRADIENTS or not trains]
-            if name in WITHOUT_GRADIENTS and not places:
-                if not self.reported:
+            places = [changed[name] for trains, changed in self.unreported if name not in INFERENCE_ONLY or not trains]
+            if name in INFERENCE_ONLY and not places:
+                if not self.has_reported:
                     logger.info(f"Graph pass {name}: waits for graphs without gradients, compiled when first needed")
                 continue
-            if any(places) or name not in self.said:
-                done = f"{_many(sum(places), 'place')} changed" if any(places) else "found nothing to change"
-                without = " without gradients" if name in WITHOUT_GRADIENTS else ""
-                later = " compiled later" if self.reported else ""
+            if any(places) or name not in self.reported_passes:
+                done = f"{_count(sum(places), 'place')} changed" if any(places) else "found nothing to change"
+                without = " without gradients" if name in INFERENCE_ONLY else ""
+                later = " compiled later" if self.has_reported else ""
                 hint = "" if any(places) else self._hint(name)
-                logger.info(f"Graph pass {name}: {done}, in {_many(len(places), 'graph')}{without}{later}{hint}")
-                self.said.add(name)
-            refused = self.limits[name].refused if name in self.limits else Counter()
-            for reason, times in refused.items():
-                logger.info(f"Graph pass {name}: in {_many(times, 'place')} {reason}")
-            refused.clear()
-        self.reported = True
-        self.unsaid.clear()
+                logger.info(f"Graph pass {name}: {done}, in {_count(len(places), 'graph')}{without}{later}{hint}")
+                self.reported_passes.add(name)
+            unsupported = self.limits[name].unsupported if name in self.limits else Counter()
+            for reason, times in unsupported.items():
+                logger.info(f"Graph pass {name}: in {_count(times, 'place')} {reason}")
+            unsupported.clear()
+        self.has_reported = True
+        self.unreported.clear()
 
     def _hint(self, name: str) -> str:
-        """What may be why it found nothing."""
-        if name == "sequence_parallel" and not self.whole_inputs:
-            return "; of inputs it knows only by npu.sp_whole_inputs that they are the same on all ranks"
+        """Return a possible reason why the pass found nothing."""
+        if name == "sequence_parallel" and not self.replicated_inputs:
+            return "; set npu.sp_whole_inputs if the inputs of a block are the same on all ranks"
         return ""
 
 
 def report(model_parts: Iterable[nn.Module]) -> None:
-    """Say what the passes of a job did to the graphs that were compiled since this was last called."""
+    """Log what a job's passes changed in the graphs compiled since the last call."""
     parts: Any = [part for part in model_parts if hasattr(part, "graph_passes")]
-    for passes in dict.fromkeys(part.graph_passes for part in parts):  # parts share theirs
+    for passes in dict.fromkeys(part.graph_passes for part in parts):  # the parts use the same object
         passes.report()
 
 
-def _many(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

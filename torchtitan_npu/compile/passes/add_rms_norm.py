@@ -1,4 +1,4 @@
-"""An addition and the RMS norm of its sum become one ``npu_add_rms_norm``, in graphs that need no gradient."""
+"""Fuse an addition and the RMS norm of its sum into ``npu_add_rms_norm``, in graphs without gradients."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from torch import fx
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
-from torchtitan_npu.compile.passes.graphs import aten, call, has_backward, static_shape, value
-from torchtitan_npu.compile.passes.limits import Limits
+from torchtitan_npu.compile.passes.graph_utils import aten, call, has_backward, static_shape, value
+from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
 from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.ops.core.arguments import by_name
 
 npu = torch.ops.npu
 
 
-def add_rms_norm(graph: fx.Graph, limits: Limits | None = None) -> int:
-    """Fuse what can be fused, and return how many norms were.
+def add_rms_norm(graph: fx.Graph, limits: KernelLimits | None = None) -> int:
+    """Fuse additions with the norms after them, and return the number of fused norms.
 
-    Not in training: torch_npu has no gradient of the fused operator. A norm whose ``rstd`` is used is one that has a
-    backward pass, in this graph or in another.
+    Training graphs stay as they are, because torch_npu has no gradient for the fused operator. A norm whose ``rstd`` is
+    used belongs to training too: its backward pass may be in another graph.
     """
     if has_backward(graph):
         return 0
-    limits = limits or Limits()
-    no_ops(graph)  # between the sum and its norm DTensor has views of what is local, under tensor parallel
+    limits = limits or KernelLimits()
+    no_ops(graph)  # under tensor parallel, DTensor puts views between the sum and its norm
     return sum(_fuse(node, limits) for node in list(graph.nodes))
 
 
-def _fuse(norm: fx.Node, limits: Limits) -> bool:
-    """Fuse ``norm`` with the addition before it, if it is a norm, there is one, and the operator takes both."""
+def _fuse(norm: fx.Node, limits: KernelLimits) -> bool:
+    """Fuse ``norm`` with the addition before it if both exist and the operator supports them."""
     arguments = _norm_arguments(norm)
     if arguments is None:
         return False
@@ -42,11 +42,11 @@ def _fuse(norm: fx.Node, limits: Limits) -> bool:
     if not isinstance(x1, fx.Node) or not isinstance(x2, fx.Node) or not isinstance(gamma, fx.Node):
         return False
     if value(x1).shape != value(x2).shape or len({value(x).dtype for x in (x1, x2, gamma)}) > 1:
-        return False  # it neither broadcasts nor promotes
+        return False  # the fused operator neither broadcasts nor promotes
     outputs = [norm] if norm.target is aten.rms_norm.default else list(norm.users)
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in outputs if user is not norm):
         return False
-    # where the sum is: whatever uses it comes later; gamma may come later too
+    # the fused operator goes where both the sum and gamma exist; no user of the sum may come before
     after = max(total, gamma)
     if any(user < after for user in total.users):
         return False
@@ -66,13 +66,13 @@ def _fuse(norm: fx.Node, limits: Limits) -> bool:
 
 
 def _norm_arguments(node: fx.Node) -> tuple[Any, Any, float] | None:
-    """Input, gamma and epsilon of an RMS norm over the last dimension."""
+    """Return input, gamma and epsilon if ``node`` is an RMS norm over the last dimension."""
     target: Any = node.target
     if target not in (npu.npu_rms_norm.default, aten.rms_norm.default, aten._fused_rms_norm.default):
         return None
     given = by_name(target, node.args, node.kwargs)
-    of_npu = target is npu.npu_rms_norm.default
-    names = ("input", "gamma", "epsilon") if of_npu else ("input", "weight", "eps")
+    is_npu = target is npu.npu_rms_norm.default
+    names = ("input", "gamma", "epsilon") if is_npu else ("input", "weight", "eps")
     source, gamma, epsilon = (given[name] for name in names)
     shape = static_shape(value(gamma))
     if epsilon is None or shape is None or len(shape) != 1:

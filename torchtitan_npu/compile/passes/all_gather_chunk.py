@@ -1,4 +1,4 @@
-"""A rank that gathers a tensor from all and takes its own piece again has had it all along."""
+"""Remove an all-gather followed by a chunk that selects this rank's own shard: the result is the gather's input."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from typing import Any
 
 from torch import fx
 
-from torchtitan_npu.compile.passes.graphs import (
+from torchtitan_npu.compile.passes.graph_utils import (
+    chunk_of,
     erase_unused,
     gathered,
     is_returned,
-    piece,
-    process_group,
     static_shape,
     value,
 )
+from torchtitan_npu.torch_internals.collectives import process_group
 
 
 def all_gather_chunk(graph: fx.Graph) -> int:
-    """All-gather + this rank's chunk → what was gathered; returns how many chunks went.
+    """Replace each chunk of an all-gather that is this rank's shard by the gather's input; return their number.
 
-    The gather goes too where nobody else uses it. A chunk that the graph returns stays: what was gathered may be
-    an input.
+    The all-gather is removed too if it has no other users. A chunk that the graph returns stays: the gather's input may
+    be an input of the graph, and the output would become its alias.
     """
     removed = 0
-    for node in reversed(list(graph.nodes)):  # so that a chunk comes before the pieces its gather is put together from
-        part = piece(node) if node.users else None
-        gather = gathered(part.whole) if part else None
-        if part is None or gather is None or any(gathered(user) for user in node.users):
+    for node in reversed(list(graph.nodes)):  # visits a chunk of a gather before the chunks that the gather consists of
+        chunk = chunk_of(node) if node.users else None
+        gather = gathered(chunk.source) if chunk else None
+        if chunk is None or gather is None or any(gathered(user) for user in node.users):
             continue
         started, dim = gather
-        source: Any = started.args[0]
-        group = process_group(started.args[2])
-        own = part.dim == dim and part.count == group.size() and part.index == group.rank()
-        if own and static_shape(value(source)) == static_shape(value(node)) and not is_returned(node):
-            node.replace_all_uses_with(source, propagate_meta=False)
+        shard: Any = started.args[0]
+        group = process_group(started.args[2])  # type: ignore[arg-type]
+        is_own = chunk.dim == dim and chunk.count == group.size() and chunk.index == group.rank()
+        if is_own and static_shape(value(shard)) == static_shape(value(node)) and not is_returned(node):
+            node.replace_all_uses_with(shard, propagate_meta=False)
             removed += 1
             erase_unused(node)
     return removed

@@ -1,9 +1,9 @@
-"""Async tensor parallel: a matrix product overlaps with the collective before or after it.
+"""Async tensor parallel: overlap a matmul with the collective before or after it.
 
-All-gather + product becomes ``npu_all_gather_base_mm``, product + reduce-scatter ``npu_mm_reduce_scatter_base``: one
-kernel on an NPU, elsewhere a ring of sends and receives with a part of the product between two of them. These operators
-take matrices, and gather or scatter whole blocks of rows. Tensor parallel does so along the sequence, of every batch:
-the rows of one batch are then rearranged on the side of the product that has them whole.
+All-gather + matmul becomes ``npu_all_gather_base_mm``, and matmul + reduce-scatter ``npu_mm_reduce_scatter_base``. On an
+NPU each is one kernel. Elsewhere it is a ring of sends and receives, with a part of the matmul between two of them.
+The operators take matrices and gather or scatter blocks of rows. Tensor parallel gathers along the sequence, which is
+not the first dimension if there is a batch, so the rows are reordered on the side of the matmul that has all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu:: where torch_npu does not)
-from torchtitan_npu.compile.passes.graphs import (
+from torchtitan_npu.compile.passes.graph_utils import (
     RESHAPES,
     as_matrix,
     aten,
@@ -25,43 +25,43 @@ from torchtitan_npu.compile.passes.graphs import (
     collectives,
     erase_unused,
     gathered,
-    piece,
-    process_group,
+    chunk_of,
     static_shape,
     value,
     waited,
 )
-from torchtitan_npu.compile.passes.limits import Limits
+from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
+from torchtitan_npu.compile.passes.matmuls import Matmul, matmul_at
 from torchtitan_npu.compile.passes.no_ops import no_ops
-from torchtitan_npu.compile.passes.products import Product, product_at
+from torchtitan_npu.torch_internals.collectives import hccl_communicator
+from torchtitan_npu.torch_internals.process_groups import process_group
 
 npu = torch.ops.npu
 SCALINGS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
-def async_tp(graph: fx.Graph, limits: Limits | None = None) -> int:
-    """Fuse what can be fused, in either direction, and return how many products were."""
-    limits = limits or Limits()
-    no_ops(graph)  # DTensor cuts off padding even where there is none, between a collective and its product
+def async_tp(graph: fx.Graph, limits: KernelLimits | None = None) -> int:
+    """Fuse matmuls with all-gathers and reduce-scatters, and return the number of fused matmuls."""
+    limits = limits or KernelLimits()
+    no_ops(graph)  # between a collective and its matmul, DTensor slices off padding even if there is none
     gathers = sum(_fuse_gather(node, limits) for node in list(graph.nodes) if node.users)
     return gathers + sum(_fuse_scatter(node, limits) for node in list(graph.nodes) if node.users)
 
 
 def communicator(group: Any, device: torch.device) -> str:
-    """What the fused operators call a group: HCCL's name for it, or the group's own for the stand-ins.
+    """Return the group name that the fused operators take: HCCL's on an NPU, else the process group's.
 
-    Ranks that are only rehearsed have no communicator; there no kernel asks for it either.
+    In a dry run there is no communicator, and no kernel that needs one.
     """
     ranks = process_group(group)
     if device.type != "npu" or dist.get_backend(ranks) == "fake":
         return ranks.group_name
-    # HCCL finds the device by the global rank
-    return ranks._get_backend(device).get_hccl_comm_name(dist.get_rank())  # type: ignore[attr-defined]
+    return hccl_communicator(ranks, device)
 
 
-def _fuse_gather(whole: fx.Node, limits: Limits) -> bool:
-    """Fuse the all-gather that ends in ``whole`` with the largest of the products of it; the others use its result."""
-    found = gathered(whole)
+def _fuse_gather(result: fx.Node, limits: KernelLimits) -> bool:
+    """Fuse the all-gather whose result is ``result`` with its largest matmul. Others use the gathered rows."""
+    found = gathered(result)
     if found is None:
         return False
     started, dim = found
@@ -69,80 +69,80 @@ def _fuse_gather(whole: fx.Node, limits: Limits) -> bool:
     ranks: Any
     source, ranks, group = started.args
     shape = static_shape(value(source))
-    products = _products_of(whole)
-    if shape is None or not products or dim >= len(shape) - 1 or not _only_for(started, whole):
+    matmuls = _matmuls_of(result)
+    if shape is None or not matmuls or dim >= len(shape) - 1 or not _is_only_use(started, result):
         return False
-    product = max(products, key=lambda product: value(product.node).shape[-1])
+    matmul = max(matmuls, key=lambda matmul: value(matmul.node).shape[-1])
     device = value(source).device
-    if not limits.allow("npu_all_gather_base_mm", device, input=value(source), x2=product.weight, world_size=ranks):
+    if not limits.allow("npu_all_gather_base_mm", device, input=value(source), x2=matmul.weight, world_size=ranks):
         return False
-    first = min(whole.users)
-    _move_before(first, product.right)
+    first = min(result.users)
+    _move_before(first, matmul.right)
     before, rows = math.prod(shape[:dim]), math.prod(shape[dim:-1])
-    with whole.graph.inserting_before(first):
-        flat = as_matrix(source, before * rows, like=product.node)
+    with result.graph.inserting_before(first):
+        flat = as_matrix(source, before * rows, like=matmul.node)
         name = communicator(group, device)
-        fused = call(npu.npu_all_gather_base_mm.default, flat, _weight(product), name, ranks, like=product.node)
-        outputs = [call(operator.getitem, fused, place, like=product.node) for place in (0, 1)]
-        # of every rank all batches, to of every batch all ranks
-        multiplied, rows_of_all = (_swapped(output, ranks, before, rows) for output in outputs)
-        multiplied = call(aten.view.default, multiplied, list(value(product.node).shape), like=product.node)
-        again = call(aten.view.default, rows_of_all, list(value(whole).shape), like=whole)
-    product.replace_with(multiplied)
-    whole.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again, propagate_meta=False)
-    erase_unused(whole)
-    if not again.users:
-        erase_unused(again)
+        fused = call(npu.npu_all_gather_base_mm.default, flat, _weight(matmul), name, ranks, like=matmul.node)
+        outputs = [call(operator.getitem, fused, place, like=matmul.node) for place in (0, 1)]
+        # (ranks, batch, rows) to (batch, ranks, rows)
+        multiplied, all_rows = (_swap_blocks(output, ranks, before, rows) for output in outputs)
+        multiplied = call(aten.view.default, multiplied, list(value(matmul.node).shape), like=matmul.node)
+        gather = call(aten.view.default, all_rows, list(value(result).shape), like=result)
+    matmul.replace_with(multiplied)
+    result.replace_all_uses_with(gather, delete_user_cb=lambda user: user is not gather, propagate_meta=False)
+    erase_unused(result)
+    if not gather.users:
+        erase_unused(gather)
     return True
 
 
-def _products_of(whole: fx.Node) -> list[Product]:
-    """The products that have ``whole``, or a reshaping of it, on the left."""
-    products, views = [], [whole]
+def _matmuls_of(left: fx.Node) -> list[Matmul]:
+    """Return the matmuls with ``left``, or a reshape of it, as their left side."""
+    matmuls, views = [], [left]
     for view in views:
         for user in view.users:
-            if user.target in RESHAPES and value(user).shape[-1] == value(whole).shape[-1]:
+            if user.target in RESHAPES and value(user).shape[-1] == value(left).shape[-1]:
                 views.append(user)
             for node in (user, *user.users):
-                product = product_at(node)
-                if product and product.left is view and not _follows(product.right, whole):
-                    products.append(product)
-    return products
+                matmul = matmul_at(node)
+                if matmul and matmul.left is view and not _depends_on(matmul.right, left):
+                    matmuls.append(matmul)
+    return matmuls
 
 
-def _follows(node: Any, other: fx.Node) -> bool:
-    """Whether ``node`` is computed from ``other``."""
+def _depends_on(node: Any, other: fx.Node) -> bool:
+    """Tell whether ``node`` is computed from ``other``."""
     seen = {node: None}
     for one in (ahead := [node]):
         if one is other:
             return True
-        if one > other:  # what comes before it cannot follow from it
+        if one > other:  # a node before ``other`` cannot depend on it
             ahead += [argument for argument in one.all_input_nodes if argument not in seen]
             seen |= dict.fromkeys(one.all_input_nodes)
     return False
 
 
-def _only_for(started: fx.Node, whole: fx.Node) -> bool:
-    """Whether nothing on the way from a gather to its result has another user."""
+def _is_only_use(started: fx.Node, result: fx.Node) -> bool:
+    """Tell whether no node between an all-gather and its ``result`` has another user."""
     if len(started.users) != 1:
         return False
     (waiting,) = started.users
-    if waiting is whole:
+    if waiting is result:
         return True
-    pieces = [user for split in waiting.users for user in (split.users if piece(split) is None else [split])]
-    return all(list(part.users) == [whole] for part in pieces)
+    chunks = [user for split in waiting.users for user in (split.users if chunk_of(split) is None else [split])]
+    return all(list(chunk.users) == [result] for chunk in chunks)
 
 
 def _move_before(first: fx.Node, node: Any) -> None:
-    """Move ``node``, and what it is made of, before ``first``: a weight that is transposed when it is needed."""
+    """Move ``node`` and its inputs before ``first``, for example the transpose of a weight."""
     if isinstance(node, fx.Node) and node > first:
         for argument in node.all_input_nodes:
             _move_before(first, argument)
         first.prepend(node)
 
 
-def _fuse_scatter(result: fx.Node, limits: Limits) -> bool:
-    """Fuse the reduce-scatter that ends in ``result`` with the product that it is of, if it is of one."""
+def _fuse_scatter(result: fx.Node, limits: KernelLimits) -> bool:
+    """Fuse the reduce-scatter whose result is ``result`` with the matmul before it."""
     started = waited(result, collectives.reduce_scatter_tensor.default)
     if started is None:
         return False
@@ -151,31 +151,31 @@ def _fuse_scatter(result: fx.Node, limits: Limits) -> bool:
     given, reduce_op, ranks, group = started.args
     if reduce_op not in ("sum", "avg"):
         return False
-    whole, dim = _scattered(given, ranks)
+    source, dim = _scattered(given, ranks)
     scalings: list[tuple[Any, Any]] = []
-    node: Any = whole
-    product: Product | None = None
-    # the users of what is scattered along another dimension are its pieces, of which _scattered knows
-    while len(node.users) == 1 or (node is whole and whole is not given):
-        if (product := product_at(node)) is not None:
+    node: Any = source
+    matmul: Matmul | None = None
+    # a tensor scattered along another dimension has its chunks as users, which _scattered has checked
+    while len(node.users) == 1 or (node is source and source is not given):
+        if (matmul := matmul_at(node)) is not None:
             break
         if node.target in SCALINGS and isinstance(node.args[1], (int, float)):
             scalings.append((node.target, node.args[1]))
         elif node.target not in RESHAPES or value(node).shape[-1] != value(node.args[0]).shape[-1]:
             return False
         node = node.args[0]
-    shape = static_shape(value(whole))
-    if product is None or shape is None or dim >= len(shape) - 1:
+    shape = static_shape(value(source))
+    if matmul is None or shape is None or dim >= len(shape) - 1:
         return False
-    left, device = product.left, value(product.left).device
-    if not limits.allow("npu_mm_reduce_scatter_base", device, input=value(left), x2=product.weight, world_size=ranks):
+    left, device = matmul.left, value(matmul.left).device
+    if not limits.allow("npu_mm_reduce_scatter_base", device, input=value(left), x2=matmul.weight, world_size=ranks):
         return False
     before, rows = math.prod(shape[:dim]), int(math.prod(shape[dim:-1])) // ranks
     with result.graph.inserting_before(started):
-        ordered = _swapped(as_matrix(left, before * ranks * rows, like=node), before, ranks, rows)
+        ordered = _swap_blocks(as_matrix(left, before * ranks * rows, like=node), before, ranks, rows)
         name = communicator(group, device)
-        fused = call(npu.npu_mm_reduce_scatter_base.default, ordered, _weight(product), name, ranks, like=node)
-        # a sum that is scaled, for summands that are: products are not rounded in between
+        fused = call(npu.npu_mm_reduce_scatter_base.default, ordered, _weight(matmul), name, ranks, like=node)
+        # scale the sum instead of its summands
         if reduce_op == "avg":
             scalings.insert(0, (aten.div.Tensor, ranks))
         for scaling, number in reversed(scalings):
@@ -183,40 +183,43 @@ def _fuse_scatter(result: fx.Node, limits: Limits) -> bool:
         summed = call(aten.view.default, fused, list(value(result).shape), like=result)
     result.replace_all_uses_with(summed, propagate_meta=False)
     erase_unused(result)
-    product.compute_no_more()
+    matmul.mask_gradient()
     return True
 
 
 def _scattered(given: fx.Node, ranks: int) -> tuple[Any, int]:
-    """What a reduce-scatter scatters, and along which dimension; the pieces of another than the first come in a row."""
+    """Return the tensor that a reduce-scatter scatters, and the dimension.
+
+    For a dimension other than the first, the collective gets the tensor's chunks concatenated along the first.
+    """
     if given.target is not aten.cat.default or (given.args[1] if len(given.args) > 1 else 0) != 0:
         return given, 0
-    pieces = [piece(part) for part in given.args[0]]  # type: ignore[union-attr, arg-type]
-    first = pieces[0]
+    chunks = [chunk_of(part) for part in given.args[0]]  # type: ignore[union-attr, arg-type]
+    first = chunks[0]
     if first is None or len(given.users) != 1:
         return given, 0
-    expected = [(first.whole, first.dim, place, ranks) for place in range(ranks)]
-    if [(part.whole, part.dim, part.index, part.count) for part in pieces if part] != expected:
+    expected = [(first.source, first.dim, place, ranks) for place in range(ranks)]
+    if [(chunk.source, chunk.dim, chunk.index, chunk.count) for chunk in chunks if chunk] != expected:
         return given, 0
-    # users of the whole: its splits, whose pieces go nowhere else
-    others = [user for user in first.whole.users if user not in given.args[0]]  # type: ignore[operator]
+    # the other users of the source are splits; their chunks must have no other users
+    others = [user for user in first.source.users if user not in given.args[0]]  # type: ignore[operator]
     if any(set(split.users) - set(given.args[0]) for split in others):  # type: ignore[arg-type]
         return given, 0
-    return first.whole, first.dim
+    return first.source, first.dim
 
 
-def _weight(product: Product) -> fx.Node:
-    """The right side of a product as the kernels take it: contiguous, or the transpose of what is."""
-    weight = call(aten.t.default, product.right, like=product.node) if product.gradients else product.right
+def _weight(matmul: Matmul) -> fx.Node:
+    """Return the right side of a matmul as the kernels take it: contiguous, or the transpose of a contiguous matrix."""
+    weight = call(aten.t.default, matmul.right, like=matmul.node) if matmul.gradients else matmul.right
     if value(weight).is_contiguous() or value(weight).t().is_contiguous():
         return weight
-    return call(aten.clone.default, weight, like=product.node, memory_format=torch.contiguous_format)
+    return call(aten.clone.default, weight, like=matmul.node, memory_format=torch.contiguous_format)
 
 
-def _swapped(matrix: fx.Node, outer: int, inner: int, rows: int) -> fx.Node:
-    """``matrix`` of outer × inner blocks of rows, as inner × outer blocks; contiguous, as the kernels take the left."""
+def _swap_blocks(matrix: fx.Node, outer: int, inner: int, rows: int) -> fx.Node:
+    """Reorder ``matrix`` from outer × inner to inner × outer blocks of rows. The result is contiguous."""
     if 1 in (outer, inner):
         return as_matrix(matrix, outer * inner * rows, like=matrix)
     blocks = call(aten.view.default, matrix, [outer, inner, rows, value(matrix).shape[1]], like=matrix)
-    turned = call(aten.transpose.int, blocks, 0, 1, like=matrix)
-    return as_matrix(turned, outer * inner * rows, like=matrix)
+    swapped = call(aten.transpose.int, blocks, 0, 1, like=matrix)
+    return as_matrix(swapped, outer * inner * rows, like=matrix)

@@ -1,7 +1,6 @@
-"""Takes out operators that return what they are given: a view to the same shape, a slice of everything, a cast to bf16
-of what is bf16.
+"""Remove operators that return their input unchanged, such as a view to the same shape or a full slice.
 
-They cost the host a launch each, and stand between the operators that other passes look for.
+Each costs the host the time of a launch, and they separate the operators that other passes look for.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torchtitan_npu.compile.passes.graphs import RESHAPES, aten, is_returned, value
+from torchtitan_npu.compile.passes.graph_utils import RESHAPES, aten, is_returned, value
 
-VIEWS = (
+CANDIDATES = (
     *RESHAPES,
     aten.expand.default,
     aten.slice.Tensor,
@@ -22,19 +21,19 @@ VIEWS = (
     aten.detach.default,
     aten._to_copy.default,
 )
-"""They change shape, strides, dtype or device, or nothing: a graph is below autograd, where detach changes nothing."""
+"""Operators that change only shape, strides, dtype or device. ``detach`` changes nothing below autograd."""
 
 
 def no_ops(graph: fx.Graph) -> int:
-    """Redirect the users of no-ops to what these are given, and return how many went.
+    """Redirect the users of no-ops to the no-ops' inputs, and return the number removed.
 
-    What a graph returns stays: AOTAutograd knows which output is a view of what.
+    Outputs of the graph stay, because AOTAutograd has recorded which outputs are views.
     """
     removed = 0
     for node in list(graph.nodes):
-        if node.target not in VIEWS or not _same(value(node.args[0]), value(node)):
+        if node.target not in CANDIDATES or not _is_same(value(node.args[0]), value(node)):
             continue
-        if node.target is aten._to_copy.default and is_returned(node):  # a copy that was asked for
+        if node.target is aten._to_copy.default and is_returned(node):  # the caller expects a copy
             continue
         node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
         if not node.users:
@@ -43,8 +42,8 @@ def no_ops(graph: fx.Graph) -> int:
     return removed
 
 
-def _same(given: Any, returned: Any) -> bool:
-    """Whether two example values have the same elements in the same places; as written, so that no size is guarded."""
+def _is_same(given: Any, returned: Any) -> bool:
+    """Tell whether two example values have equal layouts. Sizes are compared by their text, which adds no guards."""
     if not isinstance(given, Tensor) or not isinstance(returned, Tensor):
         return False
     here, there = (

@@ -1,7 +1,7 @@
-"""Matrix products in a graph, however they are written.
+"""Find matrix products in a graph.
 
-On a CPU or a GPU autograd takes a product of more than two dimensions apart: it is reshaped to a matrix, and its
-gradients are products of matrices too. torch_npu has kernels for the whole, and for both gradients together.
+On a CPU or a GPU, autograd decomposes a matmul of more than two dimensions: the left side is reshaped to a matrix, and
+each gradient is an ``mm``. torch_npu has one kernel for the matmul and one for both of its gradients.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torchtitan_npu.compile.passes.graphs import aten, erase_unused, value
+from torchtitan_npu.compile.passes.graph_utils import aten, erase_unused, value
 
 
 @dataclass(frozen=True)
-class Product:
-    """``left @ right``, of shapes (..., K) and (K, N); with ``gradients`` ``right`` is turned, (N, K)."""
+class Matmul:
+    """``left @ right`` with shapes (..., K) and (K, N). If ``gradients`` is set, ``right`` is stored transposed, (N, K)."""
 
     node: fx.Node
     left: fx.Node
     right: fx.Node
     gradients: fx.Node | None = None
-    """The operator that computes this and another product: the gradients of both sides of a third."""
+    """The ``matmul_backward`` node that computes this product and the gradient of the other side."""
 
     @property
     def weight(self) -> Tensor:
@@ -31,13 +31,13 @@ class Product:
         return value(self.right).t() if self.gradients else value(self.right)
 
     def replace_with(self, result: fx.Node) -> None:
-        """Take the product out of the graph, and put ``result`` in its place."""
+        """Remove the product from the graph and let its users use ``result``."""
         self.node.replace_all_uses_with(result, propagate_meta=False)
         erase_unused(self.node)
-        self.compute_no_more()
+        self.mask_gradient()
 
-    def compute_no_more(self) -> None:
-        """Of two gradients, compute only the other, when the product is out of the graph."""
+    def mask_gradient(self) -> None:
+        """Have ``matmul_backward`` compute only the other gradient, after the product was removed."""
         both = self.gradients
         if both is not None and both.users:
             *inputs, mask = both.args
@@ -45,15 +45,15 @@ class Product:
             both.meta["val"] = (None, value(both)[1])
 
 
-def product_at(node: fx.Node) -> Product | None:
-    """The product whose result ``node`` is."""
+def matmul_at(node: fx.Node) -> Matmul | None:
+    """Return the product whose result is ``node``."""
     args: tuple[Any, ...] = node.args
     if node.target is aten.mm.default:
-        return Product(node, *args)
+        return Matmul(node, *args)
     if node.target is aten.matmul.default and value(args[1]).dim() == 2 and value(args[0]).dim() > 1:
-        return Product(node, *args)
+        return Matmul(node, *args)
     if node.target is operator.getitem and args[1] == 0 and args[0].target is aten.matmul_backward.default:
         grad, left, right, _ = args[0].args
         if value(right).dim() == 2 and value(left).dim() > 1:
-            return Product(node, grad, right, args[0])
+            return Matmul(node, grad, right, args[0])
     return None

@@ -1,0 +1,179 @@
+"""Choose and compile the regions of a model: whole blocks, or the parts between a block's hooks and waits.
+
+TorchTitan's ``apply_compile`` sets options of torch._dynamo and replaces a function of its MoE module for every model
+in the process. Here only the given model changes, and its parameters keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import JobConfig
+from torchtitan.models.moe.moe import MoE
+from torchtitan.tools.logging import logger
+
+from torchtitan_npu.compile.backend import bypass_codegen, make_backend
+from torchtitan_npu.compile.compile_progress import CompileProgress
+from torchtitan_npu.compile.passes import GraphPasses
+from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpoint_wrapper
+from torchtitan_npu.torch_internals.collectives import AsyncCollectiveTensor
+
+OPTIONS: dict[str, Any] = {"backend": bypass_codegen, "fullgraph": True}
+
+
+def compiles_blocks(job_config: JobConfig) -> bool:
+    """Tell whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
+    npu = npu_options(job_config)
+    return job_config.compile.enable and (npu.bypass_codegen or bool(npu.graph_passes))
+
+
+def without_compile(job_config: JobConfig) -> JobConfig:
+    """Return ``job_config`` with compile off, for TorchTitan's functions. :func:`compile_models` compiles instead."""
+    return replace(job_config, compile=replace(job_config.compile, enable=False))
+
+
+def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:
+    """Compile the blocks in ``layers`` of each model part, after the parallelism has been applied.
+
+    A rank with several pipeline stages has several parts. They use one backend, so equal blocks share graphs. The loss
+    is not compiled: it has only two operators.
+    """
+    if not models or "model" not in job_config.compile.components:
+        return
+    npu = npu_options(job_config)
+    passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens, npu.sp_whole_inputs, npu.strict_limits)
+    for model in models:
+        model.graph_passes = passes  # for the report after the first step
+    if npu.bypass_codegen:
+        options = {**OPTIONS, "backend": make_backend([passes], CompileProgress().region_compiled)}
+    else:
+        # Inductor runs this pass on the same graphs as our backend: joint graphs and inference graphs
+        options = {**OPTIONS, "backend": "inductor", "options": {"joint_custom_pre_pass": passes}}
+    blocks = [block for model in models for block in model.layers.values()]
+    regions = sum(compile_block(block, options, codegen=not npu.bypass_codegen) for block in blocks)
+    how = "code generation bypassed" if npu.bypass_codegen else "by Inductor, which can take minutes"
+    logger.info(f"{regions} regions of {len(blocks)} blocks are compiled at their first call, {how}")
+
+
+def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, codegen: bool = False) -> int:
+    """Compile a block and return the number of its regions.
+
+    Two parts may stay eager. Experts do if :func:`has_static_sizes` is false for them, together with the exchange of
+    tokens around them. Attention does in a block with ``prolog`` and ``epilog``: it consists of a few fused operators,
+    and its backward pass updates a loss.
+
+    If the backend generates code (``codegen``), small parts are compiled too, and experts always stay eager.
+    """
+    add_input_waits(outer)
+    block = without_checkpoint_wrapper(outer)
+    moes = [child for child in block.children() if isinstance(child, MoE)]
+    in_parts = hasattr(block, "prolog")
+    with_experts = not moes or (not codegen and all(map(has_static_sizes, moes)))
+    if with_experts and in_parts:
+        block.prolog = torch.compile(block.prolog, **options)
+        block.epilog = torch.compile(block.epilog, **options)
+        block.experts_in_epilog = bool(moes)
+        for moe in moes:  # activation checkpointing is outside of the regions and runs them twice
+            block.register_forward_pre_hook(partial(_set_whether_tokens_count, moe))
+        return 2
+    if with_experts:
+        # forward and not __call__: FSDP's hooks, which gather the weights, stay outside
+        outer.forward = torch.compile(outer.forward, **options)
+        for moe in moes:
+            moe.told_to_count = True  # the recomputation inside the backward graph does not count tokens
+        return 1
+    small = [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
+    regions, large = 0, []
+    if in_parts:
+        block.prolog = torch.compile(block.prolog, **options)
+        regions = 1
+        # up to the experts, epilog is a matmul, a sum and a norm: too little for a region on local tensors
+        if codegen or is_worth_compiling(block.attention):
+            block.epilog = torch.compile(block.epilog, **options)
+            regions = 2
+    else:
+        large = [child for child in block.children() if child is getattr(block, "attention", None)]
+        small += [child for child in block.children() if child not in (*moes, *large)]
+    parts = [*large, *(part for part in small if (codegen and _has_children(part)) or is_worth_compiling(part))]
+    for part in parts:
+        # __call__ and not forward: tensor parallel's input and output hooks are compiled as graphs of their own
+        part.compile(**options)
+    return regions + len(parts)
+
+
+def has_static_sizes(moe: Any) -> bool:
+    """Tell whether the sizes in a MoE module are independent of the routing, so that one graph can hold it.
+
+    They are with ``npu_permute`` and ``npu_gmm``, which pass the token counts as a tensor. With expert parallel, the
+    number of tokens of a rank depends on the routing, and FSDP adds hooks inside the module.
+    """
+    waits = any(getattr(part, "waits_for_counts", True) for part in (moe, moe.experts))
+    return not waits and not any("ep" in _mesh_dim_names(weight) for weight in moe.experts.parameters())
+
+
+def _set_whether_tokens_count(moe: Any, block: nn.Module, args: Any) -> None:
+    moe.told_to_count = moe.is_counted()
+
+
+def is_worth_compiling(part: nn.Module) -> bool:
+    """Tell whether a compiled part of a block costs the host less time than an eager one.
+
+    It does with DTensors, which cost several hundred µs per operator. On local tensors a norm, a router or shared
+    experts take less time than the guards of a region: docs/how-to/compile.md has the numbers.
+    """
+    if not _has_children(part):
+        return False
+    return any("tp" in _mesh_dim_names(weight) for weight in part.parameters())
+
+
+def _has_children(part: nn.Module) -> bool:
+    """Tell whether ``part`` has submodules. ``Module.compile`` has no effect on torch.nn's own modules (norms)."""
+    return next(part.children(), None) is not None
+
+
+def _mesh_dim_names(weight: Tensor) -> tuple[str, ...]:
+    return (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+
+
+class _Wait(torch.autograd.Function):
+    """Wait for a tensor that a collective is still writing."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: AsyncCollectiveTensor) -> Tensor:
+        tensor = pending.trigger_wait()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def add_input_waits(block: nn.Module) -> None:
+    """Add hooks to a block and its MoE modules that wait for pending inputs before a compiled region gets them.
+
+    AOTAutograd waits for such inputs too, but then passes on the tensor inside. Where a DTensor became local, its
+    gradient fails: "'Tensor' object has no attribute '_local_tensor'" in the backward pass (torch 2.13).
+    """
+    for module in (block, *(module for module in block.modules() if isinstance(module, MoE))):
+        # runs after tensor parallel's hook, which gathers the router's tokens
+        module.register_forward_pre_hook(_wait_for_inputs, with_kwargs=True)
+
+
+def _wait_for_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(_waited, args)), {name: _waited(value) for name, value in kwargs.items()}
+
+
+def _waited(value: Any) -> Any:
+    if not isinstance(value, AsyncCollectiveTensor):
+        return value
+    # no view without gradients: inputs of the other blocks are not views, and a view would need another graph
+    return _Wait.apply(value) if torch.is_grad_enabled() else value.trigger_wait()
