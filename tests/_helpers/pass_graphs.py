@@ -1,10 +1,12 @@
-"""Functions captured as AOTAutograd captures compiled regions, with passes run on the graphs, and what is in these."""
+"""Trace functions with AOTAutograd, run passes on the graphs, and count the collectives in them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,14 +14,29 @@ from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import Tensor, fx
 
 import torchtitan_npu.ops  # noqa: F401
+from torchtitan_npu.torch_internals import graph_interpreter
 
 collectives = torch.ops._c10d_functional
+
+
+@contextmanager
+def recorded_graphs() -> Iterator[list[tuple[fx.GraphModule, Any]]]:
+    """Collect every graph that the interpreter gets in this context, with its TorchScript version."""
+    graphs = []
+    script_graph = graph_interpreter.script_graph
+
+    def record(graph_module: fx.GraphModule) -> Any:
+        graphs.append((graph_module, script_graph(graph_module)))
+        return graphs[-1][1]
+
+    with patch.object(graph_interpreter, "script_graph", record):
+        yield graphs
 
 
 def compiled(
     function: Callable[..., Any], change: Callable[[fx.Graph], int], seen: list[fx.Graph]
 ) -> Callable[..., Any]:
-    """``function`` with ``change`` run on its joint graph, or on its inference graph; ``seen`` gets both versions."""
+    """Compile ``function`` with ``change`` run on its joint or inference graph. ``seen`` gets both versions."""
 
     def changed(graph_module: fx.GraphModule) -> fx.GraphModule:
         before = fx.Graph()
@@ -39,7 +56,7 @@ def compiled(
 
 
 def calls(graph: fx.Graph) -> Counter[str]:
-    """How often each collective is in the graph, by itself or fused with a product."""
+    """Count the collectives in a graph, alone or fused with a matmul."""
     names = {"all_reduce": "AR", "reduce_scatter_tensor": "RS", "all_gather_into_tensor": "AG"}
     fused = {"npu_all_gather_base_mm": "AG+mm", "npu_mm_reduce_scatter_base": "mm+RS"}
     found: Counter[str] = Counter()
@@ -52,7 +69,7 @@ def calls(graph: fx.Graph) -> Counter[str]:
 
 
 class Reduce(torch.autograd.Function):
-    """The end of a row-parallel layer: summed over the ranks; the gradient passes as it is."""
+    """The end of a row-parallel layer: an all-reduce whose gradient is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -64,7 +81,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Copy(torch.autograd.Function):
-    """The start of a column-parallel layer: the same on every rank; the gradients are summed."""
+    """The start of a column-parallel layer: the identity, whose gradient is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -76,7 +93,7 @@ class Copy(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A rank's tokens become all tokens; their gradient is the same on every rank, which takes its own of it."""
+    """All-gather of a rank's tokens. Each rank takes its chunk of the gradient, which is replicated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -88,7 +105,7 @@ class Gather(torch.autograd.Function):
 
 
 class Own(torch.autograd.Function):
-    """All tokens become a rank's own; the gradients of all are gathered."""
+    """This rank's chunk of all tokens. The gradients are all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -104,7 +121,7 @@ def own_chunk(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """All ranks' ``x``, one after the other along dimension 0."""
+    """All-gather ``x`` along dimension 0."""
     return collectives.wait_tensor(collectives.all_gather_into_tensor(x, dist.get_world_size(), _group()))
 
 

@@ -1,4 +1,4 @@
-"""Experts in compiled regions: which are, and that they count their tokens and are balanced as in eager mode."""
+"""Experts in compiled regions: which blocks include them, token counts and load balancing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan.models.moe.moe import MoE
 
 from tests._helpers.converted_models import build, step, tokens
 from tests._helpers.deepseek_v32_models import start_batch
-from torchtitan_npu.compile.regions import compile_block, has_known_sizes
+from torchtitan_npu.compile.block_regions import compile_block, has_static_sizes
 
 CONVERTERS = ("npu_permute", "npu_gmm")
 
@@ -23,14 +23,14 @@ def moes(model: nn.Module) -> list[Any]:
 
 
 def trained(name: str, compiled: bool) -> list[Tensor]:
-    """The loss, the gradients and the counts of three steps, between which experts are balanced anew.
+    """Return losses, gradients and token counts of three steps with different expert biases.
 
-    Of a model with activation checkpointing, whose optimizer takes the counts as they are.
+    The model has activation checkpointing, which must not count tokens twice.
     """
     model: Any = build(name, *CONVERTERS, n_layers=2)
     (moe,) = moes(model)
     moe.counts_again = False
-    model.layers["1"] = checkpoint_wrapper(model.layers["1"], early_stop=False)  # as TorchTitan does
+    model.layers["1"] = checkpoint_wrapper(model.layers["1"], early_stop=False)  # as in TorchTitan
     if compiled:
         compile_block(model.layers["1"])
     seen: list[Tensor] = []
@@ -40,7 +40,7 @@ def trained(name: str, compiled: bool) -> list[Tensor]:
         start_batch(model)
         model.zero_grad()
         made = step(model)
-        assert moe.tokens_per_expert.sum() == tokens()[:, 1:].numel() * moe.router.top_k  # once
+        assert moe.tokens_per_expert.sum() == tokens()[:, 1:].numel() * moe.router.top_k
         seen += [made.loss, *made.grads.values(), moe.tokens_per_expert.clone()]
         moe.tokens_per_expert.zero_()
         moe.expert_bias.copy_(torch.linspace(-1, 1, len(moe.expert_bias)).roll(number))
@@ -48,14 +48,14 @@ def trained(name: str, compiled: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
-def test_tokens_are_counted_and_experts_balanced_as_in_eager_mode(name: str) -> None:
-    torch._dynamo.reset()
-    eager, compiled = (trained(name, way) for way in (False, True))
+def test_tokens_are_counted_and_experts_balanced(name: str) -> None:
+    torch.compiler.reset()
+    eager, compiled = (trained(name, compiled) for compiled in (False, True))
     assert counters["stats"]["unique_graphs"] == 0  # in the third step
     assert len(eager) == len(compiled) > 30
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(compiled, eager, strict=True))
     counts = [count for count in eager if count.shape == eager[-1].shape]
-    assert not torch.equal(counts[0], counts[-1])  # by the other bias
+    assert not torch.equal(counts[0], counts[-1])  # the biases changed the routing
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_tokens_are_counted_and_experts_balanced_as_in_eager_mode(name: str) -> 
     ],
 )
 def test_regions(converters: tuple[str, ...], name: str, regions: int) -> None:
-    """With both converters all that a graph can hold; else attention, or what comes before it."""
+    """With both converters the regions include the experts; else they are attention, or the part before it."""
     model: Any = build(name, *converters, n_layers=2)
     (moe,) = moes(model)
-    assert has_known_sizes(moe) == (converters == CONVERTERS)
+    assert has_static_sizes(moe) == (converters == CONVERTERS)
     assert compile_block(model.layers["1"]) == regions

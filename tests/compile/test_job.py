@@ -1,4 +1,4 @@
-"""The keys of a compiled job: what is refused before it starts, and what is said while it compiles."""
+"""Configuration errors of compiled jobs, and log lines while compiling."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import nop
-from torch._dynamo.backends.common import aot_autograd
 
 import torchtitan_npu
-from torchtitan_npu.compile import progress
-from torchtitan_npu.compile.progress import Progress
+from torchtitan_npu.compile import compile_progress
+from torchtitan_npu.compile.compile_progress import CompileProgress, log_compile_progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.torch_internals.dynamo import aot_autograd
 
 torchtitan_npu.register()
 CSV = "parallelism.pipeline_parallel_schedule_csv"
@@ -49,16 +49,16 @@ def check(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_schedules_with_two_backward_passes(schedule: str) -> None:
-    """One for inputs, one for weights: a compiled region's, which gives both, would run in each."""
+def test_schedules_that_split_the_backward_pass(schedule: str) -> None:
+    """They compute gradients of inputs and of weights separately, but a compiled region computes both at once."""
     check_schedule(job(pipeline(schedule)), layers=6)
     with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
         check_schedule(job({**BYPASSED, **pipeline(schedule)}), layers=6)
 
 
 @pytest.mark.parametrize("second_rank", ["1F0,1I0,1W0,1F1,1B1", "1F0,(1F1;1B0)OVERLAP_F_B,,1I1,1W1"])
-def test_a_schedule_of_one_s_own_with_two_backward_passes(tmp_path: Path, second_rank: str) -> None:
-    """The file counts, whatever schedule is named besides."""
+def test_a_csv_schedule_that_splits_the_backward_pass(tmp_path: Path, second_rank: str) -> None:
+    """The file takes precedence over the named schedule."""
     file = tmp_path / "schedule.csv"
     file.write_text(f"0F0,0F1,0B0,0B1\n{second_rank}\n")
     options = {**pipeline("1F1B"), "training.local_batch_size": 2, CSV: str(file)}
@@ -101,7 +101,7 @@ def test_a_good_job_passes() -> None:
         (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )
-def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
+def test_errors_with_bypass_codegen(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check({**BYPASSED, **options})
 
@@ -129,39 +129,40 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> No
         (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )
-def test_what_passes_in_inductor_do_not_go_with(options: dict[str, Any], message: str) -> None:
+def test_errors_with_graph_passes_in_inductor(options: dict[str, Any], message: str) -> None:
     passes = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["no_ops"]}
     check(passes)
     with pytest.raises(UsageError, match=message):
         check({**passes, **options})
 
 
-def test_a_sign_of_life(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first region, and then from time to time."""
+def test_progress_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line at the first region, then one per interval."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress.logger, "propagate", True)
+    monkeypatch.setattr(compile_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(compile_progress.logger, "propagate", True)
     caplog.set_level(logging.INFO)
-    said = Progress()
+    progress = CompileProgress()
     for elapsed in (0.0, 2.0, 2.0, 2.0, 1.0):
         now[0] += elapsed
-        said.region_compiled(elapsed)
+        progress.region_compiled(elapsed)
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "Compiling: 1 graph so far, 0.0 s",
         "Compiling: 4 graphs so far, 6.0 s",
     ]
 
 
-def test_a_sign_of_life_of_other_backends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, which torch compiles when it is first needed."""
-    monkeypatch.setattr(progress, "PAUSE", 0.0)
-    monkeypatch.setattr(progress.logger, "propagate", True)
+def test_progress_lines_for_other_backends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch compiles the backward graph later, when it is first needed."""
+    monkeypatch.setattr(compile_progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(compile_progress.logger, "propagate", True)
     caplog.set_level(logging.INFO)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     x = torch.ones(2, requires_grad=True)
     lazy = aot_autograd(fw_compiler=nop)
-    with progress.told_by_torch():
+    with log_compile_progress():
         torch.compile(lambda x: x.sin(), backend=lazy)(x).sum().backward()
     torch.compile(lambda x: x.cos(), backend=lazy)(x)
-    said = [record.getMessage().partition(",")[0] for record in caplog.records if record.name == progress.logger.name]
-    assert said == ["Compiling: 1 graph so far", "Compiling: 2 graphs so far"]
+    name = compile_progress.logger.name
+    lines = [record.getMessage().partition(",")[0] for record in caplog.records if record.name == name]
+    assert lines == ["Compiling: 1 graph so far", "Compiling: 2 graphs so far"]

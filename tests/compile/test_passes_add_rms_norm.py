@@ -1,4 +1,4 @@
-"""The pass add_rms_norm: fused in evaluation, with the same numbers; not in training, nor where the op does not fit."""
+"""The pass add_rms_norm fuses in inference graphs, with equal results, and leaves training graphs unchanged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtitan_npu.ops  # noqa: F401
 from tests._helpers.pass_graphs import compiled
-from torchtitan_npu.compile.backend import bypassing
+from torchtitan_npu.compile.backend import make_backend
 from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm
-from torchtitan_npu.compile.passes.graphs import call
+from torchtitan_npu.compile.passes.graph_utils import call
 
 EPSILON = 1e-5
 DIM = 8
@@ -58,11 +58,11 @@ def residual(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_in_evaluation(dtype: torch.dtype) -> None:
+def test_fused_in_inference(dtype: torch.dtype) -> None:
     function = residual(npu_norm)
     results, names, fused = run(function, *operands(dtype))
     assert (names, fused) == (["npu.npu_add_rms_norm.default"], 1)
-    # the stand-in rounds the sum as the addition does: bit for bit
+    # the reference kernel rounds the sum as the addition does, so the results are bit-identical
     assert all(torch.equal(one, other) for one, other in zip(results, function(*operands(dtype)), strict=True))
 
 
@@ -71,13 +71,13 @@ NAMED: dict[Any, tuple[list[Any], tuple[str, ...]]] = {
     torch.ops.aten.rms_norm.default: ([[DIM]], ("weight", "eps")),
     torch.ops.npu.npu_rms_norm.default: ([], ("gamma", "epsilon")),
 }
-"""By norm: what comes between its input and gamma, and what gamma and epsilon are called."""
+"""The arguments between input and gamma, and the names of gamma and epsilon, by operator."""
 
 
-@pytest.mark.parametrize("by", ["place", "name", "name in another order"])
+@pytest.mark.parametrize("by", ["position", "name", "name in another order"])
 @pytest.mark.parametrize("target", NAMED)
-def test_norms_however_they_are_called(target: Any, by: str) -> None:
-    """Written by hand: on the CPU aten's are taken apart while a graph is captured, and names become places."""
+def test_norms_with_positional_and_named_arguments(target: Any, by: str) -> None:
+    """The graph is written by hand: tracing on a CPU decomposes aten's norms and makes arguments positional."""
     graph = fx.Graph()
     with FakeTensorMode() as mode:
         inputs = [graph.placeholder(name) for name in ("x", "y", "gamma")]
@@ -87,7 +87,7 @@ def test_norms_however_they_are_called(target: Any, by: str) -> None:
         between, names = NAMED[target]
         given: list[Any] = [call(torch.ops.aten.add.Tensor, x, y, like=x), *between]
         named: dict[str, Any] = {}
-        if by == "place":
+        if by == "position":
             given += [gamma, EPSILON]
         else:
             named = dict(zip(names, (gamma, EPSILON), strict=True))
@@ -101,7 +101,7 @@ def test_norms_however_they_are_called(target: Any, by: str) -> None:
         assert add_rms_norm(graph) == 1
     assert [node.target for node in graph.nodes][3] is torch.ops.npu.npu_add_rms_norm.default
     actual = fx.GraphModule({}, graph)(*operands())
-    # a mean of DIM squares, in another order
+    # a mean of DIM squares, summed in another order
     torch.testing.assert_close(actual, expected(*operands()), rtol=DIM * 2**-23, atol=0)
 
 
@@ -112,29 +112,29 @@ def test_not_in_training() -> None:
     assert "npu.npu_rms_norm.default" in names
 
 
-def test_not_where_training_computes_it_again() -> None:
-    """The norm of the forward pass has no backward pass of its own then: a graph by itself would not show it."""
-    torch._dynamo.reset()
+def test_not_with_activation_checkpointing() -> None:
+    """The first norm then has no gradient in the graph; only the recomputed one does."""
+    torch.compiler.reset()
     passes = GraphPasses(["add_rms_norm"])
     changed: list[int] = []
 
-    def again(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def recomputed(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         return checkpoint(residual(npu_norm), *inputs, use_reentrant=False)
 
-    backend = bypassing([lambda graph_module: changed.append(passes(graph_module))])
+    backend = make_backend([lambda graph_module: changed.append(passes(graph_module))])
     gradients = []
-    for function in (again, torch.compile(again, backend=backend, fullgraph=True)):
+    for function in (recomputed, torch.compile(recomputed, backend=backend, fullgraph=True)):
         leaves = [tensor.requires_grad_() for tensor in operands()]
         sum(result.sum() for result in function(*leaves)).backward()  # type: ignore[union-attr]
         gradients.append([leaf.grad for leaf in leaves])
     assert changed == [0]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     with torch.no_grad():
-        torch.compile(again, backend=backend, fullgraph=True)(*operands())
+        torch.compile(recomputed, backend=backend, fullgraph=True)(*operands())
     assert changed == [0, 1]
 
 
-def test_not_where_rstd_is_used() -> None:
+def test_not_if_rstd_is_used() -> None:
     def function(x: Tensor, y: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.npu.npu_rms_norm(x + y, gamma, EPSILON)
 
@@ -142,7 +142,7 @@ def test_not_where_rstd_is_used() -> None:
 
 
 @pytest.mark.parametrize("other", ["broadcast", "promoted", "scaled"])
-def test_not_where_the_operator_does_not_fit(other: str) -> None:
+def test_not_if_the_operator_does_not_support_the_addition(other: str) -> None:
     x, y, gamma = operands()
     functions: dict[str, Callable[..., Any]] = {
         "broadcast": lambda x, y, gamma: (npu_norm(x + y[0, 0], gamma),),

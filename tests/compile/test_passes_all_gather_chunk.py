@@ -1,4 +1,4 @@
-"""The pass all_gather_chunk on two ranks: a rank's own chunk of what it gathered is what it had."""
+"""The pass all_gather_chunk on two ranks: this rank's chunk of an all-gather becomes the gather's input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchtitan_npu.compile.passes.all_gather_chunk import all_gather_chunk
 
 
 def gather_dim1(x: Tensor) -> Tensor:
-    """As functional collectives gather another dimension than the first."""
+    """Gather along dimension 1 as functional collectives do."""
     return torch.cat(gather(x).chunk(2), dim=1)
 
 
@@ -66,7 +66,7 @@ def outcomes() -> list[dict[str, tuple[bool, int, list[Counter[str]]]]]:
 
 
 @pytest.mark.parametrize("name", ["slice", "split", "dimension 1"])
-def test_own_chunk(name: str, outcomes: list[dict[str, tuple[bool, int, list[Counter[str]]]]]) -> None:
+def test_own_chunk_is_removed(name: str, outcomes: list[dict[str, tuple[bool, int, list[Counter[str]]]]]) -> None:
     for outcome in outcomes:
         assert outcome[name] == (True, 1, [{"AG": 1}, {}])
 

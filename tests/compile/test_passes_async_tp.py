@@ -1,4 +1,4 @@
-"""The pass async_tp on two ranks: collectives become part of products, with the same results and gradients."""
+"""The pass async_tp on two ranks fuses collectives with matmuls, with equal results and gradients."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def there(x: Tensor) -> Tensor:
-    """``x`` when it is there: in a graph the wait is written, in eager mode it is put off."""
+def waited(x: Tensor) -> Tensor:
+    """Wait for ``x``. Tracing writes the wait into the graph; eager mode returns a pending tensor."""
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 class Gather(torch.autograd.Function):
-    """Every rank's tokens, along ``dim``; gradients are summed where they belong. As DTensor writes the two."""
+    """All-gather along ``dim``, with a reduce-scatter of the gradient, as DTensor writes them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # type: ignore[override]
         ctx.dim = dim
-        return there(all_gather_tensor(x, dim, world()))
+        return waited(all_gather_tensor(x, dim, world()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return there(reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.dim, world())), None
+        return waited(reduce_scatter_tensor(gradient.contiguous(), "sum", ctx.dim, world())), None
 
 
 class Scatter(torch.autograd.Function):
-    """The sum over the ranks of a rank's own tokens; gradients are gathered."""
+    """Reduce-scatter along ``dim``, with an all-gather of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, op: str) -> Tensor:  # type: ignore[override]
         ctx.dim = dim
-        return there(reduce_scatter_tensor(x.contiguous(), op, dim, world()))
+        return waited(reduce_scatter_tensor(x.contiguous(), op, dim, world()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return there(all_gather_tensor(gradient.contiguous(), ctx.dim, world())), None, None
+        return waited(all_gather_tensor(gradient.contiguous(), ctx.dim, world())), None, None
 
 
 def gather(x: Tensor, dim: int = 1) -> Tensor:
@@ -66,19 +66,19 @@ def scatter(x: Tensor, dim: int = 1, op: str = "sum") -> Tensor:
 
 
 def layer(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """A tensor-parallel layer of a sequence-parallel model: (batch, length / ranks, dim) in and out."""
+    """A tensor-parallel layer with sequence parallelism: (batch, length / ranks, dim) in and out."""
     return scatter(F.linear(F.silu(F.linear(gather(x), w["up"])), w["down"]))
 
 
 @torch.library.custom_op("test_async_tp::matmul", mutates_args=())
 def matmul(x: Tensor, w: Tensor) -> Tensor:
-    """On the CPU, aten's is taken apart before it comes into a graph; on an NPU it is an operator of its own."""
+    """Stay one operator in a graph, as aten.matmul does on an NPU. Tracing on a CPU decomposes aten.matmul."""
     return x @ w
 
 
 @torch.library.custom_op("test_async_tp::matmul_backward", mutates_args=())
 def matmul_backward(grad: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
-    """Both gradients, or those of ``mask``: as on an NPU, where the CPU has no such operator."""
+    """Compute the gradients selected by ``mask``, as aten.matmul_backward does on an NPU."""
     nothing = grad.new_empty(0)
     of_x = grad @ w.t() if mask[0] else nothing
     return of_x, x.flatten(0, -2).t() @ grad.flatten(0, -2) if mask[1] else nothing
@@ -90,24 +90,24 @@ matmul.register_autograd(
     lambda ctx, grad: matmul_backward(grad, *ctx.saved_tensors, [True, True]),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-AS_ON_NPU = {
+ATEN_ON_NPU = {
     torch.ops.test_async_tp.matmul.default: torch.ops.aten.matmul.default,
     torch.ops.test_async_tp.matmul_backward.default: torch.ops.aten.matmul_backward.default,
 }
 
 
-def renamed(graph: fx.Graph, names: dict[Any, Any]) -> None:
+def retarget(graph: fx.Graph, names: dict[Any, Any]) -> None:
     for node in graph.nodes:
         node.target = names.get(node.target, node.target)
 
 
 def async_tp_as_on_npu(graph: fx.Graph) -> int:
-    """The pass on a graph of an NPU's operators, which then computes with ours."""
-    renamed(graph, AS_ON_NPU)
+    """Run the pass on the graph as an NPU has it, and then replace its operators by those that run here."""
+    retarget(graph, ATEN_ON_NPU)
     changed = async_tp(graph)
     masks = [node.args[3] for node in graph.nodes if node.target is torch.ops.aten.matmul_backward.default]
-    assert masks == [[False, True]] * len(masks) and masks  # what is fused is not computed again
-    renamed(graph, {ours: name for name, ours in AS_ON_NPU.items()})
+    assert masks == [[False, True]] * len(masks) and masks  # the fused gradient is not computed twice
+    retarget(graph, {ours: name for name, ours in ATEN_ON_NPU.items()})
     return changed
 
 
@@ -116,9 +116,9 @@ def layer_on_npu(x: Tensor, w: dict[str, Tensor]) -> Tensor:
 
 
 def gated(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """Two products of what is gathered once: their gradients are added, and the sum is scattered by itself."""
-    whole = gather(x)
-    return scatter(F.linear(F.silu(F.linear(whole, w["gate"])) * F.linear(whole, w["up"]), w["down"]))
+    """Two matmuls of one all-gather. Their gradients are added, so the reduce-scatter has no matmul before it."""
+    full = gather(x)
+    return scatter(F.linear(F.silu(F.linear(full, w["gate"])) * F.linear(full, w["up"]), w["down"]))
 
 
 def first_dimension(x: Tensor, w: dict[str, Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ def average(x: Tensor, w: dict[str, Tensor]) -> Tensor:
 
 
 def maximum(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """A reduction that the fused operators do not have."""
+    """A reduction that the fused operators do not support."""
     return torch.ops._c10d_functional.wait_tensor(
         torch.ops._c10d_functional.reduce_scatter_tensor(
             F.linear(x, w["square"]).flatten(0, 1),
@@ -146,18 +146,18 @@ def maximum(x: Tensor, w: dict[str, Tensor]) -> Tensor:
 
 
 def used_twice(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """A product that someone needs whole cannot be scattered on its way."""
-    whole = F.linear(x, w["square"])
-    return scatter(whole) + whole.sum()
+    """A matmul whose full result has another user cannot be fused with the reduce-scatter."""
+    full = F.linear(x, w["square"])
+    return scatter(full) + full.sum()
 
 
 def used_twice_first_dimension(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    whole = F.linear(x.transpose(0, 1).contiguous(), w["square"])
-    return scatter(whole, 0) + whole.sum()
+    full = F.linear(x.transpose(0, 1).contiguous(), w["square"])
+    return scatter(full, 0) + full.sum()
 
 
 def with_bias(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """A product and a sum in one operator, which the fused ones are not."""
+    """``addmm``, for which there is no fused operator."""
     return F.linear(gather(x), w["up"], w["bias"])
 
 
@@ -169,14 +169,14 @@ FUSED: dict[Callable[..., Tensor], tuple[dict[str, int], dict[str, int]]] = {
     scaled: ({"AG": 2, "RS": 2}, {"AG+mm": 1, "mm+RS": 2, "AG": 1}),
     average: ({"AG": 1, "RS": 1}, {"AG+mm": 1, "mm+RS": 1}),
 }
-"""Collectives before and after. A gradient that is scaled before its product is not gathered in it."""
-LEFT: dict[Callable[..., Tensor], dict[str, int]] = {
+"""Collectives before and after. An all-gather is not fused if its result is scaled before the matmul."""
+UNCHANGED: dict[Callable[..., Tensor], dict[str, int]] = {
     maximum: {"RS": 1},
     used_twice: {"RS": 1},
     used_twice_first_dimension: {"RS": 1},
     with_bias: {"AG": 1},
 }
-BOTH = [*FUSED, *LEFT]
+MODELS = [*FUSED, *UNCHANGED]
 
 
 def inputs(batch: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -196,10 +196,10 @@ def inputs(batch: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def run_models(batch: int) -> dict[str, tuple[list[Tensor], list[Tensor], list[Counter[str]]]]:
-    """By model: results and gradients in eager mode, and with the pass; collectives before and after."""
+    """Return by model the results and gradients in eager mode and with the pass, and the collectives of both graphs."""
     outcomes = {}
-    for model in BOTH:
-        training = model in FUSED and model is not average  # of which torch has no gradient
+    for model in MODELS:
+        training = model in FUSED and model is not average  # torch has no gradient for it
         graphs: list[fx.Graph] = []
         results: list[Any] = []
         change = async_tp_as_on_npu if model is layer_on_npu else async_tp
@@ -227,13 +227,13 @@ def test_fused_with_equal_gradients(model: Callable[..., Tensor], outcomes: Any)
         assert (before, after) == FUSED[model]
         assert len(eager) >= 3 or model is average
         for theirs, ours in zip(eager, changed, strict=True):
-            # sums of at most 2 * LENGTH * 2 products each, through two layers, in another order
+            # two layers of sums in another order, each of at most 2 * LENGTH * 2 products
             bound = 8 * LENGTH * HIDDEN * EPSILON * float(theirs.abs().max())
             torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("model", LEFT, ids=lambda model: model.__name__)
-def test_left_alone(model: Callable[..., Tensor], outcomes: Any) -> None:
+@pytest.mark.parametrize("model", UNCHANGED, ids=lambda model: model.__name__)
+def test_unchanged(model: Callable[..., Tensor], outcomes: Any) -> None:
     for outcome in outcomes:
         (eager,), (changed,), (before, after) = outcome[model.__name__]
-        assert before == after == LEFT[model] and torch.equal(eager, changed)
+        assert before == after == UNCHANGED[model] and torch.equal(eager, changed)

@@ -1,4 +1,4 @@
-"""Passes by way of torch.compile, on two ranks: in the backend that bypasses code generation, and in Inductor."""
+"""Graph passes with torch.compile on two ranks: in the backend that bypasses code generation, and in Inductor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,24 +15,23 @@ from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests._helpers.compiled_training import written
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.pass_graphs import calls
+from tests._helpers.pass_graphs import calls, recorded_graphs
 from tests._helpers.training import whole
 from tests.compile.test_passes_sequence_parallel import DIM, HIDDEN, MODELS, NORMS, TOKENS, head, inputs, layer
-from torchtitan_npu.compile.backend import bypassed, bypassing
+from torchtitan_npu.compile.backend import bypass_codegen, make_backend
+from torchtitan_npu.compile.block_regions import compile_models
 from torchtitan_npu.compile.passes import PASSES, GraphPasses
-from torchtitan_npu.compile.regions import compile_models
 from torchtitan_npu.config.job_config import JobConfig
 
 
 def train(names: list[str], name: str) -> tuple[list[Tensor], list[Tensor], list[Counter[str]]]:
-    """Gradients of a model in eager mode and compiled, and the collectives of the compiled forward and backward."""
+    """Return gradients in eager mode and compiled, and the collectives of the forward and the backward graph."""
     model = partial(MODELS[name], norm=NORMS["npu"])
     passes = GraphPasses(names, sp_min_tokens=TOKENS, sp_whole_inputs=True)
     gradients = []
-    with written() as graphs:
-        for function in (model, torch.compile(model, backend=bypassing([passes]), fullgraph=True)):
+    with recorded_graphs() as graphs:
+        for function in (model, torch.compile(model, backend=make_backend([passes]), fullgraph=True)):
             x, w = inputs(dist.get_rank(), torch.float64)
             function(x, w).square().sum().backward()
             gradients.append([leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None])
@@ -39,7 +39,7 @@ def train(names: list[str], name: str) -> tuple[list[Tensor], list[Tensor], list
 
 
 def run(names: list[str], model: str = "dense") -> list[list[Counter[str]]]:
-    """By rank, the collectives of the forward and of the backward graph, whose gradients are eager's."""
+    """Check the gradients, and return by rank the collectives of the forward and the backward graph."""
     collectives = []
     for eager, compiled, seen in run_on_ranks(2, train, names, model):
         assert_same(compiled, eager)
@@ -58,22 +58,22 @@ def test_two_layers_in_training() -> None:
         assert seen == [{"RS": 2, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}]
 
 
-def test_what_sequence_parallel_splits_async_tp_fuses() -> None:
+def test_async_tp_fuses_the_collectives_of_sequence_parallel() -> None:
     for forward, backward in run(list(PASSES)):
         assert forward == {"AG+mm": 2, "mm+RS": 2}
         assert (backward["AG"] + backward["AG+mm"], backward["RS"] + backward["mm+RS"], backward["AR"]) == (3, 3, 3)
         assert backward["AG+mm"] and backward["mm+RS"]
 
 
-def test_what_a_rank_saves_of_its_own_is_not_cut() -> None:
-    """Of a backward graph by itself one could not tell it from what all ranks have."""
+def test_saved_values_of_one_rank_are_not_chunked() -> None:
+    """A backward graph alone would not show that a saved value differs between ranks."""
     for forward, backward in run(["sequence_parallel"], "own_addend"):
-        # the other norm's gradient is cut, and its gamma's summed
+        # the gradient of the other norm is chunked, and that of its gamma all-reduced
         assert forward == {"AR": 1} and backward == {"AR": 1 + 1, "RS": 1, "AG": 1}
 
 
 def with_a_shard() -> tuple[Tensor, Tensor, int]:
-    """A result in eager mode and compiled, and how many places were changed: a DTensor's own columns are added."""
+    """Return a result in eager mode and compiled, and the number of changes. A DTensor's local tensor is added."""
     passes = GraphPasses(["sequence_parallel"], sp_min_tokens=TOKENS, sp_whole_inputs=True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -83,17 +83,17 @@ def with_a_shard() -> tuple[Tensor, Tensor, int]:
     x, w = inputs(dist.get_rank(), torch.float64)
     shard = DTensor.from_local(w.pop("own").detach(), mesh, [Shard(2)])
     with torch.no_grad():
-        compiled = torch.compile(model, backend=bypassing([passes]), fullgraph=True)(x, w, shard)
+        compiled = torch.compile(model, backend=make_backend([passes]), fullgraph=True)(x, w, shard)
         return model(x, w, shard), compiled, passes.changed["sequence_parallel"]
 
 
-def test_a_shard_is_not_taken_for_what_all_ranks_have() -> None:
+def test_a_shard_is_not_taken_as_replicated() -> None:
     for eager, compiled, changed in run_on_ranks(2, with_a_shard):
         assert changed == 0 and torch.equal(eager, compiled)
 
 
 class Layer(nn.Module):
-    """A norm and a network, added to what they are given."""
+    """A pre-norm feed-forward layer with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +106,11 @@ class Layer(nn.Module):
 
 
 def with_a_plan() -> tuple[list[Tensor], list[Tensor], list[Tensor], int, list[Counter[str]]]:
-    """Two layers with a tensor-parallel plan: results and gradients in eager mode, compiled without the pass and with
-    it; how many places it changed; the collectives of the compiled graphs."""
-    torch._dynamo.reset()
+    """Run two layers with a tensor-parallel plan in eager mode, compiled, and compiled with the pass.
+
+    Return the results and gradients of each, the number of changes, and the collectives of the compiled graphs.
+    """
+    torch.compiler.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     passes = GraphPasses(["sequence_parallel"], sp_min_tokens=TOKENS, sp_whole_inputs=True)
     torch.manual_seed(0)
@@ -116,8 +118,8 @@ def with_a_plan() -> tuple[list[Tensor], list[Tensor], list[Tensor], int, list[C
     plan: dict[str, Any] = {f"{i}.up": ColwiseParallel() for i in range(2)}
     parallelize_module(layers, mesh, plan | {f"{i}.down": RowwiseParallel() for i in range(2)})
     outcomes = []
-    with written() as graphs:
-        for backend in (None, bypassed, bypassing([passes])):
+    with recorded_graphs() as graphs:
+        for backend in (None, bypass_codegen, make_backend([passes])):
             function = torch.compile(layers, backend=backend, fullgraph=True) if backend else layers
             layers.zero_grad()
             x, _ = inputs(0, torch.float64)
@@ -128,19 +130,19 @@ def with_a_plan() -> tuple[list[Tensor], list[Tensor], list[Tensor], int, list[C
     return *outcomes, passes.changed["sequence_parallel"], [calls(module.graph) for module, _ in graphs]  # type: ignore[return-value]
 
 
-def test_a_plan_that_keeps_activations_whole() -> None:
-    """DTensor's own collectives, of ColwiseParallel and RowwiseParallel as they are without further arguments."""
+def test_a_plan_with_replicated_activations() -> None:
+    """The collectives of DTensor for ColwiseParallel and RowwiseParallel with default arguments."""
     for eager, plain, compiled, changed, collectives in run_on_ranks(2, with_a_plan):
         assert len(eager) == 8
         assert_same(plain, eager)
         assert_same(compiled, eager)
-        # as in the same layers written without DTensor: of each gamma, one vector more is summed
+        # as in the same layers without DTensor; one all-reduce more per gamma
         assert changed == 4
         assert collectives == [{"AR": 2}, {"AR": 2}, {"RS": 2, "AG": 2}, {"RS": 2, "AG": 2, "AR": 2}]
 
 
 def train_with_inductor() -> tuple[list[Tensor], list[Tensor], list[Counter[str]], int]:
-    """Result and gradients in eager mode and compiled, the collectives in the graphs, and the number of kernels."""
+    """Return results and gradients in eager mode and compiled, the collectives, and the number of kernels."""
     from torch._inductor import metrics
     from torch._inductor.utils import fresh_cache
 
@@ -156,7 +158,7 @@ def train_with_inductor() -> tuple[list[Tensor], list[Tensor], list[Counter[str]
     options: dict[str, Any] = {
         "joint_custom_pre_pass": partial(change, early),
         "post_grad_custom_post_pass": partial(change, late),
-        "cpp.simdlen": 1,  # or it would compile programs to see what the processor has
+        "cpp.simdlen": 1,  # skip the compiled check for vector instructions
     }
     with fresh_cache():
         outcomes = []
@@ -168,8 +170,9 @@ def train_with_inductor() -> tuple[list[Tensor], list[Tensor], list[Counter[str]
         return *outcomes, seen, metrics.generated_kernel_count  # type: ignore[return-value]
 
 
-def test_in_inductor() -> None:
-    """By its own options, for one torch.compile: the joint graph, and the post-grad graphs of forward and backward."""
+@pytest.mark.slow
+def test_inductor_options() -> None:
+    """Passes given as options of one torch.compile call, on the joint graph and on both post-grad graphs."""
     for eager, compiled, seen, kernels in run_on_ranks(2, train_with_inductor):
         assert_same(compiled, eager)
         assert seen[:2] == [{"AR": 3}, {"RS": 3, "AG": 2}]
@@ -178,8 +181,8 @@ def test_in_inductor() -> None:
         assert kernels > 0
 
 
-def test_a_job_whose_kernels_are_generated() -> None:
-    """``npu.bypass_codegen = false``: Inductor compiles the blocks, with the job's passes."""
+def test_a_job_with_code_generation() -> None:
+    """With ``npu.bypass_codegen = false`` Inductor compiles the blocks, with the job's passes."""
     from torch._inductor import metrics
     from torch._inductor.utils import fresh_cache
 
@@ -197,7 +200,7 @@ def test_a_job_whose_kernels_are_generated() -> None:
     model: Any = nn.Module()
     model.layers = nn.ModuleDict({"0": Block()})
     x = torch.randn(2, DIM)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     metrics.reset()
     with torch.no_grad(), fresh_cache(), inductor_config.patch({"cpp.simdlen": 1}):
         expected = model.layers["0"](x)

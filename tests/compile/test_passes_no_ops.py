@@ -1,4 +1,4 @@
-"""The pass no_ops: what returns its argument goes, what a graph returns stays, numbers do not change."""
+"""The pass no_ops removes operators that return their argument, except for outputs of the graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def run(function: Callable[[Tensor], Tensor]) -> tuple[int, int, int]:
-    """How many the pass removed, and how many operators there were before and after; the result must be eager's."""
+    """Return the number of removed operators and of operators before and after. Check the result against eager mode."""
     x = torch.arange(24.0).view(4, 6)
     graphs: list[fx.Graph] = []
     removed: list[int] = []
@@ -45,30 +45,30 @@ def run(function: Callable[[Tensor], Tensor]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", NO_OPS)
-def test_no_op_goes(name: str) -> None:
+def test_a_no_op_is_removed(name: str) -> None:
     removed, before, after = run(lambda x: NO_OPS[name](x.sin()).cos())
     assert (removed, before, after) == (1, 3, 2)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_something_stays(name: str) -> None:
+def test_other_operators_stay(name: str) -> None:
     removed, before, after = run(lambda x: CHANGES[name](x.sin()).cos())
     assert (removed, before) == (0, after)
 
 
-def test_what_is_returned_stays() -> None:
+def test_an_output_stays() -> None:
     removed, before, after = run(lambda x: NO_OPS["cast"](x.sin()))
     assert (removed, before, after) == (0, 2, 2)
 
 
 def test_a_copy_of_which_a_view_is_returned_stays() -> None:
-    """It would become a view of what was copied."""
+    """The output would become a view of the copied tensor."""
     removed, before, after = run(lambda x: NO_OPS["cast"](x.sin()).t())
     assert (removed, before, after) == (0, 3, 3)
 
 
-def test_sizes_that_are_not_known() -> None:
-    """As written they are the same, or not; nothing is guarded to find out."""
+def test_symbolic_sizes() -> None:
+    """The comparison of symbolic sizes adds no guards."""
 
     def function(x: Tensor) -> Tensor:
         y = x.sin()

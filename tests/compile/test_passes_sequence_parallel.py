@@ -1,4 +1,4 @@
-"""The pass sequence_parallel on two ranks: fewer tokens a norm, no more bytes sent, the same numbers and gradients."""
+"""The pass sequence_parallel on two ranks: norms of fewer tokens, no more communication, equal gradients."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EPSILON = 1e-6
 NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "aten": lambda x, gamma: F.rms_norm(x, (DIM,), gamma, EPSILON),
     "npu": lambda x, gamma: torch.ops.npu.npu_rms_norm(x, gamma, EPSILON)[0],
-    "written out": lambda x, gamma: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * gamma,
+    "decomposed": lambda x, gamma: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * gamma,
 }
 
 
 def layer(h: Tensor, number: int, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """A tensor-parallel feed-forward layer without sequence parallelism: (batch, length, dim) whole, in and out."""
+    """A tensor-parallel feed-forward layer without sequence parallelism: replicated (batch, length, dim) in and out."""
     inner = F.silu(Copy.apply(norm(h, w[f"gamma{number}"])) @ w[f"up{number}"])
     return h + Reduce.apply(inner @ w[f"down{number}"])
 
@@ -44,7 +44,7 @@ def dense(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
 
 
 def one_block(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """Two parts of a block, as they are compiled by themselves: it ends with the residual, whole."""
+    """Two layers in one region, which returns the replicated residual."""
     return layer(layer(x, 0, w, norm), 1, w, norm)
 
 
@@ -53,7 +53,7 @@ def deepstack(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
 
 
 def experts(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """After a dense layer, experts that take a rank's own tokens, and gather theirs before the next norm."""
+    """A dense layer, then experts that take a rank's own tokens, with an all-gather before the next norm."""
     h = layer(x, 0, w, norm).view(TOKENS, DIM)
     own = Own.apply(norm(h, w["gamma1"]))
     return head(h + Gather.apply(F.silu(own @ w["expert"])), w, norm)
@@ -70,35 +70,35 @@ def user_of_the_sum(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
 
 
 def own_addend(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """The sum differs from rank to rank: tokens of one must not be gathered for the other."""
+    """The sum differs between ranks, so it must not be chunked and gathered."""
     return head(layer(x, 0, w, norm) + F.silu(x @ w["up0"]) @ w["down0"], w, norm)
 
 
 def own_input(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """As many tokens as the others, but each rank has its own: of an input no graph says it."""
+    """An input with as many tokens that differs between ranks, which the graph does not show."""
     return head(layer(x, 0, w, norm) + w["own"], w, norm)
 
 
 def sums_only(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """A residual and a norm, without gamma, of nothing but sums over the ranks."""
+    """A residual and a norm without gamma, computed only from all-reduced values."""
     first = Reduce.apply(x @ w["up0"] @ w["down0"])
     return Copy.apply(F.rms_norm(first + Reduce.apply(x @ w["up1"] @ w["down1"]), (DIM,))) @ w["head"]
 
 
 def returned_chunk(x: Tensor, w: dict[str, Tensor], norm: Any) -> Tensor:
-    """Gathered, and this rank's tokens of it: the input's numbers, but not its memory."""
+    """This rank's chunk of an all-gather: equal to the input, but not its alias."""
     own = dist.get_rank() * TOKENS
     return torch.ops.aten.slice(gather(x.view(TOKENS, DIM)), 0, own, own + TOKENS)
 
 
 LAYERS = (dense, one_block, deepstack, experts, experts_only, user_of_the_sum, own_addend, returned_chunk)
-UNTOLD = (own_input, sums_only)
-"""Run without the word that inputs are the same on every rank."""
-MODELS = {model.__name__: model for model in (*LAYERS, *UNTOLD)}
+UNKNOWN_INPUTS = (own_input, sums_only)
+"""Models run without ``replicated_inputs``."""
+MODELS = {model.__name__: model for model in (*LAYERS, *UNKNOWN_INPUTS)}
 
 
 def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    """Activations and gammas alike on both ranks; each has its own columns and rows of the other weights."""
+    """Return replicated activations and gammas, and this rank's shards of the other weights."""
     shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + rank)
 
     def leaf(generator: torch.Generator, *shape: int) -> Tensor:
@@ -114,7 +114,7 @@ def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def norm_tokens(graph: fx.Graph) -> list[int]:
-    """Of how many tokens each norm is, by the one operator that all ways of writing it have."""
+    """Return the number of tokens of each norm, found by an operator that every form of a norm has."""
     named = ("rsqrt", "_fused_rms_norm.default", "npu_rms_norm.default")
     shapes = [n.args[0].meta["val"].shape for n in graph.nodes if any(name in str(n.target) for name in named)]
     return [shape[:-1].numel() for shape in shapes]
@@ -124,13 +124,13 @@ Outcome = tuple[list[Tensor], list[Counter[str]], list[list[int]], int]
 
 
 def run_model(name: str, norm: str, min_tokens: int, training: bool) -> tuple[list[Tensor], Outcome]:
-    """Results and gradients without the pass; and with it, collectives and norms before and after."""
+    """Return results and gradients without the pass; with it, also collectives and norms before and after."""
     model = partial(MODELS[name], norm=NORMS[norm])
     changed: list[int] = []
     graphs: list[fx.Graph] = []
 
     def change(graph: fx.Graph) -> int:
-        changed.append(sequence_parallel(graph, min_tokens, whole_inputs=MODELS[name] not in UNTOLD))
+        changed.append(sequence_parallel(graph, min_tokens, replicated_inputs=MODELS[name] not in UNKNOWN_INPUTS))
         return changed[-1]
 
     def results(function: Callable[..., Any]) -> list[Tensor]:
@@ -168,7 +168,7 @@ def run_cases() -> dict[Case, tuple[list[Tensor], Outcome]]:
 
 @pytest.fixture(scope="module")
 def check() -> Callable[..., Outcome]:
-    """Runs every case on two ranks; gives one, whose results must be those without the pass, its graphs alike."""
+    """Run all cases on two ranks. The returned function checks one case: equal results, and equal graphs on both."""
     ranks = run_on_ranks(2, run_cases)
 
     def of(name: str, norm: str, training: bool, min_tokens: int = TOKENS) -> Outcome:
@@ -189,13 +189,13 @@ def check() -> Callable[..., Outcome]:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", ["dense", "deepstack"])
 def test_layers_in_training(check: Callable[..., Outcome], name: str, norm: str) -> None:
-    _, (before, after), (whole, local), changed = check(name, norm, training=True)
+    _, (before, after), (full, local), changed = check(name, norm, training=True)
     assert before == {"AR": 5}  # two forward, three backward
-    # as many bytes; and the gradient of each gamma, a sum over tokens, has to be summed over the ranks
+    # as many bytes, and one all-reduce for the gradient of each gamma, which is a sum over tokens
     assert after == {"RS": 5, "AG": 5, "AR": 3}
     assert changed == 5
-    # the first norm's input is whole, and so is what the first product needs of it
-    assert (whole, local) == ([TOKENS] * 3, [TOKENS, TOKENS // 2, TOKENS // 2])
+    # the first norm has a replicated input, and the first matmul needs all of its tokens
+    assert (full, local) == ([TOKENS] * 3, [TOKENS, TOKENS // 2, TOKENS // 2])
 
 
 def test_a_block_by_itself(check: Callable[..., Outcome]) -> None:
@@ -215,51 +215,50 @@ def test_layers_without_gradients(check: Callable[..., Outcome], norm: str) -> N
 
 def test_experts_keep_their_tokens(check: Callable[..., Outcome]) -> None:
     _, (before, after), (_, local), changed = check("experts", "npu", training=False)
-    # the experts' input is not gathered to be cut again, and their output only behind the next norm
+    # the experts' input is not gathered, and their output only after the next norm
     assert (before, after, changed) == ({"AR": 1, "AG": 1}, {"RS": 1, "AG": 1}, 2)
     assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
 
 
 def test_experts_in_training(check: Callable[..., Outcome]) -> None:
     _, (before, after), (_, local), changed = check("experts", "npu", training=True)
-    # forward one all-gather less, backward too: what the experts take and give stays with its rank; three gammas
+    # one all-gather fewer in forward and in backward, around the experts; one all-reduce per gamma
     assert (before, after, changed) == ({"AR": 3, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}, 5)
     assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
 
 
-def test_an_all_gather_moves_behind_the_norm(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (whole, local), changed = check("experts_only", "aten", training=False)
+def test_an_all_gather_moves_after_the_norm(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (full, local), changed = check("experts_only", "aten", training=False)
     assert (before, after, changed) == ({"AG": 1}, {"AG": 1}, 1)
-    assert (whole, local) == ([TOKENS], [TOKENS // 2])
+    assert (full, local) == ([TOKENS], [TOKENS // 2])
 
 
-def test_a_chunk_that_is_returned_has_its_own_memory(check: Callable[..., Outcome]) -> None:
+def test_a_returned_chunk_is_a_copy(check: Callable[..., Outcome]) -> None:
     _, (before, after), _, changed = check("returned_chunk", "npu", training=False)
     assert (before, after, changed) == ({"AG": 1}, {}, 1)
 
 
-def test_not_where_the_sum_has_another_user(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (whole, local), changed = check("user_of_the_sum", "npu", training=False)
-    assert (before, whole) == (after, local)
+def test_not_if_the_sum_has_another_user(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (full, local), changed = check("user_of_the_sum", "npu", training=False)
+    assert (before, full) == (after, local)
     assert changed == 0
 
 
-def test_not_where_ranks_add_their_own(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (whole, local), changed = check("own_addend", "npu", training=False)
-    assert (before, whole) == (after, local)
-    assert changed == 0
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_not_where_an_input_may_be_a_ranks_own(check: Callable[..., Outcome], training: bool) -> None:
-    """It has as many tokens as the sums, and was taken for one of them."""
-    _, (before, after), (whole, local), changed = check("own_input", "npu", training=training)
-    assert (before, whole) == (after, local)
+def test_not_if_an_addend_differs_between_ranks(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (full, local), changed = check("own_addend", "npu", training=False)
+    assert (before, full) == (after, local)
     assert changed == 0
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_what_the_graph_shows_to_be_alike_needs_no_word(check: Callable[..., Outcome], training: bool) -> None:
+def test_not_if_an_input_may_differ_between_ranks(check: Callable[..., Outcome], training: bool) -> None:
+    _, (before, after), (full, local), changed = check("own_input", "npu", training=training)
+    assert (before, full) == (after, local)
+    assert changed == 0
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_values_that_the_graph_shows_to_be_replicated(check: Callable[..., Outcome], training: bool) -> None:
     _, (before, after), (_, local), changed = check("sums_only", "npu", training=training)
     assert before == {"AR": 3 if training else 2}
     assert after == ({"RS": 3, "AG": 2} if training else {"RS": 2, "AG": 1})
@@ -267,14 +266,14 @@ def test_what_the_graph_shows_to_be_alike_needs_no_word(check: Callable[..., Out
     assert local == [TOKENS // 2]
 
 
-def test_the_gradient_of_a_norm_that_stays_whole(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (whole, local), changed = check("user_of_the_sum", "npu", training=True)
-    assert whole == local
-    # its input is there whole and costs nothing to cut; the sum of the forward stays an all-reduce
+def test_the_gradient_of_a_norm_that_stays_replicated(check: Callable[..., Outcome]) -> None:
+    _, (before, after), (full, local), changed = check("user_of_the_sum", "npu", training=True)
+    assert full == local
+    # chunking its replicated input costs nothing; the all-reduce of the forward pass stays
     assert (before, after, changed) == ({"AR": 3}, {"AR": 1 + 2, "RS": 2, "AG": 2}, 2)
 
 
 def test_not_below_the_threshold(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (whole, local), changed = check("dense", "npu", training=True, min_tokens=TOKENS + 1)
-    assert (before, whole) == (after, local)
+    _, (before, after), (full, local), changed = check("dense", "npu", training=True, min_tokens=TOKENS + 1)
+    assert (before, full) == (after, local)
     assert changed == 0

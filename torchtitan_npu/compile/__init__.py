@@ -1,1 +1,1 @@
-"""``[compile] enable = true`` with ``[npu] bypass_codegen = true``: compiled regions that launch eager mode's kernels."""
+"""``[compile] enable = true`` with ``[npu] bypass_codegen = true``: compiled regions with eager mode's kernels."""

@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.compile.regions import compile_models, compiled_here, not_compiling, wait_at
+from torchtitan_npu.compile.block_regions import add_input_waits, compile_models, compiles_blocks, without_compile
 
 
 @dataclass
@@ -41,12 +41,12 @@ def _compiling(build: Callable[..., Any], parts: Callable[[Any], list[Any]]) -> 
         config = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, JobConfig)), None)
         if config is None or not config.compile.enable:
             return build(*args, **kwargs)
-        if not compiled_here(config):
+        if not compiles_blocks(config):
             built = build(*args, **kwargs)
             for block in (block for part in parts(built) for block in part.layers.values()):
-                wait_at(block)
+                add_input_waits(block)
             return built
-        eager = not_compiling(config)
+        eager = without_compile(config)
         built = build(
             *(eager if arg is config else arg for arg in args),
             **{key: eager if arg is config else arg for key, arg in kwargs.items()},

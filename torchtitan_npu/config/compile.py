@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchtitan_npu.compile.regions import compiled_here
+from torchtitan_npu.compile.block_regions import compiles_blocks
 from torchtitan_npu.config.check_helpers import check_adapted
 from torchtitan_npu.errors import UsageError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def check_compile(job: JobContext) -> None:
     """Check a job that this package compiles: one that bypasses code generation or has graph passes."""
     config = job.config
-    if not compiled_here(config):
+    if not compiles_blocks(config):
         return
     if config.npu.bypass_codegen:
         key, off, remedy = "npu.bypass_codegen", "npu.bypass_codegen = false", "set it or compile.enable to false"

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
-from torchtitan_npu.compile.regions import compiled_here
+from torchtitan_npu.compile.block_regions import compiles_blocks
 from torchtitan_npu.config.check_helpers import check_adapted, check_not_on_cpu
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
@@ -87,7 +87,7 @@ def check_schedule(config: JobConfig, layers: int) -> None:
         raise UsageError(
             f'activation_checkpoint.mode must be "none" with {split}: a block would be recomputed for each weight'
         )
-    if sometimes and compiled_here(config):
+    if sometimes and compiles_blocks(config):
         raise UsageError(
             f"compile.enable must be false with {split}: the backward pass of a compiled region computes both and "
             "would run twice"

@@ -44,7 +44,7 @@ class NpuMoE(MoE):
     :mod:`torchtitan_npu.components.expert_balance` unsets it."""
     told_to_count: bool | None = None
     """Set to decide whether the next forward counts tokens. A compiled forward cannot find out itself:
-    :mod:`torchtitan_npu.compile.regions` sets it."""
+    :mod:`torchtitan_npu.compile.block_regions` sets it."""
     waits_for_counts = False
     """The host needs the number of tokens per expert."""
 

@@ -1,7 +1,7 @@
 """Async tensor parallel: overlap a matmul with the collective before or after it.
 
-All-gather + matmul becomes ``npu_all_gather_base_mm``, and matmul + reduce-scatter ``npu_mm_reduce_scatter_base``. On an
-NPU each is one kernel. Elsewhere it is a ring of sends and receives, with a part of the matmul between two of them.
+All-gather + matmul becomes ``npu_all_gather_base_mm``, and matmul + reduce-scatter ``npu_mm_reduce_scatter_base``. On
+an NPU each is one kernel. Elsewhere it is a ring of sends and receives, with a part of the matmul between two of them.
 The operators take matrices and gather or scatter blocks of rows. Tensor parallel gathers along the sequence, which is
 not the first dimension if there is a batch, so the rows are reordered on the side of the matmul that has all of them.
 """
@@ -22,10 +22,10 @@ from torchtitan_npu.compile.passes.graph_utils import (
     as_matrix,
     aten,
     call,
+    chunk_of,
     collectives,
     erase_unused,
     gathered,
-    chunk_of,
     static_shape,
     value,
     waited,
@@ -33,8 +33,7 @@ from torchtitan_npu.compile.passes.graph_utils import (
 from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
 from torchtitan_npu.compile.passes.matmuls import Matmul, matmul_at
 from torchtitan_npu.compile.passes.no_ops import no_ops
-from torchtitan_npu.torch_internals.collectives import hccl_communicator
-from torchtitan_npu.torch_internals.process_groups import process_group
+from torchtitan_npu.torch_internals.collectives import hccl_communicator, process_group
 
 npu = torch.ops.npu
 SCALINGS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)

@@ -27,5 +27,7 @@ class KernelLimits:
         if broken and self.strict:
             raise UsageError(f"npu.graph_passes: an NPU would refuse {broken[0]}")
         on_npu = device.type == "npu"
-        self.unsupported.update(f"{'nothing was changed:' if on_npu else 'an NPU would refuse'} {why}" for why in broken)
+        self.unsupported.update(
+            f"{'nothing was changed:' if on_npu else 'an NPU would refuse'} {why}" for why in broken
+        )
         return not (broken and on_npu)

@@ -17,7 +17,7 @@ from torchtitan_npu.compile.passes.graph_utils import aten, erase_unused, value
 
 @dataclass(frozen=True)
 class Matmul:
-    """``left @ right`` with shapes (..., K) and (K, N). If ``gradients`` is set, ``right`` is stored transposed, (N, K)."""
+    """``left @ right``, (..., K) by (K, N). If ``gradients`` is set, ``right`` is stored transposed, (N, K)."""
 
     node: fx.Node
     left: fx.Node

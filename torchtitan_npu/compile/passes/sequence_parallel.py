@@ -40,7 +40,7 @@ from torchtitan_npu.compile.passes.token_wise_ops import (
     write_local,
 )
 from torchtitan_npu.torch_internals.aot_autograd import is_input_of_region
-from torchtitan_npu.torch_internals.process_groups import process_group
+from torchtitan_npu.torch_internals.collectives import process_group
 
 LOCAL, REPLICATED = "local", "replicated"  # the two sides of the cut: own tokens, all tokens
 
@@ -130,7 +130,9 @@ def _cut(sources: list[fx.Node], candidates: set[fx.Node], ends: set[fx.Node]) -
             flow.add_edge(LOCAL, node)
         if node in ends:
             continue
-        if not isinstance(value(node), torch.Tensor):  # an operator with several outputs is on the same side as they are
+        if not isinstance(
+            value(node), torch.Tensor
+        ):  # an operator with several outputs is on the same side as they are
             for output in node.users:
                 flow.add_edge(node, output if output in candidates else REPLICATED)
                 flow.add_edge(output, node)

@@ -16,7 +16,7 @@ from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as 
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
 from torchtitan.models.llama4.infra.parallelize import apply_compile
 
-from torchtitan_npu.compile.regions import compile_block
+from torchtitan_npu.compile.block_regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
 from torchtitan_npu.upstream.hooks import with_steps
 

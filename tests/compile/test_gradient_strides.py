@@ -1,4 +1,4 @@
-"""The backward graph for gradients of any strides: eager's numbers to the bit, and eager's copies."""
+"""Backward graphs for gradients of any strides: bit-identical to eager mode, with no more copies."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.profiler import profile
 
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.compile import backend
-from torchtitan_npu.planner.fake_devices import BelowSubclasses
+from torchtitan_npu.torch_internals.dispatch import TorchDispatchMode
 
 RUNTIMES = {
     "ours": "RegionBackward",
     "AOTAutograd's": "CompiledFunctionBackward",
-    "any size": "CompiledFunctionBackward",
+    "dynamic": "CompiledFunctionBackward",
 }
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "as it was captured": lambda gradient: gradient,
-    "turned": lambda gradient: gradient.transpose(1, 2).contiguous().transpose(1, 2),
-    "last first": lambda gradient: gradient.movedim(-1, 0).contiguous().movedim(0, -1),
-    "a part": lambda gradient: torch.cat((gradient, gradient), dim=-1)[..., gradient.shape[-1] :],
+    "as traced": lambda gradient: gradient,
+    "transposed": lambda gradient: gradient.transpose(1, 2).contiguous().transpose(1, 2),
+    "last dimension first": lambda gradient: gradient.movedim(-1, 0).contiguous().movedim(0, -1),
+    "slice": lambda gradient: torch.cat((gradient, gradient), dim=-1)[..., gradient.shape[-1] :],
     "expanded": lambda gradient: gradient[:, :1].expand_as(gradient),
-    "of one output": lambda gradient: gradient,
+    "for one of two outputs": lambda gradient: gradient,
 }
 
 
 class Network(nn.Module):
-    """What autograd's formulas ask strides for: views and what undoes them, complex numbers, products."""
+    """Operators whose gradient formulas depend on strides: views and their inverses, complex numbers, matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,25 +42,25 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.up(x).unflatten(-1, (4, 2, 2))
-        turned = torch.view_as_real(torch.view_as_complex(heads) * self.angles).flatten(-2)
-        y = turned.transpose(1, 2)
+        rotated = torch.view_as_real(torch.view_as_complex(heads) * self.angles).flatten(-2)
+        y = rotated.transpose(1, 2)
         y = (y @ y.mT).softmax(dim=-1) @ y
-        return self.down(y.transpose(1, 2).flatten(2)), turned
+        return self.down(y.transpose(1, 2).flatten(2)), rotated
 
 
 def region(network: nn.Module, runtime: str) -> Callable[[Tensor], Any]:
     def function(x: Tensor) -> Any:
-        # a region that returns its input is left to AOTAutograd's runtime
+        # a region that returns an alias of its input needs AOTAutograd's runtime
         return (*network(x), x.detach()) if runtime == "AOTAutograd's" else network(x)
 
-    return torch.compile(function, backend=backend.bypassed, fullgraph=True, dynamic=runtime == "any size")
+    return torch.compile(function, backend=backend.bypass_codegen, fullgraph=True, dynamic=runtime == "dynamic")
 
 
 def backward(call: Callable[[Tensor], Any], network: nn.Module, layout: str) -> tuple[list[Tensor], int, str]:
-    """The gradients, how many copies they took, and whose backward pass it was; after another, which may compile."""
+    """Return the gradients of a second backward pass, its number of copies, and the name of its autograd node."""
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for _ in range(2):
-        outputs = call(x)[: 1 if layout == "of one output" else 2]
+        outputs = call(x)[: 1 if layout == "for one of two outputs" else 2]
         seed = torch.Generator().manual_seed(2)
         gradients = [LAYOUTS[layout](torch.randn(output.shape, generator=seed)) for output in outputs]
         with profile() as profiled:
@@ -70,20 +70,20 @@ def backward(call: Callable[[Tensor], Any], network: nn.Module, layout: str) -> 
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_gradients_are_taken_as_they_lie(runtime: str) -> None:
-    torch._dynamo.reset()
+def test_gradients_are_not_copied_for_their_strides(runtime: str) -> None:
+    torch.compiler.reset()
     network = Network()
     compiled = region(network, runtime)
     for layout in LAYOUTS:
-        theirs, copies, _ = backward(network, network, layout)
-        ours, made, whose = backward(compiled, network, layout)
-        assert whose == RUNTIMES[runtime]
+        theirs, eager_copies, _ = backward(network, network, layout)
+        ours, copies, node = backward(compiled, network, layout)
+        assert node == RUNTIMES[runtime]
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other) and one.stride() == other.stride(), layout
-        assert made <= copies, layout
+        assert copies <= eager_copies, layout
 
 
-class Turned(torch.autograd.Function):
+class Transpose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.mT.contiguous() * 2
@@ -94,110 +94,111 @@ class Turned(torch.autograd.Function):
 
 
 FORMULAS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
-    # as captured, the reshape in its formula copies; of this gradient it is a view
+    # the reshape in the formula copies in tracing; for this gradient it is a view
     "reshape": (
         lambda x: x.flatten(1).unflatten(1, (6, 8)).transpose(1, 2).contiguous(),
         torch.randn(2, 12, 8)[:, :6].mT,
     ),
-    "contiguous": (Turned.apply, torch.randn(2, 6, 8).mT),
-    # as captured, one undoes the other; of this gradient the first copies
+    "contiguous": (Transpose.apply, torch.randn(2, 6, 8).mT),
+    # the two views cancel out in tracing; for this gradient the first copies
     "two views": (lambda x: (x * 2).flatten(1).unflatten(1, (6, 8)) * 3, torch.randn(8, 6, 2).permute(2, 1, 0)),
 }
 
 
 @pytest.mark.parametrize("what", FORMULAS)
-def test_a_formula_copies_what_it_must_of_these_strides(what: str) -> None:
-    torch._dynamo.reset()
+def test_a_formula_copies_as_often_as_in_eager_mode(what: str) -> None:
+    torch.compiler.reset()
     function, gradient = FORMULAS[what]
     x = torch.randn(2, 6, 8, requires_grad=True)
     results = []
-    for call in (function, torch.compile(function, backend=backend.bypassed, fullgraph=True)):
+    for call in (function, torch.compile(function, backend=backend.bypass_codegen, fullgraph=True)):
         output = call(x)
         with profile() as profiled:
             (result,) = torch.autograd.grad(output, x, gradient)
         results.append((result, sum(event.name == "aten::clone" for event in profiled.events() or ())))
-    (theirs, copies), (ours, made) = results
+    (theirs, eager_copies), (ours, copies) = results
     assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
-    assert made == copies == (what == "two views")
+    assert copies == eager_copies == (what == "two views")
 
 
-@torch.library.custom_op("strides::walked", mutates_args=())
-def walked(x: Tensor) -> Tensor:
-    """Doubles what lies behind the first element, as a kernel does that is given an address and a count."""
+@torch.library.custom_op("strides::double_memory", mutates_args=())
+def double_memory(x: Tensor) -> Tensor:
+    """Double the first ``numel`` elements in memory, as a kernel does that takes a pointer and a count."""
     return (x.as_strided((x.numel(),), (1,)) * 2).view(x.shape)
 
 
-walked.register_fake(lambda x: x.new_empty(x.shape))
+double_memory.register_fake(lambda x: x.new_empty(x.shape))
 
 
-class Walked(torch.autograd.Function):
+class DoubleMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return walked(x.contiguous())
+        return double_memory(x.contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return walked(gradient.contiguous())
+        return double_memory(gradient.contiguous())
 
 
-@pytest.mark.parametrize("of_any_size", [False, True])
-def test_what_a_users_kernel_is_given(of_any_size: bool) -> None:
-    """Of a gradient as it is captured, its formula's contiguous() is in no graph."""
-    torch._dynamo.reset()
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_users_operator_gets_a_contiguous_gradient(dynamic: bool) -> None:
+    """The traced graph does not contain the formula's ``contiguous()``, which did nothing in tracing."""
+    torch.compiler.reset()
     x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3).t()
     compiled = torch.compile(
-        lambda x: Walked.apply(x) * 1, backend=backend.bypassed, fullgraph=True, dynamic=of_any_size
+        lambda x: DoubleMemory.apply(x) * 1, backend=backend.bypass_codegen, fullgraph=True, dynamic=dynamic
     )
     assert torch.equal(torch.autograd.grad(compiled(x), x, gradient)[0], 2 * gradient)
-    if of_any_size:
+    if dynamic:
         with torch.compiler.set_stance("fail_on_recompile"):
             compiled(torch.randn(5, 6, requires_grad=True))
 
 
-class Products(BelowSubclasses):
-    """The strides that float8's product is given."""
+class ScaledMatmuls(TorchDispatchMode):
+    """Records the strides of the arguments of float8 matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.strides: list[tuple[Any, Any]] = []
 
-    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # the subclass calls the operator again with its inner tensors
         if op is torch.ops.aten._scaled_mm.default:
             self.strides.append((args[0].stride(), args[1].stride()))
-        return op(*args, **kwargs)
+        return op(*args, **(kwargs or {}))
 
 
-def test_what_float8s_product_is_given() -> None:
-    """Rows on the left, columns on the right. torchao lays out what does not lie so; what does, no graph shows."""
+def test_a_float8_matmul_gets_the_strides_it_needs() -> None:
+    """Rows on the left, columns on the right. torchao copies only arguments that need it, which tracing hides."""
     from torchao.float8 import convert_to_float8_training
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     network = convert_to_float8_training(nn.Sequential(nn.Linear(32, 64, bias=False))).bfloat16()
-    compiled = torch.compile(network, backend=backend.bypassed, fullgraph=True)
+    compiled = torch.compile(network, backend=backend.bypass_codegen, fullgraph=True)
     x = torch.randn(1, 16, 32, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(1, 64, 16, dtype=torch.bfloat16).mT
     results = []
     for call in (network, compiled):
         output = call(x)
-        with Products() as products:
+        with ScaledMatmuls() as matmuls:
             results.append(torch.autograd.grad(output, [x, *network.parameters()], gradient))
-        assert len(products.strides) == 2 and all(left[1] == right[0] == 1 for left, right in products.strides)
+        assert len(matmuls.strides) == 2 and all(left[1] == right[0] == 1 for left, right in matmuls.strides)
     assert all(torch.equal(ours, theirs) for theirs, ours in zip(*results, strict=True))
 
 
-def test_sizes_of_one_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views leave as the stride of such a dimension what they find: the graph is run as it was captured."""
-    torch._dynamo.reset()
-    opened: list[Any] = []
-    monkeypatch.setattr(backend, "open_strides", opened.append)
+def test_the_stride_of_a_dimension_of_size_1_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    rewritten: list[Any] = []
+    monkeypatch.setattr(backend, "make_stride_agnostic", rewritten.append)
     x = torch.randn(3, 1, 4, requires_grad=True)
-    result = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)(x)
+    result = torch.compile(lambda x: x * 2, backend=backend.bypass_codegen, fullgraph=True)(x)
     gradient = torch.empty_strided((3, 1, 4), (4, 7, 1)).fill_(3)
-    assert torch.equal(torch.autograd.grad(result, x, gradient)[0], torch.full((3, 1, 4), 6.0)) and not opened
+    assert torch.equal(torch.autograd.grad(result, x, gradient)[0], torch.full((3, 1, 4), 6.0)) and not rewritten
 
 
-class Told(torch.autograd.Function):
-    """Its formula reads the gradient by strides of its own."""
+class AsStrided(torch.autograd.Function):
+    """Reads the gradient with fixed strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -208,14 +209,14 @@ class Told(torch.autograd.Function):
         return gradient.as_strided((3, 4), (4, 1)) * 2
 
 
-@pytest.mark.parametrize("of_any_size", [False, True])
-def test_strides_that_are_in_a_graph(of_any_size: bool) -> None:
-    """They are those of a gradient as it was captured, so that is where it has to lie."""
-    torch._dynamo.reset()
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_strides_as_arguments(dynamic: bool) -> None:
+    """The gradient is copied into the strides seen in tracing. With dynamic sizes this is an error."""
+    torch.compiler.reset()
     x, gradient = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3).t()
-    compiled = torch.compile(Told.apply, backend=backend.bypassed, fullgraph=True, dynamic=of_any_size)
-    if of_any_size:
-        with pytest.raises(Exception, match=r"npu.bypass_codegen must be false: .*as_strided.*size is not known"):
+    compiled = torch.compile(AsStrided.apply, backend=backend.bypass_codegen, fullgraph=True, dynamic=dynamic)
+    if dynamic:
+        with pytest.raises(Exception, match=r"npu.bypass_codegen must be false: .*as_strided.*with a dynamic size"):
             compiled(x)
         return
     assert torch.equal(torch.autograd.grad(compiled(x), x, gradient)[0], 2 * gradient)
@@ -227,22 +228,11 @@ def doubled_dtensor() -> tuple[bool, Any, Any, Any]:
         DTensor.from_local(tensor, mesh, [Shard(0)]) for tensor in (torch.randn(3, 4), torch.randn(4, 3).t())
     )
     x.requires_grad_()
-    compiled = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)
+    compiled = torch.compile(lambda x: x * 2, backend=backend.bypass_codegen, fullgraph=True)
     (result,) = torch.autograd.grad(compiled(x), x, gradient)
     equal = torch.equal(result.to_local(), 2 * gradient.to_local())
     return equal, gradient.stride(), result.stride(), result.to_local().stride()
 
 
-def test_a_dtensor_lies_as_it_says() -> None:
-    """AOTAutograd puts it together with the strides that were captured."""
+def test_a_dtensor_has_the_strides_of_its_local_tensor() -> None:
     assert run_on_ranks(1, doubled_dtensor) == [(True, (1, 3), (4, 1), (4, 1))]
-
-
-def test_torch_is_left_as_it_was() -> None:
-    from torch._functorch._aot_autograd import subclass_utils
-
-    torch._dynamo.reset()
-    noted = subclass_utils.maybe_suggest_memory_format
-    compiled = torch.compile(lambda x: x * 2, backend=backend.bypassed, fullgraph=True)
-    compiled(torch.randn(3, requires_grad=True)).sum().backward()
-    assert subclass_utils.maybe_suggest_memory_format is noted
