@@ -64,8 +64,16 @@ def test_async_tensor_parallel_in_inductor() -> None:
         assert any(line.startswith("Compiling: 1 graph so far") for line in run.log)
 
 
+def leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def test_torchtitan_compiles_with_tensor_parallel() -> None:
     """On torch 2.13 the backward pass fails unless blocks and experts wait for their inputs."""
+    # DTensor's cache of earlier jobs has other mesh objects, for which torch's min-cut partitioner fails; a new
+    # process group clears the cache
+    run_on_ranks(2, leave_process_group, process_group=False)
     options = {"npu.bypass_codegen": False, "compile.backend": "aot_eager"}
     for eager, compiled in train_on("tp2", "qwen3_moe", options, steps=3):
         assert 0 < compiled.regions_after_two == compiled.regions
