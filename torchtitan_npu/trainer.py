@@ -17,7 +17,7 @@ from torchtitan.train import Trainer as TitanTrainer
 import torchtitan_npu.converters
 import torchtitan_npu.upstream.train_specs  # noqa: F401
 from torchtitan_npu.compile import passes as graph_passes
-from torchtitan_npu.compile.progress import told_by_torch
+from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
@@ -59,7 +59,7 @@ class Trainer(TitanTrainer):
 
     def train(self) -> None:
         torch_compiles = self.job_config.compile.enable and not self.job_config.npu.bypass_codegen
-        with told_by_torch() if torch_compiles else nullcontext():  # our own backend reports its progress itself
+        with log_compile_progress() if torch_compiles else nullcontext():  # our own backend reports its progress itself
             super().train()
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:

@@ -42,8 +42,7 @@ from torchtitan.models.moe.moe import GroupedExperts  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_npu.compile import backend  # noqa: E402
-from torchtitan_npu.compile.interpreter import interpreted  # noqa: E402
-from torchtitan_npu.compile.regions import OPTIONS, compile_block  # noqa: E402
+from torchtitan_npu.compile.block_regions import OPTIONS, compile_block  # noqa: E402
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.converters import CONVERTERS  # noqa: E402
@@ -51,6 +50,7 @@ from torchtitan_npu.converters.rotary_tables import PositionTables  # noqa: E402
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp  # noqa: E402
 from torchtitan_npu.ops import OPS  # noqa: E402
 from torchtitan_npu.ops.core.arguments import by_name  # noqa: E402
+from torchtitan_npu.torch_internals.graph_interpreter import interpret  # noqa: E402
 from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients  # noqa: E402
 
 SEQUENCE = 8
@@ -343,11 +343,11 @@ def launch_costs(device: str) -> dict[str, float]:
             x = aten.view(aten.view(aten.add(aten.mm(x, aten.t(y)), y), [64]), [8, 8])
         return (x,)
 
-    launch = interpreted(make_fx(fifty, tracing_mode="fake")(x, y))
+    launch = interpret(make_fx(fifty, tracing_mode="fake")(x, y))
     torch._dynamo.reset()
     region = torch.compile(lambda x: x + 1, **OPTIONS)
     w = torch.ones(8, 8, device=device, requires_grad=True)
-    with patch.object(backend, "plain_region", lambda *args: None):
+    with patch.object(backend, "region_function", lambda *args: None):
         general = torch.compile(lambda x: x + 1, **OPTIONS)
         general(w)
     runs: dict[str, Callable[[], Any]] = {
