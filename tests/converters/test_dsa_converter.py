@@ -164,7 +164,7 @@ def test_finds_nothing_in_another_model() -> None:
         build_on_meta("deepseek_v3", "npu_dsa")
 
 
-def refusals(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
+def limit_errors(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
     """Return the NPU limits that one layer of a flavor exceeds."""
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
@@ -179,13 +179,13 @@ def refusals(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
         model = DeepSeekV32Model(args)
     converter = CONVERTERS["npu_dsa"](config, ParallelDims(**LAYOUT))
     ((fqn, module),) = converter.targets(model)
-    return converter.refusals(fqn, module)
+    return converter.limit_errors(fqn, module)
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel_npu", "671B_4layers", "671B_8layers", "671B"])
 def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
-    assert refusals(flavor) == []
-    assert any("float32" in text for text in refusals(flavor, "float32"))
+    assert limit_errors(flavor) == []
+    assert any("float32" in text for text in limit_errors(flavor, "float32"))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
     ids=str,
 )
 def test_reports_exceeded_npu_limits(change: dict[str, Any], text: str) -> None:
-    assert any(text in message for message in refusals("debugmodel_npu", **change))
+    assert any(text in message for message in limit_errors("debugmodel_npu", **change))
 
 
 def test_top_k_is_in_the_representation() -> None:

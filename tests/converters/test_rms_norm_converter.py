@@ -237,8 +237,16 @@ def llama3() -> tuple[Step, Step]:
     return step(build("llama3", n_layers=2)), step(build("llama3", n_layers=2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [
+        ("selective", False),
+        ("full", False),
+        ("full", True),
+        pytest.param("none", True, marks=pytest.mark.slow),
+        pytest.param("selective", True, marks=pytest.mark.slow),
+    ],
+)
 def test_with_checkpointing_and_compile(mode: str, compiled: bool, llama3: tuple[Step, Step]) -> None:
     model = build("llama3", "npu_rms_norm", n_layers=2)
     if mode != "none":

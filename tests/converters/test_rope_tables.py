@@ -133,7 +133,7 @@ def test_a_copy_has_its_own_tables() -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama3", {}),
+        pytest.param("llama3", {}, marks=pytest.mark.slow),
         ("qwen3", {}),
         # without experts and the indexer's loss, which are compiled in parts
         ("deepseek_v32", {"n_dense_layers": 2, "indexer_loss": False}),

@@ -14,7 +14,11 @@ from tests._helpers.training import Record
 STEPS = 20
 BATCH = {"training.global_batch_size": 4, "training.local_batch_size": 4}
 """Without gradient accumulation, which tests/distributed/test_layouts.py covers."""
-CASES = [pytest.param(model, tuple(names), id=f"{model}-all") for model, names in FUSED.items()]
+SLOW = ("llama3", "qwen3")  # qwen3_moe has their targets too
+CASES = [
+    pytest.param(model, tuple(names), id=f"{model}-all", marks=[pytest.mark.slow] * (model in SLOW))
+    for model, names in FUSED.items()
+]
 CASES += [
     pytest.param(model, (name,), id=f"{model}-{name}", marks=pytest.mark.slow)
     for model, names in FUSED.items()

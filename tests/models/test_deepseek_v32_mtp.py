@@ -161,7 +161,7 @@ def one_rank() -> Record:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ({"shard": 2}, {"activation_checkpoint.mode": "full"}),
+        pytest.param({"shard": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
         ({"replicate": 2, "shard": 1}, {}),
         ({"ep": 2}, {"model.converters": CONVERTERS}),
     ],

@@ -73,7 +73,12 @@ def assert_as_on_one_rank(records: list[Record], expected: Record) -> None:
         pytest.param("dense", {"tp": 2}, {"validation.enable": True}, marks=pytest.mark.slow),
         pytest.param("dense", {"replicate": 2, "shard": 1}, {}, marks=pytest.mark.slow),
         ("dense", {"shard": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "full"}),
-        ("dense", {"tp": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "selective"}),
+        pytest.param(
+            "dense",
+            {"tp": 2},
+            {"model.converters": CONVERTERS, "activation_checkpoint.mode": "selective"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("tied", {"shard": 2}, {}, marks=pytest.mark.slow),
         pytest.param("moe", {"ep": 2}, {}, marks=pytest.mark.slow),
         ("moe", {"tp": 2, "ep": 2}, {"model.converters": [*CONVERTERS, "npu_permute", "npu_gmm"]}),

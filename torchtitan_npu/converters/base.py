@@ -54,7 +54,7 @@ class Converter(ABC):
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         """Return the replacement of ``module``, often by :func:`retyped`. Must not change ``module`` itself."""
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         """Return the NPU limits that this target exceeds (see :class:`torchtitan_npu.ops.Op`)."""
         return []
 
@@ -113,7 +113,7 @@ class Converter(ABC):
 
     def check_limits(self, targets: list[tuple[str, nn.Module]]) -> str | None:
         """Check the NPU limits of ``targets``. Raise on an NPU or with ``npu.strict_limits``, else return a warning."""
-        errors = [f"{fqn}: {text}" for fqn, module in targets for text in self.refusals(fqn, module)]
+        errors = [f"{fqn}: {text}" for fqn, module in targets for text in self.limit_errors(fqn, module)]
         if not errors:
             return None
         message = f"{self.name}: an NPU would refuse {errors[0]}"

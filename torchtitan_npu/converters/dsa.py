@@ -142,7 +142,7 @@ class DsaConverter(Converter):
         attention.any_strides = platform.job_backend() == "cuda"
         return attention
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         attention = cast(SparseAttention, module)
         args = attention.args
         dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]

@@ -100,7 +100,7 @@ class GroupedMatmulConverter(Converter):
         experts.use_grouped_mm = False  # torch._grouped_mm needs padding
         return experts
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         messages = []
         for weight in (parameter for parameter in module.parameters() if parameter.ndim == 3):
             experts, _, dim = weight.shape

@@ -147,7 +147,7 @@ class MRoPEConverter(Converter):
             "cache_mode": cache_mode(module),
         }
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         if not isinstance(module, MRoPERotation):
             return []
         arguments = self._arguments(module)

@@ -143,7 +143,7 @@ class PermuteConverter(Converter):
         moe.reorderer = with_forward(moe.reorderer, NpuTokenReorderer)
         return moe
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         """Check the limits for a rank's own tokens. The number that expert parallel dispatches to it varies by step."""
         router = cast(MoE, module).router
         gate = cast(nn.Linear, router.gate).weight

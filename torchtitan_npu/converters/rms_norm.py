@@ -53,7 +53,7 @@ class RMSNormConverter(Converter):
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         return retyped(module, NpuRMSNorm)
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         gamma = cast(nn.RMSNorm, module).weight
         if gamma is None:
             return []  # gamma then has the dtype and trailing shape of the input

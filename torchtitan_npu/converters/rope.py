@@ -78,7 +78,7 @@ class RoPEConverter(Converter):
                 f"{self.name}: modules without shared tables: {len(unshared)}; each looks up its cosines and sines"
             )
 
-    def refusals(self, fqn: str, module: nn.Module) -> list[str]:
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         heads = getattr(module, "n_heads", None)
         dim = getattr(module, "qk_rope_head_dim", None) or getattr(module, "head_dim", None)
         if heads is None or dim is None:
