@@ -48,12 +48,12 @@ class OwnAttention(nn.Module):
         super().__init__()
         self.projections = nn.Linear(32, 96)
 
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         return apply_rotary_emb(q, k, angles)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
-        q, k = self.turned(q, k, angles)
+        q, k = self.rotated(q, k, angles)
         return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
 
     def extra_repr(self) -> str:
@@ -103,7 +103,7 @@ def test_a_users_own_model() -> None:
 
 class StaticAttention(OwnAttention):
     @staticmethod
-    def turned(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def rotated(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return apply_rotary_emb(q, k, angles)
 
 
@@ -118,7 +118,7 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class DecoratedAttention(OwnAttention):
     @counted
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         return apply_rotary_emb(q, k, angles)
 
 
@@ -126,7 +126,7 @@ def local_attention() -> type[nn.Module]:
     rotate = apply_rotary_emb
 
     class LocalAttention(OwnAttention):
-        def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
             return rotate(q, k, angles)
 
     return LocalAttention
@@ -145,12 +145,12 @@ def test_a_users_static_decorated_or_local_method(kind: type[nn.Module]) -> None
 
 
 class ThroughModule(OwnAttention):
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         return llama3.apply_rotary_emb(q, k, angles)
 
 
 class LocalImport(OwnAttention):
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         from torchtitan.models.llama3.model.model import apply_rotary_emb as rotation
 
         return rotation(q, k, angles)
@@ -161,13 +161,13 @@ class ByAttribute(OwnAttention):
         super().__init__()
         self.rotation = apply_rotary_emb
 
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotation(q, k, angles)
 
 
 class ThroughSuper(OwnAttention):
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        return super().turned(q, k, angles)
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotated(q, k, angles)
 
 
 UNSEEN = (
@@ -187,12 +187,12 @@ def test_logs_modules_that_cannot_be_converted(kind: type[nn.Module], caplog: py
 
 
 class OwnAttentionOnHalves(OwnAttention):
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
         return apply_rotary_emb_on_halves(q, k, angles, positions)
 
     def forward(self, x: Tensor, angles: Tensor, positions: Any = None) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (3, 4, 8)).unbind(-3)
-        q, k = self.turned(q, k, angles, positions)
+        q, k = self.rotated(q, k, angles, positions)
         return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
 
 
@@ -251,7 +251,7 @@ class BothWaysOfOneBuffer(OwnAttention):
 class OwnAttentionOnHalvesOfComplex(OwnAttentionOnHalves):
     """Rotates in mode half only."""
 
-    def turned(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, angles: Tensor, positions: Any = None) -> tuple[Tensor, Tensor]:
         return apply_rotary_half(q, angles, positions), apply_rotary_half(k, angles, positions)
 
 
