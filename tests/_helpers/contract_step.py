@@ -65,7 +65,7 @@ class Step:
     """The trained model, or this rank's pipeline stage."""
 
 
-def rehearse(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
+def run_step(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
     """Run a step of ``model`` on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
 
     The keys of ``layout`` are those of :data:`tests._helpers.layouts.DEGREES`; remaining ranks are FSDP shards.

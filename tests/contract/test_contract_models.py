@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests._helpers.contract_step import MODELS, Step, job, matching, model_args, rehearse, train_step
+from tests._helpers.contract_step import MODELS, Step, job, matching, model_args, run_step, train_step
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.models.sparse_attention.documents import Documents
@@ -17,14 +17,14 @@ from torchtitan_npu.planner import fake_ranks
 
 
 @dataclass(frozen=True)
-class Promise:
+class ExpectedCalls:
     """The effect of a converter on a training step."""
 
     per_target: dict[str, int]
     """Number of calls of each ``npu::`` operator per replaced module, forward and backward."""
     instead_of: tuple[str, ...]
     """Small operators that it replaces. The first one that the eager model calls is then called less often."""
-    gone: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
     """The replaced operators that nothing else calls."""
     under_ep: dict[str, int] = field(default_factory=dict)
     """Additional operators with expert parallel."""
@@ -34,26 +34,26 @@ PERMUTE = {"npu_moe_token_permute": 1, "npu_moe_token_permute_grad_v2": 1}
 UNPERMUTE = {"_npu_moe_token_unpermute": 1, "npu_moe_token_unpermute_grad_v2": 1}
 
 # Add a line here for a new converter, in contract_step.py for a new model, in LAYOUTS for a new layout.
-PROMISES = {
-    "npu_rms_norm": Promise(
-        {"npu_rms_norm": 1, "npu_rms_norm_backward": 1}, instead_of=("aten::rsqrt",), gone=("aten::rsqrt",)
+EXPECTED = {
+    "npu_rms_norm": ExpectedCalls(
+        {"npu_rms_norm": 1, "npu_rms_norm_backward": 1}, instead_of=("aten::rsqrt",), removed=("aten::rsqrt",)
     ),
-    "npu_rope": Promise(
+    "npu_rope": ExpectedCalls(
         {"npu_rotary_mul": 2, "npu_rotary_mul_backward": 2},
         instead_of=("aten::view_as_complex", "aten::neg"),
-        gone=("aten::view_as_complex",),
+        removed=("aten::view_as_complex",),
     ),
-    "npu_permute": Promise(
+    "npu_permute": ExpectedCalls(
         {**PERMUTE, **UNPERMUTE},
         instead_of=("aten::sort",),
-        gone=("aten::sort",),
+        removed=("aten::sort",),
         under_ep={**PERMUTE, **UNPERMUTE},
     ),
     # three products, and two for each in the backward pass
-    "npu_gmm": Promise(
+    "npu_gmm": ExpectedCalls(
         {"npu_grouped_matmul": 9, "npu_swiglu": 1, "npu_swiglu_backward": 1}, instead_of=("aten::_local_scalar_dense",)
     ),
-    "npu_dsa": Promise(
+    "npu_dsa": ExpectedCalls(
         {
             "npu_lightning_indexer": 1,
             "npu_sparse_flash_attention": 1,
@@ -61,61 +61,64 @@ PROMISES = {
             "npu_sparse_lightning_indexer_grad_kl_loss": 1,
         },
         instead_of=("aten::_softmax",),
-        gone=("aten::_softmax",),
+        removed=("aten::_softmax",),
     ),
 }
 
 
-def promised(model: str, step: Step, ep: bool = False) -> Counter[str]:
+def expected_calls(model: str, step: Step, ep: bool = False) -> Counter[str]:
     """Return the expected number of calls of each operator in ``step``."""
     calls: Counter[str] = Counter()
     for name, modules in step.targets.items():
-        per_target = PROMISES[name].per_target
+        per_target = EXPECTED[name].per_target
         if (name, model) == ("npu_gmm", "gpt_oss"):
             per_target = {"npu_grouped_matmul": 6}  # two products; its clamped gate is not npu_swiglu
-        for ops in (per_target, PROMISES[name].under_ep if ep else {}):
+        for ops in (per_target, EXPECTED[name].under_ep if ep else {}):
             calls.update({op: modules * times for op, times in ops.items()})
     return calls
 
 
-def gone(model: str, converters: tuple[str, ...]) -> set[str]:
+def removed_operators(model: str, converters: tuple[str, ...]) -> set[str]:
     """Return the small operators that a step with ``converters`` does not call."""
-    ops = {op for name in converters for op in PROMISES[name].gone}
+    ops = {op for name in converters for op in EXPECTED[name].removed}
     if model == "deepseek_v32" and "npu_dsa" not in converters:
         ops -= {"aten::sort"}  # attention sorts keys by score
     return ops
 
 
-CONVERTED = [
-    (model, converters)
+ONE_BY_ONE = {("deepseek_v3", name) for name in EXPECTED} | {("deepseek_v32", "npu_dsa")}
+CONVERTED = [(model, matching(model)) for model in MODELS]
+CONVERTED += [
+    pytest.param(model, (name,), marks=[pytest.mark.slow] * ((model, name) not in ONE_BY_ONE))  # type: ignore[misc]
     for model in MODELS
-    for converters in dict.fromkeys([*((name,) for name in matching(model)), matching(model)])
+    for name in matching(model)
+    if matching(model) != (name,)
 ]
-"""Return each model with each of its converters, and with all of them."""
+"""Each model with all its converters, and with each one alone."""
 
 
 @functools.cache
 def eager(model: str) -> Step:
-    return rehearse(model)
+    return run_step(model)
 
 
 def test_every_converter_has_an_entry() -> None:
     others = {"npu_mrope"}  # qwen3_vl has its own file
-    assert set(PROMISES) == set(CONVERTERS) - others
+    assert set(EXPECTED) == set(CONVERTERS) - others
     assert {name for model in MODELS for name in matching(model)} == set(CONVERTERS) - others
 
 
 @pytest.mark.parametrize(("model", "converters"), CONVERTED, ids=str)
 def test_converted(model: str, converters: tuple[str, ...]) -> None:
-    plain, converted = eager(model), rehearse(model, converters)
+    plain, converted = eager(model), run_step(model, converters)
     assert plain.gradients and converted.gradients == plain.gradients
     assert all(converted.targets.values())
-    assert converted.calls.count("npu") == plain.calls.count("npu") + promised(model, converted)
+    assert converted.calls.count("npu") == plain.calls.count("npu") + expected_calls(model, converted)
     before, after = Counter(plain.calls.names), Counter(converted.calls.names)
     for name in converters:
-        small = next(op for op in PROMISES[name].instead_of if op in before)
+        small = next(op for op in EXPECTED[name].instead_of if op in before)
         assert after[small] < before[small]
-    assert not gone(model, converters) & set(after)
+    assert not removed_operators(model, converters) & set(after)
     assert converted.outputs == {name: plain.outputs[name] for name in converted.outputs}
 
 
@@ -139,12 +142,12 @@ def test_stages_of_sparse_attention(
         return forward(self, *args, documents=documents, **kwargs)
 
     monkeypatch.setattr(NpuSparseAttention, "forward", recorded)
-    step = rehearse("deepseek_v32", matching("deepseek_v32"), dsa)
+    step = run_step("deepseek_v32", matching("deepseek_v32"), dsa)
     expected = {n for n in eager("deepseek_v32").gradients if ("indexer" if ".indexer." in n else "rest") in learns}
     assert expected and step.gradients == expected
     assert packed == [dsa.get("document_mask", False)] * 2
     called = step.calls.count("npu")
-    attention = {op: 2 * times - not_called.get(op, 0) for op, times in PROMISES["npu_dsa"].per_target.items()}
+    attention = {op: 2 * times - not_called.get(op, 0) for op, times in EXPECTED["npu_dsa"].per_target.items()}
     assert {op: called[op] for op in attention} == attention
 
 
@@ -158,8 +161,8 @@ def test_multi_token_prediction() -> None:
     assert step.gradients - further == eager("deepseek_v32").gradients
     assert step.gradients == {name for name, _ in step.model.named_parameters()}
     assert step.targets["npu_dsa"] == 3
-    called, expected_calls = step.calls.count("npu"), promised("deepseek_v32", step)
-    assert {op: called[op] for op in expected_calls} == expected_calls
+    called, expected = step.calls.count("npu"), expected_calls("deepseek_v32", step)
+    assert {op: called[op] for op in expected} == expected
 
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
@@ -189,10 +192,10 @@ EVIDENCE = {
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_parallel(model: str, layout: dict[str, Any]) -> None:
-    step = rehearse(model, matching(model), **layout)
+    step = run_step(model, matching(model), **layout)
     assert step.gradients == eager(model).gradients
     called = step.calls.count("npu")
-    expected = promised(model, step, ep="ep" in layout)
+    expected = expected_calls(model, step, ep="ep" in layout)
     assert {op: called[op] for op in expected} == expected
     assert {EVIDENCE[dimension] for dimension in layout} <= set(step.calls.names)
-    assert not gone(model, matching(model)) & set(step.calls.names)
+    assert not removed_operators(model, matching(model)) & set(step.calls.names)

@@ -82,7 +82,7 @@ def npu_calls(result: Step) -> Counter[str]:
     return Counter({name: times for name, times in result.calls.count("npu").items() if name in names})
 
 
-def assert_rehearsed(result: Step, converters: tuple[str, ...]) -> None:
+def assert_complete_step(result: Step, converters: tuple[str, ...]) -> None:
     assert result.gradients == {name for name, _ in result.model.named_parameters()}
     calls = npu_calls(result)
     rotated = ("npu_rope" in converters) * 2 * TOWER + ("npu_mrope" in converters) * 2 * LAYERS
@@ -100,8 +100,8 @@ def assert_rehearsed(result: Step, converters: tuple[str, ...]) -> None:
     ids=str,
 )
 def test_a_step_on_one_device(model: str, converters: tuple[str, ...]) -> None:
-    result = step.rehearse(model, converters)
-    assert_rehearsed(result, converters)
+    result = step.run_step(model, converters)
+    assert_complete_step(result, converters)
     if "npu_rope" in converters:
         assert result.targets["npu_rope"] == TOWER and result.targets["npu_mrope"] == LAYERS + 1
 
@@ -116,7 +116,7 @@ def test_a_step_on_one_device(model: str, converters: tuple[str, ...]) -> None:
     ids=str,
 )
 def test_a_step_on_a_layout(model: str, layout: dict[str, int]) -> None:
-    assert_rehearsed(step.rehearse(model, CONVERTERS, **layout), CONVERTERS)
+    assert_complete_step(step.run_step(model, CONVERTERS, **layout), CONVERTERS)
 
 
 @pytest.mark.parametrize("in_training", [False, True])
