@@ -19,12 +19,12 @@ def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]
     import torchtitan_npu
     from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
     from torchtitan_npu.components.expert_balance import build_balancing_optimizers
-    from torchtitan_npu.components.swap_optimizer.container import swapping
     from torchtitan_npu.upstream.registries import known_models
+    from torchtitan_npu.upstream.swap_optimizers import with_swap
 
     def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
         builder = build_optimizers if model == "llama3" else build_balancing_optimizers
-        return swapping(builder, config)(model_parts, config, *args)
+        return with_swap(builder, config)(model_parts, config, *args)
 
     torchtitan_npu.register()
     name = f"{TINY[model][0]}_swapping"

@@ -22,7 +22,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import OptimizersBuilder, TrainSpec
 
-from torchtitan_npu.components.swap_optimizer.container import SWAPPING, swapping_if_asked
+from torchtitan_npu.components.swap_optimizer.container import SWAPPING
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapStates
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.expert_load import Load, StatedLoad, balanced
@@ -32,6 +32,7 @@ from torchtitan_npu.planner.pipeline_stages import know_neighbours
 from torchtitan_npu.trainer import TitanTrainer, Trainer
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.rebind import rebound
+from torchtitan_npu.upstream.swap_optimizers import with_swap_if_enabled
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
 
@@ -70,7 +71,7 @@ class RehearsedTrainer(Trainer):
             build_dataloader_fn=None,
             parallelize_fn=self._then_fake(spec.parallelize_fn),
             pipelining_fn=spec.pipelining_fn and self._then_fake(spec.pipelining_fn),
-            build_optimizers_fn=rebound(spec.build_optimizers_fn, {swapping_if_asked: _swapping_without_host}),
+            build_optimizers_fn=rebound(spec.build_optimizers_fn, {with_swap_if_enabled: _swapping_without_host}),
         )
 
     @property
@@ -154,7 +155,7 @@ def _without_values(part: Any, buffer_device: torch.device | None = None) -> Non
 def _swapping_without_host(
     build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: Any
 ) -> OptimizersBuilder:
-    """In place of ``swapping_if_asked``: without a look at this machine's memory and its link to a device."""
+    """In place of ``with_swap_if_enabled``: without a look at this machine's memory and its link to a device."""
     if not config.swap:
         return build_optimizers
     options = {"slice_mib": config.swap_slice_mib, "fraction": config.swap_fraction}

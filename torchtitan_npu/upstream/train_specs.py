@@ -37,7 +37,6 @@ from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.components.metrics import build_metrics_processor
-from torchtitan_npu.components.swap_optimizer.container import swapping_if_asked
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
@@ -58,6 +57,7 @@ from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients
 from torchtitan_npu.upstream.parallel_dims import ParallelDims as OurParallelDims
 from torchtitan_npu.upstream.pipeline_stage import PipelineStage
 from torchtitan_npu.upstream.sdpa_flavors import with_sdpa_flavors
+from torchtitan_npu.upstream.swap_optimizers import with_swap_if_enabled
 from torchtitan_npu.upstream.tied_weights import parallelize_tied, ties_weights
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
@@ -86,7 +86,7 @@ def placing_states(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
     def build(
         model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
     ) -> OptimizersContainer:
-        placed = swapping_if_asked(build_optimizers, model_parts, optimizer_config)
+        placed = with_swap_if_enabled(build_optimizers, model_parts, optimizer_config)
         return placed(model_parts, optimizer_config, *args, **kwargs)
 
     return build

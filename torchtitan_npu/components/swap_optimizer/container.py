@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.protocols.train_spec import OptimizersBuilder
 from torchtitan.tools.logging import logger
 
 from torchtitan_npu.components.available_memory import available
@@ -18,31 +16,9 @@ from torchtitan_npu.components.swap_optimizer import host_memory
 from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
 from torchtitan_npu.components.swap_optimizer.slices import MIB, plan
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW, host_regions
-from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.hooks import with_optimizers_container
-from torchtitan_npu.upstream.rebind import refers_to
 
 SWAPPING: dict[type, type[SwapAdam | SwapAdamW]] = {torch.optim.Adam: SwapAdam, torch.optim.AdamW: SwapAdamW}
-
-
-def swapping_if_asked(
-    build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: OptimizerConfig
-) -> OptimizersBuilder:
-    """``build_optimizers``, or if ``optimizer.swap`` asks for it and there is a device to leave, one that swaps."""
-    if not getattr(config, "swap", False):  # TorchTitan's own entry reads a config without it
-        return build_optimizers
-    if all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
-        logger.info("optimizer.swap: the parameters are on the CPU, and the states stay with them")
-        return build_optimizers
-    return swapping(build_optimizers, config)
-
-
-def swapping(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuilder:
-    """``build_optimizers`` with states in host memory, whatever the device."""
-    if not refers_to(build_optimizers, [OptimizersContainer]):
-        raise UsageError("optimizer.swap: the model's build_optimizers_fn makes no OptimizersContainer of TorchTitan's")
-    ours = functools.partial(SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction)
-    return with_optimizers_container(build_optimizers, ours)
+"""The swap optimizer for each of torch's."""
 
 
 class SwapContainer(OptimizersContainer):

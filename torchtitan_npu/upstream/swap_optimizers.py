@@ -1,0 +1,40 @@
+"""Optimizer builders of train specs, with states in host memory if the job sets ``optimizer.swap``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.protocols.train_spec import OptimizersBuilder
+from torchtitan.tools.logging import logger
+
+from torchtitan_npu.components.swap_optimizer.container import SwapContainer
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.hooks import with_optimizers_container
+from torchtitan_npu.upstream.rebind import refers_to
+
+
+def with_swap_if_enabled(
+    build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: OptimizerConfig
+) -> OptimizersBuilder:
+    """Return ``build_optimizers``, with swap if the job enables it and the parameters are on a device."""
+    if not getattr(config, "swap", False):  # TorchTitan's own entry has a config without it
+        return build_optimizers
+    if all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
+        logger.info("optimizer.swap has no effect: the parameters are on the CPU, and so are the states")
+        return build_optimizers
+    return with_swap(build_optimizers, config)
+
+
+def with_swap(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuilder:
+    """Return ``build_optimizers`` with states in host memory, on any device."""
+    if not refers_to(build_optimizers, [OptimizersContainer]):
+        raise UsageError(
+            "optimizer.swap must be false: the train spec's build_optimizers_fn does not use "
+            "TorchTitan's OptimizersContainer"
+        )
+    container = functools.partial(SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction)
+    return with_optimizers_container(build_optimizers, container)
