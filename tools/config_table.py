@@ -48,9 +48,9 @@ def keys(section: type) -> Iterator[Key]:
             continue
         assert isinstance(field.target, ast.Name) and field.value is not None
         name = field.target.id
-        described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        assert described, f"{section.__name__}.{name} has no docstring"
-        description = " ".join(following.value.value.split())
+        if not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
+            raise ValueError(f"{section.__name__}.{name} has no docstring")
+        description = " ".join(str(following.value.value).split())
         yield Key(name, type_name(field.annotation), default(field.value), description.replace("|", "\\|"))
 
 

@@ -30,7 +30,8 @@ class Validator(TitanValidator):
         # not TitanValidator.__init__: it builds TorchTitan's data loader, which knows its own datasets only
         BaseValidator.__init__(self, job_config)
         self.tokenizer = tokenizer
-        vars(self).update(attributes)  # TorchTitan's keyword arguments are the attributes that validate() reads
+        for name, value in attributes.items():  # TorchTitan's keyword arguments are what validate() reads
+            setattr(self, name, value)
         self.validation_dataloader = self.build_dataloader(
             job_config=job_config,
             dp_world_size=dp_world_size,

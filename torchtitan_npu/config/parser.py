@@ -132,7 +132,8 @@ def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: st
                 right = "section" if is_dataclass(expected) else "key"
                 raise UsageError(f"{file}: {key!r} is a {right}, not a {kind}")
             if isinstance(value, dict):
-                check([cls for cls in known[name] if is_dataclass(cls)], value, key + ".")
+                sections = [cls for cls in known[name] if isinstance(cls, type) and is_dataclass(cls)]
+                check(sections, value, key + ".")
             elif not _fits(value, expected):
                 hint = nearest(value, _choices(expected)) if isinstance(value, str) else ""
                 raise UsageError(f"{file}: {key} = {value!r} is not {_name(expected)}{hint}")

@@ -116,7 +116,7 @@ class JobContext:
 
     @property
     def n_layers(self) -> int:
-        return getattr(self.model_args, "n_layers", self.dims.pp)
+        return int(getattr(self.model_args, "n_layers", self.dims.pp))
 
     @property
     def ties_weights(self) -> bool:
