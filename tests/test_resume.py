@@ -1,4 +1,4 @@
-"""A run resumes on another layout, with converters or without, and trains on as if it had never stopped."""
+"""A run resumes on another layout, with converters or without, and continues as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOTAL, STOP = 4, 2
 
 
 def train_on(ranks: int, text: str, converters: list[str], model: str, folder: Path, stop: int) -> list[float]:
-    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there; the losses."""
+    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there, and return the losses."""
     options = {"job.dump_folder": str(folder), "training.steps": TOTAL, "model.converters": converters}
     options |= {"checkpoint.enable": True, "checkpoint.interval": STOP}
     records = run_on_ranks(ranks, train, model, layout(text), options, stop, process_group=False)
@@ -25,20 +25,21 @@ def train_on(ranks: int, text: str, converters: list[str], model: str, folder: P
 
 @functools.cache
 def straight(model: str) -> list[float]:
-    """The losses of one rank that trains through, eager."""
+    """Return the losses of an uninterrupted eager run on one rank."""
     return run_on_ranks(1, train, model, {}, {"training.steps": TOTAL}, process_group=False)[0].losses
 
 
 @pytest.mark.parametrize(
     ("model", "first", "second"),
     [
-        ("llama3", (1, "", []), (2, "shard2", FUSED["llama3"])),
-        ("llama3", (2, "shard2", FUSED["llama3"]), (1, "", [])),
+        pytest.param("llama3", (1, "", []), (2, "shard2", FUSED["llama3"]), marks=pytest.mark.slow),
+        pytest.param("llama3", (2, "shard2", FUSED["llama3"]), (1, "", []), marks=pytest.mark.slow),
         ("llama3", (2, "tp2", []), (4, "shard2 pp2", FUSED["llama3"])),
         ("qwen3", (2, "shard2", FUSED["qwen3"]), (2, "tp2", [])),
-        ("qwen3_moe", (2, "shard2", []), (2, "tp2", FUSED["qwen3_moe"])),
-        ("deepseek_v3", (2, "ep2", FUSED["deepseek_v3"]), (4, "shard2 tp2", [])),
-        ("deepseek_v3", (2, "shard2", FUSED["deepseek_v3"]), (2, "tp2", [])),
+        pytest.param("qwen3_moe", (2, "shard2", []), (2, "tp2", FUSED["qwen3_moe"]), marks=pytest.mark.slow),
+        ("deepseek_v3", (2, "ep2", FUSED["deepseek_v3"]), (2, "tp2", [])),
+        pytest.param("deepseek_v3", (2, "ep2", FUSED["deepseek_v3"]), (4, "shard2 tp2", []), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", (2, "shard2", FUSED["deepseek_v3"]), (2, "tp2", []), marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value[0]}-{value[1] or 'alone'}-{'+'.join(value[2])}",
 )

@@ -1,4 +1,4 @@
-"""The entry as a user starts it: from a TOML file, on two ranks, with mistakes."""
+"""The entry as a user runs it: from a TOML file, on two ranks, with configuration errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.cli.compare.command import main as compare_loss
 from torchtitan_npu.cli.compare.train_pair import TRAINER, RunPair, train_command
 
+STEPS = 4
 CONFIG = Path("train_configs/llama3_debugmodel.toml")
 SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--training.global_batch_size", "2")
 
@@ -40,7 +41,7 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--trai
     ],
     ids=["unknown-converter", "twice", "misspelt-key", "syntax", "missing-file", "nproc", "import", "no-target"],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing_behind(
+def test_a_configuration_error_is_one_line_and_leaves_no_files(
     toml: str | None,
     args: list[str],
     message: str,
@@ -61,34 +62,36 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
     assert [file.name for file in tmp_path.iterdir()] == (["job.toml"] if toml is not None else [])
 
 
-@pytest.mark.parametrize("mistake", ["--model.nmae=x", "--parallelism.tensor_parallel_degree=3"])
-def test_the_other_ranks_of_a_node_say_nothing_of_the_job_s_mistake_until_the_first_has(
-    mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("option", ["--model.nmae=x", "--parallelism.tensor_parallel_degree=3"])
+def test_other_ranks_print_no_configuration_error_before_local_rank_0(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun ends them while they wait; tests/cli/test_launch.py has that with real ranks."""
-    said_by_then = []
+    printed_before_sleep = []
     monkeypatch.setattr(entry, "IS_LOCAL_RANK_0", False)
-    monkeypatch.setattr(entry.time, "sleep", lambda seconds: said_by_then.append((seconds, capsys.readouterr().err)))
-    monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(CONFIG), mistake])
+    monkeypatch.setattr(
+        entry.time, "sleep", lambda seconds: printed_before_sleep.append((seconds, capsys.readouterr().err))
+    )
+    monkeypatch.setattr(sys, "argv", ["train", "--job.config_file", str(CONFIG), option])
     with pytest.raises(SystemExit):
         entry.main()
-    assert said_by_then == [(entry.ERROR_DELAY_S, "")]
+    assert printed_before_sleep == [(entry.ERROR_DELAY_S, "")]
 
 
 def train(arguments: list[str], log: Path) -> None:
-    """What ``torchtitan_npu.train`` with these ``arguments`` does on this rank; what the ranks say is in ``log``."""
+    """Run ``torchtitan_npu.train`` with these ``arguments`` on this rank, with its output in ``log``."""
     sys.argv = ["train", *arguments]
     with log.open("a") as file, redirect_stdout(file):
         entry.main()
-    # what follows on this rank is another test's
+    # reset for the next test on this rank
     init_logger()
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> RunPair:
-    """Ten steps on two ranks, eager and converted, by the arguments that the comparing tool gives them."""
-    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=10, extra=SMALL)
+    """Train on two ranks, eager and converted, with the arguments of the comparison tool."""
+    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=STEPS, extra=SMALL)
     for side in ("baseline", "candidate"):
         train_on_two_ranks(pair, side)
     return pair
@@ -106,12 +109,12 @@ def test_converted_training_follows_the_eager_baseline(runs: RunPair) -> None:
     logged = "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm"
     assert logged in (runs.out / "candidate.log").read_text()
     baseline = (runs.out / "baseline.log").read_text()
-    assert "step: 10" in baseline and "npu_rms_norm" not in baseline
+    assert f"step: {STEPS}" in baseline and "npu_rms_norm" not in baseline
     assert (runs.out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_two_identical_runs_are_bit_identical(runs: RunPair, tmp_path: Path) -> None:
-    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=10, extra=SMALL)
+    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=STEPS, extra=SMALL)
     train_on_two_ranks(again, "baseline")
     sides = [str(pair.out / "baseline") for pair in (runs, again)]
     assert compare_loss([*sides, "--assert-equal", "--out", str(tmp_path)]) == 0

@@ -1,6 +1,6 @@
-"""Trains tiny versions of TorchTitan's models on any layout.
+"""Train tiny versions of TorchTitan's models on any layout.
 
-Sizes are small enough that a step takes a fraction of a second, and odd enough that a mixed-up dimension shows.
+A step takes a fraction of a second. Sizes differ, so that a mixed-up dimension shows.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-"""By name: TorchTitan's model, the flavor to start from, what is smaller.
+"""TorchTitan's model, its base flavor, and the changed arguments, by name.
 
-Layers are as few as there are kinds of them, but that each stage of a pipeline has one of experts, and that llama3 goes
-through four stages.
+There is one layer of each type, and as many more as a pipeline needs: llama3 has four stages, and each stage of a MoE
+model has experts.
 """
 
 FUSED = {
     name: ["npu_rms_norm", "npu_rope", *(["npu_permute", "npu_gmm"] if name not in ("llama3", "qwen3") else [])]
     for name in TINY
 }
-"""By name: every converter that has something to replace in the model."""
+"""Every converter that has a target in the model, by name."""
 
 DEGREES = {
     "shard": "data_parallel_shard_degree",
@@ -70,9 +70,9 @@ DEGREES = {
 
 
 def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = None, stop: int | None = None) -> Record:
-    """Train ``model`` on this rank up to step ``stop``, the job's last unless given.
+    """Train ``model`` on this rank up to step ``stop``, by default the job's last.
 
-    ``options`` are ``section.key`` settings beyond the defaults.
+    ``options`` are further ``section.key`` settings.
     """
     with recording(job_config(model, layout, options or {})) as (trainer, record):
         train_until(trainer, stop or trainer.job_config.training.steps)
@@ -89,7 +89,7 @@ def add_flavors() -> None:
 
 
 def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debugmodel") -> Any:
-    """The arguments of ``model``'s new flavor."""
+    """Add a flavor to ``model``, and return its arguments."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     import torchtitan_npu
@@ -111,7 +111,7 @@ def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> A
     config.training.dataset = "tiny_corpus"
     config.training.seq_len, config.training.steps = SEQ_LEN, STEPS
     config.training.global_batch_size = GLOBAL_BATCH
-    config.training.max_norm = 1e9  # what is clipped cannot be compared
+    config.training.max_norm = 1e9  # clipped gradients cannot be compared
     config.lr_scheduler.warmup_steps = 0
     config.metrics.log_freq = 1
     config.comm.trace_buf_size = 0
@@ -120,7 +120,7 @@ def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> A
     for name, degree in layout.items():
         setattr(config.parallelism, DEGREES[name], degree)
     ranks = int(os.environ["WORLD_SIZE"]) // (layout.get("tp", 1) * layout.get("cp", 1) * layout.get("pp", 1))
-    config.training.local_batch_size = max(1, GLOBAL_BATCH // ranks // 2)  # where there is room, gradients accumulate
+    config.training.local_batch_size = max(1, GLOBAL_BATCH // ranks // 2)  # if possible, gradients accumulate
     config.validation.dataset, config.validation.seq_len, config.validation.steps = "tiny_corpus_validation", SEQ_LEN, 2
     config.validation.local_batch_size = GLOBAL_BATCH // ranks
     for key, value in options.items():

@@ -1,7 +1,7 @@
-"""All valid ways to place the operands of matmul and matmul_backward on a mesh.
+"""All valid placements of the operands of matmul and matmul_backward on a mesh, by brute force.
 
-None is taken from the code under test. Inputs are cut for every rank, the local products computed, and the results
-put together again; placements are valid if that gives the dense result.
+This uses nothing of the code under test. It splits the inputs for every rank, computes the local products and assembles
+the results. Placements are valid if that gives the dense result.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from tests._helpers.matmul_calls import Call
-from tests._helpers.shards import Placements, assemble, cut, every_placement
+from tests._helpers.shards import Placements, assemble, every_placement, split
 
 Targets = tuple[Placements, ...]
-"""Where the inputs are brought."""
+"""The placements of the inputs after redistribution."""
 Valid = dict[Targets, list[Placements | None]]
-"""Where the inputs can be for the outputs to be right, and where those then are."""
+"""Valid placements of the inputs, and the placements of the outputs that they give."""
 
 
 def is_valid(call: Call, mesh: tuple[int, ...], targets: Targets, results: tuple[Any, ...]) -> bool:
-    """Whether inputs placed like ``targets`` give the outputs placed like ``results``."""
-    locals_ = _local_results(call, [cut(x, mesh, here) for x, here in zip(call.inputs, targets, strict=True)])
+    """Return whether inputs with placements ``targets`` give outputs with placements ``results``."""
+    locals_ = _local_results(call, [split(x, mesh, here) for x, here in zip(call.inputs, targets, strict=True)])
     return locals_ is not None and all(
         (parts[0] is None) if whole is None else _is(assemble(parts, mesh, placements), whole)
         for parts, placements, whole in zip(locals_, results, call.outputs, strict=True)
@@ -36,7 +36,7 @@ def every_valid(call: Call, mesh: tuple[int, ...]) -> Valid:
 
 
 def valid_for_all(outputs: list[dict[Targets, Placements]], mask: tuple[bool, ...] = (True, True)) -> Valid:
-    """Where the inputs can be for all outputs that ``mask`` wants, from what is valid for each of them."""
+    """Return the placements that are valid for all outputs that ``mask`` selects, from those valid for each."""
     wanted = [output for output, want in zip(outputs, mask, strict=False) if want]
     return {
         targets: [output[targets] if want else None for output, want in zip(outputs, mask, strict=False)]
@@ -46,10 +46,10 @@ def valid_for_all(outputs: list[dict[Targets, Placements]], mask: tuple[bool, ..
 
 
 def every_output(call: Call, mesh: tuple[int, ...]) -> list[dict[Targets, Placements]]:
-    """For each output, where the inputs can be for it to be right, and where it then is.
+    """Return, for each output, the valid placements of the inputs with the placements of the output.
 
-    All placements are tried, over all mesh dimensions at once. A gradient has to be cut as its operand is, since one
-    call computes both.
+    All placements over all mesh dimensions are tried. A gradient has to be sharded as its operand, because one call
+    computes both.
     """
     if not call.mask:
         return [_output(call, mesh, 0)]
@@ -59,7 +59,7 @@ def every_output(call: Call, mesh: tuple[int, ...]) -> list[dict[Targets, Placem
 def _output(call: Call, mesh: tuple[int, ...], index: int) -> dict[Targets, Placements]:
     whole = call.outputs[index]
     assert whole is not None
-    parts = [{here: cut(x, mesh, here) for here in every_placement(x.ndim, len(mesh))} for x in call.inputs]
+    parts = [{here: split(x, mesh, here) for here in every_placement(x.ndim, len(mesh))} for x in call.inputs]
     found = {}
     for targets in itertools.product(*parts):
         locals_ = _local_results(call, [some[here] for some, here in zip(parts, targets, strict=True)])
@@ -80,7 +80,7 @@ def _cuts(placements: Placements) -> tuple[Placement | None, ...]:
 def _local_results(call: Call, parts: list[list[Tensor]]) -> list[Any] | None:
     try:
         return list(zip(*(call.local(inputs) for inputs in zip(*parts, strict=True)), strict=True))
-    except RuntimeError:  # shapes that do not go together
+    except RuntimeError:  # incompatible shapes
         return None
 
 

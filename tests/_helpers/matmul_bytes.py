@@ -1,6 +1,6 @@
-"""What the gradients of a product take in bytes, the sum that is left for later included: our choice and the cheapest.
+"""Bytes sent for the gradients of a product, including a reduction that is left for later: our choice and others.
 
-Sizes at which bytes decide, not the number of collectives: fake tensors take no memory.
+The sizes are large enough that bytes matter more than the number of collectives. Fake tensors take no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from tests._helpers.matmul_brute_force import Valid, every_valid
 from tests._helpers.matmul_calls import Call, aten, backward, choice, specs
-from tests._helpers.matmul_costs import cheapest_valid, sums_owed
+from tests._helpers.matmul_costs import cheapest_valid, reductions_left
 from tests._helpers.shards import Placements, every_placement
 from tools.bench.collectives import Collectives
 from tools.bench.undecomposed_matmul import our_matmul_sharding
@@ -29,7 +29,7 @@ WIDE, NARROW = 8192, 2048
 
 @functools.cache
 def sent(mesh: DeviceMesh, shape: tuple[int, ...], before: Placements, after: Placements) -> int:
-    """Bytes that a rank sends to bring a tensor from ``before`` to ``after``."""
+    """Return the bytes that a rank sends to redistribute a tensor from ``before`` to ``after``."""
     local = list(shape)
     for placement, ranks in zip(before, mesh.shape, strict=True):
         if isinstance(placement, Shard):
@@ -44,9 +44,9 @@ def sent(mesh: DeviceMesh, shape: tuple[int, ...], before: Placements, after: Pl
 def ours_and_cheapest(
     device: str, mesh_shape: tuple[int, ...], widths: tuple[int, int], wanted: Callable[..., bool], samples: int
 ) -> list[tuple[int, int]]:
-    """Bytes of our choice, and of the one with the least cost now, for all placements at which the latter owes a sum.
+    """Return the bytes of our choice, and of the choice with the least cost now, where the latter leaves a reduction.
 
-    Of the placements that are ``wanted``, ``samples`` are tried, always the same ones.
+    ``samples`` of the placements that are ``wanted`` are tried, always the same ones.
     """
     valid = _valid(mesh_shape)
     left, right = (torch.empty(shape, device="meta") for shape in ((*TOKENS, widths[0]), widths))
@@ -58,7 +58,7 @@ def ours_and_cheapest(
         for placements in random.Random(0).sample(some, min(samples, len(some))):
             inputs = specs(call, mesh, placements)
             _, cheapest = cheapest_valid(valid, inputs)
-            if not all(any(sums_owed(valid[targets][0] or (), placements[-1])) for targets in cheapest):
+            if not all(any(reductions_left(valid[targets][0] or (), placements[-1])) for targets in cheapest):
                 continue
             chosen = choice(call, mesh, placements)
             gradient = chosen.results[0]
@@ -73,14 +73,14 @@ def ours_and_cheapest(
 
 @functools.cache
 def _valid(mesh_shape: tuple[int, ...]) -> Valid:
-    """What is valid does not depend on the sizes."""
+    """Return the valid placements, which do not depend on the sizes."""
     return every_valid(backward("3d2d"), mesh_shape)
 
 
 def _total(
     inputs: tuple[DTensorSpec, ...], wanted_at: Placements, targets: tuple[Placements, ...], gradient: Placements
 ) -> int:
-    """Bytes to bring the inputs to ``targets``, and the gradient of left from ``gradient`` to ``wanted_at``."""
+    """Return the bytes to bring the inputs to ``targets``, and left's gradient from ``gradient`` to ``wanted_at``."""
     _, left, _ = inputs
     moves = zip(inputs, targets, strict=True)
     return sum(sent(x.mesh, x.shape, x.placements, to) for x, to in moves) + sent(

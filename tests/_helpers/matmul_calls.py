@@ -1,4 +1,4 @@
-"""Calls of matmul and matmul_backward with whole inputs and outputs, and what DTensor decides for them."""
+"""Calls of matmul and matmul_backward with dense inputs and outputs, and DTensor's decisions for them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SHAPES = {
     "even": ((4, 6, 8), (8, 12)),
     "wide": ((3, 9), (9, 2)),
 }
-"""All but one uneven over two ranks, and each size unlike the others, so that a mix-up does not fit."""
+"""All but one are uneven over two ranks. Sizes differ, so that a mixed-up dimension does not fit."""
 
 
 class Call(NamedTuple):
-    """A call of one of the two operators: whole inputs, whole outputs, and the mask, where there is one."""
+    """A call of one of the two operators: dense inputs, dense outputs, and the mask of a backward."""
 
     op: Any
     inputs: tuple[Tensor, ...]
@@ -80,20 +80,20 @@ def specs(call: Call, mesh: DeviceMesh, placements: tuple[Placements, ...]) -> t
 
 class Choice(NamedTuple):
     targets: tuple[Placements, ...]
-    """Where the inputs are brought."""
+    """The placements of the inputs after redistribution."""
     results: tuple[Placements, ...]
     cost: float
 
 
 def choice(call: Call, mesh: DeviceMesh, placements: tuple[Placements, ...]) -> Choice:
-    """What DTensor does with inputs placed like ``placements``, by the strategies it has now."""
+    """Return DTensor's decision for inputs with these placements."""
     inputs = specs(call, mesh, placements)
     targets, results = chosen_for(call, inputs)
     return Choice(targets, results, sum(cost_of(spec, target) for spec, target in zip(inputs, targets, strict=True)))
 
 
 def chosen_for(call: Call, inputs: tuple[DTensorSpec, ...]) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
-    """Where DTensor brings ``inputs``, and where the outputs then are."""
+    """Return the placements that DTensor chooses for ``inputs`` and for the outputs."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     schema = OpSchema(call.op, (*inputs, *call.mask), {}, propagator.op_to_schema_info[call.op])
     offered: Any = propagator.op_strategy_funcs[call.op](propagator._wrap_with_op_strategy(schema))

@@ -1,4 +1,4 @@
-"""The least that any valid way of matmul and matmul_backward costs, by DTensor's estimate of each redistribution."""
+"""The least cost of any valid placement of matmul and matmul_backward, by DTensor's estimate of a redistribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests._helpers.matmul_calls import Call, P, cost_of, spec_of
 from tests._helpers.shards import Placements, every_placement
 
 Placed = dict[Placements, DTensorSpec]
-"""A tensor in every placement."""
+"""The specs of a tensor in every placement."""
 
 
 def placed_everywhere(call: Call, mesh: DeviceMesh) -> list[Placed]:
@@ -25,39 +25,39 @@ def placed_everywhere(call: Call, mesh: DeviceMesh) -> list[Placed]:
 
 @functools.cache
 def costs_from(spec: DTensorSpec) -> dict[Placements, float]:
-    """What it costs to bring a tensor from ``spec`` to each placement. Sums cannot be made.
+    """Return the cost of bringing a tensor from ``spec`` to each placement. Partial cannot be introduced.
 
-    One rank has nobody to send to, though the estimate counts a collective.
+    One rank sends nothing, although the estimate counts a collective.
     """
     alone = spec.mesh.size() == 1
     return {
-        target: math.inf if _makes_a_sum(spec.placements, target) else 0.0 if alone else cost_of(spec, target)
+        target: math.inf if _introduces_partial(spec.placements, target) else 0.0 if alone else cost_of(spec, target)
         for target in every_placement(spec.ndim, spec.mesh.ndim)
     }
 
 
-def _makes_a_sum(before: Placements, after: Placements) -> bool:
+def _introduces_partial(before: Placements, after: Placements) -> bool:
     return any(new == P and old != P for old, new in zip(before, after, strict=True))
 
 
 def cheapest_valid(valid: Valid, inputs: tuple[DTensorSpec, ...]) -> tuple[float, list[tuple[Placements, ...]]]:
-    """The least cost of bringing ``inputs`` to a valid placement, and all placements with that cost."""
+    """Return the least cost of bringing ``inputs`` to a valid placement, and all placements with that cost."""
     costs = [costs_from(spec) for spec in inputs]
     totals = {targets: sum(cost[x] for cost, x in zip(costs, targets, strict=True)) for targets in valid}
     least = min(totals.values())
     return least, [targets for targets, total in totals.items() if total == least]
 
 
-def sums_owed(gradient: Placements, right: Placements) -> tuple[bool, ...]:
-    """Over which mesh dimensions left's gradient is a sum that ``right``, which is not cut there, does not force."""
+def reductions_left(gradient: Placements, right: Placements) -> tuple[bool, ...]:
+    """Return the mesh dimensions over which left's gradient is Partial although ``right`` is not sharded there."""
     return tuple(x.is_partial() and not isinstance(now, Shard) for x, now in zip(gradient, right, strict=True))
 
 
 def cost_later(call: Call, inputs: Sequence[Placed], gradient: Placements | None, right: Placements) -> float:
-    """What it takes until left's ``gradient`` owes no sum, brought to wherever that is cheapest."""
+    """Return the least cost of reducing left's ``gradient`` later."""
     if gradient is None or not (call.mask and call.mask[0][0]):
         return 0.0
-    owed = sums_owed(gradient, right)
+    owed = reductions_left(gradient, right)
     return _least_without(inputs[1][gradient], owed) if any(owed) else 0.0
 
 
@@ -67,19 +67,19 @@ def _least_without(gradient: DTensorSpec, owed: tuple[bool, ...]) -> float:
         cost
         for target, cost in costs_from(gradient).items()
         if all(
-            new != P if sum_owed else new == old
-            for new, old, sum_owed in zip(target, gradient.placements, owed, strict=True)
+            new != P if left_over else new == old
+            for new, old, left_over in zip(target, gradient.placements, owed, strict=True)
         )
     )
 
 
 def least_costs(call: Call, inputs: Sequence[Placed], valid: Valid) -> list[float]:
-    """The least of all valid ways, for ``inputs`` in every combination of placements, in ``itertools.product``'s order.
+    """Return the least cost for ``inputs`` in every combination of placements, in ``itertools.product``'s order.
 
-    A cost is what it takes to bring each input there, and what is left for later.
+    A cost includes the redistribution of each input and a reduction that is left for later.
     """
     later = [[cost_later(call, inputs, results[0], right) for results in valid.values()] for right in inputs[-1]]
-    totals = torch.zeros(1, len(valid), dtype=torch.float64)  # (combinations of the inputs so far, valid ways)
+    totals = torch.zeros(1, len(valid), dtype=torch.float64)  # (combinations of the inputs so far, valid placements)
     for placed, targets in zip(inputs, zip(*valid, strict=True), strict=True):
         costs = [[costs_from(spec)[target] for target in targets] for spec in placed.values()]
         totals = (totals[:, None] + torch.tensor(costs, dtype=torch.float64)).flatten(0, 1)

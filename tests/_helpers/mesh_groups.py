@@ -1,7 +1,7 @@
-"""Lets the meshes of one job after another in this process have the same process groups.
+"""Give the meshes of successive jobs in one process the same process groups.
 
-DTensor keeps how it shards an operator by mesh, and meshes are equal by their ranks and names: with groups of its own,
-a job would find decisions that send through the groups of an earlier one, on one rank and perhaps not on another.
+DTensor caches how it shards an operator by mesh, and meshes with the same ranks and names are equal. A job with groups
+of its own would find cached decisions that communicate through the groups of an earlier job.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _made: dict[tuple[Any, ...], Any] = {}
-_asked: Counter[tuple[Any, ...]] = Counter()
-"""In this job."""
+_requested: Counter[tuple[Any, ...]] = Counter()
+"""How often this job has requested a group of the same kind."""
 _new_group = device_mesh.new_group
 
 
 def keep_groups() -> None:
-    """From here on, the n-th group that a job's meshes ask for with some ranks and name is the n-th of other jobs."""
+    """Let the n-th group that a job requests with some ranks and name be the n-th such group of earlier jobs."""
     start_job()
     if not dist.is_initialized():
         _made.clear()
@@ -29,13 +29,13 @@ def keep_groups() -> None:
 
 
 def start_job() -> None:
-    _asked.clear()
+    _requested.clear()
 
 
 def _group(ranks: list[int], **options: Any) -> Any:
     kind = (*ranks, *sorted(options.items()))
-    _asked[kind] += 1
-    key = (*kind, _asked[kind])
+    _requested[kind] += 1
+    key = (*kind, _requested[kind])
     if key not in _made:
         _made[key] = _new_group(ranks, **options)
     return _made[key]

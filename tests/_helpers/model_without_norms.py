@@ -1,4 +1,4 @@
-"""A model in which no converter finds anything, registered on import: for experimental.custom_import."""
+"""A model in which no converter finds a target. Importing this module registers it, for experimental.custom_import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small MoE layers, plain and converted; what one call of them gives; and the same by the formula, in float64."""
+"""Small MoE layers, plain and converted; the results of one call, and the same by the formula in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ over the experts, shared experts."""
 
 
 def build_moe(biased: bool = False, **args: Any) -> nn.Sequential:
-    """A model that is one MoE layer, with weights that give activations about 1; ``biased``: gpt_oss's layer."""
+    """Return a model of one MoE layer whose activations are about 1. With ``biased``, it is gpt_oss's layer."""
     options = MoEArgs(**{"num_experts": 8, "num_shared_experts": 0, "top_k": 2, "use_grouped_mm": False} | args)
     if biased:
         # a limit that some activations reach
@@ -41,7 +41,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose parameters, as FSDP's mixed precision gives them, are in ``dtype``; buffers stay float32."""
+    """Return a copy with parameters in ``dtype``, as under FSDP's mixed precision. Buffers stay float32."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -49,12 +49,12 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def output_gradient(output: Tensor) -> Tensor:
-    """Small integers, which every dtype holds exactly."""
+    """Return small integers, which every dtype represents exactly."""
     return torch.randint(-4, 5, output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype)
 
 
 def call(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output for ``x``, and the gradients of ``x`` and of every parameter."""
+    """Return the output for ``x``, and the gradients of ``x`` and of every parameter."""
     x = x.detach().clone().requires_grad_()
     parameters = dict(model.named_parameters())
     output = model(x)
@@ -63,7 +63,7 @@ def call(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def call_exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """:func:`call` by the formula in float64, each expert on each token, for the choices of the model's own router."""
+    """Return :func:`call` by the formula in float64, with the choices of the model's own router."""
     with torch.no_grad():
         _, choices, _ = model[0].router(x.flatten(0, 1), model[0].expert_bias)
 
@@ -79,7 +79,7 @@ def call_exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def moe_formula(moe: Any, x: Tensor, choices: Tensor) -> Tensor:
-    """``x`` (tokens, dim), ``choices`` (tokens, top_k): the experts of each token."""
+    """Return the layer's output for ``x`` (tokens, dim), with the experts ``choices`` (tokens, top_k) of each token."""
     logits = F.linear(x, moe.router.gate.weight, moe.router.gate.bias)
     scores = (logits.sigmoid() if moe.router.score_func == "sigmoid" else logits.softmax(1)).gather(1, choices)
     if moe.router.route_norm:
@@ -97,7 +97,7 @@ def moe_formula(moe: Any, x: Tensor, choices: Tensor) -> Tensor:
 
 
 def expert_formula(experts: Any, expert: int, x: Tensor) -> Tensor:
-    """The feed-forward network of one expert for ``x`` (rows, dim)."""
+    """Return the output of one expert's feed-forward network for ``x`` (rows, dim)."""
     if not hasattr(experts, "mlp1_weight"):
         gate, up = x @ experts.w1[expert].T, x @ experts.w3[expert].T
         return (gate * gate.sigmoid() * up) @ experts.w2[expert].T
@@ -108,13 +108,13 @@ def expert_formula(experts: Any, expert: int, x: Tensor) -> Tensor:
 
 
 def rows(counts: list[int], dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Tokens sorted by expert, and the experts' numbers of them."""
+    """Return tokens sorted by expert, and the number of tokens per expert."""
     x = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return x, torch.tensor(counts)
 
 
 def call_experts(experts: Any, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """The experts' output, and the gradients of ``x`` and of every parameter."""
+    """Return the experts' output, and the gradients of ``x`` and of every parameter."""
     x = x.detach().clone().requires_grad_()
     parameters = dict(experts.named_parameters())
     output = experts(x, counts)
@@ -123,12 +123,12 @@ def call_experts(experts: Any, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
 
 
 def call_experts_exact(experts: nn.Module, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """:func:`call_experts` by the formula, in float64, expert by expert."""
+    """Return :func:`call_experts` by the formula, in float64, expert by expert."""
     exact = in_dtype(experts, torch.float64)
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         parts = [expert_formula(exact, expert, part) for expert, part in enumerate(x.split(counts.tolist()))]
-        # an expert without rows has gradients too: zeros
+        # an expert without rows has zero gradients
         return torch.cat(parts) + sum(0 * parameter.sum() for parameter in exact.parameters())
 
     exact.forward = forward  # type: ignore[method-assign,assignment]

@@ -1,12 +1,12 @@
-"""Runs a function on N gloo ranks, in worker processes of that world size that serve one call after the other.
+"""Run a function on N gloo ranks, in worker processes that are reused for calls with the same world size.
 
-    results = run_on_ranks(2, some_module_level_function, argument)    # one result a rank
+    results = run_on_ranks(2, some_module_level_function, argument)    # one result per rank
 
-The function is sent by reference, so it must be importable; arguments and results must pickle (tensors go by value).
-The launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) are set as torchrun sets them, and the default process
-group is up. Groups stay from call to call (tests/mesh_groups.py), and with them DTensor's cache of how operators are
-sharded: to fill it takes half the time of a training job, so that a job is quick after one like it. A failure shows the
-traceback of every rank that raised, the first one first.
+The function is pickled by reference, so it must be importable; arguments and results must pickle. The variables of
+torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...) are set, and the default process group is initialized. Process groups are
+kept between calls (tests/_helpers/mesh_groups.py), and so is DTensor's sharding cache. Filling that cache takes half
+the time of a training job, so a job is quick after a similar one. A failure shows the traceback of every rank that
+raised, in the order in which they failed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 from torch.distributed import TCPStore
 
 GRACE = 10.0
-"""Seconds the other ranks get to finish once one has failed: they may be waiting for it in a collective."""
+"""Seconds that other ranks get to finish after one has failed; they may wait for it in a collective."""
 
 
 CALLS = 20
-"""Calls that workers serve before new ones are forked: groups stay, and each layout adds dozens of threads."""
+"""Calls after which workers are replaced, because the groups of each layout add dozens of threads."""
 
 
 class RankError(AssertionError):
@@ -44,12 +44,12 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return the results in rank order.
 
-    ``process_group=False`` leaves ``init_process_group`` to ``fn`` where no call has done it yet, as TorchTitan's
-    trainer wants it.
+    With ``process_group=False``, ``fn`` has to call ``init_process_group`` if no earlier call did, as TorchTitan's
+    Trainer does.
     """
-    # workers that failed are not used again: a rank may still hang in a collective
+    # workers are not used again after a failure: a rank may still hang in a collective
     ranks = _started.pop(world_size, None) or _Ranks([_start(rank) for rank in range(world_size)])
-    # the call itself is pickled apart: a worker must have our sys.path before it can import what ``fn`` lives in
+    # the call is pickled separately: a worker needs our sys.path before it can import the module of ``fn``
     ranks.stores.append(meeting_point())
     task = (sys.path, world_size, ranks.stores[-1].port, process_group, pickle.dumps((fn, args)))
     try:
@@ -80,7 +80,7 @@ class _Worker:
 class _Ranks:
     workers: list[_Worker]
     stores: list[TCPStore] = field(default_factory=list)
-    """One a call: groups need the one they were made with, and a call that ends them leaves its used."""
+    """One per call. A group needs the store it was made with."""
 
     def stop(self) -> None:
         for worker in self.workers:
@@ -91,11 +91,11 @@ _started: dict[int, _Ranks] = {}
 
 
 def _start(rank: int) -> _Worker:
-    # importing TorchTitan takes seconds of CPU: a server does it once and forks the ranks
+    # importing TorchTitan takes seconds of CPU: the fork server does it once
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests._helpers.multirank_preload"])
     ours, theirs = context.Pipe()
-    # a daemon: it ends with the test session
+    # daemons end with the test session
     process = context.Process(target=_serve, args=(rank, theirs), daemon=True, name=f"rank {rank}")
     process.start()
     theirs.close()
@@ -126,24 +126,24 @@ def _exchange(workers: list[_Worker], task: bytes, timeout: float) -> list[bytes
                 failures[worker.rank] = reply
                 deadline = min(deadline, time.monotonic() + GRACE)
     if failures:
-        # in the order they came in: the first is usually the cause of the others
+        # in order of arrival: the first is usually the cause of the others
         raise RankError("\n".join(f"rank {rank} of {len(workers)}: {text}" for rank, text in failures.items()))
     return [replies[worker.rank] for worker in workers]
 
 
 def meeting_point() -> TCPStore:
-    """Where the ranks of one process group find each other, as long as the result lives.
+    """Return the store of one process group. It lives as long as the result.
 
-    It is here, as with torchrun, and not on rank 0: a port that is free now may be taken when rank 0 opens it.
+    It is in this process, as with torchrun, and not on rank 0: a free port may be taken before rank 0 opens it.
     """
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _serve(rank: int, connection: Connection) -> None:
-    """A worker's life: answer tasks until it is killed, or the session ends."""
-    import tests._helpers.multirank_preload  # noqa: F401  (here only where the server could not find it)
+    """Answer tasks until the worker is killed or the session ends."""
+    import tests._helpers.multirank_preload  # noqa: F401  (if the fork server could not find it)
 
-    faulthandler.enable()  # a crash in native code shows where it was called from
+    faulthandler.enable()  # show the Python stack of a crash in native code
     while True:
         try:
             task = connection.recv_bytes()
@@ -152,7 +152,7 @@ def _serve(rank: int, connection: Connection) -> None:
         answer: tuple[bool, bytes | str]
         try:
             answer = True, pickle.dumps(_run(rank, task))
-        except Exception:  # whatever it is, it is the test's to show
+        except Exception:  # the test shows it
             answer = False, traceback.format_exc()
         connection.send_bytes(pickle.dumps(answer))
         _clean_up()
@@ -181,6 +181,6 @@ def _run(rank: int, task: bytes) -> Any:
 
 
 def _clean_up() -> None:
-    gc.collect()  # trainers are full of cycles
+    gc.collect()  # trainers have reference cycles
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

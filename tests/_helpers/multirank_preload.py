@@ -1,4 +1,4 @@
-"""What every rank of ``multirank`` needs, imported once in the server process that the ranks are forked from."""
+"""The imports of every rank of ``multirank``, done once in the fork server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else asking for GPUs starts CUDA, which survives no fork
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # without it, is_available() initializes CUDA, which survives no fork
 
 from torchtitan_npu import platform
 
@@ -15,4 +15,4 @@ platform.prepare()
 import tests._helpers.layouts  # noqa: E402, F401
 import torchtitan_npu.train  # noqa: E402, F401
 
-gc.freeze()  # what is imported stays: a rank that collects garbage, as each does after a call, need not walk through it
+gc.freeze()  # the ranks collect garbage after each call, and need not traverse the imported modules

@@ -1,4 +1,4 @@
-"""How much memory a piece of code takes for tensors of its own."""
+"""The memory of the tensors that a piece of code allocates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_npu.planner import BelowSubclasses
 
 
 class NewMemory(BelowSubclasses):
-    """The most memory, in bytes, that was in use at once of what operators made in this context."""
+    """Measure the peak of memory, in bytes, that operators allocate in this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,9 +22,9 @@ class NewMemory(BelowSubclasses):
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = op(*args, **kwargs)
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.untyped_storage()._cdata not in given:
+            if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.untyped_storage()._cdata not in inputs:
                 storage = leaf.untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}

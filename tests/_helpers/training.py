@@ -1,4 +1,4 @@
-"""Trains a job on this rank with the real Trainer, and records what it computed."""
+"""Train a job on this rank with the real Trainer, and record its results."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch.distributed.tensor import DTensor
 from tests._helpers import mesh_groups
 
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
-"""Layouts add the same float32 numbers in another order: a few units in the last place (6 were seen), not more."""
+"""Layouts add the same float32 numbers in another order: a few units in the last place (6 were seen)."""
 
 
 @dataclass
 class Record:
-    """What one rank saw."""
+    """The results on one rank."""
 
     metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """As logged, by name."""
+    """Logged metrics, by name."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step, whole, by the parameter's plain name."""
+    """Unsharded gradients of the first step, by the parameter's plain name."""
     biases: dict[str, Tensor] = field(default_factory=dict)
-    """Of the experts of each layer, after the first step: up where there were too few tokens, down where too many."""
+    """Expert biases of each layer after the first step: raised for too few tokens, lowered for too many."""
     frozen: set[str] = field(default_factory=set)
-    """Parameters that have none."""
+    """Parameters without gradients."""
     changed: set[str] = field(default_factory=set)
-    """What of the model's state is not as it was, where a test asks."""
+    """Entries of the model's state that changed, if a test records them."""
 
     @property
     def losses(self) -> list[float]:
-        """By step; -1 on a pipeline's other stages."""
+        """Return the loss of each step; -1 except on a pipeline's last stage."""
         return self.metrics["loss_metrics/global_avg_loss"]
 
     @property
@@ -59,14 +59,14 @@ class Record:
 
 @contextmanager
 def recording(config: Any) -> Iterator[tuple[Any, Record]]:
-    """The job's Trainer, at its last checkpoint if it has one, and the record of what is then done with it."""
+    """Yield the job's Trainer, at its last checkpoint if it has one, and the record of its steps."""
     import torchtitan_npu.trainer as trainer_module
     from torchtitan_npu.config.preflight import check_job
 
     mesh_groups.start_job()
     check_job(config, int(os.environ["WORLD_SIZE"]))
     with tempfile.TemporaryDirectory() as folder:
-        if not config.checkpoint.enable:  # which are all that ranks, and jobs, share a folder for
+        if not config.checkpoint.enable:  # only checkpoints need a folder that ranks and jobs share
             config.job.dump_folder = folder
         trainer = trainer_module.Trainer(config)
         record = Record()
@@ -78,17 +78,17 @@ def recording(config: Any) -> Iterator[tuple[Any, Record]]:
         def keep_gradients(*args: Any) -> None:
             if not record.gradients:
                 record.gradients, record.frozen = gradients(trainer.model_parts)
-                record.biases = expert_biases(trainer.model_parts)  # TorchTitan's own hook has come first
+                record.biases = expert_biases(trainer.model_parts)  # the hook that balances experts has run before
 
         trainer.metrics_processor.logger.log = log  # type: ignore[method-assign]
         trainer.optimizers.register_step_pre_hook(keep_gradients)
-        trainer.checkpointer.load()  # nothing, where checkpoints are off; as with save
+        trainer.checkpointer.load()  # like save, does nothing if checkpoints are off
         yield trainer, record
         trainer.close()
 
 
 def train_until(trainer: Any, stop: int) -> None:
-    """What ``Trainer.train`` does up to step ``stop``, without its two seconds of sleep at the end."""
+    """Run ``Trainer.train`` up to step ``stop``, without its two seconds of sleep at the end."""
     batches = trainer.batch_generator(trainer.dataloader)
     while trainer.step < stop:
         trainer.step += 1
@@ -99,17 +99,17 @@ def train_until(trainer: Any, stop: int) -> None:
 
 
 def gradients(parts: list[nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
-    """The whole gradient of each parameter of these model parts, and the names of those that are frozen."""
+    """Return the unsharded gradients of these model parts, and the names of the frozen parameters."""
     parameters = {plain(name): p for part in parts for name, p in part.named_parameters()}
     without = {name for name, p in parameters.items() if p.grad is None}
     assert without == {name for name, p in parameters.items() if not p.requires_grad}
-    return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}, without
+    return {name: unsharded(p.grad) for name, p in parameters.items() if p.grad is not None}, without
 
 
 def state(parts: list[nn.Module]) -> dict[str, Tensor]:
-    """What a checkpoint would have of these model parts, but for the counts of a step."""
+    """Return the state dict of these model parts, without token counts."""
     entries = [entry for part in parts for entry in part.state_dict().items()]
-    return {plain(name): whole(tensor) for name, tensor in entries if "tokens_per_expert" not in name}
+    return {plain(name): unsharded(tensor) for name, tensor in entries if "tokens_per_expert" not in name}
 
 
 def expert_biases(parts: list[nn.Module]) -> dict[str, Tensor]:
@@ -121,14 +121,14 @@ def plain(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def together(records: list[Record]) -> Record:
-    """What the ranks saw together: a pipeline's last stage knows the loss, each stage has its own parameters.
+    """Merge the records of all ranks: a pipeline's last stage has the loss, each stage its own parameters.
 
-    Experts are balanced by the tokens of all ranks, so that ranks with the same layer have the same biases.
+    Experts are balanced by the tokens of all ranks, so ranks with the same layer have the same biases.
     """
     last_stage = next(record for record in records if record.losses[0] > 0)
     gradients = {name: grad for record in records for name, grad in record.gradients.items()}
@@ -145,7 +145,7 @@ def assert_same_balance(actual: Record, expected: Record) -> None:
 
 
 def assert_same_gradients(actual: Record, expected: Record, tolerance: float = TOLERANCE) -> None:
-    """Each within ``tolerance`` of its norm."""
+    """Check that each gradient differs by at most ``tolerance`` of its norm."""
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, grad in expected.gradients.items():
         difference = (actual.gradients[name].double() - grad.double()).norm() / grad.double().norm()

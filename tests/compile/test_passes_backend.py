@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.pass_graphs import calls, recorded_graphs
-from tests._helpers.training import whole
+from tests._helpers.training import unsharded
 from tests.compile.test_passes_sequence_parallel import DIM, HIDDEN, MODELS, NORMS, TOKENS, head, inputs, layer
 from torchtitan_npu.compile.backend import bypass_codegen, make_backend
 from torchtitan_npu.compile.block_regions import compile_models
@@ -127,7 +127,7 @@ def with_a_plan() -> tuple[list[Tensor], list[Tensor], list[Tensor], int, list[C
             result = function(x)
             result.square().sum().backward()
             gradients = [parameter.grad for parameter in layers.parameters()]
-            outcomes.append([whole(tensor) for tensor in (result, x.grad, *gradients)])  # type: ignore[arg-type]
+            outcomes.append([unsharded(tensor) for tensor in (result, x.grad, *gradients)])  # type: ignore[arg-type]
     return *outcomes, passes.changed["sequence_parallel"], [calls(module.graph) for module, _ in graphs]  # type: ignore[return-value]
 
 

@@ -57,7 +57,7 @@ VARIANTS = {
 
 
 class Model(nn.Module):
-    """As much of a transformer as TorchTitan's plan for expert parallel looks at."""
+    """The part of a transformer that TorchTitan's plan for expert parallel needs."""
 
     def __init__(self, moe: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 class HostReads(TorchFunctionMode):
-    """Counts the places where Python reads a tensor's values, or asks for them on the CPU."""
+    """Count the calls by which Python reads a tensor's values or copies them to the CPU."""
 
     READS = frozenset({"tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"})
 
@@ -89,7 +89,7 @@ class HostReads(TorchFunctionMode):
 
 
 class HiddenReads(TorchDispatchMode):
-    """Notes the operators whose output has a size, or is a number, that the device alone knows."""
+    """Record operators whose output size or value only the device knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def tokens_of(rank: int) -> Tensor:
 
 
 def layer(biased: bool, before: bool, crowded: bool) -> nn.Sequential:
-    """``crowded``: every token goes to the experts of the first rank."""
+    """Return a MoE layer. With ``crowded``, every token goes to the experts of the first rank."""
     moe = build_moe(biased, num_experts=EXPERTS, top_k=TOP_K, num_shared_experts=1, score_before_experts=before)
     if crowded:
         moe[0].expert_bias[: EXPERTS // RANKS] += 100
@@ -116,7 +116,7 @@ def layer(biased: bool, before: bool, crowded: bool) -> nn.Sequential:
 
 
 def dispatched(biased: bool, before: bool, crowded: bool) -> dict[str, dict[str, Any]]:
-    """On a rank, for each variant: output, gradients, the experts' input, and what was communicated and read."""
+    """Return output, gradients, collectives and host reads of each variant on one rank."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     results = {}
     for name, converters in VARIANTS.items():
@@ -159,7 +159,7 @@ def test_gives_what_torchtitan_gives(biased: bool, before: bool, crowded: bool) 
         for variant, seen in results.items():
             assert torch.equal(seen["routed"], results["plain"]["routed"])
             for name, oracle in exact[rank].items():
-                if name.startswith("0.experts."):  # whose gradients come from the tokens of every rank
+                if name.startswith("0.experts."):  # their gradients come from the tokens of every rank
                     oracle = sum(other[name] for other in exact)
                 assert_no_further(f"{variant} {name}", seen[name], results["plain"][name], oracle, ROUNDINGS)
             fused = variant in ("npu_permute", "both")
@@ -173,21 +173,21 @@ def test_gives_what_torchtitan_gives(biased: bool, before: bool, crowded: bool) 
 def test_communicates_as_torchtitan_and_reads_no_more() -> None:
     for results in run_on_ranks(RANKS, dispatched, False, True, False):
         plain = results["plain"]
-        # the counts, the tokens there and back; and the tokens' gradients there and back
+        # the counts, dispatch and combine, and the backward of both
         assert sum(plain["collectives"].values()) == 5
         assert all(seen["collectives"] == plain["collectives"] for seen in results.values())
         assert plain["reads"] == results["npu_permute"]["reads"] == 5  # four in the dispatch, one in the experts' loop
         assert results["both"]["reads"] == results["npu_gmm"]["reads"] == 4
         assert not results["both"]["hidden"] and not results["npu_permute"]["hidden"]
-        assert results["npu_gmm"]["hidden"] == plain["hidden"]  # TorchTitan's indexing, by places: it may be by a mask
+        assert results["npu_gmm"]["hidden"] == plain["hidden"]  # TorchTitan's indexing
 
 
 COUNTS = ([3, 0, 1, 5], [0, 2, 4, 0])
-"""The tokens that each expert-parallel rank has for the four experts."""
+"""The tokens of each expert-parallel rank for the four experts."""
 
 
 def over_experts_and_their_columns(biased: bool) -> tuple[int, dict[str, Tensor]]:
-    """On one of 2 × 2 ranks: its place among the first two, and what converted experts give; outputs added up."""
+    """Return the expert-parallel rank, and the outputs and gradients of converted experts on one of 2 × 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
     ep_rank = mesh["ep"].get_local_rank()
     experts = convert(build_moe(biased, num_experts=4), "npu_gmm")[0].experts
@@ -196,15 +196,15 @@ def over_experts_and_their_columns(biased: bool) -> tuple[int, dict[str, Tensor]
     x.requires_grad_()
     output = experts(x, counts)
     output.backward(output_gradient(output))
-    whole = output.detach().clone()
-    dist.all_reduce(whole, group=mesh["etp"].get_group())
+    full = output.detach().clone()
+    dist.all_reduce(full, group=mesh["etp"].get_group())
     grads = {name: parameter.grad.full_tensor() for name, parameter in experts.named_parameters()}
-    return ep_rank, {"output": whole, "x": x.grad} | grads
+    return ep_rank, {"output": full, "x": x.grad} | grads
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_expert_tensor_parallel_is_equal(biased: bool) -> None:
-    """gpt_oss's bias is added by each rank of a column: it must come out once."""
+    """gpt_oss's bias is added on each tensor-parallel rank, and must count once."""
     plain = build_moe(biased, num_experts=4)[0].experts
     inputs = [rows(counts, seed=rank) for rank, counts in enumerate(COUNTS)]
     exact, theirs = ([run(plain, *x) for x in inputs] for run in (call_experts_exact, call_experts))
@@ -221,7 +221,7 @@ PLANS = [llama4.parallelize_llama, parallelize_deepseekv3, parallelize_qwen3, pa
 
 
 def upstream_names() -> dict[str, Any]:
-    """What the global names of TorchTitan's modules mean, and what is in its classes."""
+    """Return the globals of TorchTitan's modules and the attributes of its classes."""
     modules = (upstream, utils, llama4)
     names = {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
     for cls in STYLES:
@@ -245,7 +245,7 @@ def test_plans_get_the_fused_styles_for_a_converted_model_only(plan: FunctionTyp
 
 
 def test_a_plan_without_these_styles_is_an_error() -> None:
-    """Whatever it does for expert parallel, it does not sort by the operators that the job asks for."""
+    """Such a plan would not use the operators that the job lists."""
 
     def plan(model: nn.Module, *args: Any) -> nn.Module:
         return model
@@ -259,7 +259,7 @@ def test_a_plan_without_these_styles_is_an_error() -> None:
 
 
 def plan_of_a_user(model: nn.Module, *args: Any) -> None:
-    """In another package than TorchTitan's."""
+    """A plan outside TorchTitan's package."""
     apply_moe_ep_tp(model, *args)
 
 
@@ -272,7 +272,7 @@ def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
 
 
 def test_torch_s_grouped_product_which_needs_padding_is_an_error() -> None:
-    """``npu_permute`` alone, where the experts stay TorchTitan's and call ``torch._grouped_mm``."""
+    """With ``npu_permute`` alone, the experts stay TorchTitan's and call ``torch._grouped_mm``."""
     plan = llama4.apply_moe_ep_tp
     with pytest.raises(UsageError, match="npu_permute with expert parallel needs npu_gmm"):
         with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute"))

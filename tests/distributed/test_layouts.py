@@ -25,21 +25,18 @@ def layout(text: str) -> dict[str, int]:
 
 FUSED_LAYOUTS = {
     2: {
-        "llama3": ["shard2", "replicate2 shard1", "pp2"],
-        "qwen3": ["shard2", "tp2", "cp2"],
-        "deepseek_v3": ["shard2", "cp2", "pp2", "ep2", "tp2 ep2"],
+        "llama3": ["replicate2 shard1", "pp2"],
+        "qwen3": ["shard2", "tp2"],
+        "deepseek_v3": ["tp2", "cp2", "pp2", "ep2", "tp2 ep2"],
     },
     4: {
-        "llama3": ["replicate2 shard1 pp2", "tp2 pp2"],
+        "llama3": ["tp2 pp2"],
         "qwen3": ["replicate2 shard2", "tp2 cp2"],
         "qwen3_moe": ["shard2 tp2 ep2"],
-        "deepseek_v3": ["shard2 tp2 ep2 etp2", "shard2 cp2", "tp2 pp2 ep2"],
+        "deepseek_v3": ["shard2 tp2 ep2 etp2", "shard2 cp2"],
     },
 }
-EAGER_LAYOUTS = {
-    2: {"llama3": ["cp2"], "llama4": ["tp2 ep2"], "deepseek_v3": ["tp2"]},
-    4: {"llama3": ["shard2 tp2"]},
-}
+EAGER_LAYOUTS = {2: {"llama3": ["shard2"], "llama4": ["tp2"]}}
 SLOW_LAYOUTS = {
     2: {
         "llama3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"],
@@ -64,6 +61,7 @@ SLOW_LAYOUTS = {
         "deepseek_v3": [
             "replicate2 shard2 ep2",
             "shard2 tp2",
+            "shard2 cp2",
             "shard4 ep2",
             "ep4",
             "shard2 tp2 ep2",
@@ -81,13 +79,13 @@ OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
     (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     (2, "cp2", "llama3", {"parallelism.context_parallel_load_balancer": None}),
     (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective", "model.converters": FUSED["qwen3"]}),
-    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full", "model.converters": FUSED["deepseek_v3"]}),
     (2, "ep2", "deepseek_v3", {"model.converters": ["npu_permute"]}),
 ]
 SLOW_OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
     (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
     (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective"}),
     (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),
+    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full", "model.converters": FUSED["deepseek_v3"]}),
     (2, "ep2", "deepseek_v3", {"model.converters": ["npu_gmm"]}),
 ]
 

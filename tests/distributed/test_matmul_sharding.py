@@ -1,4 +1,4 @@
-"""Strategies of matmul and matmul_backward: every combination of placements, by brute force, without communication."""
+"""Strategies of matmul and matmul_backward: every combination of placements, by brute force, on fake ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.planner import fake_ranks
 
 MASKS = ((True, True), (True, False), (False, True))
-"""Without any gradient there is nothing to choose."""
+"""Without a gradient there is nothing to choose."""
 ROUNDING = 1e-12
-"""Costs are added up in another order. Where they are not the same, they differ by far more than that."""
+"""Costs are summed in another order. Unequal costs differ by far more than this."""
 
 
 @pytest.fixture
 def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What depends on nothing but its arguments, which are a few thousand, and is asked for a million times."""
+    """Cache pure functions that are called a million times with a few thousand arguments."""
 
     def remember(name: str, function: Any) -> None:
         monkeypatch.setattr(matmul_sharding, name, function)
 
     for name in ("redistribution_cost", "_cost_of_later_reduction", "matmul_strategies"):
         remember(name, functools.cache(getattr(matmul_sharding, name)))
-    # these take lists, and a partial, which is not equal to another of the same arguments
+    # these take lists and a partial, which cannot be keys
     strategies, cost_of_each = matmul_sharding.matmul_backward_strategies, matmul_sharding._cost_of_each
     known = functools.cache(strategies)
     known_costs = functools.cache(lambda function, args, some: cost_of_each(functools.partial(function, *args), some))
@@ -43,9 +43,9 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(call: Call, mesh_shape: tuple[int, ...], inputs: list[Placed], valid: Valid) -> None:
-    """For inputs in every combination of placements: the choice is valid, and no valid one costs less.
+    """Check for every combination of placements that the choice is valid and no valid one costs less.
 
-    Where the inputs can stay as they are at no cost, they do; between one rank and itself nothing has a cost.
+    Inputs whose placements are valid stay unchanged. On one rank nothing has a cost.
     """
     checked = functools.cache(functools.partial(is_valid, call, mesh_shape))
     later = functools.cache(functools.partial(cost_later, call, inputs))
@@ -88,13 +88,13 @@ def test_every_combination(shapes: str, mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("mesh_shape", "samples"), [((2,), 100), ((2, 2), 60)])
 @pytest.mark.parametrize("widths", [(WIDE, NARROW), (NARROW, WIDE)])
 @pytest.mark.usefixtures("remembered")
-def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
+def test_a_reduction_is_left_for_later_only_if_that_sends_no_more(
     mesh_shape: tuple[int, ...], widths: tuple[int, int], samples: int
 ) -> None:
-    """Where the cheapest choice leaves dX a sum that has to be taken: with that sum, ours sends no more."""
+    """Compare with the choice of least cost now, where that leaves dX Partial. The later reduction counts."""
 
     def wanted(grad: Placements, left: Placements, right: Placements) -> bool:
-        """A CPU has no all-to-all, and gathers instead; tests/rehearsal has all placements."""
+        """Exclude placements for which a CPU gathers, having no all-to-all. tests/contract has all placements."""
         return any(x.is_partial() for x in grad) and not any(x.is_shard() for x in (*grad, *right))
 
     totals = ours_and_cheapest("cpu", mesh_shape, widths, wanted, samples)
@@ -104,7 +104,7 @@ def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
 
 
 @pytest.mark.usefixtures("remembered")
-def test_ranks_choose_alike() -> None:
+def test_all_ranks_choose_the_same() -> None:
     call = forward("2d2d")
     everywhere = list(itertools.product(*(every_placement(x.ndim, 2) for x in call.inputs)))
     choices = []

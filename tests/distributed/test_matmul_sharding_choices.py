@@ -1,4 +1,4 @@
-"""Single choices of the strategies for matmul and matmul_backward, how they are registered, and what is cached."""
+"""Single choices of the strategies for matmul and matmul_backward, their registration and caching."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def choose(left: tuple[int, ...], right: tuple[int, ...], *placements: Placements, mask: Any = ()) -> Choice:
-    """The choice for operands of these shapes; with a ``mask``, that of the gradients."""
+    """Return the choice for operands of these shapes; with a ``mask``, that for the gradients."""
     inputs = [torch.empty(shape, device="meta") for shape in (left, right)]
     if mask:
         inputs.insert(0, inputs[0] @ inputs[1])
@@ -35,7 +35,7 @@ def choose(left: tuple[int, ...], right: tuple[int, ...], *placements: Placement
 @pytest.mark.parametrize(
     ("placements", "result"),
     [
-        pytest.param(((R,), (R,)), (R,), id="replicated"),  # the first of the two cases the seed shows
+        pytest.param(((R,), (R,)), (R,), id="replicated"),
         pytest.param(((R,), (Shard(1),)), (Shard(2),), id="columns"),
         pytest.param(((Shard(2),), (Shard(0),)), (P,), id="rows"),
         pytest.param(((Shard(1),), (R,)), (Shard(1),), id="sequence"),
@@ -45,17 +45,17 @@ def choose(left: tuple[int, ...], right: tuple[int, ...], *placements: Placement
 def test_linear_layers_move_nothing(placements: tuple[Placements, ...], result: Placements) -> None:
     left, right = placements
     assert choose((2, 8, 16), (16, 32), left, right) == ((left, right), (result,), 0.0)
-    # and back: the gradient is where the result is, whole where that is a sum
+    # backward: the gradient has the placement of the result, or is replicated if that is Partial
     grad = (R,) if result == (P,) else result
     chosen = choose((2, 8, 16), (16, 32), grad, left, right, mask=[True, True])
     assert (chosen.targets, chosen.cost) == ((grad, left, right), 0.0)
-    assert chosen.results[1] in (right, (P,))  # the weight's gradient is where the weight is, or a sum over it
+    assert chosen.results[1] in (right, (P,))  # sharded as the weight, or Partial
 
 
 def test_ties_are_broken_by_changed_placements_then_by_memory_then_by_order() -> None:
-    # to sum up either operand costs the same
+    # reducing either operand costs the same
     assert choose((8, 8), (8, 8), (P,), (P,)).targets == ((P,), (R,))
-    # slices of the second mesh dimension cost nothing, and would take less memory
+    # slicing over the second mesh dimension is free and would take less memory
     chosen = choose((8, 16), (16, 4), (Shard(1), R), (R, R))
     assert chosen == (((Shard(1), R), (Shard(0), R)), ((P, R),), 0.0)
     with fake_ranks(2):
@@ -69,21 +69,21 @@ def test_ties_are_broken_by_changed_placements_then_by_memory_then_by_order() ->
             )
 
 
-def test_an_unwanted_gradient_is_not_paid_for() -> None:
-    # the gradient of right needs one of the two sums; without it they stay, if left's is not the wider one
+def test_a_gradient_that_is_not_selected_costs_nothing() -> None:
+    # the gradient of right needs one of the two reduced; without it both stay Partial, if left is not the wider one
     assert choose((4, 6), (6, 8), (P,), (P,), (R,), mask=[True, False]).cost == 0
     assert choose((4, 6), (6, 8), (P,), (P,), (R,), mask=[True, True]).cost > 0
     anything = (Shard(0),), (P,), (Shard(1),)
     assert choose((4, 8), (8, 6), *anything, mask=[False, False]) == (anything, anything[1:], 0.0)
 
 
-def test_a_gradient_is_summed_where_it_is_narrow() -> None:
-    """As in the projections to DeepSeek's latents, whose weights are replicated."""
+def test_a_gradient_is_reduced_where_it_is_narrow() -> None:
+    """DeepSeek's latent projections are such a case; their weights are replicated."""
     narrow = choose((2, 64, 56), (56, 12), (P,), (R,), (R,), mask=[True, True])
     assert narrow.targets == ((Shard(1),), (Shard(1),), (R,))  # over the sequence, not the batch
     wide = choose((2, 64, 12), (12, 56), (P,), (R,), (R,), mask=[True, True])
     assert (wide.targets, wide.cost) == (((P,), (R,), (R,)), 0.0)
-    # nobody will sum up the gradient of a frozen input
+    # the gradient of a frozen input is never reduced
     assert choose((2, 64, 56), (56, 12), (P,), (R,), (R,), mask=[False, True]).cost == 0
 
 
@@ -92,17 +92,17 @@ def test_three_mesh_dimensions() -> None:
     assert choose((4, 8, 16), (16, 8), left, right).results == ((Shard(0), Shard(2), P),)
 
 
-def test_cuts_in_an_unusual_order_stay() -> None:
+def test_strided_shards_are_kept() -> None:
     strided = (_StridedShard(0, split_factor=3),)
     assert choose((12, 5), (5, 7), strided, (R,)).results == (strided,)
     assert choose((12, 5), (5, 7), (R,), (_StridedShard(1, split_factor=3),)).results == (
         (_StridedShard(1, split_factor=3),),
     )
-    # nothing else has them: they go by way of the whole tensor
+    # no other placement fits: the tensor is replicated first
     assert choose((12, 5), (5, 8), strided, (Shard(1),)).targets != (strided, (Shard(1),))
 
 
-def test_what_is_no_sum_is_reduced_first() -> None:
+def test_a_partial_maximum_is_reduced_first() -> None:
     chosen = choose((4, 8), (8, 6), (Partial("max"),), (R,))
     assert not any(x.is_partial() for (x,) in chosen.targets)
 
@@ -111,12 +111,12 @@ def test_a_mean_stays_one() -> None:
     mean = (Partial("avg"),)
     assert choose((4, 8), (8, 6), mean, (R,)) == ((mean, (R,)), (mean,), 0.0)
     assert choose((4, 8), (8, 6), (R,), mean) == (((R,), mean), (mean,), 0.0)
-    # a product of means is none, nor is one of a mean and a sum
+    # a product of two means is no mean, nor is a product of a mean and a sum
     for other in (mean, (P,)):
         assert sum(x.is_partial() for (x,) in choose((4, 8), (8, 6), mean, other).targets) == 1
     # and in the gradients
     assert choose((4, 8), (8, 6), mean, (R,), (R,), mask=[False, True]) == ((mean, (R,), (R,)), ((R,), mean), 0.0)
-    # the product of the means of these parts is the mean of their products
+    # the product with a mean of parts is the mean of the products with the parts
     parts, right = [2 * integers(4, 8, seed=seed) for seed in range(2)], integers(8, 6, seed=2)
     assert torch.equal((parts[0] + parts[1]) / 2 @ right, (parts[0] @ right + parts[1] @ right) / 2)
 

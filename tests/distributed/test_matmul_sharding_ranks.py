@@ -1,4 +1,4 @@
-"""matmul and matmul_backward on DTensors, on real ranks: dense results, and communication only where it has a cost."""
+"""matmul and matmul_backward on DTensors, on real ranks: dense results, and communication only where expected."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests._helpers.matmul_calls import Call, P, R, backward, choice, forward
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.shards import Placements, assemble, cut, every_placement, integers
+from tests._helpers.shards import Placements, assemble, every_placement, integers, split
 from tools.bench.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
 
 Outcome = list[tuple[Tensor, Placements] | None]
-"""The outputs of one call on one rank: local tensors and placements."""
+"""The local tensors and placements of the outputs of one call on one rank."""
 
 
-def placed(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    local = cut(whole, tuple(mesh.shape), placements)[mesh.get_rank()]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+def placed(full: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    local = split(full, tuple(mesh.shape), placements)[mesh.get_rank()]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def call_on_ranks(shapes: tuple[str, ...]) -> list[Outcome]:
-    """Each operator, with inputs in every combination of placements over a mesh of one dimension."""
+    """Call each operator with inputs in every combination of placements over a one-dimensional mesh."""
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     outcomes: list[Outcome] = []
     with undecomposed_matmul(), our_matmul_sharding(mesh), CommDebugMode() as communication:
@@ -64,18 +64,18 @@ def test_every_combination_on_two_ranks() -> None:
 
 
 def check(expected: Any, outcomes: list[Outcome], mesh: tuple[int, ...], placements: Any) -> None:
-    """All ranks have chosen the same placements, and their tensors are the parts of the dense result."""
-    for whole, *parts in zip(expected, *outcomes, strict=True):
-        if whole is None:
+    """Check that all ranks have the same placements, and that their tensors make the dense result."""
+    for full, *parts in zip(expected, *outcomes, strict=True):
+        if full is None:
             assert parts == [None] * len(parts)
             continue
         assert len({part[1] for part in parts}) == 1, placements
         result = assemble([part[0] for part in parts], mesh, parts[0][1])
-        assert result is not None and torch.equal(result, whole), placements
+        assert result is not None and torch.equal(result, full), placements
 
 
 def train_on_ranks() -> list[Outcome]:
-    """``left @ right`` and, by autograd, its gradients, for every placement of the two over a mesh of 2 × 2."""
+    """Compute ``left @ right`` and its gradients by autograd, for every placement on a 2 × 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2))
     call = forward("2d2d")
     outcomes: list[Outcome] = []
@@ -85,7 +85,7 @@ def train_on_ranks() -> list[Outcome]:
                 placed(x, mesh, here).requires_grad_() for x, here in zip(call.inputs, placements, strict=True)
             )
             product: Any = left @ right
-            # as DTensor's autograd does: the gradient of a sum that is still to be taken is whole
+            # in DTensor's autograd, the gradient of a Partial tensor is replicated
             gradient_at = tuple(R if x.is_partial() else x for x in product.placements)
             product.backward(placed(integers(*product.shape, seed=2), mesh, gradient_at))
             results = (product.detach(), left.grad, right.grad)
@@ -94,7 +94,7 @@ def train_on_ranks() -> list[Outcome]:
 
 
 def backward_of_sums_on_ranks() -> list[Outcome]:
-    """Gradients of a product that is a sum over one or both mesh dimensions, narrower than its left factor."""
+    """Compute gradients of a product that is Partial, and narrower than its left factor."""
     mesh = init_device_mesh("cpu", (2, 2))
     call = backward("wide")
     outcomes: list[Outcome] = []
@@ -116,8 +116,8 @@ def test_gradients_on_a_mesh_of_two_by_two() -> None:
         check(expected, outcomes, (2, 2), placements)
 
 
-def test_sums_are_taken_where_they_are_narrow() -> None:
-    """To leave them for later would move nothing now."""
+def test_partial_gradients_are_reduced_where_they_are_narrow() -> None:
+    """Leaving them Partial would cost nothing now."""
     for placements, *outcomes in zip(SUMS, *run_on_ranks(4, backward_of_sums_on_ranks), strict=True):
         check(backward("wide").outputs, outcomes, (2, 2), placements)
         (_, left_grad_at), _ = outcomes[0]  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""MoE layers whose tensor-parallel ranks route tokens of their own: what they give, count and send."""
+"""Sequence-parallel MoE layers: results, token counts and collectives."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 TP, DP = 2, 2
-BATCH, SHARE = 3, 4
-"""Sequences a data-parallel rank has, and tokens of each that a tensor-parallel rank has."""
+BATCH, CHUNK = 3, 4
+"""Sequences per data-parallel rank, and tokens of each on a tensor-parallel rank."""
 
 
 class Model(nn.Module):
-    """As much of a transformer as the plans look at: a block that is a MoE layer."""
+    """The part of a transformer that the plans need: a block with a MoE layer."""
 
     def __init__(self, moe: nn.Module) -> None:
         super().__init__()
@@ -57,15 +57,15 @@ def layer(shared: int, before: bool) -> nn.Sequential:
 
 def tokens_of(dp_rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 + dp_rank)
-    return torch.randn(BATCH, TP * SHARE, DIM, generator=generator)
+    return torch.randn(BATCH, TP * CHUNK, DIM, generator=generator)
 
 
-def share(x: Tensor, tp_rank: int) -> Tensor:
-    return x[:, tp_rank * SHARE : (tp_rank + 1) * SHARE].contiguous()
+def chunk(x: Tensor, tp_rank: int) -> Tensor:
+    return x[:, tp_rank * CHUNK : (tp_rank + 1) * CHUNK].contiguous()
 
 
 def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[str, Any]:
-    """What a layer gives on one of 2 × 2 ranks, over all of which expert parallel goes, and what it sends."""
+    """Return results and collectives of a layer on one of 2 × 2 ranks, with expert parallel over all four."""
     ep = init_device_mesh("cpu", (DP * TP,), mesh_dim_names=("ep",))
     tp = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))["tp"]
     groups = {str(tp.get_group().group_name): "TP", str(ep.get_group().group_name): "EP"}
@@ -75,12 +75,12 @@ def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[st
     moe = model.layers["0"].moe
 
     dp_rank, tp_rank = divmod(dist.get_rank(), TP)
-    x = share(tokens_of(dp_rank), tp_rank).requires_grad_()
+    x = chunk(tokens_of(dp_rank), tp_rank).requires_grad_()
     with CommDebugMode() as everything, Collectives() as forward:
         output = moe(x)
     assert everything.get_total_counts() == len(forward.calls)
     with CommDebugMode() as everything, Collectives() as backward:
-        output.backward(share(output_gradient(tokens_of(dp_rank)), tp_rank))
+        output.backward(chunk(output_gradient(tokens_of(dp_rank)), tp_rank))
     assert everything.get_total_counts() == len(backward.calls)
     sum_over_tensor_parallel([moe])
     seen: dict[str, Any] = {
@@ -97,7 +97,7 @@ def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[st
 @pytest.mark.parametrize(
     ("shared", "before", "converters"),
     [(1, False, ()), (0, True, ()), (1, True, ("npu_permute", "npu_gmm"))],
-    ids=["shared", "routed alone", "converted"],
+    ids=["shared", "routed only", "converted"],
 )
 def test_gives_what_one_rank_gives_and_sends_for_shared_experts_only(
     shared: int, before: bool, converters: tuple[str, ...]
@@ -116,13 +116,13 @@ def test_gives_what_one_rank_gives_and_sends_for_shared_experts_only(
         for name, oracle in exact[dp_rank].items():
             theirs = plain[dp_rank][name]
             if name in ("output", "x"):
-                oracle, theirs = share(oracle, tp_rank), share(theirs, tp_rank)
-            elif name.startswith("0.experts."):  # whose gradients come from the tokens of every rank
+                oracle, theirs = chunk(oracle, tp_rank), chunk(theirs, tp_rank)
+            elif name.startswith("0.experts."):  # their gradients come from the tokens of every rank
                 oracle, theirs = (sum(result[name] for result in results) for results in (exact, plain))
             assert_no_further(name, seen[name], theirs, oracle, ROUNDINGS)
 
         nbytes = seen["x"].nbytes
-        for when, exchanges in (("forward", 3), ("backward", 2)):  # forward, the counts go first
+        for when, exchanges in (("forward", 3), ("backward", 2)):  # the forward also exchanges the counts
             over_tp = [(kind, sent) for kind, group, sent in seen[when] if group == "TP"]
             gathered = {("all_gather_into_tensor", (TP - 1) * nbytes), ("reduce_scatter_tensor", (TP - 1) * nbytes)}
             assert len(over_tp) == len({*over_tp}) and {*over_tp} == (gathered if shared else set())
@@ -130,7 +130,7 @@ def test_gives_what_one_rank_gives_and_sends_for_shared_experts_only(
 
 
 def trained(layout: dict[str, int], options: dict[str, Any]) -> tuple[Record, dict[str, Tensor]]:
-    """Three steps of a tiny deepseek_v3 on this rank: the record, and the experts' biases after them."""
+    """Train a tiny deepseek_v3 for three steps on this rank. Return the record and the final expert biases."""
     with recording(job_config("deepseek_v3", layout, {"training.steps": 3, **options})) as (trainer, record):
         train_until(trainer, 3)
         return record, expert_biases(trainer.model_parts)
@@ -149,8 +149,12 @@ THEIRS = {"npu.moe_sequence_parallel": False}
 
 @pytest.mark.parametrize(
     ("fused", "options"),
-    [(False, OPERATORS), (True, FULL), (False, THEIRS), (True, THEIRS)],
-    ids=["selective", "converted, full", "TorchTitan's layout", "converted, TorchTitan's layout"],
+    [
+        pytest.param(False, OPERATORS, id="selective"),
+        pytest.param(True, FULL, id="converted, full"),
+        pytest.param(True, THEIRS, id="converted, TorchTitan's layout"),
+        pytest.param(False, THEIRS, id="TorchTitan's layout", marks=pytest.mark.slow),
+    ],
 )
 def test_trains_and_balances_as_one_rank_does(fused: bool, options: dict[str, Any]) -> None:
     expected, expected_biases = trained_alone(fused)
@@ -180,8 +184,9 @@ def test_which_jobs_get_it() -> None:
     assert not uses_sequence_parallel_moe(parallelize_gptoss, dims(), JobConfig())
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_that_the_code_gives() -> None:
-    """The last model's part of it, which is the quickest."""
+    """Only the last model's rows are computed; they are the quickest."""
     table = PAGE.read_text().partition(START)[2].partition(END)[0]
     assert table.startswith(HEAD) and all(f"| {name} " in table for name in MODELS)
     assert table.endswith(rows(list(MODELS)[-1])), "run python tools/bench/moe_traffic.py"

@@ -1,4 +1,4 @@
-"""Experts are balanced under pipeline parallel as on one rank, from the first step on; FSDP gives memory back."""
+"""Pipeline stages: experts are balanced as on one rank from the first step on, and FSDP frees memory by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchtitan_npu.upstream.pipeline_stage import PipelineStage
 
 
 def biases(layout: dict[str, int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The bias of each expert after one step, which comes of the tokens it has had, by layer."""
+    """Return the expert biases after one step, which depend on the tokens of each expert."""
     with recording(job_config("deepseek_v3", layout, {"training.seq_len": 16, **options})) as (trainer, _):
         train_until(trainer, 1)
         return expert_biases(trainer.model_parts)
@@ -41,9 +41,10 @@ def test_the_trial_run_of_a_stage_does_not_count(checkpointing: str) -> None:
 
 
 def gathered_in_the_backward_pass(microbatches: int) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
-    """One stage of three layers, its weights shared out: which are whole when each layer's backward pass begins.
+    """Run two steps of one stage of three FSDP layers.
 
-    And the gradients of two steps, added up, beside those of the same layers without FSDP and pipeline.
+    Return the number of gathered layers at the start of each layer's backward pass, and the summed gradients of the
+    stage and of the same layers without FSDP and pipeline.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
@@ -51,10 +52,10 @@ def gathered_in_the_backward_pass(microbatches: int) -> tuple[list[int], list[to
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("pp", "fsdp"))
     for layer in [*layers, layers]:
         fully_shard(layer, mesh=mesh["fsdp"])
-    whole: list[int] = []
+    gathered: list[int] = []
     for layer in layers:
         layer.register_full_backward_pre_hook(
-            lambda *_: whole.append(sum(not isinstance(each.weight, DTensor) for each in layers))
+            lambda *_: gathered.append(sum(not isinstance(each.weight, DTensor) for each in layers))
         )
     stage = PipelineStage(layers, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
     loss = nn.MSELoss(reduction="sum")
@@ -64,14 +65,14 @@ def gathered_in_the_backward_pass(microbatches: int) -> tuple[list[int], list[to
         schedule.step(inputs, target=target)
         loss(plain(inputs), target).backward()
     ours = [p.grad.full_tensor() for p in layers.parameters()]  # type: ignore[union-attr]
-    return whole, ours, [p.grad for p in plain.parameters()]  # type: ignore[misc]
+    return gathered, ours, [p.grad for p in plain.parameters()]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_gathered_weights_are_given_back_layer_by_layer(microbatches: int) -> None:
-    """Before the first layer's turn the other two have had theirs; until the last microbatch they stay, as in torch."""
-    for whole, ours, theirs in run_on_ranks(2, gathered_in_the_backward_pass, microbatches):
-        steps = torch.tensor(whole).view(2, microbatches, 3)
-        assert (steps[:, -1, -1] < 2).all() and (steps[:, :-1, -1] == 2).all(), whole
+def test_gathered_weights_are_freed_layer_by_layer(microbatches: int) -> None:
+    """In the last microbatch the other layers are freed before the first one's turn; before that they stay gathered."""
+    for gathered, ours, theirs in run_on_ranks(2, gathered_in_the_backward_pass, microbatches):
+        steps = torch.tensor(gathered).view(2, microbatches, 3)
+        assert (steps[:, -1, -1] < 2).all() and (steps[:, :-1, -1] == 2).all(), gathered
         for actual, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(actual, expected)

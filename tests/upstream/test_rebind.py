@@ -1,9 +1,11 @@
-"""Copies of functions with other meanings for global names: what changes, and that nothing else does."""
+"""Copies of functions with other globals: what changes, and that nothing else does."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchtitan_npu
 from torchtitan_npu.upstream.rebind import rebound, refers_to
 
 
@@ -65,7 +68,7 @@ class Holder:
         return self.scale(x)
 
 
-def test_replaces_what_a_name_means() -> None:
+def test_replaces_what_a_name_refers_to() -> None:
     assert rebound(direct, {scale: other})(3) == -3 + 1
     assert rebound(direct, {scale: other})(3, offset=5) == -3 + 5
     assert direct(3) == 7 and scale(3) == 6
@@ -96,7 +99,7 @@ def test_leaves_alone_what_does_not_refer_to_it() -> None:
     assert rebound(unrelated, {scale: other}) is unrelated
     assert rebound(Holder.by_attribute, {scale: other}) is Holder.by_attribute  # an attribute of the same name
     assert rebound(abs, {scale: other}) is abs
-    # another package's functions stay its own, even where they would come by the object
+    # functions of another package are not copied, even if they refer to the object
     foreign: Any = FunctionType(compile("def f(x): return through(x)", "f", "exec").co_consts[0], {"through": direct})
     foreign.__module__ = "another.module"
     assert rebound(foreign, {scale: other}) is foreign
@@ -109,7 +112,7 @@ def test_takes_functions_without_a_module() -> None:
     assert rebound(scope["top"], {scale: other})(3) == -3
 
 
-def test_looks_the_same() -> None:
+def test_the_copy_keeps_name_and_signature() -> None:
     copy = rebound(direct, {scale: other})
     assert (copy.__name__, copy.__qualname__, copy.__module__) == ("direct", "direct", __name__)
     assert copy.__doc__ == "Scaled and shifted." and inspect.signature(copy) == inspect.signature(direct)
@@ -177,7 +180,7 @@ def test_replaces_in_static_and_class_methods() -> None:
 
 
 def test_replaces_names_of_the_function_around_it() -> None:
-    """But not the class that super() starts from, should that be one of the objects."""
+    """The class that super() starts from is not replaced, even if it is one of the objects."""
     local = scale
 
     def recursive(x: int) -> int:
@@ -232,8 +235,18 @@ def decorated_part(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("part", [compiled_part, decorated_part])
 @pytest.mark.parametrize("first", ["copy", "original"])
 def test_compiles_apart_from_the_original(first: str, part: Any) -> None:
-    """torch.compile keeps the two meanings apart, whichever it sees first."""
+    """torch.compile distinguishes copy and original, whichever it sees first."""
     torch._dynamo.reset()
     calls = [(rebound(part, {tripled: halved}), 3.0), (part, 13.0)]
     for function, expected in calls if first == "copy" else reversed(calls):
         assert torch.compile(function, backend="eager", fullgraph=True)(torch.tensor([4.0])).item() == expected
+
+
+def test_only_upstream_rebinds() -> None:
+    package = Path(torchtitan_npu.__file__).parent
+    users = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\brebound\(", path.read_text())
+    }
+    assert users == {"upstream/rebind.py", "upstream/hooks.py"}
