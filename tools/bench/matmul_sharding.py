@@ -149,7 +149,8 @@ def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
         with torch.device("meta"):
             whole: Any = spec.model_cls(args)
         parallel: Any = spec.parallelize_fn(whole, dims, config)
-        with fake_device(), StatedLoad():
+        # a device's backward thread has its own cache of DTensor's decisions, which no other thread can clear
+        with fake_device(), StatedLoad(), torch.autograd.set_multithreading_enabled(False):
             parallel.to_empty(device="npu")
             for _ in range(2):  # DTensor runs a new operator once more for its shape
                 with Collectives() as collectives:
