@@ -1,7 +1,6 @@
-"""Matrix products under tensor parallel, on torch_npu's own path: every collective has a reason, none is a product's.
+"""Matrix products under tensor parallel with the real torch_npu: products cause no collectives of their own.
 
-torch_npu brings strategies of its own for the two operators. Ours may take their place because no choice of theirs
-costs less.
+torch_npu registers its own strategies for the two operators. Ours replace them because none of theirs costs less.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ def test_torch_npus_choices_are_valid_too(call: Call) -> None:
 def test_torch_npus_strategies_never_send_less(op: torch._ops.OpOverloadPacket, sizes: str) -> None:
     theirs, ours = (bytes_moved(op, sizes, ours) for ours in (False, True))
     assert all(our <= their for our, their in zip(ours, theirs, strict=True))
-    # a factor that is a sum, and uneven cuts, are what they do not know
+    # they do not support a Partial factor, nor uneven shards
     assert ours.count(0) > theirs.count(0)
 
 
 @pytest.mark.parametrize(("mesh_shape", "samples"), [((2,), 100), ((2, 2), 60)])
 @pytest.mark.parametrize("widths", [(WIDE, NARROW), (NARROW, WIDE)])
-def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
+def test_a_reduction_is_left_for_later_only_if_that_sends_no_more(
     mesh_shape: tuple[int, ...], widths: tuple[int, int], samples: int
 ) -> None:
     totals = ours_and_cheapest("npu", mesh_shape, widths, lambda *placements: True, samples)
@@ -80,7 +79,7 @@ def test_a_sum_is_left_for_later_only_where_that_sends_no_more(
 
 @pytest.mark.parametrize("frozen", ["input", "weight", None])
 def test_frozen_operands(frozen: str | None) -> None:
-    """torch_npu's shape function gives a gradient for a frozen operand too."""
+    """torch_npu's shape function returns a gradient for a frozen operand too."""
     with fake_ranks(2), our_matmul_sharding(mesh := init_device_mesh("npu", (2,))), fake_device():
         operands = {
             name: DTensor.from_local(torch.ones(4, 4, device="npu"), mesh, (R,), run_check=False).requires_grad_(
@@ -95,10 +94,10 @@ def test_frozen_operands(frozen: str | None) -> None:
 @pytest.mark.parametrize(("model", "norms"), [("llama3", 13), ("qwen3", 33)])
 def test_every_collective_of_a_step(model: str, norms: int) -> None:
     (_, theirs), (parallel, calls) = (step(model, ours) for ours in (False, True))
-    # the tokens' sequence is gathered before attention, feed-forward and output, and scattered after embedding,
-    # attention and feed-forward, as sums; backward does the reverse
+    # the sequence is gathered before attention, feed-forward and output, and reduce-scattered after embedding,
+    # attention and feed-forward; the backward pass does the reverse
     sections = 2 * len(parallel.layers) + 1
-    # norms work on a rank's own tokens or heads: their weights' gradients are sums, and FSDP wants them whole
+    # norms see a rank's own tokens or heads: the gradients of their weights are Partial, and FSDP needs them reduced
     weights = [tuple(parameter.shape) for name, parameter in parallel.named_parameters() if "norm" in name]
     assert len(weights) == norms
     assert Counter(call.shape for call in calls if call.kind == "all_reduce") == Counter(weights)
@@ -107,13 +106,13 @@ def test_every_collective_of_a_step(model: str, norms: int) -> None:
         "reduce_scatter_tensor": 2 * sections,
         "all_reduce": norms,
     }
-    assert theirs == calls  # torch_npu's strategies do as well here
+    assert theirs == calls  # torch_npu's strategies are as good here
     assert step_row(model, theirs, calls) in PAGE
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v32"])
 def test_deepseeks_latents_send_less_than_with_torch_npus_strategies(model: str) -> None:
-    """It scatters those sums over the batch, and has to exchange the input's gradient for one cut by the sequence."""
+    """torch_npu reduce-scatters over the batch, and needs an all-to-all to shard the gradient by sequence."""
     (parallel, theirs), (_, ours) = (step(model, ours) for ours in (False, True))
     assert Counter(x.kind for x in theirs)["shard_dim_alltoall"] == len(parallel.layers)
     assert Counter(x.kind for x in ours)["shard_dim_alltoall"] == 0
