@@ -94,7 +94,8 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 def fences(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield the line number, info string and content of each fenced block."""
-    opening, first, content = None, 0, []
+    opening: re.Match[str] | None = None
+    first, content = 0, [""]
     for number, line in enumerate(text.splitlines(), 1):
         fence = re.match(r"(\s*)(`{3,}|~{3,})\s*(.*)$", line)
         if opening is None:
@@ -127,7 +128,8 @@ def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
     Code, tables, headings, images, captions (paragraphs in italics) and generated sections are no prose.
     """
     name = path.relative_to(root)
-    first, paragraph = 0, []
+    first = 0
+    paragraph: list[str] = []
 
     def finish() -> Iterator[Block]:
         text = " ".join(paragraph)

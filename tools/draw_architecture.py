@@ -89,5 +89,5 @@ def arrow(axes: plt.Axes, start: tuple[float, float], end: tuple[float, float]) 
 
 if __name__ == "__main__":
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "architecture", "font.family": "sans-serif"}
-    for file in sys.argv[1:] or [FILE]:
-        draw().savefig(file, metadata={"Date": None} if str(file).endswith(".svg") else None, dpi=110)
+    for file in sys.argv[1:] or [str(FILE)]:
+        draw().savefig(file, metadata={"Date": None} if file.endswith(".svg") else None, dpi=110)
