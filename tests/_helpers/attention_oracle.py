@@ -1,4 +1,4 @@
-"""Dense attention in float64, document by document, with the error that a computation in float32 may make of it."""
+"""Dense attention in float64, by document, with error budgets for a computation in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests._helpers.error_budget import unit_roundoff
 
 
 def documents(tensor: Tensor, layout: str, heads: int, ends: list[int] | None) -> list[Tensor]:
-    """The sequences of a tensor in any layout, each as (N, S, D)."""
+    """Return the sequences of a tensor in any layout, each as (N, S, D)."""
     if layout == "TND":
         assert ends is not None
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -24,7 +24,7 @@ def documents(tensor: Tensor, layout: str, heads: int, ends: list[int] | None) -
 
 
 def statistics(packed: Tensor, layout: str, softmax_layout: str, ends: list[int] | None) -> list[Tensor]:
-    """A statistic of every document, as (N, S); its eight copies must be equal."""
+    """Return a statistic of every document, as (N, S), and check that its eight copies are equal."""
     assert packed.shape[-1] == 8 and (packed == packed[..., :1]).all()
     packed = packed[..., 0]
     if layout != "TND":
@@ -44,7 +44,7 @@ def statistics(packed: Tensor, layout: str, softmax_layout: str, ends: list[int]
 
 @dataclass
 class Forward:
-    """What the forward makes of one document, and how far it may be off."""
+    """The outputs of the forward for one document, and their error budgets."""
 
     o: Tensor
     o_budget: Tensor
@@ -55,7 +55,7 @@ class Forward:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, u: float) -> tuple[Tensor, Tensor]:
-    """Scores in float64, and the largest error that a row's have: D products and sums, and the scale."""
+    """Return scores in float64 and the error budget of each row: D products and sums, and the scale."""
     error = (q.abs() @ k.abs().mT) * abs(scale) * (q.shape[-1] + 2) * u
     scores = (q @ k.mT * scale).masked_fill(~visible, -torch.inf)
     seen = error.masked_fill(~visible, 0)
@@ -67,16 +67,16 @@ def _repeat(q: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, compute: torch.dtype) -> Forward:
-    """``q`` (N, S, D), ``k`` and ``v`` (M, K, D), ``visible`` (N or 1, S, K)."""
+    """Compute attention of ``q`` (N, S, D), ``k`` and ``v`` (M, K, D), ``visible`` (N or 1, S, K)."""
     u = unit_roundoff(compute)
     k, v = _repeat(q, k, v)
     scores, score_error = _scores(q.double(), k, visible, scale, u)
-    p = scores.softmax(-1).nan_to_num(0)  # no key is seen: nothing comes out
+    p = scores.softmax(-1).nan_to_num(0)  # without keys the output is 0
     m = scores.amax(-1) if scores.shape[-1] else scores.sum(-1) - torch.inf
     weights = (scores - m[..., None]).exp().nan_to_num(0)
     spread = (m[..., None] - scores).masked_fill(~visible, 0)
     spread = spread.amax(-1, keepdim=True) if spread.shape[-1] else spread.sum(-1, keepdim=True)
-    # a weight's relative error: its score's and the maximum's, the difference's rounding, and the exponential's
+    # relative error of a weight: those of its score and the maximum, the difference and the exponential
     relative = 2 * score_error + (spread + 4) * u
     n = scores.shape[-1]
     total = weights.sum(-1)
@@ -92,7 +92,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, comp
 
 @dataclass
 class Backward:
-    """The gradients of one document, and how far they may be off: (dq, dk, dv) each."""
+    """The gradients (dq, dk, dv) of one document, and their error budgets."""
 
     grads: tuple[Tensor, Tensor, Tensor]
     budgets: tuple[Tensor, Tensor, Tensor]
@@ -110,7 +110,7 @@ def backward(
     l: Tensor,  # noqa: E741
     compute: torch.dtype,
 ) -> Backward:
-    """From what the forward returned (``o``, ``m``, ``l``): as the op is told, whatever their own errors."""
+    """Compute gradients from the forward's results ``o``, ``m`` and ``l``, as the operator does."""
     u, key_heads = unit_roundoff(compute), len(k)
     q, dy, o = q.double(), dy.double(), o.double()
     k, v = _repeat(q, k, v)
@@ -119,7 +119,7 @@ def backward(
     spread = (m.double()[..., None] - scores).masked_fill(~visible, 0).abs()
     ds = p * (dy @ v.mT - (dy * o).sum(-1, keepdim=True))
     magnitude = p * (dy.abs() @ v.abs().mT + (dy * o).abs().sum(-1, keepdim=True))
-    # a probability's relative error, then sums of D products, then a handful of single operations
+    # the relative error of a probability, then sums of D products, then a few single operations
     p_error = score_error + (spread + 5) * u
     ds_error = magnitude * (p_error + (v.shape[-1] + 6) * u)
     rows, columns = (n + 2 for n in ds.shape[-2:])

@@ -1,4 +1,4 @@
-"""The same call on both sides: torch_npu's own operator, and our stand-in under another namespace."""
+"""Compare torch_npu's operators with this package's, which are defined in a second namespace."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ define("npu_contract")
 VALID = [case for case in all_cases() if case.rejected_by is None]
 REJECTED = [case for case in all_cases() if case.rejected_by is not None]
 
-STUB_SPEAKS = "this is the stub of CANN"
-"""What an error says when a call has passed every check of torch_npu and there is no device to launch on."""
+STUB_ERROR = "this is the stub of CANN"
+"""Part of the error of a call that passed every check of torch_npu: the stub of CANN has no device."""
 
 
-def real(case: Case) -> OpOverload:
+def torch_npu_s(case: Case) -> OpOverload:
     return OPS[case.op].overload("npu")
 
 
-def stand_in(case: Case) -> OpOverload:
+def ours(case: Case) -> OpOverload:
     return OPS[case.op].overload("npu_contract")
 
 
 def describe(value: Any) -> Any:
-    """What a fake kernel knows of a value."""
+    """Return what a fake kernel determines of a value."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.stride(), value.device
     return type(value)
 
 
 def on_fake_tensors(op: OpOverload, case: Case) -> list[Any]:
-    """What the op returns, described."""
+    """Return the descriptions of the outputs."""
     with FakeTensorMode():
         args, kwargs = case.arguments("npu")
         return [describe(value) for value in tree_leaves(op(*args, **kwargs))]
 
 
 def has_meta_kernel(case: Case) -> bool:
-    """Whether torch_npu knows the op's output shapes without running it."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(real(case)._schema.name, "Meta")
+    """Return whether torch_npu has a meta kernel for the operator."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(torch_npu_s(case)._schema.name, "Meta")
 
 
-def objection_of_the_meta_kernel(case: Case) -> str | None:
-    """The message with which torch_npu's shape function rejects the call."""
-    return _objection(lambda: on_fake_tensors(real(case), case)) if has_meta_kernel(case) else None
+def meta_kernel_error(case: Case) -> str | None:
+    """Return the error of torch_npu's meta kernel, if it rejects the call."""
+    return _error_of(lambda: on_fake_tensors(torch_npu_s(case), case)) if has_meta_kernel(case) else None
 
 
-def objection_of_the_checks(case: Case) -> str | None:
-    """The message with which the C++ code in front of torch_npu's kernel rejects the call, on real npu tensors.
+def check_error(case: Case) -> str | None:
+    """Return the error of torch_npu's C++ checks, if they reject the call, on real npu tensors.
 
-    Their memory is the stub's, and all zero: torch_npu reads the groups' sizes, and no kernel ever writes.
+    The tensors are zero: torch_npu reads group sizes, and no kernel writes.
     """
 
     def real_tensor(fake: Tensor) -> Tensor:
         tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="npu")
-        ctypes.memset(tensor.data_ptr(), 0, tensor.untyped_storage().nbytes())  # which may have been another's before
+        ctypes.memset(tensor.data_ptr(), 0, tensor.untyped_storage().nbytes())
         return tensor
 
     with FakeTensorMode():
         arguments = case.arguments("npu")
     args, kwargs = tree_map_only(Tensor, real_tensor, arguments)
-    objection = _objection(lambda: real(case)(*args, **kwargs))
-    assert objection is not None, "a kernel ran although there is no device"
-    return None if STUB_SPEAKS in objection else objection
+    error = _error_of(lambda: torch_npu_s(case)(*args, **kwargs))
+    assert error is not None, "a kernel ran although there is no device"
+    return None if STUB_ERROR in error else error
 
 
-def _objection(call: Callable[[], Any]) -> str | None:
+def _error_of(call: Callable[[], Any]) -> str | None:
     try:
         call()
     except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""How far a kernel may be from a float64 oracle: budgets that follow from the data and the number of roundings."""
+"""Error budgets of a kernel against a float64 oracle, derived from the data and the number of roundings."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding one number to ``dtype``: half the distance from 1 to the next number."""
+    """Return the largest relative error of rounding to ``dtype``: half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
 
 
 def rounding_budget(oracle: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest error of rounding ``oracle`` (float64) to ``dtype``, element by element."""
+    """Return the largest error of rounding each element of ``oracle`` (float64) to ``dtype``."""
     info = torch.finfo(dtype)
     return oracle.abs() * unit_roundoff(dtype) + info.tiny * info.eps
 
 
 def assert_within(name: str, actual: Tensor, oracle: Tensor, budget: Tensor) -> None:
-    """``|actual - oracle| <= budget``, element by element; the message names the worst element."""
+    """Assert ``|actual - oracle| <= budget`` for each element. The message names the worst one."""
     assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, oracle {tuple(oracle.shape)}"
     assert oracle.dtype == torch.float64
     excess = ((actual.double() - oracle).abs() - budget).flatten()

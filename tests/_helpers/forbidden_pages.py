@@ -1,6 +1,6 @@
-"""Triton's interpreter on tensors that end where memory begins that nobody may touch.
+"""Run Triton's interpreter on tensors between memory pages that cannot be accessed.
 
-A kernel that reads or writes beyond a tensor then ends the process, in CI too: what compute-sanitizer finds on a GPU.
+A kernel that reads or writes beyond a tensor then ends the process. On a GPU, compute-sanitizer finds such an access.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from triton.runtime.interpreter import GridExecutor
 
 PAGE = mmap.PAGESIZE
 NOTHING = 0
-"""What may be done with a page, for mprotect."""
+"""No access to a page, for mprotect."""
 libc = ctypes.CDLL(None)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @contextmanager
 def forbidden_pages() -> Iterator[None]:
-    """Have every kernel run on copies with a forbidden page before the tensor, and one where it ends."""
+    """Run every kernel on copies with a forbidden page before the tensor and one directly after it."""
     launch = GridExecutor.__call__
 
     def launch_on_copies(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ def forbidden_pages() -> Iterator[None]:
         def copied(arg: Any) -> Any:
             if not isinstance(arg, Tensor) or not arg.numel():
                 return arg
-            place = arg.data_ptr(), extent(arg)  # an output may stand for another that is not asked for
+            place = arg.data_ptr(), extent(arg)  # one tensor may be passed for two arguments
             if place not in copies:
                 copies[place] = arg, copy_of(arg)
             return copies[place][1].view(arg.dtype).as_strided(arg.shape, arg.stride())
@@ -48,13 +48,13 @@ def forbidden_pages() -> Iterator[None]:
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes from its first element to its last."""
+    """Return the bytes from the first element to the last."""
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + sum(steps)) * tensor.element_size()
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as bytes, between forbidden pages."""
+    """Return a copy of a tensor's memory as bytes, between forbidden pages."""
     size = extent(tensor)
     pages = -(-size // PAGE)
     memory = mmap.mmap(-1, (pages + 2) * PAGE)

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: where they run, in which dtypes, and whether strides are as they must be."""
+"""Device, dtypes and stride checks of the tests of Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtype_on(device: str, dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, but float16 for bfloat16 on the CPU: Triton's interpreter cuts float32 to it where a GPU rounds,
-    and multiplies no matrices of it."""
+    """Return ``dtype``, or float16 for bfloat16 on the CPU.
+
+    Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, and does not multiply bfloat16 matrices.
+    """
     return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
 
 
 def kernel_documents(causal: bool | None = None, uneven: bool = True) -> st.SearchStrategy[Documents]:
-    """``documents`` in the dtypes that kernels take here: float32 for float64, which goes to the reference."""
+    """Draw ``documents`` with float32 in place of float64, for which the reference runs."""
 
     def in_kernel_dtype(docs: Documents) -> Documents:
         dtype = torch.float32 if docs.dtype == torch.float64 else dtype_on(DEVICE, docs.dtype)
@@ -34,7 +36,7 @@ def on(device: str, tensor: Tensor) -> Tensor:
 
 
 def has_strides_of(result: Tensor, tensor: Tensor) -> bool:
-    """Whether ``result`` has the strides of ``torch.empty_like(tensor)``, where they mean something."""
+    """Return whether ``result`` has the strides of ``torch.empty_like(tensor)``, except in dimensions of size 1."""
     expected = torch.empty_like(tensor)
     strides = zip(result.shape, result.stride(), expected.stride(), strict=True)
     return result.shape == tensor.shape and all(not result.numel() or n == 1 or a == b for n, a, b in strides)

@@ -1,4 +1,4 @@
-"""A float64 oracle for rotary embeddings, channel by channel, with the error that lower precision may make of it."""
+"""A float64 oracle for rotary embeddings, with error budgets for lower precision."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from tests._helpers.error_budget import unit_roundoff
 
 
 def partners(size: int, mode: str) -> tuple[list[int], list[int]]:
-    """For each of ``size`` channels, the other one of its pair, and the sign with which that one enters its result."""
+    """Return, for each of ``size`` channels, the other channel of its pair and its sign in the result."""
     if mode == "interleave":
         return [c + 1 - 2 * (c % 2) for c in range(size)], [-1 if c % 2 == 0 else 1 for c in range(size)]
-    block = size // 2 if mode == "quarter" else size  # within which the two halves are paired
-    first = [c % block < block // 2 for c in range(size)]
-    return [c + block // 2 if f else c - block // 2 for c, f in enumerate(first)], [-1 if f else 1 for f in first]
+    half = size // 2
+    return [(c + half) % size for c in range(size)], [-1 if c < half else 1 for c in range(size)]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` (..., D) rotated by angles that broadcast to it, and the error budget of doing so in ``compute``."""
+    """Rotate ``x`` (..., D) by angles that broadcast to it. Return the result and the error budget in ``compute``."""
     x, cos, sin = x.double(), cos.double(), sin.double()
     other, sign = partners(x.shape[-1], mode)
     kept, turned = x * cos, x[..., other] * torch.tensor(sign, dtype=torch.float64) * sin
@@ -27,7 +26,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str, compute: torch.dtype
 
 
 def unrotated(g: Tensor, cos: Tensor, sin: Tensor, mode: str, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradient of :func:`rotated` with respect to ``x``, given that of its result, and its budget."""
+    """Return the gradient of :func:`rotated` with respect to ``x``, and its budget."""
     g, cos, sin = g.double(), cos.double().expand(g.shape), sin.double().expand(g.shape)
     other, sign = partners(g.shape[-1], mode)
     kept, turned = g * cos, (g * torch.tensor(sign, dtype=torch.float64) * sin)[..., other]
@@ -35,12 +34,12 @@ def unrotated(g: Tensor, cos: Tensor, sin: Tensor, mode: str, compute: torch.dty
 
 
 def neighbours_apart(size: int) -> list[int]:
-    """The order of channels that turns the pairs of ``interleave`` into those of ``half``."""
+    """Return the order of channels that maps the pairs of ``interleave`` to those of ``half``."""
     return [*range(0, size, 2), *range(1, size, 2)]
 
 
 def cos_sin(positions: Tensor, pairs: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``positions`` (...) for ``pairs`` frequencies, (..., pairs) each."""
+    """Return cosines and sines of ``positions`` (...) for ``pairs`` frequencies, (..., pairs) each."""
     frequencies = 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs, 1))
     angles = positions.double()[..., None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)

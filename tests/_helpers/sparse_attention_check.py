@@ -1,4 +1,4 @@
-"""A call of sparse attention on random documents, and its gradients, against the float64 oracle."""
+"""Check sparse attention and its gradients on random documents against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ def assert_agrees(
     rope: int = 2,
     scale: float = 0.3,
 ) -> None:
-    """``npu`` is the namespace of the op, ``heads`` those of the query and of the key, ``size`` and ``rope`` their
-    features. ``rounds``: the kernel multiplies the softmax and its gradient in the inputs' dtype."""
+    """Check one call. ``npu`` is the namespace of the operator, ``heads`` those of query and key.
+
+    ``size`` and ``rope`` are the numbers of features. With ``rounds``, the kernel rounds the softmax and its gradient
+    to the inputs' dtype.
+    """
     query_heads, key_heads = heads
     sizes = {"query": (query_heads, size), "key": (key_heads, size)}
     if with_value:
@@ -45,7 +48,7 @@ def assert_agrees(
     if with_rope:
         sizes |= {"query_rope": (query_heads, rope), "key_rope": (key_heads, rope)}
     parts = {name: docs.random(OF_KEY[name], *size) for name, size in sizes.items()}
-    # any keys of the document: what a row may not see is masked
+    # any keys of the document: the operator masks those beyond the causal boundary
     indices = docs.select(top_k, key_heads, (torch.ones_like(visible) for visible in docs.visible()))
     inputs = {name: leaf(docs.lay_out(part).to(device)) for name, part in parts.items()}
     lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
@@ -56,7 +59,7 @@ def assert_agrees(
     statistics = (*inputs["query"].shape[:-3], key_heads, inputs["query"].shape[-3], query_heads // key_heads)
     assert out.dtype == docs.dtype and maximum.dtype == total.dtype == docs.compute
     assert maximum.shape == total.shape == statistics
-    # the padding of short documents is not a number; what touched it would not be either
+    # padding is NaN, so a result that read it would be NaN
     assert (docs.padding(out, False) == 0).all()
     d_out = torch.randn(out.shape, generator=docs.generator).to(docs.dtype)
     out.backward(docs.arrange(d_out.to(device)))

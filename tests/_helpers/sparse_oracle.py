@@ -1,7 +1,7 @@
 """Random documents for the lightning indexer and sparse attention, and their formulas in float64 with dense masks.
 
-Every sum of k terms in any order errs by at most k roundings of the sum of magnitudes, every other operation by one;
-the counts in the budgets are first order, rounded up. ``u`` is one rounding in the dtype a kernel computes in.
+A sum of k terms, in any order, has an error of at most k roundings of the sum of magnitudes; any other operation has
+one rounding. Budgets are first order, rounded up. ``u`` is one rounding in the dtype that a kernel computes in.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests._helpers.error_budget import unit_roundoff
 
 Arrange = Callable[[Tensor], Tensor]
 LEAST = torch.finfo(torch.float32).tiny
-"""What is less may be 0 on a GPU."""
+"""Smaller numbers may be 0 on a GPU."""
 
 
 def _copied(t: Tensor) -> Tensor:
-    """With the strides that its shape says, those of dimensions of size 1 too, which ``contiguous()`` leaves."""
+    """Return a copy with contiguous strides, also in dimensions of size 1, which ``contiguous()`` leaves unchanged."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -36,7 +36,7 @@ ARRANGEMENTS: dict[str, Arrange] = {
 
 @dataclass
 class Documents:
-    """Documents of so many queries and keys, and how their tokens are laid out."""
+    """Documents with numbers of queries and keys, and the layout of their tokens."""
 
     layout: str
     sizes: list[tuple[int, int]]
@@ -61,19 +61,19 @@ class Documents:
         return [size[of_key] for size in self.sizes]
 
     def random(self, of_key: bool, *size: int, scale: float = 1.0) -> list[Tensor]:
-        """For each document (tokens, *size)."""
+        """Return random tensors (tokens, *size), one for each document."""
         values = (torch.randn(n, *size, generator=self.generator, dtype=torch.float64) for n in self.tokens(of_key))
         return [(v * scale).to(self.dtype) for v in values]
 
     def visible(self) -> list[Tensor]:
-        """For each document (queries, keys): the keys each query may see."""
+        """Return the keys that each query may attend to, (queries, keys) for each document."""
         return [
             torch.ones(q, k, dtype=torch.bool).tril(k - q) if self.causal else torch.ones(q, k, dtype=torch.bool)
             for q, k in self.sizes
         ]
 
     def lay_out(self, parts: list[Tensor], padding: float = torch.nan) -> Tensor:
-        """(B, S, ...) with the ``padding`` after short documents, or (T, ...)."""
+        """Return (B, S, ...) with ``padding`` after short documents, or (T, ...)."""
         if self.layout == "TND":
             return self.arrange(torch.cat(parts))
         whole = parts[0].new_full((len(parts), max(map(len, parts)), *parts[0].shape[1:]), padding)
@@ -82,13 +82,13 @@ class Documents:
         return self.arrange(whole)
 
     def split(self, whole: Tensor, of_key: bool) -> list[Tensor]:
-        """The inverse of :meth:`lay_out`."""
+        """Invert :meth:`lay_out`."""
         if self.layout == "TND":
             return list(whole.split(self.tokens(of_key)))
         return [row[:n] for row, n in zip(whole, self.tokens(of_key), strict=True)]
 
     def padding(self, whole: Tensor, of_key: bool) -> Tensor:
-        """All that comes after the documents."""
+        """Return the padding after the documents."""
         if self.layout == "TND":
             return whole[:0].flatten()
         return torch.cat([row[n:].flatten() for row, n in zip(whole, self.tokens(of_key), strict=True)])
@@ -97,7 +97,7 @@ class Documents:
         return torch.tensor(self.tokens(of_key)).cumsum(0).tolist()
 
     def lengths(self, query_name: str, key_name: str) -> dict[str, Tensor]:
-        """As the indexer and sparse attention take them; none where every document is as long as the batch."""
+        """Return the sequence lengths as the operators take them, or ``None`` if no document is padded."""
         values = self.ends if self.layout == "TND" else self.tokens
         if self.layout == "BSND" and len(set(self.sizes)) == 1:
             return {}
@@ -107,7 +107,7 @@ class Documents:
         }
 
     def select(self, top_k: int, heads: int, among: Iterable[Tensor]) -> list[Tensor]:
-        """For each document (queries, heads, top_k): different keys out of those marked in ``among``, then -1."""
+        """Return distinct keys out of ``among``, then -1: (queries, heads, top_k) for each document."""
         indices = []
         for marked in among:
             order = torch.rand(len(marked), heads, marked.shape[1], generator=self.generator)
@@ -120,7 +120,7 @@ class Documents:
 
 @st.composite
 def documents(draw: st.DrawFn, causal: bool | None = None, uneven: bool = True) -> Documents:
-    """One to three documents of any number of queries and keys, in any layout and dtype; ``uneven`` ones, or alike."""
+    """Draw one to three documents in any layout and dtype, of different lengths if ``uneven``."""
     layout = draw(st.sampled_from(["BSND", "TND"]))
     size = st.tuples(st.integers(0, 5), st.integers(0, 7))
     any_sizes = st.lists(size, min_size=1, max_size=3).filter(lambda s: all(map(any, zip(*s, strict=True))))
@@ -136,7 +136,7 @@ def documents(draw: st.DrawFn, causal: bool | None = None, uneven: bool = True) 
 
 
 class Scores:
-    """The indexer's scores of every key, (queries, N2, keys), for one document."""
+    """The indexer's scores of every key of one document, (queries, N2, keys)."""
 
     def __init__(self, q: Tensor, k: Tensor, w: Tensor, u: float):
         heads, size = k.shape[1], k.shape[2]
@@ -150,14 +150,14 @@ class Scores:
         self.budget = einsum("qng,qngs->qns", self.w.abs(), magnitude) * (size + group + 3) * u
 
     def gradients(self, dy: Tensor, dy_budget: Tensor, mass: Tensor, u: float) -> dict[str, tuple[Tensor, Tensor]]:
-        """Those of query, key and weights with their budgets, from those of the scores, (queries, N2, keys).
+        """Return the gradients of query, key and weights, with budgets, given that of the scores (queries, N2, keys).
 
         ``mass`` bounds the magnitude of ``dy``, and ``dy_budget`` its error.
         """
         rows, _, group, _ = self.logits.shape
         keys = self.k.shape[0]
         active = (self.logits > 0).double()
-        # where rounding may flip the sign of a logit, its gradient may come or go
+        # if rounding may flip the sign of a logit, its gradient may be 0 or not
         unsure = (self.logits.abs() <= self.logit_budget).double()
         d_logits = dy[:, :, None] * self.w[..., None] * active
         error = (self.w.abs()[..., None] * (dy_budget + 3 * u * mass)[:, :, None]) * (active + unsure)
@@ -181,7 +181,7 @@ class Scores:
 class Attention:
     """Attention of one document under a dense mask (queries, N2, keys), with its statistics.
 
-    ``rounded`` is how the softmax and its gradient err when a kernel rounds them to the dtype it multiplies in.
+    ``rounded`` is the error of the softmax and its gradient if a kernel rounds them before a product.
     """
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor, scale: float, u: float, rounded: float = 0.0):
@@ -192,7 +192,7 @@ class Attention:
         self.any = self.mask.any(-1)
         logits = einsum("qngd,snd->qngs", self.q, self.k) * scale
         magnitude = einsum("qngd,snd->qngs", self.q.abs(), self.k.abs()) * abs(scale)
-        # the sum, the scale; the scale's own rounding and that of its inverse, where a kernel takes powers of 2
+        # the sum and the scale; the rounding of the scale and of its inverse, for kernels that use powers of 2
         self.logit_error = (magnitude * (k.shape[2] + 4) * u).masked_fill(~self.mask, 0)
         self.logits = logits.masked_fill(~self.mask, -torch.inf)
         self.max = self.logits.amax(-1) if k.shape[0] else self.logits.new_full(logits.shape[:-1], -torch.inf)
@@ -200,7 +200,7 @@ class Attention:
         self.sum = shifted.exp().sum(-1)
         self.p = torch.where(self.mask, shifted.exp() / self.sum[..., None], 0)
         self.max_error = self.logit_error.amax(-1) if k.shape[0] else torch.zeros_like(self.max)
-        # of an exponential: the errors of its logit and of the maximum, the subtraction, and exp itself
+        # error of an exponential: those of its logit and of the maximum, the subtraction, and exp itself
         spread = torch.where(self.mask, shifted.abs(), 0).amax(-1) if k.shape[0] else torch.zeros_like(self.max)
         self.relative = (2 * self.max_error + (spread + 3) * u)[..., None]
         self.sum_error = self.sum * (self.relative[..., 0] + k.shape[0] * u)
@@ -214,7 +214,7 @@ class Attention:
         return out.flatten(1, 2), einsum("qngs,snd->qngd", error, v.double().abs()).flatten(1, 2)
 
     def gradients(self, v: Tensor, out: Tensor, d_out: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Those of query, key and value with their budgets. ``out`` is what the kernel is given, rounded as it is."""
+        """Return the gradients of query, key and value, with budgets. ``out`` is the kernel's rounded output."""
         v, u = v.double(), self.u
         heads, keys, size = v.shape[1], v.shape[0], v.shape[2]
         out, d_out = (t.double().unflatten(1, (heads, -1)) for t in (out, d_out))
@@ -223,7 +223,7 @@ class Attention:
         ds = self.p * (dp - delta) * self.scale
         bound = einsum("qngd,snd->qngs", d_out.abs(), v.abs()) + (d_out * out).abs().sum(-1, keepdim=True)
         bound = bound * abs(self.scale)
-        # the statistics are given, so the softmax errs in its own exponential and in their rounding
+        # given the statistics, the softmax has the errors of its exponential and of their rounding
         relative = 2 * self.relative + (keys + size + 8) * u + self.rounded
 
         def of_query(weight: float) -> Tensor:
@@ -259,7 +259,7 @@ class Loss:
         self.loss = (p * log_ratio).sum()
         self.d_scores = softmax - p
 
-        # attention's softmax errs in its exponential and in the statistics it is given, then it is summed and scaled
+        # attention's softmax has the errors of its exponential and of the statistics; then it is summed and scaled
         p_error = 2 * attention.relative.amax(2) * 2 + (2 * (keys + heads) + 8) * u
         score_error = torch.where(mask, scores.budget, 0).amax(-1, keepdim=True) if keys else torch.zeros_like(p_error)
         spread = torch.where(mask, scores.scores.abs(), 0).amax(-1, keepdim=True) if keys else torch.zeros_like(p_error)
@@ -272,12 +272,12 @@ class Loss:
 
 
 def dense_mask(indices: Tensor, visible: Tensor) -> Tensor:
-    """(queries, N2, keys): which keys are selected, and may be seen. ``indices`` (queries, N2, K)."""
+    """Return the mask (queries, N2, keys) of selected and visible keys, given ``indices`` (queries, N2, K)."""
     keys = visible.shape[1]
     chosen = torch.nn.functional.one_hot(indices.long() + 1, keys + 1).sum(2)[..., 1:]
     return (chosen > 0) & visible[:, None]
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A copy that autograd can start from, with the strides of ``tensor``."""
+    """Return a leaf that requires a gradient, a copy with the strides of ``tensor``."""
     return tensor.detach().requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.cli.doctor import operators
-from torchtitan_npu.cli.doctor.samples import Sample, gates, permutation
+from torchtitan_npu.cli.doctor.operators import Sample
 from torchtitan_npu.ops import OPS
 
 _library = torch.library.Library("npu", "FRAGMENT")
@@ -23,7 +23,11 @@ def test_one_call_of_each_operator_within_the_limits() -> None:
     assert sorted([*(sample.op for sample in samples), *operators.OF_SEVERAL_RANKS]) == sorted(OPS)
     for sample in samples:
         OPS[sample.op].check(**sample.arguments)
-        assert OPS[sample.op].refusals(**sample.arguments) == []
+        assert OPS[sample.op].limit_errors(**sample.arguments) == []
+
+
+def sample_of(name: str) -> Sample:
+    return next(sample for sample in operators.samples() if sample.op == name)
 
 
 def line_with_reference(sample: Sample, change: Any, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -47,13 +51,12 @@ def line_with_reference(sample: Sample, change: Any, monkeypatch: pytest.MonkeyP
 )
 def test_an_error_above_rounding_is_not_green(change: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    swiglu, _ = gates()
-    assert line_with_reference(swiglu, change, monkeypatch) == status
+    assert line_with_reference(sample_of("npu_swiglu"), change, monkeypatch) == status
 
 
 def test_a_different_integer_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    permute = next(permutation())
+    permute = sample_of("npu_moe_token_permute")
     wrong = lambda outputs: (outputs[0], outputs[1].flip(0))  # noqa: E731
     assert line_with_reference(permute, wrong, monkeypatch) == "red"
 

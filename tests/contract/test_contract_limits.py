@@ -1,8 +1,8 @@
-"""Our table of the NPU's limits says what the documentation in torch_npu's wheel says.
+"""Our limits against the documentation in torch_npu's wheel.
 
-The wheel documents some limits in prose, in Chinese. Each line quotes the words, and gives values that they allow and
-refuse: it fails when our table differs, and when another torch_npu says something else. Limits that come from the
-documentation of CANN are not in the wheel, and not here.
+The wheel documents some limits in Chinese prose. Each row quotes the words, with values that they allow and exclude. A
+test fails if our limits differ, or if another torch_npu documents something else. Limits from CANN's documentation are
+not in the wheel, and not here.
 """
 
 # ruff: noqa: RUF001 (the quotes keep their punctuation)
@@ -24,9 +24,9 @@ MEMORY = ["contiguous"], ["not contiguous"]
 class Quote(NamedTuple):
     op: str
     what: str
-    """The row of our table."""
+    """The limit's ``what``."""
     words: str
-    """As the operator's documentation has them."""
+    """The words of the operator's documentation."""
     taken: list[Any]
     refused: list[Any]
 
@@ -60,10 +60,6 @@ QUOTES = [
         [0],
         [8, 16],
     ),
-    Quote("npu_apply_rotary_pos_emb", "query.dtype", "数据类型支持bfloat16、float16、float32", FLOATS, [torch.float64]),
-    Quote("npu_apply_rotary_pos_emb", "the last dimension of query", "必须等于128或者64", [64, 128], [32, 96]),
-    Quote("npu_apply_rotary_pos_emb", "layout", "支持BSND的4维Tensor、TND的3维Tensor", ["BSND", "TND"], ["SBND"]),
-    Quote("npu_apply_rotary_pos_emb", "rotary_mode", '支持"half"模式', ["half"], ["interleave", "quarter"]),
     Quote("npu_grouped_matmul", "x.dtype", "torch.float16、torch.float32、torch.bfloat16", FLOATS, [torch.float64]),
     Quote("npu_grouped_matmul", "the number of tensors in x", "列表最大长度为128", [1, 128], [129]),
     Quote("npu_grouped_matmul", "the number of groups", "最多支持1024个group", [1024], [1025]),
@@ -86,55 +82,6 @@ QUOTES = [
         [torch.float64],
     ),
     Quote("npu_moe_token_unpermute", "the top-k of probs", "topK_num要求小于等于512", [512], [513]),
-    Quote(
-        "npu_moe_token_permute_with_routing_map",
-        "the number of tokens",
-        "tokens_num和experts_num要求小于16777215",
-        [16777214],
-        [16777215],
-    ),
-    Quote(
-        "npu_moe_token_permute_with_routing_map",
-        "the number of experts",
-        "tokens_num和experts_num要求小于16777215",
-        [16777214],
-        [16777215],
-    ),
-    Quote(
-        "npu_moe_token_permute_with_routing_map",
-        "the top-k, num_out_tokens // tokens,",
-        "topK（num_out_tokens // tokens_num）小于512",
-        [511],
-        [512],
-    ),
-    Quote(
-        "npu_moe_token_permute_with_routing_map",
-        "the number of permuted rows",
-        "topK * tokens_num小于16777215",
-        [16777214],
-        [16777215],
-    ),
-    Quote(
-        "npu_moe_token_permute_with_routing_map",
-        "tokens.dtype",
-        "数据类型支持float16、bfloat16、float32",
-        FLOATS,
-        [torch.float64],
-    ),
-    Quote(
-        "npu_moe_token_unpermute_with_routing_map",
-        "permuted_tokens.dtype",
-        "数据类型支持float16、bfloat16、float32",
-        FLOATS,
-        [torch.float64],
-    ),
-    Quote(
-        "npu_moe_token_unpermute_with_routing_map",
-        "the top-k, permuted rows // tokens,",
-        "topK_num要求小于等于512",
-        [512],
-        [513],
-    ),
     Quote("npu_moe_gating_top_k", "the number of experts", "要求不大于`2048`", [2048], [2049]),
     Quote("npu_moe_gating_top_k", "the number of experts in a group", "整除后的结果大于`2`", [3], [2]),
     Quote("npu_moe_gating_top_k", "x.dtype", "数据类型支持`float16`、`bfloat16`、`float32`", FLOATS, [torch.float64]),

@@ -1,4 +1,4 @@
-"""Our operators are torch_npu's: the same schema, the same outputs, the same gradients, the same way to be sharded."""
+"""Our operators against torch_npu's: schema, outputs, gradients and sharding."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests._helpers.both_sides import (
     VALID,
+    check_error,
     describe,
     has_meta_kernel,
-    objection_of_the_checks,
     on_fake_tensors,
-    real,
-    stand_in,
+    ours,
+    torch_npu_s,
 )
 from tests._helpers.op_cases import Case
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.core.sharding import register_sharding_rule
 from torchtitan_npu.planner import fake_ranks
+from torchtitan_npu.torch_internals import dtensor_rules
+from torchtitan_npu.torch_internals.dispatch import has_kernel
 
 each_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 each_case = pytest.mark.parametrize("case", VALID, ids=str)
@@ -40,10 +41,10 @@ def test_every_op_has_a_case() -> None:
 
 
 @each_op
-def test_the_op_is_torch_npu_s_own(op: Op) -> None:
-    """Or the rest would compare the stand-in with itself."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{op.name}", "PrivateUse1")
-    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{op.name}", "CPU")
+def test_the_operator_is_torch_npu_s(op: Op) -> None:
+    """Otherwise the other tests would compare our operator with itself."""
+    assert has_kernel(f"npu::{op.name}", "PrivateUse1")
+    assert not has_kernel(f"npu::{op.name}", "CPU")
 
 
 @each_op
@@ -51,44 +52,44 @@ def test_schema(op: Op) -> None:
     assert op.schema == str(op.overload("npu")._schema)
 
 
-def test_which_ops_have_no_meta_kernel() -> None:
-    """Their outputs cannot be compared; whoever brings the kernel brings the comparison."""
+def test_operators_without_a_meta_kernel() -> None:
+    """Their outputs cannot be compared. A new meta kernel fails this test, so that it is compared."""
     assert {case.op for case in VALID if not has_meta_kernel(case)} == {"npu_moe_gating_top_k_backward"}
 
 
 @pytest.mark.parametrize("case", [case for case in VALID if has_meta_kernel(case)], ids=str)
 def test_outputs(case: Case) -> None:
-    assert on_fake_tensors(stand_in(case), case) == on_fake_tensors(real(case), case)
+    assert on_fake_tensors(ours(case), case) == on_fake_tensors(torch_npu_s(case), case)
 
 
 @each_case
-def test_torch_npu_has_no_objection(case: Case) -> None:
-    assert objection_of_the_checks(case) is None
+def test_torch_npu_accepts_the_call(case: Case) -> None:
+    assert check_error(case) is None
 
 
 @pytest.mark.parametrize("case", [case for case in VALID if has_meta_kernel(case) and not case.forward_only], ids=str)
 def test_gradients(case: Case) -> None:
-    ours, theirs = gradients(stand_in(case), case), gradients(real(case), case)
-    assert ours["outputs"] == theirs["outputs"]
+    found, theirs = gradients(ours(case), case), gradients(torch_npu_s(case), case)
+    assert found["outputs"] == theirs["outputs"]
     if theirs["inputs"] == UNKNOWN:
-        assert case.op == "npu_moe_gating_top_k"  # the only op whose gradient has no meta kernel
+        assert case.op == "npu_moe_gating_top_k"  # the only operator whose gradient has no meta kernel
     else:
-        assert ours["inputs"] == theirs["inputs"]
+        assert found["inputs"] == theirs["inputs"]
 
 
 @pytest.mark.parametrize("case", [case for case in VALID if case.forward_only], ids=str)
 def test_no_gradient_without_statistics(case: Case) -> None:
-    """torch_npu hands its backward kernel what is not there; the stand-in says so."""
-    assert any(isinstance(grad, tuple) for grad in gradients(real(case), case)["inputs"])
+    """torch_npu passes missing statistics to its backward kernel; our checks reject them."""
+    assert any(isinstance(grad, tuple) for grad in gradients(torch_npu_s(case), case)["inputs"])
     with pytest.raises(UsageError):
-        gradients(stand_in(case), case)
+        gradients(ours(case), case)
 
 
 UNKNOWN = "no meta kernel"
 
 
 def gradients(op: OpOverload, case: Case) -> dict[str, Any]:
-    """Which outputs have a gradient function, and what it gives each input that can have a gradient."""
+    """Return which outputs have a gradient function, and a description of each input's gradient."""
     with FakeTensorMode():
         args, kwargs = case.arguments("npu")
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -118,48 +119,48 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def has_rule_of_its_own(op: OpOverload) -> bool:
-    """Whether torch_npu tells DTensor how to shard ``op``; where it does not, the vocabulary does."""
+    """Return whether torch_npu registers a DTensor rule for ``op``. This package registers the missing ones."""
     strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    return op not in strategies or strategies[op].__module__ != register_sharding_rule.__module__
+    return op not in strategies or strategies[op].__module__ != dtensor_rules.__name__
 
 
 BROKEN_RULES = {
     "npu_rotary_mul": "takes from 3 to 4 positional arguments but 5 were given",
     "npu_grouped_matmul_add_": "got an unexpected keyword argument 'group_list_type'",
 }
-"""Rules of torch_npu 2.13.0 that fail on arguments which their op takes: what they say then."""
+"""Errors of torch_npu 2.13.0's rules for arguments that their operators accept."""
 
 LED_BY = {"npu_rms_norm": "input", "npu_rms_norm_backward": "input", "npu_add_rms_norm": "x1"}
-"""Rules of torch_npu 2.13.0 that lay everything out as this argument lies, and make it whole where it is a partial sum;
-ours weighs where all of them lie, and scatters a partial sum."""
+"""Rules of torch_npu 2.13.0 that follow the placement of this argument, and replicate it if it is a partial sum. Ours
+weigh the placements of all arguments, and reduce-scatter a partial sum."""
 
 ONE_PRODUCT = "npu_grouped_matmul: no groups, one product"
 UNLIKE_PRODUCTS = "npu_grouped_matmul: no groups, more and fewer dimensions"
 WRONG_RULES: dict[str, list[Any]] = {
-    ONE_PRODUCT: [(Partial(),)],  # taken for groups: (T, K) @ (E, K, N), of which dimension 1 is summed
-    UNLIKE_PRODUCTS: [(Shard(1),), (Shard(1),)],  # taken to be like the first; in the second, dimension 1 is summed
+    ONE_PRODUCT: [(Partial(),)],  # mistaken for groups: (T, K) @ (E, K, N), which sums dimension 1
+    UNLIKE_PRODUCTS: [(Shard(1),), (Shard(1),)],  # treated like the first; the second sums dimension 1
 }
-"""By case, what the rule of torch_npu 2.13.0 makes of an ``x`` sharded by dimension 1, and ours does not."""
+"""Wrong placements by torch_npu 2.13.0's rule for an ``x`` sharded by dimension 1, by case."""
 COMMUNICATING = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
-"""Of these, torch_npu's rules say how the ranks' parts lie between which the op itself communicates. Ours have none: a
-pass calls them on local tensors."""
-RULED = [case for case in VALID if has_rule_of_its_own(real(case)) and case.op not in COMMUNICATING]
+"""torch_npu's rules describe the local tensors between which these operators communicate. Ours have no strategies: a
+graph pass calls them on local tensors."""
+RULED = [case for case in VALID if has_rule_of_its_own(torch_npu_s(case)) and case.op not in COMMUNICATING]
 
 
 @pytest.mark.parametrize("case", [case for case in RULED if str(case) not in WRONG_RULES], ids=str)
 def test_sharding(case: Case, mesh: DeviceMesh) -> None:
-    """However the inputs lie, the outputs lie as torch_npu's own rule says."""
+    """For any placements of the inputs, the outputs have the placements of torch_npu's own rule."""
     for layout in layouts(case, mesh):
-        ours, theirs = (placements(op, case, layout, mesh) for op in (stand_in(case), real(case)))
+        found, theirs = (placements(op, case, layout, mesh) for op in (ours(case), torch_npu_s(case)))
         if isinstance(theirs, str) and case.op in BROKEN_RULES and BROKEN_RULES[case.op] in theirs:
             continue
-        assert describe_placements(ours) == describe_placements(theirs), f"with inputs {layout or 'replicated'}"
+        assert describe_placements(found) == describe_placements(theirs), f"with inputs {layout or 'replicated'}"
 
 
 @pytest.mark.parametrize("case", [case for case in RULED if str(case) in WRONG_RULES], ids=str)
 def test_a_wrong_rule_is_still_wrong(case: Case, mesh: DeviceMesh) -> None:
-    """When it is not, compare it."""
-    assert placements(real(case), case, {"x": Shard(1)}, mesh) == WRONG_RULES[str(case)]
+    """If this fails, the rule is correct now: compare it."""
+    assert placements(torch_npu_s(case), case, {"x": Shard(1)}, mesh) == WRONG_RULES[str(case)]
 
 
 def describe_placements(outcome: list[Any] | str) -> list[Any] | str:
@@ -167,27 +168,27 @@ def describe_placements(outcome: list[Any] | str) -> list[Any] | str:
 
 
 def layouts(case: Case, mesh: DeviceMesh) -> list[dict[str, Placement]]:
-    """Ways in which the inputs may lie on one mesh dimension, by argument, those left out whole.
+    """Return placements of the inputs over one mesh dimension, by argument. Other arguments are replicated.
 
-    Those that our rule offers; and each argument by itself, in every way. As DTensor cuts what is whole at no cost, the
-    latter makes a rule take any way that it has for that argument: one that only torch_npu's rule has would show.
+    They are the strategies of our rule, and every placement of each argument alone. DTensor shards a replicated tensor
+    at no cost, so a rule then selects any strategy it has for that placement, also one that only torch_npu's rule has.
     """
 
     def spec(tensor: Tensor) -> DTensorSpec:
         return DTensorSpec(mesh, (Replicate(),), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
 
     with FakeTensorMode():
-        specs = tree_map_only(Tensor, spec, by_name(real(case), *case.arguments("npu")))
+        specs = tree_map_only(Tensor, spec, by_name(torch_npu_s(case), *case.arguments("npu")))
     tensors = {name: [x for x in tree_leaves(value) if isinstance(x, DTensorSpec)] for name, value in specs.items()}
 
     def fits(name: str, placement: Placement) -> bool:
-        """DTensor does not take a way that leaves a rank without a share."""
+        """DTensor does not select a strategy that leaves a rank without elements."""
         return not isinstance(placement, Shard) or all(x.shape[placement.dim] >= mesh.size() for x in tensors[name])
 
     try:
         offered = [dict(inputs) for _, inputs in OPS[case.op].sharding(**specs)]
     except UsageError:
-        offered = []  # the rule refuses such a call
+        offered = []  # the rule rejects such a call
     alone = [
         {name: placement}
         for name, values in tensors.items()
@@ -198,7 +199,7 @@ def layouts(case: Case, mesh: DeviceMesh) -> list[dict[str, Placement]]:
 
 
 def placements(op: OpOverload, case: Case, layout: dict[str, Placement], mesh: DeviceMesh) -> list[Any] | str:
-    """How the outputs lie when the inputs lie in this ``layout``; or why DTensor refuses."""
+    """Return the placements of the outputs for inputs in this ``layout``, or DTensor's error."""
 
     def lay_out(name: str, value: Any) -> Any:
         return tree_map_only(Tensor, lambda x: distributed(x, layout.get(name, Replicate()), mesh), value)
@@ -217,6 +218,6 @@ def placements(op: OpOverload, case: Case, layout: dict[str, Placement], mesh: D
     return [y.placements if isinstance(y, DTensor) else type(y) for y in tree_leaves(outputs)]
 
 
-def distributed(whole: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
-    local = whole.chunk(mesh.size(), placement.dim)[0] if isinstance(placement, Shard) else whole
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+def distributed(full: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
+    local = full.chunk(mesh.size(), placement.dim)[0] if isinstance(placement, Shard) else full
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride())

@@ -39,7 +39,7 @@ def test_fused_forward_and_backward(graphs: list[tuple[fx.GraphModule, Any]]) ->
         left, right = left.meta["val"], right.meta["val"]
         assert isinstance(hcom, str) and ranks == 4 and not node.kwargs
         assert left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous())
-        assert OPS[node.target.overloadpacket.__name__].refusals(input=left, x2=right, world_size=ranks) == []
+        assert OPS[node.target.overloadpacket.__name__].limit_errors(input=left, x2=right, world_size=ranks) == []
 
 
 def test_matmuls_outside_of_the_limits_are_not_fused(graphs: list[tuple[fx.GraphModule, Any]]) -> None:  # noqa: F811

@@ -1,4 +1,4 @@
-"""What torch_npu rejects, the stand-in rejects; what only the stand-in rejects, torch_npu still lets pass."""
+"""Our checks reject every call that torch_npu rejects; torch_npu accepts those that only we reject."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import pytest
 
 from tests._helpers.both_sides import (
     REJECTED,
-    objection_of_the_checks,
-    objection_of_the_meta_kernel,
+    check_error,
+    meta_kernel_error,
     on_fake_tensors,
-    stand_in,
+    ours,
 )
 from tests._helpers.op_cases import Case
 from torchtitan_npu.errors import UsageError
 
 
 @pytest.mark.parametrize("case", REJECTED, ids=str)
-def test_the_stand_in_objects(case: Case) -> None:
+def test_we_reject_the_call(case: Case) -> None:
     with pytest.raises(UsageError, match=f"^{case.op}: "):
-        on_fake_tensors(stand_in(case), case)
+        on_fake_tensors(ours(case), case)
 
 
 @pytest.mark.parametrize("case", [case for case in REJECTED if case.rejected_by == "torch_npu"], ids=str)
-def test_torch_npu_objects(case: Case) -> None:
-    assert objection_of_the_meta_kernel(case) or objection_of_the_checks(case)
+def test_torch_npu_rejects_the_call(case: Case) -> None:
+    assert meta_kernel_error(case) or check_error(case)
 
 
 @pytest.mark.parametrize("case", [case for case in REJECTED if case.rejected_by == "us"], ids=str)
-def test_torch_npu_does_not_object(case: Case) -> None:
-    """When it begins to, the case is torch_npu's."""
-    assert objection_of_the_meta_kernel(case) is None
-    assert objection_of_the_checks(case) is None
+def test_torch_npu_accepts_the_call(case: Case) -> None:
+    """If this fails, torch_npu rejects the call now: change ``rejected_by``."""
+    assert meta_kernel_error(case) is None
+    assert check_error(case) is None

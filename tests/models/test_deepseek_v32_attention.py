@@ -244,12 +244,12 @@ def test_sizes_are_within_the_npu_limits(flavor: str) -> None:
         "weights": tensor(1, rows, args.index_n_heads),
     }
     indices = tensor(1, rows, 1, args.index_topk, dtype=torch.int32)
-    assert OPS["npu_lightning_indexer"].refusals(**index, sparse_count=args.index_topk) == []
+    assert OPS["npu_lightning_indexer"].limit_errors(**index, sparse_count=args.index_topk) == []
     attention = {"query": q, "key": kv, "value": kv, "sparse_indices": indices, "scale_value": 1.0, **rope}
-    assert OPS["npu_sparse_flash_attention"].refusals(**attention) == []
-    assert OPS["npu_sparse_flash_attention_grad"].refusals(**attention) == []
+    assert OPS["npu_sparse_flash_attention"].limit_errors(**attention) == []
+    assert OPS["npu_sparse_flash_attention_grad"].limit_errors(**attention) == []
     loss = {**attention, "query_index": index["query"], "key_index": index["key"], "weights": index["weights"]}
-    assert OPS["npu_sparse_lightning_indexer_grad_kl_loss"].refusals(**loss) == []
+    assert OPS["npu_sparse_lightning_indexer_grad_kl_loss"].limit_errors(**loss) == []
 
 
 def test_a_job_does_not_affect_the_next_one() -> None:

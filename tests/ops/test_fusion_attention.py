@@ -1,4 +1,4 @@
-"""``npu_fusion_attention`` and its gradient: against a float64 oracle, against ``F.scaled_dot_product_attention``."""
+"""``npu_fusion_attention`` and its gradient: against a float64 oracle and ``F.scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests._helpers.error_budget import assert_within, rounding_budget
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.fusion_attention import reference as reference
+from torchtitan_npu.ops.fusion_attention import reference
 
 npu_fusion_attention = torch.ops.npu.npu_fusion_attention
 npu_fusion_attention_grad = torch.ops.npu.npu_fusion_attention_grad
@@ -34,7 +34,7 @@ CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 @dataclass
 class Call:
-    """One call, its gradient, and what each document's queries see."""
+    """A call, the gradient of its output, and the keys that each document's queries attend to."""
 
     query: Tensor
     key: Tensor
@@ -53,7 +53,7 @@ class Call:
         return npu_fusion_attention(*(tensors or self.tensors()), self.heads, self.layout, **self.keywords)
 
     def split(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """A tensor of the queries' or the keys' shape, by documents."""
+        """Split a tensor of queries or of keys by documents."""
         heads, ends = (self.heads, "actual_seq_qlen") if what == "queries" else (self.key_heads, "actual_seq_kvlen")
         return attention_oracle.documents(tensor, self.layout, heads, self.keywords.get(ends))
 
@@ -70,7 +70,7 @@ STRIDES = {
 
 
 def lay_out(rows: Tensor, layout: str) -> Tensor:
-    """(B, S, N, D) in another layout."""
+    """Return (B, S, N, D) in another layout."""
     if layout == "BNSD":
         return rows.transpose(1, 2).contiguous()
     if layout == "BSH":
@@ -96,7 +96,7 @@ def make_call(
     softmax_layout: str = "",
     seed: int = 0,
 ) -> Call:
-    """In TND ``queries`` and ``keys`` are the documents' lengths; ``mask`` is none, SS, 11SS, B1SS or BNSS."""
+    """Return a call. In TND, ``queries`` and ``keys`` are document lengths. ``mask`` is none or a layout (SS, B1SS)."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [(queries, keys)] * batch if isinstance(queries, int) else list(zip(queries, keys, strict=True))  # type: ignore[arg-type]
     packed = layout == "TND"
@@ -161,7 +161,7 @@ def compute(dtype: torch.dtype) -> torch.dtype:
 
 
 def check(call: Call) -> None:
-    """Outputs, statistics and gradients of one call."""
+    """Check outputs, statistics and gradients of one call."""
     dtype, precision = call.query.dtype, compute(call.query.dtype)
     leaves = [tensor.detach().requires_grad_() for tensor in call.tensors()]
     output, softmax_max, softmax_sum, softmax_out, *dropout = call.run(*leaves)
@@ -201,8 +201,8 @@ def test_every_layout_and_mode(layout: str, sparse_mode: int, dtype: torch.dtype
     check(make_call(layout, 9, 13, sparse_mode=sparse_mode, dtype=dtype, size=16, value_size=12))
 
 
-def test_packed_documents_see_only_themselves() -> None:
-    """Each document of a TND call gets what it gets alone."""
+def test_packed_documents_are_independent() -> None:
+    """Each document of a TND call has the result of a call with it alone."""
     lengths = [3, 0, 5, 1]
     call = make_call("TND", lengths, lengths, sparse_mode=2, dtype=torch.float64)
     together = call.split(call.run()[0], "queries")
@@ -216,12 +216,12 @@ def test_packed_documents_see_only_themselves() -> None:
 
 
 A_THOUSAND_ROUNDINGS = 2e-13
-"""Of float64: how far two orders of the same short sums may be apart, and far less than an error in a formula."""
+"""A float64 tolerance for two orders of the same short sums, far below the error of a wrong formula."""
 
 
 @pytest.mark.parametrize("sparse_mode", [0, 2, 3])
 def test_agrees_with_torch(sparse_mode: int) -> None:
-    """In half precision torch rounds the probabilities, so in float32; its gradients, many sums deep, in float64."""
+    """In half precision torch rounds the probabilities, so compare in float32, and the gradients in float64."""
     for dtype in (torch.float32, torch.float64):
         call = make_call("BNSD", 7, 9, dtype=dtype, sparse_mode=sparse_mode, size=16, value_size=16)
         leaves = [tensor.requires_grad_() for tensor in call.tensors()]
@@ -229,7 +229,7 @@ def test_agrees_with_torch(sparse_mode: int) -> None:
         theirs = F.scaled_dot_product_attention(*leaves, attn_mask=call.visible[0][0], scale=scale, enable_gqa=True)
         for i, visible in enumerate(call.visible):
             oracle = attention_oracle.forward(*(t[i].detach() for t in leaves), visible, scale, dtype)
-            # both err within the same budget; hence twice the budget between the two
+            # both round within the same budget, so they differ by at most twice the budget
             assert_within("o", ours[i], theirs[i].double(), 2 * (oracle.o_budget + rounding_budget(oracle.o, dtype)))
     for mine, other in zip(*(torch.autograd.grad(o, leaves, call.dy) for o in (ours, theirs)), strict=True):
         torch.testing.assert_close(mine, other, rtol=A_THOUSAND_ROUNDINGS, atol=A_THOUSAND_ROUNDINGS)
@@ -240,7 +240,7 @@ def test_agrees_with_torch(sparse_mode: int) -> None:
     [
         make_call("BSND", 4, 3, 1, 1, 2, 3, 2, torch.float64, mask="BNSS"),
         make_call("BNSD", 3, 5, 1, 1, 2, 3, 3, torch.float64, sparse_mode=3),
-        make_call("BNSD", 5, 3, 1, 1, 1, 2, 2, torch.float64, sparse_mode=3),  # the first two rows see no key
+        make_call("BNSD", 5, 3, 1, 1, 1, 2, 2, torch.float64, sparse_mode=3),  # the first two rows have no keys
         make_call("TND", [2, 0, 3], [2, 1, 3], 3, 1, 2, 3, 2, torch.float64, sparse_mode=2),
         make_call("TND", [2, 3], [2, 3], 2, 1, 2, 2, 2, torch.float64, softmax_layout="TND"),
         make_call("SBH", 3, 3, 2, 2, 1, 2, 2, torch.float64, sparse_mode=2),
@@ -264,7 +264,7 @@ def test_opcheck() -> None:
         keywords |= {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_in": softmax_in}
         keywords |= {"attention_in": output, "scale_value": call.keywords["scale"]}
         tensors = (*(leaf.detach() for leaf in leaves), call.dy)
-        # the tracer takes no output that is None, and torch_npu's gradient of pse is
+        # the tracer rejects an output that is None, as torch_npu's gradient of pse is
         checks = "test_schema", "test_autograd_registration", "test_faketensor"
         torch.library.opcheck(
             npu_fusion_attention_grad.default, (*tensors, call.heads, call.layout), keywords, test_utils=checks
@@ -289,7 +289,7 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(call: Call) -> None:
 
 
 def test_gradients_where_torch_npu_has_them() -> None:
-    """Every tensor output says that it has a gradient, as in torch_npu; that of a statistic is zero."""
+    """As in torch_npu, every tensor output requires a gradient; that of a statistic is zero."""
     call = make_call()
     leaves = [tensor.requires_grad_() for tensor in call.tensors()]
     outputs = call.run()
@@ -306,7 +306,7 @@ def test_backward_calls_torch_npu_s_backward() -> None:
     assert "npu::npu_fusion_attention_grad" in {event.name for event in profile.events()}
 
 
-def test_never_holds_all_scores() -> None:
+def test_holds_a_bounded_number_of_scores() -> None:
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -332,21 +332,25 @@ SMALL_MASK = torch.ones(6, 5, dtype=torch.bool).triu(1)
 BAD: list[tuple[Call, dict[str, Any], str]] = [
     (BSND, {"input_layout": "BSXD"}, "input_layout must be one of BSND, BNSD, TND, BSH, SBH, not 'BSXD'"),
     (BSND, {"input_layout": "BSH"}, r"query must have 3 dimensions \(BSH\), not 4"),
-    (BSND, {"keep_prob": 0.9}, "keep_prob must be 1: the stand-in has no dropout, so not 0.9"),
-    (BSND, {"pse": torch.ones(2, 4, 6, 5)}, "pse must be None: the stand-in does not have it"),
+    (BSND, {"keep_prob": 0.9}, "keep_prob must be 1, since only torch_npu implements dropout, not 0.9"),
+    (BSND, {"pse": torch.ones(2, 4, 6, 5)}, "pse must be None: only torch_npu implements it"),
     (BSND, {"head_num": 3}, r"head_num must be the number of heads of query \(2, 6, 4, 8\), 4, not 3"),
     (BSND, {"head_num": 0}, "head_num must be positive, not 0"),
     (BSND, {"query": torch.ones(2, 6, 4, 8)}, "key must have the dtype of query, torch.float32, not torch.bfloat16"),
-    (BSND, {"value": BSND.value[:, :4]}, r"value must have the shape of key \(2, 5, 2, 8\) but .*, not \(2, 4, 2, 8\)"),
+    (
+        BSND,
+        {"value": BSND.value[:, :4]},
+        r"value must have the shape of key \(2, 5, 2, 8\) except .*, not \(2, 4, 2, 8\)",
+    ),
     (BSND, {"query": BSND.query[:1]}, r"key must have the batch size of query \(1, 6, 4, 8\)"),
     (BSND, {"query": BSND.query[:, :, :3], "head_num": 3}, "key must have a number of heads that divides .*, 3, not 2"),
     (
         BSND,
         {"query": BSND.query[..., :7]},
-        "query and key must have one head size and value none larger, not 7, 8 and 8",
+        "query and key must have the same head size, and value no larger one, not 7, 8 and 8",
     ),
     (BSND, {"sparse_mode": 4}, "sparse_mode must be 0 or 1 .*, not 4"),
-    (BSND, {"sparse_mode": 2}, "atten_mask must be given where sparse_mode is 2: without it an NPU masks nothing"),
+    (BSND, {"sparse_mode": 2}, "atten_mask must be given if sparse_mode is 2: without it an NPU masks nothing"),
     (BSND, {"sparse_mode": 2, "atten_mask": SMALL_MASK}, r"atten_mask must have shape \(2048, 2048\) .*, not \(6, 5\)"),
     (BSND, {"atten_mask": SMALL_MASK.float()}, "atten_mask must be bool or uint8, not torch.float32"),
     (
@@ -354,8 +358,8 @@ BAD: list[tuple[Call, dict[str, Any], str]] = [
         {"atten_mask": SMALL_MASK[:5]},
         r"atten_mask must have shape \(6, 5\) or \(1, 1, 6, 5\) or .*, not \(5, 5\)",
     ),
-    (BSND, {"softmax_layout": "TND"}, "softmax_layout must be '' or, where input_layout is TND, 'TND', not 'TND'"),
-    (BSND, {"actual_seq_qlen": [6, 12]}, "actual_seq_qlen must be None where input_layout is BSND"),
+    (BSND, {"softmax_layout": "TND"}, "softmax_layout must be '' or, if input_layout is TND, 'TND', not 'TND'"),
+    (BSND, {"actual_seq_qlen": [6, 12]}, "actual_seq_qlen must be None if input_layout is BSND"),
     (
         TND,
         {"actual_seq_qlen": None},
@@ -368,14 +372,14 @@ BAD: list[tuple[Call, dict[str, Any], str]] = [
     ),
     (TND, {"actual_seq_kvlen": [2, 4]}, r"actual_seq_kvlen must be the documents' ends: .*, the last 5, not \[2, 4\]"),
     (TND, {"actual_seq_qlen": [7, 6]}, "actual_seq_qlen must be the documents' ends: never decreasing"),
-    (TND, {"atten_mask": SMALL_MASK}, r"atten_mask must have shape \(4, 3\) where sparse_mode is 0, not \(6, 5\)"),
+    (TND, {"atten_mask": SMALL_MASK}, r"atten_mask must have shape \(4, 3\) if sparse_mode is 0, not \(6, 5\)"),
 ]
 BAD_VALUES: list[tuple[Call, dict[str, Any], str]] = [
     (BSND, {"sparse_mode": 2, "atten_mask": ~CAUSAL}, "atten_mask must be set above the diagonal and nowhere else"),
     (
         BSND,
         {"next_tockens": 0, "atten_mask": ~SMALL_MASK},
-        "atten_mask must hide what pre_tockens .* and next_tockens 0",
+        "atten_mask must hide the keys outside pre_tockens .* and next_tockens 0",
     ),
 ]
 
@@ -417,23 +421,23 @@ def test_grad_names_the_bad_argument(change: dict[str, Any], message: str) -> No
         npu_fusion_attention_grad(**arguments | change)
 
 
-def test_a_band_that_agrees_with_the_mask_changes_nothing() -> None:
+def test_a_band_that_the_mask_implies_changes_nothing() -> None:
     call = dataclasses.replace(BSND, keywords=BSND.keywords | {"atten_mask": SMALL_MASK})
     whole = call.run()[0]
     call.keywords |= {"next_tockens": 0, "pre_tockens": 6}
     assert torch.equal(call.run()[0], whole)
 
 
-def test_limits_are_no_contract() -> None:
+def test_limits_bind_only_the_npu() -> None:
     query = torch.ones(1, 2, 257, 769, dtype=torch.float64)
     arguments = {"query": query, "key": query, "value": query, "head_num": 257, "input_layout": "BSND"}
     npu_fusion_attention(**arguments)
-    assert OPS["npu_fusion_attention"].refusals(**arguments, actual_seq_qlen=None) == [
+    assert OPS["npu_fusion_attention"].limit_errors(**arguments, actual_seq_qlen=None) == [
         "npu_fusion_attention: query.dtype is float64, and an NPU takes float16, bfloat16, float32",
         "npu_fusion_attention: head_num is 257, and an NPU takes 1 to 256",
         "npu_fusion_attention: the head size is 769, and an NPU takes 1 to 768",
     ]
-    assert OPS["npu_fusion_attention"].refusals(**arguments_of(TND)) == []
+    assert OPS["npu_fusion_attention"].limit_errors(**arguments_of(TND)) == []
 
 
 Shards = tuple[list[Tensor], tuple[Placement, ...], tuple[Placement, ...], int]
@@ -442,7 +446,7 @@ Shards = tuple[list[Tensor], tuple[Placement, ...], tuple[Placement, ...], int]
 def distributed(
     layout: str, placements: list[Placement], mask: str, sparse_mode: int, mesh_shape: tuple[int, ...]
 ) -> Shards:
-    """On a rank: output and gradients in full, placements of the output and a statistic, collectives of both ways."""
+    """Return full output and gradients, placements of output and a statistic, and the collectives, from one rank."""
     mesh = init_device_mesh("cpu", mesh_shape)
     call = make_call(layout, mask=mask, sparse_mode=sparse_mode, dtype=torch.float64)
     query, key, value, dy = (distribute_tensor(tensor, mesh, placements) for tensor in (*call.tensors(), call.dy))
@@ -463,17 +467,17 @@ def distributed(
         ("BSND", [Shard(0)], "none", 2, (2,), [Shard(0)], 0),
         ("BSND", [Shard(2)], "none", 2, (2,), [Shard(1)], 0),
         ("BNSD", [Shard(1)], "none", 3, (2,), [Shard(1)], 0),
-        ("BSND", [Shard(2)], "BNSS", 0, (2,), [Shard(1)], 0),  # the mask is sharded on the way: no collective
+        ("BSND", [Shard(2)], "BNSS", 0, (2,), [Shard(1)], 0),  # sharding the replicated mask needs no collective
         ("BSND", [Shard(0)], "B1SS", 0, (2,), [Shard(0)], 0),
         ("BSND", [Shard(2)], "B1SS", 0, (2,), [Shard(1)], 0),
         ("SBH", [Shard(1)], "none", 0, (2,), [Shard(0)], 0),
         ("BSND", [Replicate()], "none", 0, (2,), [Replicate()], 0),
-        ("BSND", [Shard(1)], "none", 2, (2,), [Replicate()], None),  # a sequence has to be gathered
+        ("BSND", [Shard(1)], "none", 2, (2,), [Replicate()], None),  # the sequence is gathered
         ("BSND", [Shard(0), Shard(2)], "none", 2, (1, 2), [Shard(0), Shard(1)], 0),
     ],
     ids=str,
 )
-def test_sharded_equals_whole(
+def test_sharded_equals_unsharded(
     layout: str,
     placements: list[Placement],
     mask: str,
@@ -497,7 +501,7 @@ def test_sharded_equals_whole(
 
 
 def grad_on_a_rank() -> list[Tensor]:
-    """The gradient alone, with keywords that lie otherwise than the queries: they have to be brought into line."""
+    """Call the gradient with keywords of other placements than the queries, which are redistributed."""
     mesh = init_device_mesh("cpu", (2,))
     call = make_call(dtype=torch.float64)
     output, softmax_max, softmax_sum, *_ = call.run()
@@ -532,6 +536,6 @@ def uneven_heads_on_a_rank() -> str:
 
 
 def test_uneven_key_heads_are_an_error() -> None:
-    """Three key heads on two ranks: twelve query heads would meet the wrong ones."""
+    """Three key heads on two ranks would be matched with the wrong query heads."""
     for message in run_on_ranks(2, uneven_heads_on_a_rank):
         assert message == "npu_fusion_attention: the 3 heads of key must divide evenly among the ranks"

@@ -1,4 +1,4 @@
-"""``npu_grouped_matmul``, ``npu_grouped_matmul_add_`` and the differentiable product: against a loop in float64."""
+"""``npu_grouped_matmul``, ``npu_grouped_matmul_add_`` and the function with gradients, against a loop in float64."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def compute(dtype: torch.dtype) -> torch.dtype:
 
 
 def by_rows(x: Tensor, weight: Tensor, counts: list[int], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The product group by group in float64, and how far one in the computing dtype may be from it.
+    """Return the product of each group in float64, and its error budget.
 
-    A sum of K products errs by at most K roundings of the sum of their magnitudes, and adding the bias by one more.
+    A sum of K products has an error of at most K roundings of the sum of their magnitudes; the bias adds one more.
     """
     u, y, budget, row = unit_roundoff(compute(x.dtype)), [], [], 0
     for group, count in enumerate(counts):
@@ -48,7 +48,7 @@ def by_rows(x: Tensor, weight: Tensor, counts: list[int], bias: Tensor | None = 
 
 
 def by_summed_dimension(x: Tensor, dy: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """``x^T dy`` group by group in float64, and its error budget."""
+    """Return ``x^T dy`` of each group in float64, and its error budget."""
     u, y, budget, row = unit_roundoff(compute(x.dtype)), [], [], 0
     for count in counts:
         terms = x[row : row + count].double()[:, :, None] * dy[row : row + count].double()[:, None, :]
@@ -69,7 +69,7 @@ Problem = tuple[Tensor, Tensor, Tensor, list[int]]
 def problem(
     counts: list[int], k: int, n: int, dtype: torch.dtype, layout: str = "contiguous", seed: int = 0
 ) -> Problem:
-    """``(x, weight, dy, counts)``."""
+    """Return ``(x, weight, dy, counts)``."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
@@ -118,7 +118,7 @@ def test_agrees_with_the_oracle(case: Problem, group_list_type: int, split_item:
 @settings(max_examples=40, deadline=None)
 @given(problems, st.sampled_from([0, 1]), st.integers(0, 2))
 def test_accumulates_in_place(case: Problem, group_list_type: int, rest: int) -> None:
-    """Rows beyond the last group are left out."""
+    """Rows beyond the last group are ignored."""
     x, _, dy, counts = case
     oracle, budget = by_summed_dimension(x, dy, counts)
     start = torch.randn(oracle.shape, dtype=compute(x.dtype))
@@ -172,8 +172,8 @@ def test_the_function_s_gradients_in_float64(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_weights_gradient_lies_as_they_do(transposed: bool) -> None:
-    """Otherwise autograd would copy it into the parameter's layout."""
+def test_the_weight_s_gradient_has_its_strides(transposed: bool) -> None:
+    """Autograd would copy a gradient with other strides."""
     x, weight, dy, counts = problem([2, 0, 3], 3, 2, torch.float32)
     weight = (weight.mT.contiguous().mT if transposed else weight).requires_grad_()
     (gradient,) = torch.autograd.grad(grouped_matmul(x, weight, torch.tensor(counts)), weight, dy)
@@ -181,7 +181,7 @@ def test_the_weights_gradient_lies_as_they_do(transposed: bool) -> None:
 
 
 def test_the_function_agrees_with_a_loop_of_matmuls() -> None:
-    """Both round within the same budget; hence twice the budget between the two."""
+    """Both round within the same budget, so they differ by at most twice the budget."""
     x, weight, dy, counts = problem([2, 0, 5, 1], 6, 4, torch.float32)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     ours = grouped_matmul(x, weight, torch.tensor(counts))
@@ -193,7 +193,7 @@ def test_the_function_agrees_with_a_loop_of_matmuls() -> None:
         assert_within("each", a, b.double(), 2 * budget)
 
 
-def test_the_function_computes_only_the_gradients_asked_for() -> None:
+def test_the_function_computes_only_the_required_gradients() -> None:
     x, weight, dy, counts = problem([2, 3], 3, 4, torch.float32)
     for wanted, group_types in ((x, [0, 0]), (weight, [0, 2])):
         wanted.requires_grad_()
@@ -207,15 +207,15 @@ def test_the_function_computes_only_the_gradients_asked_for() -> None:
 
 @pytest.mark.parametrize("counts", [[2, 3], [5], [0, 0]], ids=str)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_an_npu_would_take_what_the_function_calls(counts: list[int], layout: str) -> None:
-    """Layouts and group lists are within the limits, whatever the inputs' strides; dy of a sum has strides of zero."""
+def test_the_function_stays_within_the_limits(counts: list[int], layout: str) -> None:
+    """Strides and group lists are within the limits for inputs of any strides, such as zero strides."""
     refused: list[str] = []
     op = OPS["npu_grouped_matmul"]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is op.overload():
-                refused.extend(op.refusals(**by_name(func, args, kwargs or {})))
+                refused.extend(op.limit_errors(**by_name(func, args, kwargs or {})))
             return func(*args, **(kwargs or {}))
 
     x, weight, _, _ = problem(counts, 3, 4, torch.bfloat16, layout)
@@ -226,7 +226,7 @@ def test_an_npu_would_take_what_the_function_calls(counts: list[int], layout: st
 
 
 def test_the_function_has_no_second_derivative() -> None:
-    """Its backward is made of ops without autograd: an error, not a gradient that is silently missing."""
+    """The backward calls operators without autograd: an error, not a silently missing gradient."""
     x, weight, _, counts = problem([2, 3], 3, 4, torch.float64)
     y = grouped_matmul(x.requires_grad_(), weight.requires_grad_(), torch.tensor(counts))
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -234,7 +234,7 @@ def test_the_function_has_no_second_derivative() -> None:
         dx.sum().backward()
 
 
-def test_the_function_compiles_whole() -> None:
+def test_the_function_compiles_fullgraph() -> None:
     x, weight, dy, counts = problem([2, 0, 4], 3, 5, torch.float32)
     inputs = x.requires_grad_(), weight.requires_grad_()
 
@@ -254,7 +254,7 @@ def test_gradients_stop_where_torch_npu_has_none() -> None:
     x.requires_grad_()
     keywords = {"group_list": torch.tensor(counts), "group_list_type": 1, "group_type": 0, "split_item": 3}
     (y,) = npu_grouped_matmul([x], [weight], **keywords)
-    with pytest.warns(UserWarning, match="npu_grouped_matmul"):  # torch's notice of an op without autograd
+    with pytest.warns(UserWarning, match="npu_grouped_matmul"):  # torch warns about an operator without autograd
         y.sum().backward()
     assert x.grad is None
 
@@ -265,7 +265,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(npu_grouped_matmul.default, ([x], [weight]), keywords | {"group_type": 0})
     torch.library.opcheck(npu_grouped_matmul.default, ([x.t()], [dy]), keywords | {"group_type": 2})
     arguments = torch.zeros(3, 3, 4), x, dy, torch.tensor(counts).cumsum(0)
-    # its schema says that the output is the input, which PyTorch's tracer takes from no op but its own
+    # the output aliases the input, which PyTorch's tracer allows only for its own operators
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(npu_grouped_matmul_add_.default, arguments, test_utils=checks)
 
@@ -284,13 +284,13 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(case: Problem, group_t
 
 
 def call(**changes: Any) -> dict[str, Any]:
-    """A valid call of ``npu_grouped_matmul``, changed."""
+    """Return a valid call of ``npu_grouped_matmul`` with ``changes``."""
     arguments: dict[str, Any] = {"x": [torch.ones(6, 3)], "weight": [torch.ones(2, 3, 4)], "group_type": 0}
     return arguments | {"group_list": torch.tensor([2, 4]), "group_list_type": 1, "split_item": 3} | changes
 
 
 K = {"x": [torch.ones(3, 6)], "weight": [torch.ones(6, 4)], "group_type": 2}
-CONTRACT = [
+BAD_ARGUMENTS = [
     ({"group_type": 1}, "group_type must be -1 .*, 0 .* or 2 .*, not 1"),
     ({"group_type": None}, "group_type must be .*, not None"),
     ({"x": [torch.ones(6, 5)]}, r"x and weight must agree in the summed dimension: .*, not \(6, 5\) and \(2, 3, 4\)"),
@@ -298,22 +298,22 @@ CONTRACT = [
     ({"group_list": torch.tensor([2, 4], dtype=torch.int32)}, "group_list must be int64, not torch.int32"),
     ({"group_list": torch.tensor([2, 4, 0])}, r"group_list must have shape \(2,\), not \(3,\)"),
     ({"group_list": torch.tensor([[2], [4]])}, r"group_list must have shape \(2,\), not \(2, 1\)"),
-    ({"group_list": None}, "group_list must be given where group_type is 0 or 2"),
+    ({"group_list": None}, "group_list must be given if group_type is 0 or 2"),
     ({"group_list_type": 2}, r"group_list_type must be 0 \(ends\) or 1 \(sizes\), not 2"),
     ({"split_item": 0}, "split_item must be 2 or 3 .*, not 0"),
     ({"x": [torch.ones(6, 3, dtype=torch.int8)]}, "x must be float16, bfloat16 or float32, not torch.int8"),
     ({"weight": [torch.ones(2, 3, 4).half()]}, "x and weight must have one dtype"),
     ({"weight": [torch.ones(3, 4)] * 2}, "x and weight must each hold one tensor"),
     ({"x": []}, "x and weight must each hold a tensor, not 0 and 1"),
-    ({"x": [torch.ones(1, 6, 3)]}, "x must have 2 dimensions and weight 3 where group_type is 0, not 3 and 3"),
+    ({"x": [torch.ones(1, 6, 3)]}, "x must have 2 dimensions and weight 3 if group_type is 0, not 3 and 3"),
     (
         {"bias": [torch.ones(4)]},
         r"bias\[0\] must be torch.float32 of shape \(2, 4\), not torch.float32 of shape \(4,\)",
     ),
-    (K | {"bias": [torch.ones(2, 4)]}, "bias must be None where group_type is 2"),
-    ({"scale": [torch.ones(4)]}, "scale is for quantised products"),
-    ({"act_type": 1}, "act_type is for quantised products"),
-    ({"group_type": -1}, "group_list must be None where group_type is -1"),
+    (K | {"bias": [torch.ones(2, 4)]}, "bias must be None if group_type is 2"),
+    ({"scale": [torch.ones(4)]}, "scale must not be given: only torch_npu has quantised products"),
+    ({"act_type": 1}, "act_type must not be given: only torch_npu has quantised products"),
+    ({"group_type": -1}, "group_list must be None if group_type is -1"),
     ({"group_type": -1, "group_list": None}, "split_item must be 0 .*, not 3"),
     ({"group_type": -1, "group_list": None, "split_item": 0}, r"x\[0\] must have 2 to 6 dimensions and weight\[0\] 2"),
     (
@@ -330,7 +330,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), [*CONTRACT, *VALUES])
+@pytest.mark.parametrize(("change", "message"), [*BAD_ARGUMENTS, *VALUES])
 def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     npu_grouped_matmul(**call())
     with pytest.raises(UsageError, match=f"npu_grouped_matmul: {message}"):
@@ -343,7 +343,7 @@ def on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize(("change", "message"), [case for case in CONTRACT if case[0].get("x") != []])
+@pytest.mark.parametrize(("change", "message"), [case for case in BAD_ARGUMENTS if case[0].get("x") != []])
 def test_names_the_bad_argument_before_anything_is_computed(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         npu_grouped_matmul(**{name: on_meta(value) for name, value in call(**change).items()})
@@ -370,20 +370,20 @@ def test_accumulation_names_the_bad_argument(change: dict[str, Any], message: st
         npu_grouped_matmul_add_(**arguments | change)
 
 
-def test_limits_are_no_contract() -> None:
-    """One group told by its size, float64, strided matrices: the stand-in takes them, an NPU would not."""
+def test_limits_bind_only_the_npu() -> None:
+    """The reference kernel takes one group by its size, float64 and strided matrices; an NPU does not."""
     x = torch.ones(3, 6, dtype=torch.float64).t()
     arguments = call(x=[x], weight=[torch.ones(1, 3, 8).double()[..., ::2]], group_list=torch.tensor([6]))
     npu_grouped_matmul(**arguments)
-    assert OPS["npu_grouped_matmul"].refusals(**arguments) == [
+    assert OPS["npu_grouped_matmul"].limit_errors(**arguments) == [
         "npu_grouped_matmul: x.dtype is float64, and an NPU takes float16, bfloat16, float32",
         "npu_grouped_matmul: the number of groups with group_list_type 1 is 1, and an NPU takes 2 to 1024",
         "npu_grouped_matmul: whether x (with group_type 2: x.t()) is contiguous is False, and an NPU takes True",
         "npu_grouped_matmul: whether weight (or, but with group_type 2, its transpose) is contiguous is False, "
         "and an NPU takes True",
     ]
-    assert OPS["npu_grouped_matmul"].refusals(**call()) == []
-    wide = OPS["npu_grouped_matmul_add_"].refusals(
+    assert OPS["npu_grouped_matmul"].limit_errors(**call()) == []
+    wide = OPS["npu_grouped_matmul_add_"].limit_errors(
         input=None, x=torch.empty(2, 65536, device="meta"), weight=torch.ones(2, 4).half(), group_list=torch.ones(1025)
     )
     assert wide == [
@@ -394,7 +394,7 @@ def test_limits_are_no_contract() -> None:
 
 
 def distributed(placements: dict[str, Placement], with_bias: bool) -> tuple[Tensor, Placement, int]:
-    """On a rank: the product in full, its placement, and how many collectives it used."""
+    """Return the full product, its placement, and the number of collectives, from one rank."""
     mesh = init_device_mesh("cpu", (2,))
     x, weight, _, counts = problem([2, 0, 3], 4, 6, torch.float32)
 
@@ -416,15 +416,15 @@ def distributed(placements: dict[str, Placement], with_bias: bool) -> tuple[Tens
     [
         ({}, True, Replicate(), 0),
         ({"weight": Shard(2)}, False, Shard(1), 0),
-        ({"weight": Shard(2)}, True, Shard(1), 0),  # a bias that is replicated is sharded on the way: no collective
+        ({"weight": Shard(2)}, True, Shard(1), 0),  # sharding a replicated bias needs no collective
         ({"weight": Shard(2), "bias": Shard(1)}, True, Shard(1), 0),
         ({"x": Shard(1), "weight": Shard(1)}, False, Partial(), 0),
-        ({"x": Shard(1), "weight": Shard(1)}, True, Replicate(), 2),  # partial sums and a bias do not go together
+        ({"x": Shard(1), "weight": Shard(1)}, True, Replicate(), 2),  # partial sums exclude a bias
         ({"weight": Shard(2), "group_list": Shard(0)}, False, Shard(1), 1),  # a keyword is gathered
     ],
     ids=str,
 )
-def test_sharded_equals_whole(
+def test_sharded_equals_unsharded(
     placements: dict[str, Placement], with_bias: bool, placement: Placement, collectives: int
 ) -> None:
     x, weight, _, counts = problem([2, 0, 3], 4, 6, torch.float32)
@@ -458,7 +458,7 @@ def pairs() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     ("placements", "with_bias", "placement"),
     [
         ({"x": Shard(0)}, True, Shard(0)),
-        ({"x": Shard(1)}, False, Shard(1)),  # an uneven one: 3 rows and 5 on two ranks
+        ({"x": Shard(1)}, False, Shard(1)),  # uneven: 3 and 5 rows on two ranks
         ({"weight": Shard(1)}, True, Shard(2)),
         ({"x": Shard(2)}, False, Partial()),
         ({"weight": Shard(0)}, False, Partial()),
@@ -466,7 +466,7 @@ def pairs() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     ],
     ids=str,
 )
-def test_sharded_without_groups_equals_whole(
+def test_sharded_without_groups_equals_unsharded(
     placements: dict[str, Placement], with_bias: bool, placement: Placement
 ) -> None:
     x, weight, bias = pairs()
@@ -490,7 +490,7 @@ def accumulated_on_a_rank(placements: dict[str, Placement]) -> tuple[Tensor, boo
 @pytest.mark.parametrize(
     "placements", [{}, {"input": Shard(2)}, {"input": Shard(2), "weight": Shard(1)}, {"x": Shard(0)}], ids=str
 )
-def test_sharded_accumulation_equals_whole(placements: dict[str, Placement]) -> None:
+def test_sharded_accumulation_equals_unsharded(placements: dict[str, Placement]) -> None:
     x, _, dy, counts = problem([2, 0, 3], 4, 6, torch.float32)
     oracle, budget = by_summed_dimension(x, dy, counts)
     for total, in_place in run_on_ranks(2, accumulated_on_a_rank, placements):
@@ -508,6 +508,6 @@ def summed_dimension_on_a_rank() -> str:
     return str(error.value)
 
 
-def test_group_type_2_shards_nothing_as_in_torch_npu() -> None:
+def test_group_type_2_is_not_sharded_as_in_torch_npu() -> None:
     for message in run_on_ranks(2, summed_dimension_on_a_rank):
         assert message == "npu_grouped_matmul: torch_npu shards no DTensor with group_type 2; call it on local tensors"

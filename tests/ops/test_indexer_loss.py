@@ -1,4 +1,4 @@
-"""The indexer's KL loss: the op and the function on it, against a float64 oracle and autograd of the written loss."""
+"""The indexer's KL loss: operator and function, against a float64 oracle and autograd of the formula."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of_key(name: str) -> bool:
 
 
 def make(docs: Documents, top_k: int, with_rope: bool = True) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    """What attention and the indexer get, and the selected keys, document by document."""
+    """Return the inputs of attention and indexer, and the selected keys, by document."""
     sizes = SIZES | (ROPES if with_rope else {})
     return (
         {name: docs.random(of_key(name), *size) for name, size in sizes.items()},
@@ -43,8 +43,8 @@ def make(docs: Documents, top_k: int, with_rope: bool = True) -> tuple[dict[str,
 
 
 def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Tensor]) -> dict[str, Any]:
-    """The arguments of the loss, the statistics from sparse attention."""
-    # a row that is only padding has no keys; its numbers are not numbers, and must not matter
+    """Return the arguments of the loss, with the statistics of sparse attention."""
+    # a padding row has no keys; its values are NaN and must not affect the result
     tensors = {name: docs.lay_out(part) for name, part in parts.items()}
     tensors["sparse_indices"] = docs.lay_out(indices, -1)
     ropes = {name: tensors.get(name) for name in ROPES}
@@ -91,8 +91,8 @@ def test_agrees_with_the_oracle(docs: Documents, top_k: int, with_rope: bool) ->
     assert_within("loss", loss, total, total_budget + len(docs.sizes) * u * total.abs())
 
 
-def written_loss(call: dict[str, Any]) -> Tensor:
-    """The loss of a batch (BSND) as the paper writes it, with torch's own ops: what autograd differentiates."""
+def formula_loss(call: dict[str, Any]) -> Tensor:
+    """Compute the loss of a BSND batch by the paper's formula, for autograd to differentiate."""
     indices = call["sparse_indices"][:, :, 0].long()
     batch = torch.arange(len(indices))[:, None, None]
     held, places = indices >= 0, indices.clamp_min(0)
@@ -115,12 +115,12 @@ def example(dtype: torch.dtype = torch.float64, batch: int = 2) -> dict[str, Any
 
 
 def plain(call: dict[str, Any]) -> dict[str, Any]:
-    """The same call, without autograd."""
+    """Return the same call without autograd."""
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-class Ledger:
-    """What the function asks for the weight of the loss, and tells its value."""
+class Account:
+    """An account of the loss: its weight and its value."""
 
     def __init__(self, weight: float, dtype: torch.dtype = torch.float64) -> None:
         self.weight = torch.tensor(weight, dtype=dtype)
@@ -134,23 +134,23 @@ class Ledger:
 
 
 def learn(call: dict[str, Any], weight: float = 1.0) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss as it was told, and the gradients that the backward pass of attention's output leaves."""
-    ledger = Ledger(weight)
+    """Return the counted loss, and the gradients of the backward pass of attention's output."""
+    account = Account(weight)
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
     for tensor in tensors.values():
         tensor.grad = None
     output = torch.zeros_like(call["query"].detach()).requires_grad_()
-    with_loss = with_indexer_loss(output, **call, account=ledger)
-    assert torch.equal(with_loss, output) and ledger.losses == []  # nothing is computed before it is needed
+    with_loss = with_indexer_loss(output, **call, account=account)
+    assert torch.equal(with_loss, output) and account.losses == []  # the forward computes nothing
     (3 * with_loss).sum().backward()
     assert output.grad is not None and (output.grad == 3).all()
-    (loss,) = ledger.losses
+    (loss,) = account.losses
     return loss, [tensors[name].grad for name in LEARNS]
 
 
-def test_gradients_are_those_of_the_written_loss() -> None:
+def test_gradients_are_those_of_the_formula() -> None:
     call = example()
-    written = written_loss(call)
+    written = formula_loss(call)
     for weight in (1.0, -0.3):
         loss, grads = learn(call, weight)
         assert loss.shape == () and not loss.isnan()
@@ -167,14 +167,14 @@ def test_only_the_indexer_learns() -> None:
     assert all(call[name].grad is None for name in ("query", "key", *ROPES))
 
 
-def test_only_what_is_asked_for_gets_a_gradient() -> None:
+def test_only_tensors_that_require_a_gradient_get_one() -> None:
     call = example() | {"weights": example()["weights"].detach()}
     _, (d_query, d_key, d_weights) = learn(call)
     assert d_weights is None and d_query is not None and d_key is not None
 
 
 def test_half_precision_gradients_are_scaled_without_bias() -> None:
-    """A third is not a bfloat16: rounding it first would make every gradient 0.1 % too large."""
+    """1/3 is not exact in bfloat16: rounding it first would make every gradient 0.1 % too large."""
     call = example(torch.bfloat16)
     d_query, *_ = npu_loss(**call)
     _, (scaled, *_) = learn(call, 1 / 3)
@@ -182,18 +182,18 @@ def test_half_precision_gradients_are_scaled_without_bias() -> None:
 
 
 def test_perfect_scores_lose_nothing() -> None:
-    """One index head whose scores are the logarithms of attention's softmax, up to a constant: the loss is 0."""
+    """With scores equal to the logarithms of attention's softmax, up to a constant, the loss is 0."""
     call = plain(example(batch=1))
     call |= {name: call[name][:, :, :1] for name in ("query", "query_rope")}
     for name in ("softmax_max", "softmax_sum"):
         call[name] = call[name][..., :1].contiguous()
     q, k = (torch.cat([call[name], call[f"{name}_rope"]], -1) for name in ("query", "key"))
-    # a feature that lifts every score above 0, so that the ReLU does nothing
+    # a feature that makes every score positive, so that the ReLU has no effect
     call["query_index"] = torch.cat([q * SCALE, torch.full_like(q[..., :1], 100)], -1)
     call["key_index"] = torch.cat([k, torch.ones_like(k[..., :1])], -1)
     call["weights"] = torch.ones_like(call["weights"][..., :1])
     *grads, loss = npu_loss(**call)
-    # a sum of 12 terms that cancel, whose logarithms come from scores of 100: some hundred roundings of 100
+    # 12 terms cancel, and their logarithms come from scores of 100: some hundred roundings of 100
     assert loss.abs() < 1e3 * 100 * torch.finfo(torch.float64).eps
     assert all(grad.abs().max() < 1e5 * 100 * torch.finfo(torch.float64).eps for grad in grads)
 
@@ -209,8 +209,8 @@ def test_packed_documents_are_the_rows_of_a_batch() -> None:
         assert torch.equal(one.flatten(0, 1), other)
 
 
-def test_rows_without_keys_add_nothing() -> None:
-    """The rows of a padded batch: -1 throughout, whatever else they hold."""
+def test_rows_without_keys_contribute_nothing() -> None:
+    """Rows of padding hold only -1; their other values have no effect."""
     call = plain(example(batch=1))
     whole = npu_loss(**call)[3]
     by_row = ("query", "query_index", "weights", "query_rope", "sparse_indices")
@@ -231,7 +231,7 @@ def test_rows_without_keys_add_nothing() -> None:
 
 def test_minus_one_is_never_gathered() -> None:
     call = plain(example(batch=1))
-    # the first and the last key, where a -1 would land, are nobody's
+    # no row selects the first or the last key, which an index of -1 would read
     call["sparse_indices"] = torch.tensor([[1, -1], [2, 1], [3, -1], [-1, -1]], dtype=torch.int32).view(1, 4, 1, 2)
     results = []
     for poison in (0.0, torch.nan):
@@ -265,10 +265,10 @@ def test_opcheck_and_fake() -> None:
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
 
 
-def test_the_op_has_no_autograd() -> None:
+def test_the_operator_has_no_autograd() -> None:
     call = example()
     loss = npu_loss(**call)[3]
-    with pytest.warns(UserWarning, match="npu_sparse_lightning_indexer_grad_kl_loss"):  # torch's notice of that
+    with pytest.warns(UserWarning, match="npu_sparse_lightning_indexer_grad_kl_loss"):  # torch warns about it
         loss.backward()
     assert call["query_index"].grad is None
 
@@ -295,19 +295,21 @@ def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
         npu_loss(**call | change)
 
 
-def test_a_key_that_the_row_may_not_see_is_an_error() -> None:
-    """Attention would have masked it; here it means that the lengths of the two calls differ."""
+def test_a_key_beyond_the_causal_line_is_an_error() -> None:
+    """Attention masks such a key. Here it means that the lengths of the two calls differ."""
     call = plain(example(batch=1))
     indices = call["sparse_indices"].clone()
-    indices[0, 0, 0, 0] = 4  # of five keys, the first of four rows sees two
-    with pytest.raises(UsageError, match="sparse_indices must name no key past those its row may see"):
+    indices[0, 0, 0, 0] = 4  # with 4 queries and 5 keys, the first row attends to two keys
+    with pytest.raises(
+        UsageError, match="sparse_indices must not contain keys beyond those that its row may attend to"
+    ):
         npu_loss(**call | {"sparse_indices": indices})
 
 
-def test_limits_are_no_contract() -> None:
+def test_limits_bind_only_the_npu() -> None:
     call = plain(example(torch.float32))
     name = "npu_sparse_lightning_indexer_grad_kl_loss"
-    assert OPS[name].refusals(**call) == [
+    assert OPS[name].limit_errors(**call) == [
         f"{name}: query.dtype is float32, and an NPU takes float16, bfloat16",
         f"{name}: the number of heads of query is 3, and an NPU takes 32, 64, 128",
         f"{name}: the head size of query is 4, and an NPU takes 512",
@@ -319,7 +321,7 @@ def test_limits_are_no_contract() -> None:
 
 
 def distributed(placement: Placement) -> tuple[Any, ...]:
-    """On a rank: the loss and the gradients in full, and how they are placed."""
+    """Return the full loss and gradients, and their placements, from one rank."""
     mesh = init_device_mesh("cpu", (2,))
     call = example()
     for name, value in call.items():
@@ -334,7 +336,7 @@ def distributed(placement: Placement) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(1)], ids=str)
-def test_sharded_equals_whole(placement: Placement) -> None:
+def test_sharded_equals_unsharded(placement: Placement) -> None:
     call = example()
     loss, grads = learn(call, 1 / 3)
     expected = loss, *grads

@@ -1,4 +1,4 @@
-"""``npu_lightning_indexer`` and its gradient: against a float64 oracle, and in every way of calling."""
+"""``npu_lightning_indexer`` and its gradient: against a float64 oracle; shapes, checks, limits, sharding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_agrees_with_the_oracle(
     assert indices.shape == values.shape == (*query.shape[:-2], key_heads, top_k)
     assert (docs.padding(indices, False) == -1).all() and (docs.padding(values, False) == -torch.inf).all()
 
-    # the padding of short documents is not a number; a gradient that touched it would not be either
+    # padding is NaN, so a gradient that read it would be NaN
     dy = torch.randn(values.shape, generator=docs.generator).to(docs.dtype)
     values.backward(dy)
     for padded, of_key in ((query, False), (key, True), (weights, False)):
@@ -80,7 +80,7 @@ def test_agrees_with_the_oracle(
 
 
 def check_selection(chosen: Tensor, visible: Tensor, oracle: Scores) -> None:
-    """The best keys that the row may see, best first, then -1: as exact as the scores are."""
+    """Check the best keys of each row, best first, then -1, up to the error of the scores."""
     for row in range(chosen.shape[0]):
         for head in range(chosen.shape[1]):
             keys = chosen[row, head]
@@ -105,16 +105,16 @@ def test_equal_scores_keep_the_order_of_the_keys() -> None:
     assert values.flatten().tolist() == [3, 3, 1, 1, 0, 0, -torch.inf, -torch.inf]
 
 
-def test_a_score_of_nothing_has_no_gradient() -> None:
-    """The ReLU's derivative at 0 is 0, as torch's."""
+def test_a_zero_logit_has_no_gradient() -> None:
+    """The ReLU's derivative at 0 is 0, as in torch."""
     query, key, weights = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 1, 4), torch.ones(1, 2, 3)
     indices = torch.zeros(1, 2, 1, 1, dtype=torch.int32)
     grads = npu_lightning_indexer_grad(query, key, torch.ones(1, 2, 1, 1), indices, weights)
     assert all((grad == 0).all() for grad in grads)
 
 
-def test_the_last_query_sees_the_last_key() -> None:
-    """Two queries and four keys: the queries are the last two. Four queries and two keys: the first two see nothing."""
+def test_the_last_query_attends_to_the_last_key() -> None:
+    """2 queries align with the last 2 of 4 keys. Of 4 queries with 2 keys, the first two have none."""
     key = torch.arange(1.0, 5.0).view(1, 4, 1, 1)
     indices, _ = npu_lightning_indexer(torch.ones(1, 2, 1, 1), key, torch.ones(1, 2, 1), sparse_count=4)
     assert indices.view(2, 4).tolist() == [[2, 1, 0, -1], [3, 2, 1, 0]]
@@ -132,7 +132,7 @@ def example(dtype: torch.dtype = torch.float64, batch: int = 2, queries: int = 4
 
 
 def pack(row: Tensor) -> Tensor:
-    """Documents (B, S, ...) as (T, ...)."""
+    """Pack documents (B, S, ...) to (T, ...)."""
     return row.flatten(0, 1)
 
 
@@ -162,13 +162,13 @@ def test_gradients_in_float64() -> None:
 
     def scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
         indices, values = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True)
-        return values.masked_fill(indices < 0, 0)  # finite differences of -inf are not numbers
+        return values.masked_fill(indices < 0, 0)  # finite differences of -inf are NaN
 
     assert torch.autograd.gradcheck(scores, (query, key, weights))
 
 
 def test_minus_one_is_never_gathered() -> None:
-    """Neither the first nor the last key, where a -1 would land, may matter to a row that did not select it."""
+    """The first and last key, which an index of -1 would read, do not affect rows that did not select them."""
     query, key, weights = (tensor.detach() for tensor in example(batch=1))
     indices = torch.tensor([[2, -1], [3, 1], [-1, -1], [1, -1]], dtype=torch.int32).view(1, 4, 1, 2)
     dy = torch.ones(indices.shape, dtype=key.dtype)
@@ -198,7 +198,7 @@ def test_opcheck() -> None:
     query, key, weights = (tensor.detach() for tensor in inputs)
     for options in ({"sparse_count": 4}, {"sparse_count": 4, "sparse_mode": 0, "return_value": True}):
         torch.library.opcheck(npu_lightning_indexer.default, (query, key, weights), options)
-        # its fourth test adds integer and floating outputs in place; test_compiles_whole stands in for it
+        # opcheck's fourth test adds integer and floating outputs, which fails; test_compiles_fullgraph replaces it
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(npu_lightning_indexer.default, inputs, options, test_utils=tests)
     indices, values = npu_lightning_indexer(query, key, weights, sparse_count=4, return_value=True)
@@ -234,7 +234,7 @@ def test_gradients_stop_where_torch_npu_has_none() -> None:
         values.sum().backward()
 
 
-def test_compiles_whole() -> None:
+def test_compiles_fullgraph() -> None:
     query, key, weights = example(torch.float32)
 
     def scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def test_compiles_whole() -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.rejected_by and "lightning_indexer" in c.op], ids=str)
 def test_names_the_bad_argument(case: Any) -> None:
-    for device in ("cpu", "meta"):  # before anything is computed
+    for device in ("cpu", "meta"):  # the fake kernel checks too
         args, kwargs = case.arguments(device)
         with pytest.raises(UsageError, match=f"{case.op}: .* (must|not)"):
             getattr(torch.ops.npu, case.op)(*args, **kwargs)
@@ -289,11 +289,11 @@ def test_keys_must_come_before_the_padding() -> None:
         npu_lightning_indexer_grad(query, key, torch.ones(1, 4, 1, 2, dtype=key.dtype), indices, weights)
 
 
-def test_limits_are_no_contract() -> None:
+def test_limits_bind_only_the_npu() -> None:
     query, key, weights = (tensor.detach() for tensor in example(torch.float32))
     npu_lightning_indexer(query, key, weights, sparse_count=2049)
     arguments = {"query": query.mT.contiguous().mT, "key": key, "weights": weights, "sparse_count": 2049}
-    assert OPS["npu_lightning_indexer"].refusals(**arguments) == [
+    assert OPS["npu_lightning_indexer"].limit_errors(**arguments) == [
         "npu_lightning_indexer: query.dtype is float32, and an NPU takes float16, bfloat16",
         "npu_lightning_indexer: the head size of query is 4, and an NPU takes 128",
         "npu_lightning_indexer: sparse_count is 2049, and an NPU takes 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192",
@@ -302,11 +302,11 @@ def test_limits_are_no_contract() -> None:
     fine = torch.ones(1, 8, 64, 128, dtype=torch.bfloat16)
     arguments = {"query": fine, "key": fine[:, :, :1].contiguous(), "weights": fine[..., 0].contiguous()}
     for count in (1, 2048, 8192):
-        assert OPS["npu_lightning_indexer"].refusals(**arguments, sparse_count=count) == []
+        assert OPS["npu_lightning_indexer"].limit_errors(**arguments, sparse_count=count) == []
 
 
 def distributed(placements: dict[str, Placement], options: dict[str, Any], lengths: bool) -> tuple[Any, ...]:
-    """On a rank: indices, scores and gradients in full, how they are placed, and the forward's collectives."""
+    """Return full indices, scores and gradients, their placements, and the forward's collectives, from one rank."""
     mesh = init_device_mesh("cpu", (2,))
     names = ("query", "key", "weights")
     query, key, weights = (
@@ -332,7 +332,7 @@ BATCH = {name: Shard(0) for name in ("query", "key", "weights", "actual_seq_leng
     [
         (BATCH, {}, False, [Shard(0)] * 4),
         (BATCH, {}, True, [Shard(0)] * 4),
-        # lengths that are whole on every rank are split, not taken as they are
+        # replicated lengths are sharded with the batch
         ({name: Shard(0) for name in ("query", "key", "weights")}, {}, True, [Shard(0)] * 4),
         (
             {"query": Shard(1), "weights": Shard(1)},
@@ -340,13 +340,18 @@ BATCH = {name: Shard(0) for name in ("query", "key", "weights", "actual_seq_leng
             False,
             [Shard(1), Shard(1), Partial(), Shard(1)],
         ),
-        ({"query": Shard(1), "weights": Shard(1)}, {}, False, None),  # the causal line depends on the place of a row
-        ({"query": Shard(2), "weights": Shard(2)}, {}, False, None),  # a score sums over the heads
+        (
+            {"query": Shard(1), "weights": Shard(1)},
+            {},
+            False,
+            None,
+        ),  # the causal boundary depends on the position of a row
+        ({"query": Shard(2), "weights": Shard(2)}, {}, False, None),  # a score is a sum over heads
         ({}, {}, True, [Replicate()] * 4),
     ],
     ids=str,
 )
-def test_sharded_equals_whole(
+def test_sharded_equals_unsharded(
     placements: dict[str, Placement], options: dict[str, Any], lengths: bool, expected: list[Placement] | None
 ) -> None:
     query, key, weights = example()

@@ -32,7 +32,7 @@ def scores_of(x: Tensor, norm_type: int) -> Tensor:
 
 
 def weights_of(scores: Tensor, chosen: Tensor, norm_type: int, renorm: int, scale: float, eps: float) -> Tensor:
-    """The written formula, for PyTorch to differentiate."""
+    """Compute the formula, for PyTorch to differentiate."""
     picked = [row[index] for row, index in zip(scores, chosen, strict=True)]
     if norm_type == SIGMOID or renorm:
         picked = [row / (row.sum() + eps) for row in picked]
@@ -40,7 +40,7 @@ def weights_of(scores: Tensor, chosen: Tensor, norm_type: int, renorm: int, scal
 
 
 def choice_of(scores: list[float], k: int, groups: int, k_group: int, mode: int) -> tuple[list[int], float]:
-    """The experts of one token in plain Python, best first, and the smallest gap that decided anything."""
+    """Return the experts of one token, best first, and the smallest gap between scores that decided an order."""
     size = len(scores) // groups
     merits = []
     for group in range(groups):
@@ -56,7 +56,7 @@ def choice_of(scores: list[float], k: int, groups: int, k_group: int, mode: int)
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Tensor, int, dict[str, Any]]:
-    """``x``, ``k`` and keywords: none, one or several tokens, one or several groups, with and without a bias."""
+    """Draw ``x``, ``k`` and keywords: no, one or several tokens, one or several groups, with and without a bias."""
     groups, size = draw(st.integers(1, 4)), draw(st.integers(2, 4))
     k_group = draw(st.integers(1, groups))
     k = draw(st.integers(1, size * k_group))
@@ -87,14 +87,14 @@ def test_agrees_with_the_oracle(call: tuple[Tensor, int, dict[str, Any]]) -> Non
     logits = x.detach().double().requires_grad_()
     scores = scores_of(logits, norm_type)
     experts = x.shape[1]
-    # exponentials err by their argument's error, sums by their number of terms, four other operations
+    # roundings: an exponential has its argument's error, a sum its number of terms, plus four other operations
     relative = (experts + 8 + 2 * (float(x.abs().max()) if len(x) else 0)) * compute
 
     choices = [
         choice_of(row.tolist(), k, keywords["group_count"], keywords["k_group"], keywords["group_select_mode"])
         for row in (scores if bias is None else scores + bias.double())
     ]
-    assume(all(gap > 4 * relative for _, gap in choices))  # a tie in float32 may fall either way
+    assume(all(gap > 4 * relative for _, gap in choices))  # rounding may decide a near tie either way
     chosen = torch.tensor([experts for experts, _ in choices], dtype=torch.int64).view(len(x), k)
 
     given_x = x.detach().requires_grad_()
@@ -116,20 +116,20 @@ def test_agrees_with_the_oracle(call: tuple[Tensor, int, dict[str, Any]]) -> Non
         g = (grad_y.double() * scale).abs()
         terms = (g + (g * s.gather(1, chosen) / total).sum(-1, keepdim=True)) / total
         magnitude = torch.zeros_like(s).scatter_(1, chosen, terms)
-        # scores enter five times; 1 - s loses what s has lost
+        # scores enter five times; 1 - s has the absolute error of s
         budget = s * magnitude * (5 * relative + (2 * k + 10) * compute)
         assert_within("dx", grad, expected_grad, budget + rounding_budget(expected_grad, x.dtype))
 
 
 def router(**settings: Any) -> TokenChoiceTopKRouter:
-    """TorchTitan's router with an identity for a gate, so that its input is the logits."""
+    """Return TorchTitan's router with an identity as gate, so that its input is the logits."""
     made = TokenChoiceTopKRouter(**{"dim": 16, "num_experts": 16, "gate_bias": False, "route_scale": 2.5} | settings)
     made.gate.weight.data = torch.eye(16)
     return made
 
 
 def in_order(weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted by expert: TorchTitan does not sort its choice."""
+    """Sort by expert, since TorchTitan does not sort its selection."""
     experts, order = experts.long().sort(dim=1)
     return weights.gather(1, order), experts
 
@@ -147,7 +147,7 @@ NO_GROUPS: Any = {"num_expert_groups": None, "num_limited_groups": None}, {}
         ("softmax", True, {"norm_type": SOFTMAX, "renorm": 1}),
     ],
 )
-def test_is_torchtitan_s_router(groups: Any, score_func: Any, route_norm: bool, call: dict[str, Any]) -> None:
+def test_agrees_with_torchtitan_s_router(groups: Any, score_func: Any, route_norm: bool, call: dict[str, Any]) -> None:
     torch.manual_seed(0)
     x, bias, grad = torch.randn(64, 16, requires_grad=True), torch.randn(16) * 0.3, torch.randn(64, 4)
     theirs = router(top_k=4, score_func=score_func, route_norm=route_norm, **groups[0])
@@ -160,13 +160,13 @@ def test_is_torchtitan_s_router(groups: Any, score_func: Any, route_norm: bool, 
     if score_func == "sigmoid":
         (ours,) = torch.autograd.grad(y, x, grad)
         (reference,) = torch.autograd.grad(expected, x, grad)
-        # two float32 ways to the same gradient, each within 30 roundings of its terms: s (1 - s) is at most 1/4
+        # two float32 computations of one gradient, each within 30 roundings of its terms; s (1 - s) <= 1/4
         smallest = float(x.detach().sigmoid().gather(1, experts).sum(1).min())
         terms = 0.25 * 2.5 * 2 * float(grad.abs().max()) / smallest
         torch.testing.assert_close(ours, reference, rtol=0, atol=2 * 30 * 2.0**-24 * terms)
 
 
-def test_is_deepseek_v3_s_router() -> None:
+def test_agrees_with_deepseek_v3_s_router() -> None:
     torch.manual_seed(0)
     config = DeepseekV3Config(
         hidden_size=16,
@@ -198,27 +198,27 @@ def test_is_deepseek_v3_s_router() -> None:
     torch.testing.assert_close(y, expected, rtol=2 * (16 + 8) * 2.0**-24, atol=0)
 
 
-def test_equal_scores_go_by_the_expert_s_number() -> None:
+def test_equal_scores_prefer_the_lower_expert() -> None:
     for group_count, expected in ((1, [0, 1, 2]), (2, [0, 1, 2])):
         assert gating(torch.zeros(1, 8), 3, group_count=group_count)[1].tolist() == [expected]
     assert gating(torch.zeros(1, 8), 8)[1].tolist() == [list(range(8))]
 
 
-def test_a_group_by_its_best_or_by_its_two_best() -> None:
+def test_group_score_is_its_best_or_its_two_best() -> None:
     x = torch.tensor([[3.0, -9.0, 2.0, 1.9]])
     for mode, experts in ((0, [0, 1]), (1, [2, 3])):
         _, chosen, _ = gating(x, 2, group_count=2, k_group=1, group_select_mode=mode, norm_type=SIGMOID)
         assert chosen.tolist() == [experts]
 
 
-def test_a_negative_bias_does_not_let_another_group_in() -> None:
-    """The groups left out are minus infinity, not 0: a chosen expert may be worse than 0."""
+def test_a_negative_bias_does_not_select_an_excluded_group() -> None:
+    """Excluded groups are minus infinity, not 0: a selected expert may score below 0."""
     bias = torch.tensor([-2.0, -2.0, -3.0, -3.0])
     _, chosen, _ = gating(torch.zeros(1, 4), 2, bias=bias, group_count=2, k_group=1, norm_type=SIGMOID)
     assert chosen.tolist() == [[0, 1]]
 
 
-def test_a_table_chooses() -> None:
+def test_a_table_selects_the_experts() -> None:
     table = torch.tensor([[0, 1], [3, 2], [5, 4]], dtype=torch.int32)
     x = torch.randn(2, 6)
     y, chosen, _ = gating(x, 2, input_ids=torch.tensor([2, 1]), tid2eid=table, norm_type=SIGMOID)
@@ -268,10 +268,10 @@ def test_what_torch_npu_cannot_differentiate_is_an_error() -> None:
         gating(x, 2, out_flag=True)[0].sum().backward()
     y, chosen, norm = gating(x, 2, norm_type=SIGMOID)
     assert y.requires_grad and not chosen.requires_grad and not norm.requires_grad
-    assert not norm.any()  # not asked for
+    assert not norm.any()  # no out_flag
 
 
-def test_compiles_whole() -> None:
+def test_compiles_fullgraph() -> None:
     x = torch.randn(4, 8, requires_grad=True)
 
     def weights(x: Tensor) -> Tensor:
@@ -339,17 +339,17 @@ def test_backward_names_the_bad_argument(change: dict[str, Any], message: str) -
         gating_backward(**arguments | {"norm_type": SIGMOID} | change)
 
 
-def test_limits_are_no_contract() -> None:
-    def refusals(x: Tensor, group_count: int = 1, renorm: int = 0) -> list[str]:
-        return OPS["npu_moe_gating_top_k"].refusals(x=x, group_count=group_count, renorm=renorm)
+def test_limits_bind_only_the_npu() -> None:
+    def limit_errors(x: Tensor, group_count: int = 1, renorm: int = 0) -> list[str]:
+        return OPS["npu_moe_gating_top_k"].limit_errors(x=x, group_count=group_count, renorm=renorm)
 
-    assert refusals(torch.ones(1, 256).bfloat16(), group_count=8) == []
-    assert refusals(torch.ones(1, 4).double(), group_count=2, renorm=1) == [
+    assert limit_errors(torch.ones(1, 256).bfloat16(), group_count=8) == []
+    assert limit_errors(torch.ones(1, 4).double(), group_count=2, renorm=1) == [
         "npu_moe_gating_top_k: x.dtype is float64, and an NPU takes float16, bfloat16, float32",
         "npu_moe_gating_top_k: the number of experts in a group is 2, and an NPU takes 3 to 2048",
         "npu_moe_gating_top_k: renorm is 1, and an NPU takes 0",
     ]
-    assert refusals(torch.ones(1, 33 * 63), group_count=63) == [
+    assert limit_errors(torch.ones(1, 33 * 63), group_count=63) == [
         "npu_moe_gating_top_k: the number of experts is 2079, and an NPU takes 2 to 2048",
         "npu_moe_gating_top_k: the number of experts, each group rounded up to 32 is 4032, and an NPU takes 2 to 2048",
     ]
@@ -367,7 +367,7 @@ def distributed(placement: Placement, x: Tensor, bias: Tensor, ids: Tensor, tabl
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_sharded_equals_whole(placement: Placement) -> None:
+def test_sharded_equals_unsharded(placement: Placement) -> None:
     torch.manual_seed(0)
     x, bias, ids, table = torch.randn(4, 8), torch.randn(8), torch.tensor([2, 0, 1, 1]), torch.randint(0, 8, (3, 2))
     whole = x.clone().requires_grad_()

@@ -27,13 +27,13 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def places_of(indices: list[int]) -> list[int]:
-    """The definition of ``sorted_indices``, in plain Python: where each slot goes when all are sorted by expert."""
+    """Return ``sorted_indices`` by its definition: the position of each slot after a stable sort by expert."""
     order = sorted(range(len(indices)), key=lambda slot: indices[slot])  # Python's sort is stable
     return [order.index(slot) for slot in range(len(indices))]
 
 
 def placing_matrix(places: Tensor, rows: int) -> Tensor:
-    """(slots, rows) of 0 and 1 in float64: which row each slot has, none beyond the last."""
+    """Return the permutation matrix (slots, rows) in float64; dropped slots have no row."""
     return (places.unsqueeze(1) == torch.arange(rows)).double()
 
 
@@ -45,10 +45,10 @@ def any_strides(tensor: Tensor, kind: str) -> Tensor:
 
 @st.composite
 def routes(draw: st.DrawFn) -> tuple[int, int, int, list[int], int | None, torch.dtype, str, int]:
-    """Tokens, top-k, hidden size, the expert of each slot, num_out_tokens, dtype, strides, seed."""
+    """Draw tokens, top-k, hidden size, the expert of each slot, num_out_tokens, dtype, strides and seed."""
     tokens, top_k = draw(st.integers(0, 5)), draw(st.integers(1, 4))
     slots = tokens * top_k
-    experts = draw(st.sampled_from([1, 3, 8]))  # 1: all tokens to one; 8: experts with none
+    experts = draw(st.sampled_from([1, 3, 8]))  # 1: all tokens to one expert; 8: experts without tokens
     indices = draw(st.lists(st.integers(0, experts - 1), min_size=slots, max_size=slots))
     num_out_tokens = draw(st.one_of(st.none(), st.integers(-slots, slots + 2)))
     kind = draw(st.sampled_from(["contiguous", "transposed", "strided"]))
@@ -67,7 +67,7 @@ def routes(draw: st.DrawFn) -> tuple[int, int, int, list[int], int | None, torch
 @settings(max_examples=100, deadline=None)
 @given(routes())
 @example((1, 1, 1, [0], None, torch.float32, "contiguous", 0))
-def test_permute_is_its_definition(route: tuple[Any, ...]) -> None:
+def test_permute_agrees_with_its_definition(route: tuple[Any, ...]) -> None:
     count, top_k, hidden, indices, num_out_tokens, dtype, kind, seed = route
     generator = torch.Generator().manual_seed(seed)
     tokens = any_strides(torch.randn(count, hidden, generator=generator).to(dtype), kind)
@@ -105,7 +105,7 @@ def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...
     probs = random(count, top_k) if with_probs else None
     compute = unit_roundoff(torch.float64 if dtype == torch.float64 else torch.float32)
 
-    # the written formula, differentiated by PyTorch, in float64
+    # the formula in float64, differentiated by PyTorch
     matrix = placing_matrix(places, rows)
     weights = torch.ones(count, top_k) if probs is None else probs
     p, w, t = (x.detach().double().requires_grad_() for x in (permuted, weights, grad))
@@ -136,7 +136,7 @@ def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...
 
 
 def call(dtype: torch.dtype = torch.float32, num_out_tokens: int | None = None) -> dict[str, Any]:
-    """A call of each op on the same four tokens, two experts each, one expert without any."""
+    """Return a call of each operator on four tokens with two experts each; one expert has no tokens."""
     torch.manual_seed(0)
     tokens, indices = torch.randn(4, 6, dtype=dtype), torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0]])
     permuted, places = permute(tokens, indices, num_out_tokens)
@@ -144,11 +144,9 @@ def call(dtype: torch.dtype = torch.float32, num_out_tokens: int | None = None) 
     rows = len(permuted)
     return {
         "npu_moe_token_permute": (tokens, indices, num_out_tokens),
-        "npu_moe_token_permute_grad": (tokens, permuted, indices, places),
         "npu_moe_token_permute_grad_v2": (permuted, places, 4, dtype, 2),
         "npu_moe_token_unpermute": (permuted, places, probs),
         "_npu_moe_token_unpermute": (permuted, places, probs),
-        "npu_moe_token_unpermute_grad": (permuted, grad, places, probs),
         "npu_moe_token_unpermute_grad_v2": (grad, places, rows, dtype, probs, False, None, permuted),
     }
 
@@ -162,7 +160,7 @@ def test_the_documented_example() -> None:
 
 
 def test_permute_then_unpermute_is_the_weighted_sum() -> None:
-    """With weights that add up to 1 exactly, and half precision in between: the tokens themselves."""
+    """Weights that sum to exactly 1 restore the tokens."""
     tokens = torch.randn(16, 8, dtype=torch.bfloat16)
     permuted, places = permute(tokens, torch.randint(0, 5, (16, 4)))
     assert torch.equal(unpermute(permuted, places, torch.full((16, 4), 0.25)), tokens)
@@ -171,24 +169,13 @@ def test_permute_then_unpermute_is_the_weighted_sum() -> None:
     assert_within("sum", unpermute(permuted.double(), places, probs), expected, expected.abs() * 6 * 2.0**-53)
 
 
-def test_float32_probs_weigh_bfloat16_tokens_in_float32() -> None:
+def test_float32_probs_weight_bfloat16_tokens_in_float32() -> None:
     permuted, places = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
     probs = torch.tensor([[1 + 2.0**-10, 1.0]], requires_grad=True)  # in bfloat16 the two would be equal
     out = unpermute(permuted, places, probs)
     assert out.item() == 2.0**-10 and out.dtype == torch.bfloat16
     out.sum().backward()
     assert probs.grad.tolist() == [[1.0, -1.0]] and probs.grad.dtype == torch.float32
-
-
-def test_plain_gradient_ops_are_those_that_autograd_calls() -> None:
-    for num_out_tokens in (None, 5):
-        calls = call(torch.bfloat16, num_out_tokens)
-        ops = {name: getattr(torch.ops.npu, name)(*arguments) for name, arguments in calls.items()}
-        assert torch.equal(ops["npu_moe_token_permute_grad"], ops["npu_moe_token_permute_grad_v2"])
-        for a, b in zip(ops["npu_moe_token_unpermute_grad"], ops["npu_moe_token_unpermute_grad_v2"], strict=True):
-            assert torch.equal(a, b)
-    permuted, _, places, _ = calls["npu_moe_token_unpermute_grad"]
-    assert torch.ops.npu.npu_moe_token_unpermute_grad(permuted, permuted.new_ones(8, 6), places)[1] is None
 
 
 @pytest.mark.parametrize("num_out_tokens", [None, 5])
@@ -198,7 +185,7 @@ def test_gradients_in_float64(num_out_tokens: int | None) -> None:
     inputs = [x.detach().requires_grad_() for x in (tokens, permuted, probs)]
     assert torch.autograd.gradcheck(lambda t: permute(t, indices, num_out_tokens)[0], inputs[:1])
     assert torch.autograd.gradcheck(lambda p, w: unpermute(p, places, w), inputs[1:])
-    # the second output is the first argument, and so is its gradient
+    # the second output is the first argument, so its gradient passes through
     assert torch.autograd.gradcheck(lambda p, w: torch.ops.npu._npu_moe_token_unpermute(p, places, w), inputs[1:])
 
 
@@ -217,9 +204,8 @@ def test_opcheck(name: str) -> None:
 def test_opcheck_without_probs() -> None:
     permuted, places, _ = call()["npu_moe_token_unpermute"]
     torch.library.opcheck(unpermute.default, (permuted.requires_grad_(), places))
-    torch.library.opcheck(
-        torch.ops.npu.npu_moe_token_unpermute_grad.default, (permuted.detach(), torch.ones(8, 6), places)
-    )
+    arguments = (torch.ones(8, 6), places, 8, torch.float32)
+    torch.library.opcheck(torch.ops.npu.npu_moe_token_unpermute_grad_v2.default, arguments)
 
 
 @pytest.mark.parametrize("name", call())
@@ -233,7 +219,7 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(name: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls of our ops."""
+    """Count the calls of npu:: operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +231,7 @@ class Calls(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_what_runs_is_what_torch_npu_runs() -> None:
+def test_autograd_calls_the_operators_that_torch_npu_calls() -> None:
     tokens, indices, _ = call()["npu_moe_token_permute"]
     probs = torch.rand(4, 2, requires_grad=True)
     with Calls() as calls:
@@ -262,7 +248,7 @@ def test_what_runs_is_what_torch_npu_runs() -> None:
         assert torch.equal(unpermute(permuted, places, probs), unpermute(permuted.detach(), places, probs.detach()))
 
 
-def test_compiles_whole() -> None:
+def test_compiles_fullgraph() -> None:
     tokens, indices, _ = call()["npu_moe_token_permute"]
     tokens, probs = tokens.requires_grad_(), torch.rand(4, 2, requires_grad=True)
 
@@ -302,22 +288,10 @@ BAD = {
         ({"padded_mode": True}, "padded_mode must be False"),
         ({"restore_shape": [4, 6]}, r"restore_shape belongs to padded_mode.* must be None, not \[4, 6\]"),
     ],
-    "npu_moe_token_permute_grad": [
-        (
-            {"grad_permuted_tokens": torch.ones(8, 5)},
-            "grad_permuted_tokens must have the hidden size of tokens, 6, not 5",
-        ),
-    ],
     "npu_moe_token_permute_grad_v2": [
         ({"num_topK": 3}, r"sorted_indices must have the shape \(12,\), not \(8,\)"),
         ({"tokens_dtype": torch.int32}, "tokens_dtype must be float16, bfloat16 or float32, not torch.int32"),
         ({"grad_permuted_tokens": torch.ones(9, 6)}, "grad_permuted_tokens must have at most a row for each of the 8"),
-    ],
-    "npu_moe_token_unpermute_grad": [
-        (
-            {"grad_unpermuted_tokens": torch.ones(3, 6)},
-            r"grad_unpermuted_tokens must have the shape \(4, 6\), not \(3, 6\)",
-        ),
     ],
     "npu_moe_token_unpermute_grad_v2": [
         ({"permuted_tokens": None}, "permuted_tokens must be given with probs"),
@@ -336,28 +310,28 @@ def test_names_the_bad_argument(name: str, change: dict[str, Any], message: str)
     with pytest.raises(UsageError, match=f"^{name}: {message}"):
         getattr(torch.ops.npu, name)(**arguments)
     arguments = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    with pytest.raises(UsageError, match=message):  # before anything is computed
+    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
         getattr(torch.ops.npu, name)(**arguments)
 
 
-def test_limits_are_no_contract() -> None:
+def test_limits_bind_only_the_npu() -> None:
     tokens, indices = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 513, dtype=torch.int64)
     permute(tokens, indices)
-    assert OPS["npu_moe_token_permute"].refusals(tokens=tokens, indices=indices) == [
+    assert OPS["npu_moe_token_permute"].limit_errors(tokens=tokens, indices=indices) == [
         "npu_moe_token_permute: tokens.dtype is float64, and an NPU takes float16, bfloat16, float32",
         "npu_moe_token_permute: the top-k of indices is 513, and an NPU takes 0 to 512",
     ]
     many = torch.zeros(16777215, dtype=torch.int32, device="meta")
-    assert OPS["npu_moe_token_permute"].refusals(tokens=tokens.float(), indices=many) == [
+    assert OPS["npu_moe_token_permute"].limit_errors(tokens=tokens.float(), indices=many) == [
         "npu_moe_token_permute: the number of indices is 16777215, and an NPU takes 0 to 16777214"
     ]
-    assert OPS["npu_moe_token_unpermute"].refusals(permuted_tokens=tokens.float(), probs=torch.ones(1, 513)) == [
+    assert OPS["npu_moe_token_unpermute"].limit_errors(permuted_tokens=tokens.float(), probs=torch.ones(1, 513)) == [
         "npu_moe_token_unpermute: the top-k of probs is 513, and an NPU takes 0 to 512"
     ]
 
 
 def distributed(placement: Placement, num_out_tokens: int | None) -> tuple[Any, ...]:
-    """On a rank: what comes out of permute and unpermute, with their gradients, in full; and the placements."""
+    """Return the full outputs and gradients of permute and unpermute, and their placements, from one rank."""
     mesh = init_device_mesh("cpu", (2,))
     tokens, indices, _ = call()["npu_moe_token_permute"]
     probs = call()["npu_moe_token_unpermute"][2]
@@ -373,19 +347,19 @@ def distributed(placement: Placement, num_out_tokens: int | None) -> tuple[Any, 
 
 @pytest.mark.parametrize("placement", [Shard(1), Shard(0), Replicate()], ids=str)
 @pytest.mark.parametrize("num_out_tokens", [None, 5])
-def test_sharded_equals_whole(placement: Placement, num_out_tokens: int | None) -> None:
+def test_sharded_equals_unsharded(placement: Placement, num_out_tokens: int | None) -> None:
     tokens, indices, _ = call()["npu_moe_token_permute"]
     probs = call()["npu_moe_token_unpermute"][2].requires_grad_()
     permuted, places = permute(tokens.requires_grad_(), indices, num_out_tokens)
     out = unpermute(permuted.sin(), places, probs)
     (out * out).sum().backward()
     expected = [x.detach() for x in (permuted, places, out, tokens.grad, probs.grad, tokens)]
-    # each rank sums its part of the hidden dimension: another order of the same terms
+    # each rank sums its part of the hidden dimension, so the order of the terms differs
     budget = torch.full_like(
         probs, 2 * (6 + 2) * unit_roundoff(torch.float32) * 6 * float(2 * out.detach().abs().max())
     )
     for full, placements in run_on_ranks(2, distributed, placement, num_out_tokens):
         assert_within("d probs", full.pop(4), expected[4].double(), budget.double())
         assert all(torch.equal(actual, whole) for actual, whole in zip(full, expected[:4] + expected[5:], strict=True))
-        if placement == Shard(1):  # the hidden dimension stays where it is
+        if placement == Shard(1):  # the hidden dimension stays sharded
             assert placements == [Shard(1), Replicate(), Shard(1), Shard(1), Partial(), Shard(1)]

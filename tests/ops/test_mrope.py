@@ -1,4 +1,4 @@
-"""``npu_mrope`` and the differentiable ``mrope`` on top of it."""
+"""``npu_mrope`` and the differentiable function ``mrope``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ npu_mrope = torch.ops.npu.npu_mrope
 
 
 class Oracle:
-    """What each channel of each token is rotated by, and the rotation in float64."""
+    """The angle of each channel of each token, and the rotation in float64."""
 
     def __init__(self, positions: Tensor, cache: Tensor, section: list[int] | None, rotary_mode: str, cache_mode: str):
         pairs = cache.shape[1] // 2
@@ -37,7 +37,7 @@ class Oracle:
         channels = torch.arange(pairs)
         of_pairs = cache[rows, channels], cache[rows, channels + pairs]  # (T, pairs)
         self.mode = rotary_mode
-        # the angle of channel c is that of its pair
+        # both channels of a pair have its angle
         order = [c // 2 if rotary_mode == "interleave" else c % pairs for c in range(2 * pairs)]
         self.cos, self.sin = (t[:, None, order] for t in of_pairs)
 
@@ -50,19 +50,19 @@ class Oracle:
         return next(axis for axis in range(len(section)) if pair < sum(section[: axis + 1]))
 
     def __call__(self, x: Tensor, head_size: int, *, back: bool = False) -> tuple[Tensor, Tensor]:
-        """``x`` (T, heads * head_size) rotated (or gradients of that rotated back), and the budget."""
+        """Rotate ``x`` (T, heads * head_size), or rotate its gradient back. Return the result and its budget."""
         heads = x.reshape(x.shape[0], x.shape[1] // head_size, head_size)
         turned, passed = heads.tensor_split([self.cos.shape[-1]], dim=-1)
         compute = torch.float64 if x.dtype == torch.float64 else torch.float32
         result, budget = (unrotated if back else rotated)(turned, self.cos, self.sin, self.mode, compute)
         whole = torch.cat((result, passed.double()), dim=-1).flatten(1)
         allowed = torch.cat((budget + rounding_budget(result, x.dtype), torch.zeros_like(passed).double()), dim=-1)
-        return whole, allowed.flatten(1)  # what is passed is passed unchanged
+        return whole, allowed.flatten(1)  # channels that are not rotated are exact
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the op: no tokens or some, partial rotation or whole, all modes, any strides."""
+    """Draw arguments: no, one or several tokens, partial or full rotation, all modes, any strides."""
     tokens, length = draw(st.integers(0, 6)), draw(st.integers(1, 20))
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
     rotary_mode = draw(st.sampled_from(["half", "interleave"]))
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
         pairs = draw(st.integers(1, 7))
     elif axes == 3 and draw(st.booleans()):
         cache_mode = "interleave"
-        spatial = draw(st.integers(0, 3))  # as many channels for height as for width
+        spatial = draw(st.integers(0, 3))  # height and width have the same number of channels
         section = [draw(st.integers(0 if spatial else 1, 4)), spatial, spatial]
         pairs = sum(section)
     else:
@@ -127,7 +127,7 @@ SECTION = [8, 4, 4]
 
 
 def example(dtype: torch.dtype = torch.float32, axes: int | None = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(positions, query, key, cache)``: 5 tokens whose axes have positions of their own, 3 and 1 heads."""
+    """Return ``(positions, query, key, cache)`` of 5 tokens with different positions on each axis, 3 and 1 heads."""
     torch.manual_seed(0)
     positions = torch.randint(40, (5,) if axes is None else (axes, 5))
     cache = torch.cat(cos_sin(torch.arange(40), HEAD // 2, dtype), dim=-1)
@@ -143,9 +143,9 @@ def example(dtype: torch.dtype = torch.float32, axes: int | None = 3) -> tuple[T
 )
 @pytest.mark.parametrize("section", [[8, 4, 4], [6, 5, 5], [4, 6, 6]], ids=str)
 def test_agrees_with_qwen(embedding: Any, config: Any, cache_mode: str, section: list[int]) -> None:
-    """Qwen2.5-VL has the axes in blocks, Qwen3-VL interleaved: each needs its own cache_mode, not the other.
+    """Qwen2.5-VL has the axes in blocks and Qwen3-VL interleaves them, so each needs its own cache_mode.
 
-    Two batch rows with positions of their own. Same angles and same steps of float32; hence the same bits.
+    Two batch rows have different positions. The float32 operations are the same, so the results are bit-identical.
     """
     settings = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
     module = embedding(
@@ -172,8 +172,8 @@ def test_agrees_with_qwen(embedding: Any, config: Any, cache_mode: str, section:
     assert not torch.equal(npu_mrope(*arguments, mrope_section=section, cache_mode=wrong)[0], results[0])
 
 
-def test_text_has_one_position_on_all_axes() -> None:
-    """Then neither section nor cache_mode matters: MRoPE is RoPE."""
+def test_equal_positions_on_all_axes_are_plain_rope() -> None:
+    """With equal positions on all axes, section and cache_mode have no effect: MRoPE is RoPE."""
     positions, query, key, cache = example(axes=None)
     plain = npu_mrope(positions, query, key, cache, HEAD)
     zeros = npu_mrope(positions, query, key, cache, HEAD, mrope_section=[0, 0, 0], rotary_mode=None, cache_mode=None)
@@ -186,7 +186,7 @@ def test_text_has_one_position_on_all_axes() -> None:
             assert torch.equal(a, b)
 
 
-def test_is_rotary_mul_with_the_angles_looked_up() -> None:
+def test_agrees_with_rotary_mul() -> None:
     positions, query, key, cache = example(axes=None)
     cos, sin = (t.repeat(1, 2)[None, :, None] for t in cache[positions].chunk(2, dim=-1))
     for x, y in zip((query, key), npu_mrope(positions, query, key, cache, HEAD), strict=True):
@@ -228,7 +228,7 @@ def test_rotation_keeps_norms(rotary_mode: str, cache_mode: str) -> None:
     ],
 )
 def test_gradients_in_float64(axes: int | None, modes: dict[str, Any]) -> None:
-    """Of one rotation, and of its gradient; with channels that are passed, and a cache that is no rotation."""
+    """Check first and second derivatives, with unrotated channels and a cache that is not a rotation."""
     positions = torch.randint(9, (2,) if axes is None else (axes, 2))
     query, key = (torch.randn(2, heads * 9, dtype=torch.float64, requires_grad=True) for heads in (2, 1))
     cache = torch.randn(9, 8, dtype=torch.float64)
@@ -241,10 +241,10 @@ def test_gradients_in_float64(axes: int | None, modes: dict[str, Any]) -> None:
 
 
 def test_only_the_function_has_gradients() -> None:
-    """As in torch_npu: the op alone leaves the query without one."""
+    """As in torch_npu, the operator alone has no gradient."""
     positions, query, key, cache = example()
     query.requires_grad_()
-    with pytest.warns(UserWarning, match="npu_mrope"):  # torch's notice of an op without autograd
+    with pytest.warns(UserWarning, match="npu_mrope"):  # torch warns about an operator without autograd
         npu_mrope(positions, query, key, cache, HEAD, mrope_section=SECTION)[0].sum().backward()
     assert query.grad is None
     rotated_query, rotated_key = mrope(positions, query, key, cache, HEAD, mrope_section=SECTION)
@@ -254,7 +254,7 @@ def test_only_the_function_has_gradients() -> None:
         mrope(positions, query, key, cache.clone().requires_grad_(), HEAD, mrope_section=SECTION)
 
 
-def test_the_gradient_is_the_op_again_and_keeps_neither_query_nor_key() -> None:
+def test_the_gradient_calls_the_operator_and_saves_neither_query_nor_key() -> None:
     positions, query, key, cache = example()
     query.requires_grad_()
     kept: list[Tensor] = []
@@ -266,7 +266,7 @@ def test_the_gradient_is_the_op_again_and_keeps_neither_query_nor_key() -> None:
     assert [event.name for event in profile.events()].count("npu::npu_mrope") == 1
 
 
-def test_compiles_whole() -> None:
+def test_compiles_fullgraph() -> None:
     positions, query, key, cache = example()
     query.requires_grad_()
 
@@ -344,19 +344,19 @@ def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"npu_mrope: {message}"):
         npu_mrope(**good | change)
     on_meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in (good | change).items()}
-    with pytest.raises(UsageError, match=message):  # before anything is computed
+    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
         npu_mrope(**on_meta)
 
 
 def test_limits() -> None:
-    def refusals(dtype: torch.dtype, head_size: int, rotary_dim: int, section: list[int] | None) -> list[str]:
+    def limit_errors(dtype: torch.dtype, head_size: int, rotary_dim: int, section: list[int] | None) -> list[str]:
         query, cache = (torch.empty(1, size, dtype=dtype, device="meta") for size in (head_size, rotary_dim))
-        return OPS["npu_mrope"].refusals(
+        return OPS["npu_mrope"].limit_errors(
             positions=POSITIONS, query=query, key=query, cos_sin_cache=cache, head_size=head_size, mrope_section=section
         )
 
-    assert refusals(torch.bfloat16, 128, 128, [24, 20, 20]) == refusals(torch.float32, 80, 16, None) == []
-    assert refusals(torch.bfloat16, 80, 48, [8, 8, 8]) == [
+    assert limit_errors(torch.bfloat16, 128, 128, [24, 20, 20]) == limit_errors(torch.float32, 80, 16, None) == []
+    assert limit_errors(torch.bfloat16, 80, 48, [8, 8, 8]) == [
         "npu_mrope: the remainder of head_size by 32 (by 16 in float32) is 16, and an NPU takes 0",
         "npu_mrope: the remainder of rotary_dim by 32 (by 16 in float32) is 16, and an NPU takes 0",
         "npu_mrope: mrope_section is [8, 8, 8], and an NPU takes "
@@ -368,8 +368,10 @@ Result = tuple[Tensor, Tensor, Tensor, tuple[Placement, ...], int]
 
 
 def distributed(cases: list[tuple[int, int]]) -> list[Result]:
-    """On a rank, for each sharded dimension of query and key and number of query heads: the rotated query and key, the
-    gradient of the query, where the query was, and how many collectives that took."""
+    """Return, from one rank, the rotated query and key, the query's gradient and placement, and the collectives.
+
+    One result for each sharded dimension of query and key and each number of query heads.
+    """
     mesh = init_device_mesh("cpu", (2,))
     results = []
     for dim, heads in cases:
@@ -391,8 +393,8 @@ def distributed(cases: list[tuple[int, int]]) -> list[Result]:
     return results
 
 
-def test_sharded_equals_whole() -> None:
-    """By tokens, by heads; heads that do not divide over the ranks are gathered, never cut."""
+def test_sharded_equals_unsharded() -> None:
+    """Tokens and heads may be sharded. Heads that do not divide among the ranks are gathered."""
     cases = [(0, 4), (0, 3), (1, 4), (1, 3)]
     for results in run_on_ranks(2, distributed, cases):
         for (dim, heads), (query, key, grad, placements, collectives) in zip(cases, results, strict=True):

@@ -1,4 +1,4 @@
-"""``npu_add_rms_norm``: the sum of two tensors and its RMS normalisation; not for training, as in torch_npu."""
+"""``npu_add_rms_norm``: the sum of two tensors and its RMS normalisation, without a gradient, as in torch_npu."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ npu_add_rms_norm = torch.ops.npu.npu_add_rms_norm
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, float, Tensor]) -> None:
-    """The sum is rounded once, and what is normalised is the rounded sum."""
+    """The sum is rounded once, and the rounded sum is normalised."""
     x1, gamma, epsilon, x2 = case
     y, rstd, x = npu_add_rms_norm(x1, x2, gamma, epsilon)
     assert (x.dtype, y.dtype) == (x1.dtype, x1.dtype)
@@ -45,7 +45,7 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(
     case: tuple[Tensor, Tensor, float, Tensor], swap: bool
 ) -> None:
     x1, gamma, epsilon, x2 = case
-    if swap:  # the results are laid out as x1 is
+    if swap:  # the results have the strides of x1
         x1, x2 = x2, x1
     real = npu_add_rms_norm(x1, x2, gamma, epsilon)
     with FakeTensorMode() as mode:
@@ -70,7 +70,7 @@ def test_opcheck() -> None:
 @pytest.mark.parametrize("output", range(3))
 @pytest.mark.parametrize("needs_gradient", range(3))
 def test_raises_in_backward(output: int, needs_gradient: int) -> None:
-    """As torch_npu: every output asks for a gradient if any input does, and there is none."""
+    """As in torch_npu, every output requires a gradient if an input does, and the backward raises."""
     tensors = example()
     tensors[needs_gradient].requires_grad_()
     result = npu_add_rms_norm(*tensors)[output]
@@ -96,13 +96,13 @@ def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
     npu_add_rms_norm(**good)
     with pytest.raises(UsageError, match=f"npu_add_rms_norm: {message}"):
         npu_add_rms_norm(**good | change)
-    with pytest.raises(UsageError, match=message):  # before anything is computed
+    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
         npu_add_rms_norm(**{name: tensor.to("meta") for name, tensor in (good | change).items()})
 
 
-def test_limits_are_no_contract() -> None:
+def test_limits_bind_only_the_npu() -> None:
     x1, x2, gamma = (tensor.double() for tensor in example())
-    assert OPS["npu_add_rms_norm"].refusals(x1=x1, x2=x2, gamma=gamma, epsilon=1e-6) == [
+    assert OPS["npu_add_rms_norm"].limit_errors(x1=x1, x2=x2, gamma=gamma, epsilon=1e-6) == [
         "npu_add_rms_norm: x1.dtype is float64, and an NPU takes float16, bfloat16, float32"
     ]
 
@@ -116,14 +116,14 @@ def distributed() -> list[list[Tensor]]:
         tensors = [distribute_tensor(tensor, mesh, [Shard(dim)]) for tensor in (x1, x2)]
         with CommDebugMode() as comm:
             outputs = npu_add_rms_norm(*tensors, gamma)
-        sharded = dim < 2  # what is normalised has to be gathered
+        sharded = dim < 2  # the normalised dimension is gathered
         assert (comm.get_total_counts() == 0) == sharded
         assert all(output.placements == ((Shard(dim),) if sharded else (Replicate(),)) for output in outputs)
         results.append([output.full_tensor() for output in outputs])
     return results
 
 
-def test_sharded_equals_whole() -> None:
+def test_sharded_equals_unsharded() -> None:
     expected = npu_add_rms_norm(*example())
     for results in run_on_ranks(2, distributed):
         for outputs in results:

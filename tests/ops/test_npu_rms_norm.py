@@ -1,4 +1,4 @@
-"""``npu_rms_norm`` and its backward: against a float64 oracle, against ``F.rms_norm``, and in every way of calling."""
+"""``npu_rms_norm`` and its backward: against a float64 oracle and ``F.rms_norm``; shapes, checks, limits, sharding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ npu_rms_norm_backward = torch.ops.npu.npu_rms_norm_backward
 
 
 class Oracle:
-    """The formulas in float64, with the error that float32 arithmetic may make of them.
+    """The formulas in float64, with error budgets for float32 arithmetic.
 
     Every sum of k terms in any order errs by at most k roundings of the sum of magnitudes, every other operation by
     one; the counts below are first order, rounded up.
@@ -38,7 +38,7 @@ class Oracle:
         u = unit_roundoff(compute)
 
         self.rstd = 1 / (x.pow(2).mean(normalised, keepdim=True) + epsilon).sqrt()
-        # n squares and their sum, the division by n, epsilon and its sum; the root halves that; root and reciprocal
+        # n squares and their sum, division by n, epsilon and its sum; the root halves that; root and reciprocal
         self.rstd_budget = self.rstd * (n / 2 + 5) * u
         x_hat = x * self.rstd
         self.y = x_hat * gamma
@@ -47,7 +47,7 @@ class Oracle:
         g = dy * gamma
         magnitude = g.abs() + x_hat.abs() * (g * x_hat).abs().mean(normalised, keepdim=True)
         self.dx = self.rstd * (g - x_hat * (g * x_hat).mean(normalised, keepdim=True))
-        # rstd enters three times, the mean sums n terms, ten other operations
+        # rstd enters three times, the mean has n terms, plus ten other operations
         self.dx_budget = self.rstd * magnitude * (3 * (n / 2 + 5) + n + 10) * u
         per_token = dy * x_hat
         self.dgamma = per_token.sum(tokens) if tokens else per_token
@@ -66,7 +66,7 @@ LAYOUTS = {
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, float, Tensor]:
-    """``(x, gamma, epsilon, dy)``: none, one or several tokens; one or two normalised dimensions; any strides."""
+    """Draw ``(x, gamma, epsilon, dy)``: no, one or several tokens; one or two normalised dimensions; any strides."""
     leading = draw(st.lists(st.integers(0, 4), max_size=3))
     normalised = draw(st.lists(st.integers(1, 9), min_size=1, max_size=2))
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
@@ -96,7 +96,7 @@ def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, float, Tensor]) -> N
 
     y.backward(dy)
     assert_within("dx", x.grad, oracle.dx, oracle.dx_budget + rounding_budget(oracle.dx, x.dtype))
-    # autograd hands gamma its gradient in gamma's dtype
+    # autograd casts the gradient to gamma's dtype
     budget = oracle.dgamma_budget + rounding_budget(oracle.dgamma, gamma.dtype)
     assert_within("dgamma", gamma.grad, oracle.dgamma, budget)
     dgamma = npu_rms_norm_backward(dy, x.detach(), gamma.detach(), rstd)[1]
@@ -116,13 +116,13 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[Tensor, Te
         fake += npu_rms_norm_backward(fake_dy, fake_x, fake_gamma, fake[1])
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype) == (f.shape, f.dtype)
-        # where a stride means nothing, torch's own empty_like answers differently on fake tensors
+        # strides of empty tensors and of dimensions of size 1 are arbitrary
         for size, real_stride, fake_stride in zip(r.shape, r.stride(), f.stride(), strict=True):
             assert size == 1 or not r.numel() or real_stride == fake_stride
 
 
 def example(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 16, 64)) -> tuple[Tensor, Tensor, Tensor]:
-    """``(x, gamma, dy)`` with gradients asked for."""
+    """Return ``(x, gamma, dy)``, of which x and gamma require gradients."""
     torch.manual_seed(0)
     x, dy = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     return x.requires_grad_(), torch.randn(shape[-1], dtype=dtype).requires_grad_(), dy
@@ -130,14 +130,14 @@ def example(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 16,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_agrees_with_torch(dtype: torch.dtype) -> None:
-    """``F.rms_norm`` and its autograd, which round within the same budget; hence twice the budget between the two."""
+    """``F.rms_norm`` rounds within the same budget, so the two differ by at most twice the budget."""
     x, gamma, dy = example(dtype)
     oracle = Oracle(x.detach(), gamma.detach(), 1e-5, dy)
     ours = npu_rms_norm(x, gamma, 1e-5)[0]
     theirs = F.rms_norm(x, (64,), gamma, 1e-5)
     assert_within("y", ours, theirs.double(), 2 * (oracle.y_budget + rounding_budget(oracle.y, dtype)))
     (dx, dgamma), (their_dx, their_dgamma) = (torch.autograd.grad(y, (x, gamma), dy) for y in (ours, theirs))
-    # in half precision torch rounds between the steps of its backward: only float32 has the same budget
+    # in half precision torch's backward rounds intermediate results, so only float32 has this budget
     if dtype == torch.float32:
         assert_within("dx", dx, their_dx.double(), 2 * oracle.dx_budget)
         assert_within("dgamma", dgamma, their_dgamma.double(), 2 * oracle.dgamma_budget)
@@ -168,12 +168,12 @@ def test_gradients_stop_where_torch_npu_has_none() -> None:
     y, rstd = npu_rms_norm(x, gamma)
     assert y.requires_grad and not rstd.requires_grad
     dx, _ = torch.ops.npu.npu_rms_norm_backward(dy, x, gamma, rstd)
-    with pytest.warns(UserWarning, match="npu_rms_norm_backward"):  # torch's notice of an op without autograd
+    with pytest.warns(UserWarning, match="npu_rms_norm_backward"):  # torch warns about an operator without autograd
         dx.sum().backward()
     assert x.grad is None and gamma.grad is None
 
 
-def test_compiles_whole() -> None:
+def test_compiles_fullgraph() -> None:
     x, gamma, dy = example()
 
     def norm(x: Tensor, gamma: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def test_names_the_bad_argument(change: dict[str, Tensor], message: str) -> None
     arguments = {"input": torch.ones(2, 8), "gamma": torch.ones(8)} | change
     with pytest.raises(UsageError, match=f"npu_rms_norm: {message}"):
         npu_rms_norm(**arguments)
-    with pytest.raises(UsageError, match=message):  # before anything is computed
+    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
         npu_rms_norm(**{name: tensor.to("meta") for name, tensor in arguments.items()})
 
 
@@ -231,22 +231,22 @@ def test_backward_names_the_bad_argument(change: dict[str, Tensor], message: str
         npu_rms_norm_backward(**arguments | change)
 
 
-def test_limits_are_no_contract() -> None:
-    """float64 and one dimension: the stand-in takes them, an NPU would not."""
+def test_limits_bind_only_the_npu() -> None:
+    """The reference kernel takes float64 and one dimension; an NPU does not."""
     x = torch.ones(8, dtype=torch.float64)
     npu_rms_norm(x, x)
-    assert OPS["npu_rms_norm"].refusals(input=x, gamma=x, epsilon=1e-6) == [
+    assert OPS["npu_rms_norm"].limit_errors(input=x, gamma=x, epsilon=1e-6) == [
         "npu_rms_norm: input.dtype is float64, and an NPU takes float16, bfloat16, float32",
         "npu_rms_norm: the number of dimensions of input is 1, and an NPU takes 2 to 8",
     ]
-    assert OPS["npu_rms_norm"].refusals(input=torch.ones(2, 8), gamma=torch.ones(8), epsilon=1e-6) == []
+    assert OPS["npu_rms_norm"].limit_errors(input=torch.ones(2, 8), gamma=torch.ones(8), epsilon=1e-6) == []
 
 
 Result = tuple[Tensor, Tensor, Tensor, tuple[Placement, ...], tuple[Placement, ...], int]
 
 
 def distributed(mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]) -> Result:
-    """On a rank: y, dx, dgamma in full, the placements of y and dgamma, and how many collectives the forward used."""
+    """Return full y, dx and dgamma, the placements of y and dgamma, and the forward's collectives, from one rank."""
     mesh = init_device_mesh("cpu", mesh_shape)
     x, gamma, dy = (tensor.detach() for tensor in example(shape=shape))
     local_dy = distribute_tensor(dy, mesh, [Shard(1) if p.is_shard(1) else Replicate() for p in placements])
@@ -271,15 +271,15 @@ def distributed(mesh_shape: tuple[int, ...], placements: list[Placement], shape:
         ((2,), [Shard(0)], (2, 16, 64), 0),
         ((2,), [Shard(1)], (2, 16, 64), 0),
         ((2,), [Shard(1)], (1, 5, 8), 0),  # shards of different sizes
-        ((2,), [Shard(2)], (2, 3, 4, 8), 0),  # heads, as qwen3's q_norm has them
+        ((2,), [Shard(2)], (2, 3, 4, 8), 0),  # heads, as in qwen3's q_norm
         ((2,), [Replicate()], (2, 16, 64), 0),
-        ((2,), [Shard(2)], (2, 16, 64), 1),  # the normalised dimension has to be gathered
+        ((2,), [Shard(2)], (2, 16, 64), 1),  # the normalised dimension is gathered
         ((2,), [Partial()], (2, 16, 64), 1),
         ((2, 1), [Shard(0), Shard(1)], (2, 16, 64), 0),
     ],
     ids=str,
 )
-def test_sharded_equals_whole(
+def test_sharded_equals_unsharded(
     mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...], collectives: int
 ) -> None:
     x, gamma, dy = example(shape=shape)

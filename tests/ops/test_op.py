@@ -1,4 +1,4 @@
-"""The vocabulary as a whole: its schemas are torch_npu's, and the stand-ins come only where torch_npu's ops are not."""
+"""Operators in general: schemas, registration, autograd and DTensor rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS, Op, define
 from torchtitan_npu.ops.core.autograd import Autograd
-from torchtitan_npu.ops.core.sharding import has_sharding_rule
+from torchtitan_npu.torch_internals.dtensor_rules import has_rule
 
 TORCH_NPU_2_13 = """\
 [NPU,Autograd,Meta] npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)
@@ -26,8 +26,6 @@ TORCH_NPU_2_13 = """\
 [NPU,Autograd,Meta] npu::npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) -> Tensor
 [NPU,Meta] npu::npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, str rotary_mode="half") -> (Tensor, Tensor, Tensor)
 [NPU,Meta] npu::npu_mrope(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") -> (Tensor, Tensor)
-[NPU,Autograd,Meta] npu::npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor
-[NPU,Autograd,Meta] npu::npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)
 [NPU,Autograd,Meta] npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor
 [NPU,Meta] npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor
 [NPU,Autograd,Meta] npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) -> (Tensor, Tensor)
@@ -36,18 +34,10 @@ TORCH_NPU_2_13 = """\
 [NPU,Meta] npu::npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, Tensor d_out, Tensor out, Tensor softmax_max, Tensor softmax_sum, float scale_value, int sparse_block_size, Tensor? query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None, Tensor? actual_seq_kvlen=None, str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 [NPU,Meta] npu::npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index, Tensor key_index, Tensor weights, Tensor sparse_indices, Tensor softmax_max, Tensor softmax_sum, float scale_value, *, Tensor? query_rope=None, Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)
 [NPU,Autograd,Meta] npu::npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> (Tensor, Tensor)
-[NPU,Meta] npu::npu_moe_token_permute_grad(Tensor tokens, Tensor grad_permuted_tokens, Tensor indices, Tensor sorted_indices, bool padded_mode=False) -> Tensor
 [NPU,Meta] npu::npu_moe_token_permute_grad_v2(Tensor grad_permuted_tokens, Tensor sorted_indices, SymInt tokens_size_0, ScalarType tokens_dtype, SymInt num_topK, bool padded_mode=False) -> Tensor
 [NPU,Autograd,Meta] npu::npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> Tensor
 [NPU,Autograd,Meta] npu::_npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> (Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)
-[NPU,Meta] npu::npu_moe_token_unpermute_grad(Tensor permuted_tokens, Tensor grad_unpermuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> (Tensor, Tensor)
 [NPU,Meta] npu::npu_moe_token_unpermute_grad_v2(Tensor grad_unpermuted_tokens, Tensor sorted_indices, SymInt permuted_tokens_size_0, ScalarType permuted_tokens_dtype, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None, Tensor? permuted_tokens=None) -> (Tensor, Tensor)
-[NPU,Autograd,Meta] npu::npu_moe_token_permute_with_routing_map(Tensor tokens, Tensor routing_map, *, Tensor? probs=None, int? num_out_tokens=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor)
-[NPU,Meta] npu::npu_moe_token_permute_with_routing_map_grad(Tensor permuted_token_out_grad, Tensor? probs_grad, Tensor sorted_indices, Tensor routing_map, SymInt experts_num, SymInt tokens_num, bool drop_and_pad) -> (Tensor, Tensor)
-[NPU,Autograd,Meta] npu::npu_moe_token_unpermute_with_routing_map(Tensor permuted_tokens, Tensor sorted_indices, int[] restore_shape, *, Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> Tensor
-[NPU,Autograd,Meta] npu::_npu_moe_token_unpermute_with_routing_map(Tensor permuted_tokens, Tensor sorted_indices, int[] restore_shape, *, Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor, Tensor)
-[NPU,Meta] npu::npu_moe_token_unpermute_with_routing_map_grad(Tensor unpermuted_tokens_grad, Tensor out_index, Tensor permuted_token_id, Tensor? routing_map, Tensor? permuted_tokens, Tensor? probs, bool drop_and_pad, int[] restore_shape) -> (Tensor, Tensor)
-[NPU,Meta] npu::npu_moe_re_routing(Tensor tokens, Tensor expert_token_num_per_rank, *, Tensor? per_token_scales=None, int expert_token_num_type=1, int idx_type=0, int? tokens_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)
 [NPU,Autograd,Meta] npu::npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)
 [NPU] npu::npu_moe_gating_top_k_backward(Tensor x_norm, Tensor grad_y, Tensor expertIdx, *, int renorm=0, int norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor
 [NPU,Autograd,Meta] npu::npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)
@@ -57,29 +47,29 @@ TORCH_NPU_2_13 = """\
 [NPU,Meta] npu::npu_all_gather_base_mm(Tensor input, Tensor x2, str hcom, int world_size, *, Tensor? bias=None, Tensor? x1_scale=None, Tensor? x2_scale=None, int gather_index=0, bool gather_output=True, int comm_turn=0, ScalarType? output_dtype=None, str? comm_mode=None) -> (Tensor, Tensor)
 [NPU,Meta] npu::npu_mm_reduce_scatter_base(Tensor input, Tensor x2, str hcom, int world_size, *, str reduce_op="sum", Tensor? bias=None, Tensor? x1_scale=None, Tensor? x2_scale=None, int comm_turn=0, ScalarType? output_dtype=None, str? comm_mode=None) -> Tensor
 """  # noqa: E501
-"""As torch_npu 2.13.0 prints them, with the dispatch keys it registers."""
+"""The schemas as torch_npu 2.13.0 prints them, with the dispatch keys that it registers."""
 
-CONTRACT = {line.partition("] npu::")[2].partition("(")[0]: line for line in TORCH_NPU_2_13.splitlines()}
+TORCH_NPU_LINES = {line.partition("] npu::")[2].partition("(")[0]: line for line in TORCH_NPU_2_13.splitlines()}
 
 
-def test_every_op_is_in_the_contract() -> None:
-    assert set(OPS) == set(CONTRACT)
+def test_every_operator_is_torch_npu_s() -> None:
+    assert set(OPS) == set(TORCH_NPU_LINES)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_schema_and_autograd_are_torch_npu_s(op: Op) -> None:
-    keys, _, schema = CONTRACT[op.name].partition(" ")
+    keys, _, schema = TORCH_NPU_LINES[op.name].partition(" ")
     assert op.schema == schema
-    assert str(op.overload()._schema) == schema  # as PyTorch parsed it
+    assert str(op.overload()._schema) == schema  # as PyTorch parses it
     assert (op.autograd is not None) == ("Autograd" in keys)
-    assert has_sharding_rule(op.overload())
+    assert has_rule(op.overload())
 
 
 def test_defining_again_defines_nothing() -> None:
     assert define("npu") == []
 
 
-def test_another_namespace_takes_the_stand_ins_with_their_own_backward() -> None:
+def test_another_namespace_has_its_own_backward() -> None:
     assert define("npu_elsewhere") == list(OPS)
     x, gamma = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     outputs = [torch.ops.npu.npu_rms_norm(x, gamma), torch.ops.npu_elsewhere.npu_rms_norm(x, gamma)]
@@ -90,14 +80,14 @@ def test_another_namespace_takes_the_stand_ins_with_their_own_backward() -> None
     assert called >= {"npu_elsewhere::npu_rms_norm_backward"} and "npu::npu_rms_norm_backward" not in called
 
 
-def test_an_op_that_is_already_there_is_kept() -> None:
-    """As when torch_npu is loaded: its op stays, what it lacks is added, and so is a DTensor rule."""
+def test_an_existing_operator_is_kept() -> None:
+    """As if torch_npu were loaded: its operator stays, and gets a DTensor rule; the missing ones are defined."""
     library = torch.library.Library("npu_taken", "FRAGMENT")
     library.define(OPS["npu_rms_norm"].schema.removeprefix("npu::"))
     library.impl("npu_rms_norm", lambda input, gamma, epsilon=1e-6: (input + 1, gamma + 1), "CPU")
     assert define("npu_taken") == [name for name in OPS if name != "npu_rms_norm"]
     assert torch.ops.npu_taken.npu_rms_norm(torch.zeros(2, 2), torch.zeros(2))[0].sum() == 4
-    assert has_sharding_rule(torch.ops.npu_taken.npu_rms_norm.default)
+    assert has_rule(torch.ops.npu_taken.npu_rms_norm.default)
 
 
 def test_importing_needs_no_torchtitan_and_changes_only_registries() -> None:
@@ -110,16 +100,16 @@ def test_importing_needs_no_torchtitan_and_changes_only_registries() -> None:
     assert result.stdout.strip() == "[] True True"
 
 
-# An op with what the ops to come have: a keyword-only tensor with a gradient, a layout string, an optional tensor.
+# An operator with a keyword-only tensor that has a gradient, a layout string and an optional tensor.
 
 
-def toy_contract(layout: str, **_: Any) -> Iterator[str]:
+def toy_checks(layout: str, **_: Any) -> Iterator[str]:
     if layout not in ("rows", "columns"):
         yield f"layout must be rows or columns, not {layout!r}"
 
 
 def toy_kernel(x: Tensor, scale: Tensor | None, layout: str, power: int) -> tuple[Tensor, Tensor]:
-    """``(x * scale) ** power``, and its sum over each row (or column)."""
+    """Return ``(x * scale) ** power`` and its sum over each row (or column)."""
     y = (x if scale is None else x * scale) ** power
     return y.clone(), y.sum(1 if layout == "rows" else 0)
 
@@ -149,7 +139,7 @@ TOY = Op(
     schema='npu::npu_toy(Tensor x, *, Tensor? scale=None, str layout="rows", int power=2) -> (Tensor, Tensor)',
     reference=toy_kernel,
     fake=toy_fake,
-    contract=toy_contract,
+    checks=toy_checks,
     sharding=toy_sharding,
     autograd=Autograd(toy_save, toy_backward),
 )
@@ -183,7 +173,7 @@ def toy_on_a_rank(layouts: list[str]) -> list[Tensor]:
 
 
 def test_a_sharding_rule_sees_every_argument_each_time() -> None:
-    """Two calls that differ only in a string: the second must not be answered from the first one's cache entry."""
+    """Two calls that differ only in a string do not share a cache entry."""
     expected = (torch.arange(16.0).view(4, 4) * 2) ** 2  # small integers: exact
     for rows, columns in run_on_ranks(2, toy_on_a_rank, ["rows", "columns"]):
         assert torch.equal(rows, expected.sum(1))
@@ -197,7 +187,7 @@ def toy_with_a_plain_tensor_on_a_rank() -> str:
     return str(error.value)
 
 
-def test_a_plain_tensor_beside_a_dtensor_is_an_error_that_says_so() -> None:
-    """Also where the only DTensor is a keyword."""
+def test_a_plain_tensor_beside_a_dtensor_is_an_error() -> None:
+    """Even if the only DTensor is a keyword argument."""
     for message in run_on_ranks(2, toy_with_a_plain_tensor_on_a_rank):
         assert "npu_toy" in message and "got mixed torch.Tensor and DTensor" in message

@@ -1,4 +1,4 @@
-"""``npu_rotary_mul``, its backward, ``npu_interleave_rope`` and ``npu_apply_rotary_pos_emb``."""
+"""``npu_rotary_mul`` and its backward: values, gradients, checks, limits and sharding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
@@ -41,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, str, Tensor]:
-    """``(input, r1, r2, rotary_mode, grad)``: any of batch, sequence and heads empty or broadcast; any strides."""
+    """Draw ``(input, r1, r2, rotary_mode, grad)``: batch, sequence and heads empty or broadcast; any strides."""
     leading = draw(st.tuples(*[st.integers(0, 4)] * 3))
     size = 2 * draw(st.integers(1, 5))
     angles = [1 if draw(st.booleans()) else whole for whole in leading]
@@ -62,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, str, Tensor]:
 def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, Tensor, str, Tensor]) -> None:
     x, r1, r2, mode, grad = case
     dtype, compute = x.dtype, compute_dtype(x.dtype)
-    cos, sin = r1.to(dtype).double(), r2.to(dtype).double()  # what torch_npu computes with
+    cos, sin = r1.to(dtype).double(), r2.to(dtype).double()  # torch_npu rounds them first
     inputs = [tensor.detach().requires_grad_() for tensor in (x, r1, r2)]
 
     y = npu.npu_rotary_mul(*inputs, mode)
@@ -76,20 +75,20 @@ def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, Tensor, str, Tensor]
     oracle, budget = unrotated(grad, cos, sin, mode, compute)
     assert_within("dx", inputs[0].grad, oracle, budget + rounding_budget(oracle, dtype))
     other, sign = partners(x.shape[-1], mode)
-    turned = x.double()[..., other] * torch.tensor(sign, dtype=torch.float64)
+    rotated_pairs = x.double()[..., other] * torch.tensor(sign, dtype=torch.float64)
     summed = [dim for dim in range(3) if r1.shape[dim] == 1]
     for name, r, result, per_element in (
         ("r1", inputs[1], direct[1], x.double()),
-        ("r2", inputs[2], direct[2], turned),
+        ("r2", inputs[2], direct[2], rotated_pairs),
     ):
         terms = grad.double() * per_element
         oracle = terms.sum(summed, keepdim=True) if summed else terms
         count = terms.numel() // max(oracle.numel(), 1)
-        # a rounding for each product and each partial sum
+        # one rounding for each product and each partial sum
         total = terms.abs().sum(summed, keepdim=True) if summed else terms.abs()
         budget = total * (count + 1) * unit_roundoff(compute) + rounding_budget(oracle, dtype)
         assert_within(f"d{name}", result, oracle, budget)
-        # autograd hands it on in the dtype of r1
+        # autograd casts it to the dtype of r1
         assert r.grad is not None and r.grad.dtype == r.dtype
         assert torch.equal(r.grad, result.to(r.dtype))
 
@@ -109,7 +108,7 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[Tensor, Te
 
 
 def example(mode: str = "half", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """``(x, cos, sin)`` in BSND, (2, 5, 3, 8) and (2, 5, 1, 8): each batch row has positions of its own."""
+    """Return ``(x, cos, sin)`` in BSND, (2, 5, 3, 8) and (2, 5, 1, 8), with different positions in each batch row."""
     torch.manual_seed(0)
     x = torch.randn(2, 5, 3, 8, dtype=dtype)
     angles = cos_sin(torch.tensor([[0, 1, 2, 3, 4], [7, 3, 9, 0, 1]]), 4, dtype)
@@ -118,10 +117,10 @@ def example(mode: str = "half", dtype: torch.dtype = torch.float32) -> tuple[Ten
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rotation_keeps_norms_and_is_undone_by_the_negative_angle(mode: str) -> None:
+def test_rotation_keeps_norms_and_the_negative_angle_inverts_it(mode: str) -> None:
     x, cos, sin = example(mode, torch.float64)
     y = npu.npu_rotary_mul(x, cos, sin, mode)
-    # the squares of cos and sin sum to 1 within two roundings; so with everything after them
+    # the squares of cos and sin sum to 1 within two roundings
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=20 * unit_roundoff(torch.float64), atol=0)
     assert (y - x).abs().max() > 0.1
     # two rotations, each of three roundings of numbers no larger than a pair's norm
@@ -156,17 +155,10 @@ def test_layouts_agree(layout: str) -> None:
 
 
 def test_agrees_with_hugging_face() -> None:
-    """Llama's and DeepSeek's rotary embeddings, in the same steps of float32; hence the same bits."""
+    """Llama computes the same products and sums in float32, so the results are bit-identical."""
     x, cos, sin = example()
-    key = x[:, :, :1] * 2
-    query, heads = apply_rotary_pos_emb(x, key, cos.squeeze(2), sin.squeeze(2), unsqueeze_dim=2)
+    query, _ = apply_rotary_pos_emb(x, x, cos.squeeze(2), sin.squeeze(2), unsqueeze_dim=2)
     assert torch.equal(npu.npu_rotary_mul(x, cos, sin), query)
-    ours = npu.npu_apply_rotary_pos_emb(x, key, cos, sin)
-    assert torch.equal(ours[0], query) and torch.equal(ours[1], heads)
-
-    x, cos, sin = (tensor.transpose(1, 2).contiguous() for tensor in (x, cos, sin))  # BNSD
-    query, _ = apply_rotary_pos_emb_interleave(x, x, cos.squeeze(1), sin.squeeze(1))
-    assert torch.equal(npu.npu_interleave_rope(x, cos, sin), query)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -176,7 +168,7 @@ def test_gradients_in_float64(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_matrix_takes_the_place_of_the_mode(mode: str) -> None:
+def test_a_matrix_replaces_the_mode(mode: str) -> None:
     x, cos, sin = example(mode)
     other, sign = partners(8, mode)
     matrix = torch.zeros(8, 8)
@@ -185,7 +177,7 @@ def test_a_matrix_takes_the_place_of_the_mode(mode: str) -> None:
     assert torch.equal(npu.npu_rotary_mul(x, cos, sin, mode, matrix), npu.npu_rotary_mul(x, cos, sin, mode))
     matrix = torch.randn(8, 8, dtype=torch.float64)
     y = npu.npu_rotary_mul(x.double(), cos.double(), sin.double(), mode, matrix)
-    # 8 products and their sum in another order, then three roundings more
+    # 8 products and their sum in another order, then three more roundings
     size = x.abs().double() @ matrix.abs() + x.abs()
     assert_within("y", y, x * cos.double() + (x.double() @ matrix) * sin, size * 2 * 20 * unit_roundoff(torch.float64))
 
@@ -196,51 +188,6 @@ def test_opcheck() -> None:
     x, cos, sin = example()
     torch.library.opcheck(npu.npu_rotary_mul.default, (x.transpose(0, 1), cos.transpose(0, 1), sin.transpose(0, 1)))
     torch.library.opcheck(npu.npu_rotary_mul_backward.default, (x, x, cos, sin))
-    torch.library.opcheck(npu.npu_apply_rotary_pos_emb.default, (x, x[:, :, :1], cos, sin))
-    torch.library.opcheck(
-        npu.npu_interleave_rope.default, (x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2))
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", ["half", "quarter", "interleave"])
-@pytest.mark.parametrize("layout", ["BSND", "SBND", "BNSD", "TND"])
-def test_query_and_key_agree_with_the_oracle(layout: str, mode: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    sizes = {"B": 2, "S": 3, "T": 6, "D": 8}
-    tensors = [
-        torch.randn([heads if letter == "N" else sizes[letter] for letter in layout], dtype=torch.float64).to(dtype)
-        for heads in (4, 2, 1, 1)
-    ]
-    results = npu.npu_apply_rotary_pos_emb(*tensors, layout, mode)
-    for name, x, y in zip(("query", "key"), tensors, results, strict=False):
-        oracle, budget = rotated(x, tensors[2], tensors[3], mode, compute_dtype(dtype))
-        assert y.dtype == dtype
-        assert_within(name, y, oracle, budget + rounding_budget(oracle, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "length", "positions"), [(2, 5, 5), (2, 5, 1), (0, 5, 5), (1, 1, 1)])
-def test_interleave_rope_agrees_with_the_oracle(dtype: torch.dtype, batch: int, length: int, positions: int) -> None:
-    torch.manual_seed(0)
-    shapes = (batch, 3, length, 8), (batch, 1, positions, 8), (batch, 1, positions, 8)
-    x, cos, sin = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes)
-    oracle, budget = rotated(x[..., neighbours_apart(8)], cos, sin, "half", compute_dtype(dtype))
-    assert_within("y", npu.npu_interleave_rope(x, cos, sin), oracle, budget + rounding_budget(oracle, dtype))
-
-
-@pytest.mark.parametrize("name", ["npu_interleave_rope", "npu_apply_rotary_pos_emb"])
-def test_ops_for_inference_raise_in_backward(name: str) -> None:
-    x, cos, sin = (tensor.transpose(1, 2) for tensor in example())
-    x.requires_grad_()
-    y = (
-        npu.npu_interleave_rope(x, cos, sin)
-        if "interleave" in name
-        else npu.npu_apply_rotary_pos_emb(x, x.detach(), cos, sin, "BNSD")[1]
-    )
-    assert y.requires_grad
-    with pytest.raises(RuntimeError, match=f"derivative for npu::{name} is not implemented"):
-        y.sum().backward()
 
 
 ONES = torch.ones
@@ -262,31 +209,9 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"grad": ONES(2, 5, 3, 8, dtype=torch.bfloat16)}, "grad must have the shape and dtype of input"),
         ({"rotary_mode": "other"}, "rotary_mode must be half or interleave, not 'other'"),
     ],
-    "npu_interleave_rope": [
-        ({"x": ONES(4, 5, 8)}, r"x must have 4 dimensions \(B, N, S, D\), not 3"),
-        ({"cos": ONES(2, 3, 5, 8)}, r"cos must have the shape \(2, 1, 5 or 1, 8\), not \(2, 3, 5, 8\)"),
-        ({"sin": ONES(2, 1, 1, 8)}, r"sin must have the shape of cos \(2, 1, 5, 8\)"),
-        ({"sin": ONES(2, 1, 5, 8).half()}, "sin must have the dtype of x"),
-    ],
-    "npu_apply_rotary_pos_emb": [
-        ({"layout": "BSH"}, "layout must be BSND, SBND, BNSD, TND, not 'BSH'"),
-        ({"layout": "TND"}, "query must have the 3 dimensions of layout TND, not 4"),
-        ({"rotary_mode": "interleaved"}, "rotary_mode must be half, quarter or interleave, not 'interleaved'"),
-        ({"cos": ONES(2, 4, 1, 8)}, r"cos must have the shape \(2, 5, 1, 8\), not \(2, 4, 1, 8\)"),
-        ({"sin": ONES(5, 8)}, "sin must have the shape"),
-        ({"key": ONES(2, 4, 1, 8)}, r"key must have the shape \(2, 5, any number of heads, 8\), not \(2, 4, 1, 8\)"),
-        ({"key": ONES(2, 5, 1, 8).half()}, "key must have the dtype of query"),
-    ],
 }
 GOOD: dict[str, dict[str, Any]] = {
     "npu_rotary_mul": {"input": ONES(2, 5, 3, 8), "r1": ONES(1, 5, 1, 8), "r2": ONES(1, 5, 1, 8)},
-    "npu_interleave_rope": {"x": ONES(2, 3, 5, 8), "cos": ONES(2, 1, 5, 8), "sin": ONES(2, 1, 5, 8)},
-    "npu_apply_rotary_pos_emb": {
-        "query": ONES(2, 5, 3, 8),
-        "key": ONES(2, 5, 1, 8),
-        "cos": ONES(2, 5, 1, 8),
-        "sin": ONES(2, 5, 1, 8),
-    },
 }
 GOOD["npu_rotary_mul_backward"] = GOOD["npu_rotary_mul"] | {"grad": ONES(2, 5, 3, 8)}
 
@@ -299,59 +224,50 @@ def test_names_the_bad_argument(name: str, change: dict[str, Any], message: str)
     with pytest.raises(UsageError, match=f"{name}: {message}"):
         getattr(npu, name)(**GOOD[name] | change)
     on_meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in (GOOD[name] | change).items()}
-    with pytest.raises(UsageError, match=message):  # before anything is computed
+    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
         getattr(npu, name)(**on_meta)
 
 
-def refusals(x: tuple[int, ...], r: tuple[int, ...], mode: str = "half", *, grad: bool = False) -> list[str]:
+def limit_errors(x: tuple[int, ...], r: tuple[int, ...], mode: str = "half", *, grad: bool = False) -> list[str]:
     r1 = torch.empty(r, dtype=torch.bfloat16, device="meta", requires_grad=grad)
     x_ = torch.empty(x, dtype=torch.bfloat16, device="meta")
-    return OPS["npu_rotary_mul"].refusals(input=x_, r1=r1, r2=r1, rotary_mode=mode, rotate=None)
+    return OPS["npu_rotary_mul"].limit_errors(input=x_, r1=r1, r2=r1, rotary_mode=mode, rotate=None)
 
 
 def test_limits() -> None:
-    assert refusals((2, 4096, 32, 128), (1, 4096, 1, 128)) == []
-    assert refusals((2, 4096, 32, 128), (2, 4096, 1, 128)) == []
-    assert refusals((2, 32, 4096, 128), (1, 1, 4096, 128), "interleave") == []
-    assert refusals((1, 4096, 32, 128), (1, 4096, 1, 128), "interleave") == []  # one batch row: BS1D is 1S1D
-    (message,) = refusals((2, 4096, 32, 128), (2, 4096, 1, 128), "interleave")
+    assert limit_errors((2, 4096, 32, 128), (1, 4096, 1, 128)) == []
+    assert limit_errors((2, 4096, 32, 128), (2, 4096, 1, 128)) == []
+    assert limit_errors((2, 32, 4096, 128), (1, 1, 4096, 128), "interleave") == []
+    assert limit_errors((1, 4096, 32, 128), (1, 4096, 1, 128), "interleave") == []  # one batch row: BS1D is 1S1D
+    (message,) = limit_errors((2, 4096, 32, 128), (2, 4096, 1, 128), "interleave")
     assert "the layout of r1 and r2 is interleave: (2, 4096, 1, 128), and an NPU takes half: 11SD" in message
-    (message,) = refusals((2, 32, 4096, 128), (1, 32, 4096, 128))
+    (message,) = limit_errors((2, 32, 4096, 128), (1, 32, 4096, 128))
     assert "the layout of r1 and r2 is half: (1, 32, 4096, 128)" in message
-    (message,) = refusals((2, 4096, 32, 896), (1, 4096, 1, 896))
+    (message,) = limit_errors((2, 4096, 32, 896), (1, 4096, 1, 896))
     assert message == "npu_rotary_mul: the last dimension of input is 896, and an NPU takes 0 to 895"
-    (message,) = refusals((64, 4096, 32, 128), (1, 4096, 1, 128), "interleave")
+    (message,) = limit_errors((64, 4096, 32, 128), (1, 4096, 1, 128), "interleave")
     assert "(their product in mode interleave) is 2048, and an NPU takes 0 to 999" in message
-    (message,) = refusals((1000, 4096, 1, 128), (1, 4096, 1, 128))
+    (message,) = limit_errors((1000, 4096, 1, 128), (1, 4096, 1, 128))
     assert "the larger of B and N (their product in mode interleave) is 1000" in message
-    (message,) = refusals((64, 4096, 32, 128), (1, 4096, 1, 128), grad=True)
+    (message,) = limit_errors((64, 4096, 32, 128), (1, 4096, 1, 128), grad=True)
     assert message == "npu_rotary_mul: B * N with gradients for r1 and r2 is 2048, and an NPU takes 0 to 1024"
-    x, cos, sin = example()
-    arguments = {"query": x, "key": x, "cos": cos, "sin": sin, "layout": "SBND", "rotary_mode": "quarter"}
-    assert OPS["npu_apply_rotary_pos_emb"].refusals(**arguments) == [
-        "npu_apply_rotary_pos_emb: layout is SBND, and an NPU takes BSND, TND",
-        "npu_apply_rotary_pos_emb: rotary_mode is quarter, and an NPU takes half",
-        "npu_apply_rotary_pos_emb: the last dimension of query is 8, and an NPU takes 64, 128",
-    ]
-    assert OPS["npu_interleave_rope"].refusals(x=x, cos=cos, sin=sin) == [
-        "npu_interleave_rope: x.dtype is float32, and an NPU takes float16, bfloat16",
-        "npu_interleave_rope: the last dimension of x is 8, and an NPU takes 64",
-    ]
 
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Placement, ...], int]
 
 
 def integers(per_row: bool) -> tuple[Tensor, ...]:
-    """``(x, r1, r2)`` as :func:`example` has them, in small integers: sums are exact in any order."""
+    """Return ``(x, r1, r2)`` of small integers, whose sums are exact in any order."""
     shapes = (2, 5, 3, 8), *[(2 if per_row else 1, 5, 1, 8)] * 2
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randint(-9, 9, shape, generator=generator).float() for shape in shapes)
 
 
 def distributed(cases: list[tuple[int, bool]]) -> list[Result]:
-    """On a rank, for each sharded dimension of the input, with angles of each batch row or common to all: y, dx, dr1
-    and dr2 in full, the placement of dr1, and how many collectives forward and backward used."""
+    """Return full y, dx, dr1 and dr2, the placement of dr1, and the number of collectives, from one rank.
+
+    A case is a sharded dimension of the input, with angles per batch row or common to all rows.
+    """
     mesh = init_device_mesh("cpu", (2,))
     results = []
     for dim, per_row in cases:
@@ -369,7 +285,7 @@ def distributed(cases: list[tuple[int, bool]]) -> list[Result]:
     return results
 
 
-def test_sharded_equals_whole() -> None:
+def test_sharded_equals_unsharded() -> None:
     cases = [(0, True), (0, False), (1, True), (2, True), (2, False), (3, True)]
     expected = []
     for _, per_row in cases:
@@ -380,36 +296,6 @@ def test_sharded_equals_whole() -> None:
         for (dim, per_row), result, whole in zip(cases, results, expected, strict=True):
             for ours, theirs in zip(result[:4], whole, strict=True):
                 assert torch.equal(ours, theirs)
-            if dim < 3:  # channels have to be gathered, and the gradient goes back as it came
+            if dim < 3:  # channels are gathered
                 summed = dim == 2 or (dim == 0 and not per_row)
                 assert result[4][0].is_partial() == summed and result[5] == 0
-
-
-def inference_on_a_rank() -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    x, cos, sin = example()
-    results = []
-    for dim in range(3):
-        place = [Shard(dim)]
-        angles = [distribute_tensor(t, mesh, place if t.shape[dim] > 1 else [Replicate()]) for t in (cos, sin)]
-        whole = distribute_tensor(x, mesh, place)
-        with CommDebugMode() as comm:
-            query, key = npu.npu_apply_rotary_pos_emb(whole, whole, *angles)
-        assert comm.get_total_counts() == 0 and query.placements == tuple(place)
-        results += [query.full_tensor(), key.full_tensor()]
-        swapped = [t.redistribute(placements=[Replicate()]).transpose(1, 2) for t in (whole, *angles)]
-        x_, cos_, sin_ = (t.redistribute(placements=place if t.shape[dim] > 1 else [Replicate()]) for t in swapped)
-        with CommDebugMode() as comm:
-            y = npu.npu_interleave_rope(x_, cos_, sin_)
-        assert comm.get_total_counts() == 0 and y.placements == tuple(place)
-        results.append(y.full_tensor())
-    return results
-
-
-def test_sharded_inference_ops_equal_whole() -> None:
-    x, cos, sin = example()
-    rotated = npu.npu_rotary_mul(x, cos, sin)
-    interleaved = npu.npu_interleave_rope(*(tensor.transpose(1, 2) for tensor in (x, cos, sin)))
-    for results in run_on_ranks(2, inference_on_a_rank):
-        for number, result in enumerate(results):
-            assert torch.equal(result, interleaved if number % 3 == 2 else rotated)

@@ -1,4 +1,4 @@
-"""``npu_sparse_flash_attention`` and its gradient: against a float64 oracle, and in every way of calling."""
+"""``npu_sparse_flash_attention`` and its gradient: against a float64 oracle; shapes, checks, limits, sharding."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def example(
 
 
 def selection(batch: int = 2, queries: int = 4, keys: int = 6, top_k: int = 3) -> Tensor:
-    """Keys that a causal row may see, as the indexer gives them: (batch, queries, 1, top_k)."""
+    """Return keys that each causal row may attend to, as the indexer does: (batch, queries, 1, top_k)."""
     docs = Documents("BSND", [(queries, keys)] * batch, True, torch.float64, torch.Generator().manual_seed(1))
     return docs.lay_out(docs.select(top_k, 1, docs.visible()), -1)
 
 
 @pytest.mark.parametrize("top_k", [6, 11])
 @pytest.mark.parametrize("from_indexer", [True, False])
-def test_with_every_key_selected_it_is_dense_causal_attention(top_k: int, from_indexer: bool) -> None:
+def test_all_keys_selected_equals_dense_causal_attention(top_k: int, from_indexer: bool) -> None:
     inputs = example(queries=6)
     if from_indexer:
         indices = selection(queries=6, top_k=top_k)
-    else:  # all keys for every row: the causal mask is the op's
+    else:  # every row selects all keys; the operator applies the causal mask
         indices = F.pad(torch.arange(6, dtype=torch.int32), (0, top_k - 6), value=-1).expand(2, 6, 1, top_k)
     out = attention(torch.ops.npu, inputs, indices)[0]
     q, k = (torch.cat([inputs[name], inputs[f"{name}_rope"]], -1).transpose(1, 2) for name in ("query", "key"))
@@ -113,7 +113,7 @@ def test_gradients_in_float64() -> None:
     )
 
 
-def test_a_tensor_that_is_key_and_value_has_one_gradient() -> None:
+def test_one_tensor_as_key_and_value_has_one_gradient() -> None:
     inputs, indices = example(), selection()
     shared = {name: tensor for name, tensor in inputs.items() if name != "value"}
     both = shared | {"value": inputs["key"]}
@@ -125,7 +125,7 @@ def test_a_tensor_that_is_key_and_value_has_one_gradient() -> None:
 
 
 def test_minus_one_is_never_gathered() -> None:
-    """Neither the first nor the last key, where a -1 would land, may matter to a row that did not select it."""
+    """The first and last key, which an index of -1 would read, do not affect rows that did not select them."""
     inputs = {name: tensor.detach() for name, tensor in example(batch=1).items()}
     indices = torch.tensor([[2, -1], [3, 1], [-1, -1], [1, -1]], dtype=torch.int32).view(1, 4, 1, 2)
     results = []
@@ -208,7 +208,7 @@ def test_gradients_stop_where_torch_npu_has_none() -> None:
         out.sum().backward()
 
 
-def test_compiles_whole() -> None:
+def test_compiles_fullgraph() -> None:
     inputs, indices = example(torch.float32), selection()
 
     def out(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def test_compiles_whole() -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.rejected_by and "sparse_flash" in c.op], ids=str)
 def test_names_the_bad_argument(case: Any) -> None:
-    for device in ("cpu", "meta"):  # before anything is computed
+    for device in ("cpu", "meta"):  # the fake kernel checks too
         args, kwargs = case.arguments(device)
         with pytest.raises(UsageError, match=f"{case.op}: .* must"):
             getattr(torch.ops.npu, case.op)(*args, **kwargs)
@@ -252,7 +252,7 @@ def test_names_other_bad_arguments(change: dict[str, Any], message: str) -> None
         attention(torch.ops.npu, inputs, selection(), **change)
 
 
-def test_limits_are_no_contract() -> None:
+def test_limits_bind_only_the_npu() -> None:
     inputs = {name: tensor.detach() for name, tensor in example(torch.float32, heads=3).items()}
     attention(torch.ops.npu, inputs, selection())
     arguments = inputs | {"sparse_indices": selection()}
@@ -264,24 +264,24 @@ def test_limits_are_no_contract() -> None:
     ]
     top_k = "top-k is 3, and an NPU takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192"
     for op, refused in (("npu_sparse_flash_attention", sizes), ("npu_sparse_flash_attention_grad", [*sizes, top_k])):
-        assert OPS[op].refusals(**arguments) == [f"{op}: {text}" for text in refused]
+        assert OPS[op].limit_errors(**arguments) == [f"{op}: {text}" for text in refused]
     query = torch.ones(1, 2, 16, 512, dtype=torch.bfloat16)
     indices = torch.zeros(1, 2, 1, 2048, dtype=torch.int32)
     arguments = {"query": query, "key": query[:, :, :1].contiguous(), "value": None, "sparse_indices": indices}
     arguments |= {"query_rope": None, "key_rope": None}
-    assert OPS["npu_sparse_flash_attention"].refusals(**arguments) == []
-    assert OPS["npu_sparse_flash_attention_grad"].refusals(**arguments) == []
-    both = torch.ones(1, 2, 16, 576, dtype=torch.bfloat16)  # halves of a projection are views with its strides
+    assert OPS["npu_sparse_flash_attention"].limit_errors(**arguments) == []
+    assert OPS["npu_sparse_flash_attention_grad"].limit_errors(**arguments) == []
+    both = torch.ones(1, 2, 16, 576, dtype=torch.bfloat16)  # a half of a projection is a strided view
     key, key_rope = both[:, :, :1].split([512, 64], -1)
     views = {"query_rope": both[..., 512:], "key": key, "value": key, "key_rope": key_rope}
-    assert OPS["npu_sparse_flash_attention"].refusals(**arguments | views) == [
+    assert OPS["npu_sparse_flash_attention"].limit_errors(**arguments | views) == [
         f"npu_sparse_flash_attention: {name}'s memory is not contiguous, and an NPU takes contiguous"
         for name in ("key", "value", "query_rope", "key_rope")
     ]
 
 
 def distributed(placements: dict[str, Placement], options: dict[str, Any], packed: bool) -> tuple[Any, ...]:
-    """On a rank: outputs and gradients in full, how they are placed, and the forward's collectives."""
+    """Return full outputs and gradients, their placements, and the forward's collectives, from one rank."""
     mesh = init_device_mesh("cpu", (2,))
 
     def place(name: str, tensor: Tensor) -> DTensor:
@@ -316,14 +316,14 @@ def problem(packed: bool) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]
 
 BATCH = {name: Shard(0) for name in (*NAMES, "sparse_indices")}
 TND = {"layout_query": "TND", "layout_kv": "TND"}
-ADDED = [Partial(), Partial()]  # key and value: every rank adds what its heads or rows give
+ADDED = [Partial(), Partial()]  # key and value: the sum over the heads or rows of all ranks
 
 
 @pytest.mark.parametrize(
     ("placements", "options", "packed", "expected"),
     [
         (BATCH, {}, False, [Shard(0)] * 7),
-        # the rope is a keyword: whole on every rank, it is split like the query
+        # a replicated rope, a keyword argument, is sharded like the query
         ({name: p for name, p in BATCH.items() if name != "query_rope"}, {}, False, [Shard(0)] * 7),
         (
             {"query": Shard(2), "query_rope": Shard(2)},
@@ -343,13 +343,13 @@ ADDED = [Partial(), Partial()]  # key and value: every rank adds what its heads 
             False,
             [Shard(1), Shard(2), Shard(1), *ADDED, Shard(1), Partial()],
         ),
-        # the causal line depends on the place of a row
+        # the causal boundary depends on the position of a row
         ({"query": Shard(1), "query_rope": Shard(1), "sparse_indices": Shard(1)}, {}, False, None),
         ({}, {}, False, [Replicate()] * 7),
     ],
     ids=["batch", "rope whole", "heads", "heads, packed", "rows", "causal rows", "whole"],
 )
-def test_sharded_equals_whole(
+def test_sharded_equals_unsharded(
     placements: dict[str, Placement], options: dict[str, Any], packed: bool, expected: list[Placement] | None
 ) -> None:
     inputs, indices, lengths = problem(packed)

@@ -1,4 +1,4 @@
-"""``npu_swiglu`` and its backward: against a float64 oracle, against torch's own ops, and in every way of calling."""
+"""``npu_swiglu`` and its backward: against a float64 oracle and torch; shapes, checks, limits, sharding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ npu_swiglu_backward = torch.ops.npu.npu_swiglu_backward
 
 
 class Oracle:
-    """The formulas in float64, with the error that float32 arithmetic may make of them.
+    """The formulas in float64, with error budgets for float32 arithmetic.
 
     A sigmoid is an exponential (two roundings at most), a sum and a division: 4 roundings of its value. It may also
     underflow, hence the smallest normal number.
@@ -39,7 +39,7 @@ class Oracle:
         self.y = a * s * b
         self.y_budget = self.y.abs() * 6 * u + (a * b).abs() * tiny  # the sigmoid, two products
         da, db = g * b * s * (1 + a * (1 - s)), g * a * s
-        # the sigmoid enters twice; 1 - s and the outer sum round what they cancel; six operations besides
+        # the sigmoid enters twice; 1 - s and the outer sum cancel; plus six other operations
         da_budget = (g * b * s).abs() * (1 + a.abs()) * 16 * u + (g * b).abs() * (1 + a.abs()) * tiny
         db_budget = db.abs() * 6 * u + (g * a).abs() * tiny
         self.dx, self.dx_budget = torch.cat((da, db), dim), torch.cat((da_budget, db_budget), dim)
@@ -47,7 +47,7 @@ class Oracle:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, int, Tensor]:
-    """``(input, dim, grad_output)``: no elements, one or several; halves along any dimension; any strides."""
+    """Draw ``(input, dim, grad_output)``: no, one or several elements; halves along any dimension; any strides."""
     halved = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     dim = draw(st.integers(-len(halved), len(halved) - 1))
     whole = list(halved)
@@ -92,7 +92,7 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[Tensor, in
 
 
 def test_agrees_with_torch() -> None:
-    """``silu(a) * b`` in float32: both within the budget."""
+    """``silu(a) * b`` in float32 rounds within the same budget."""
     torch.manual_seed(0)
     x, g = torch.randn(5, 16, requires_grad=True), torch.randn(5, 8)
     oracle = Oracle(x.detach(), -1, g, torch.float32)
@@ -104,7 +104,7 @@ def test_agrees_with_torch() -> None:
 
 
 def test_the_first_half_gates() -> None:
-    """Where the first half is very negative, nothing comes through; where the second half is, everything does."""
+    """A very negative first half closes the gate; a very negative second half passes through."""
     assert npu_swiglu(torch.tensor([-200.0, 3.0])).item() == 0
     assert npu_swiglu(torch.tensor([3.0, -200.0])).item() < -500
 
@@ -137,7 +137,7 @@ def test_opcheck() -> None:
 def test_names_the_bad_argument(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"npu_swiglu: {message}"):
         npu_swiglu(**arguments)
-    with pytest.raises(UsageError, match=message):  # before anything is computed
+    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
         npu_swiglu(**arguments | {"input": arguments["input"].to("meta")})
 
 
@@ -152,11 +152,11 @@ def test_backward_names_the_bad_argument() -> None:
         npu_swiglu_backward(x, x, 5)
 
 
-def test_limits_are_no_contract() -> None:
-    assert OPS["npu_swiglu"].refusals(input=torch.ones(2, dtype=torch.float64), dim=-1) == [
+def test_limits_bind_only_the_npu() -> None:
+    assert OPS["npu_swiglu"].limit_errors(input=torch.ones(2, dtype=torch.float64), dim=-1) == [
         "npu_swiglu: input.dtype is float64, and an NPU takes float16, bfloat16, float32"
     ]
-    assert OPS["npu_swiglu"].refusals(input=torch.ones(2), dim=-1) == []
+    assert OPS["npu_swiglu"].limit_errors(input=torch.ones(2), dim=-1) == []
 
 
 def example() -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def example() -> tuple[Tensor, Tensor]:
 
 
 def distributed() -> list[tuple[Tensor, Tensor, tuple[Placement, ...], int]]:
-    """On a rank, for each sharded dimension: y and dx in full, the placements of y, how many collectives it took."""
+    """Return full y and dx, the placements of y, and the collectives, for each sharded dimension, from one rank."""
     mesh = init_device_mesh("cpu", (2,))
     x, g = example()
     results = []
@@ -179,8 +179,8 @@ def distributed() -> list[tuple[Tensor, Tensor, tuple[Placement, ...], int]]:
     return results
 
 
-def test_sharded_equals_whole() -> None:
-    """Along the halved dimension a shard would hold the wrong halves: it is gathered."""
+def test_sharded_equals_unsharded() -> None:
+    """The halved dimension is gathered: a shard of it would contain the wrong halves."""
     x, g = example()
     expected = npu_swiglu(x), npu_swiglu_backward(g, x)
     for results in run_on_ranks(2, distributed):

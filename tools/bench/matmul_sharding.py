@@ -49,14 +49,14 @@ from tools.bench.undecomposed_matmul import undecomposed_matmul  # noqa: E402
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
-from torchtitan_npu.ops.core.sharding import has_sharding_rule  # noqa: E402
 from torchtitan_npu.planner import StatedLoad, fake_device, fake_ranks  # noqa: E402
+from torchtitan_npu.torch_internals.dtensor_rules import has_rule  # noqa: E402
 from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache  # noqa: E402
 from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
-WITH_TORCH_NPU = has_sharding_rule(aten.matmul.default)  # before ours are registered
+WITH_TORCH_NPU = has_rule(aten.matmul.default)  # before ours are registered
 RANKS, TOKENS, DIM, Q_LORA, VOCABULARY = 4, 4096, 7168, 1536, 129280
 DEVICE = "npu" if platform.backend() == "npu" else "cpu"
 """On a CPU, DTensor uses an all-gather instead of an all-to-all."""

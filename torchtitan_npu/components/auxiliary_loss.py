@@ -14,7 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import dist_sum
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.core.run_backward_once import computed_once
+from torchtitan_npu.ops.core.run_backward_once import gradients_once
 
 
 class AuxiliaryLoss(nn.Module):
@@ -82,7 +82,7 @@ class _Attach(torch.autograd.Function):
             ctx.account.count(loss)
             return [scale.to(loss.dtype)]
 
-        (loss_grad,) = computed_once(ctx, [1], compute)
+        (loss_grad,) = gradients_once(ctx, [1], compute)
         return output_grad, loss_grad, None
 
 

@@ -100,16 +100,16 @@ class NpuSparseAttention(SparseAttention):
         if (account := self.account()) is not None:
             output = with_indexer_loss(
                 output,
-                query.detach(),
-                key.detach(),
-                query_index,
-                key_index,
-                weights,
-                indices,
-                softmax_max,
-                softmax_sum,
-                scale,
                 account,
+                query=query.detach(),
+                key=key.detach(),
+                query_index=query_index,
+                key_index=key_index,
+                weights=weights,
+                sparse_indices=indices,
+                softmax_max=softmax_max,
+                softmax_sum=softmax_sum,
+                scale_value=scale,
                 query_rope=query_rope.detach(),
                 key_rope=key_rope.detach(),
                 actual_seq_qlen=query_end_list,
@@ -158,11 +158,11 @@ class DsaConverter(Converter):
         indices = empty(1, attention.topk, dtype=torch.int32)
         sparse: dict[str, Any] = {"query": q, "key": k, "query_rope": q_rope, "key_rope": k_rope}
         sparse["sparse_indices"] = indices
-        messages = OPS[INDEXER].refusals(query=index_q, key=index_k, weights=weights, sparse_count=attention.topk)
+        messages = OPS[INDEXER].limit_errors(query=index_q, key=index_k, weights=weights, sparse_count=attention.topk)
         for operator in (ATTENTION, f"{ATTENTION}_grad"):
-            messages += OPS[operator].refusals(value=k, **sparse)
+            messages += OPS[operator].limit_errors(value=k, **sparse)
         if attention.indexer_loss is not None:
-            messages += OPS[LOSS].refusals(query_index=index_q, weights=weights, **sparse)
+            messages += OPS[LOSS].limit_errors(query_index=index_q, weights=weights, **sparse)
         if args.warmup:  # the warm-up selects all keys, so the limit applies to training.seq_len
             for number in ("sparse_count is", "top-k is"):
                 messages = [text.replace(number, f"{number} training.seq_len in the warm-up,") for text in messages]

@@ -105,7 +105,7 @@ class GroupedMatmulConverter(Converter):
         for weight in (parameter for parameter in module.parameters() if parameter.ndim == 3):
             experts, _, dim = weight.shape
             experts //= self.parallel_dims.ep  # experts per rank
-            messages += OPS["npu_grouped_matmul"].refusals(
+            messages += OPS["npu_grouped_matmul"].limit_errors(
                 x=[torch.empty(experts, dim, dtype=weight.dtype, device="meta")],
                 weight=[weight[:experts].mT],
                 group_list=torch.empty(experts, dtype=torch.int64, device="meta"),

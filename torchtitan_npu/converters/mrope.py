@@ -124,7 +124,7 @@ class MRoPEConverter(Converter):
 
     def _check(self, fqn: str, module: MRoPERotation) -> None:
         """Raise the error of the first call of ``npu_mrope``, which may come long after the start."""
-        if problem := next(OPS["npu_mrope"].contract(**self._arguments(module)), None):
+        if problem := next(OPS["npu_mrope"].checks(**self._arguments(module)), None):
             raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
 
     def _arguments(self, module: MRoPERotation) -> dict[str, object]:
@@ -155,8 +155,8 @@ class MRoPEConverter(Converter):
         tokens, heads = arguments["query"].shape[0], module.n_heads // self.parallel_dims.tp  # type: ignore[attr-defined]
         x = torch.empty(1, tokens, heads, module.rotary_dim, device="meta")
         table = x.new_empty(1, tokens, 1, module.rotary_dim)
-        in_training = OPS["npu_rotary_mul"].refusals(input=x, r1=table, r2=table, rotary_mode="half")
-        return in_training + OPS["npu_mrope"].refusals(**arguments)
+        in_training = OPS["npu_rotary_mul"].limit_errors(input=x, r1=table, r2=table, rotary_mode="half")
+        return in_training + OPS["npu_mrope"].limit_errors(**arguments)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         if isinstance(module, MRoPERotation):

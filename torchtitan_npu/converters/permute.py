@@ -153,4 +153,4 @@ class PermuteConverter(Converter):
             rows //= dims.tp
         tokens = torch.empty(rows, gate.shape[1], dtype=gate.dtype, device="meta")
         experts = torch.empty(rows, router.top_k, dtype=torch.int32, device="meta")
-        return OPS["npu_moe_token_permute"].refusals(tokens=tokens, indices=experts)
+        return OPS["npu_moe_token_permute"].limit_errors(tokens=tokens, indices=experts)

@@ -58,4 +58,4 @@ class RMSNormConverter(Converter):
         if gamma is None:
             return []  # gamma then has the dtype and trailing shape of the input
         one_token = torch.empty(1, *gamma.shape, dtype=gamma.dtype, device="meta")
-        return OPS["npu_rms_norm"].refusals(input=one_token, gamma=gamma)
+        return OPS["npu_rms_norm"].limit_errors(input=one_token, gamma=gamma)

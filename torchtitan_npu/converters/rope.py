@@ -88,4 +88,4 @@ class RoPEConverter(Converter):
         table = x.new_empty(1, 3, 1, dim)
         modes = sorted(pairing.rotary_mode for pairing in pairings_of(module))
         operator = OPS["npu_rotary_mul"]
-        return [text for mode in modes for text in operator.refusals(input=x, r1=table, r2=table, rotary_mode=mode)]
+        return [text for mode in modes for text in operator.limit_errors(input=x, r1=table, r2=table, rotary_mode=mode)]

@@ -1,8 +1,10 @@
 """torch_npu's ``npu::`` operators, under their own names and schemas, on every backend.
 
-Importing this package makes ``torch.ops.npu.npu_rms_norm`` and the others callable. Where torch_npu is loaded, the
-operators are torch_npu's. Elsewhere they are this package's: reference kernels on a CPU, Triton kernels on a GPU.
-PyTorch loads an installed torch_npu with ``import torch``, so it always comes first.
+Importing this package makes ``torch.ops.npu.npu_rms_norm`` and the others callable. Where torch_npu is loaded, they are
+torch_npu's operators. Elsewhere this package defines them: reference kernels on a CPU, Triton kernels on a GPU.
+``import torch`` loads an installed torch_npu, so torch_npu always comes first.
+
+``core/op.py`` describes an operator and how to add one.
 """
 
 from __future__ import annotations

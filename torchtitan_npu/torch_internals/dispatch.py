@@ -1,4 +1,4 @@
-"""Dispatcher: operators, their schemas, dispatch modes, and what runs below autograd. Seen on torch 2.11 to 2.13."""
+"""The dispatcher: operators, schemas, dispatch modes, calls below autograd. Seen on torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def parse_schema(text: str) -> Any:
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Skip autograd's kernels in this context: operators go straight to the device's kernels."""
+    """Skip autograd's kernels inside this context: operators run the device's kernels."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """Skip autocast's kernels in this context: operators compute in the dtypes of their arguments."""
+    """Skip autocast's kernels inside this context: operators compute in the dtypes of their arguments."""
     return torch._C._DisableAutocast()
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
-    """Tell whether the operator ``name`` (``"npu::npu_rms_norm"``) has a kernel of its own for ``dispatch_key``."""
+    """Return whether the operator ``name`` (``"npu::npu_rms_norm"``) has a kernel of its own for ``dispatch_key``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)

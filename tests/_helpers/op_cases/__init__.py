@@ -1,8 +1,7 @@
-"""Calls of the vocabulary's ops, shared by the tests on the CPU and by the rehearsal against the real torch_npu.
+"""Calls of the operators for the contract tests against torch_npu, one file per family.
 
-A file here lists the calls of one family of ops: adding a case is one line. ``arguments(device)`` builds the call's
-arguments on any device, fake tensors included, so it uses factory functions only (``torch.randn(..., device=device)``),
-no values.
+``arguments(device)`` builds the arguments of a call on any device, fake tensors included. It therefore uses factory
+functions only (``torch.randn(..., device=device)``) and reads no values.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the op's name, what is special about the call, and how to build its arguments."""
+    """One call: the operator's name, what is special about the call, and a function that builds its arguments."""
 
     op: str
     what: str
     arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
     rejected_by: str | None = None
-    """None: the call is valid. ``"torch_npu"``: its meta kernel or C++ checks reject it, and so must the stand-in.
-    ``"us"``: only the stand-in rejects it; torch_npu's meta kernel lets it pass, and the NPU's kernel would not."""
+    """``None``: the call is valid. ``"torch_npu"``: torch_npu's meta kernel or C++ checks reject it, and so must ours.
+    ``"us"``: only our checks reject it. torch_npu's meta kernel accepts it, and the NPU's kernel would not."""
     forward_only: bool = False
-    """The call is valid, but its outputs lack what the backward needs: the stand-in rejects the backward, as the NPU's
-    kernel would; torch_npu's meta kernel lets it pass."""
+    """The call is valid, but its outputs lack what the backward needs. Our checks reject the backward, as the NPU's
+    kernel would; torch_npu's meta kernel accepts it."""
 
     def __str__(self) -> str:
         return f"{self.op}: {self.what}"
 
 
 def all_cases() -> list[Case]:
-    """The cases of every family."""
+    """Return the cases of every family."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     return [case for module in modules for case in module.CASES]

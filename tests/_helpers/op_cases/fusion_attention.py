@@ -26,7 +26,7 @@ def attention(  # type: ignore[no-untyped-def]
     mask_dtype: torch.dtype = torch.bool,
     **keywords: Any,
 ):
-    """``mask`` is a shape."""
+    """Return a call. ``mask`` is a shape."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
@@ -39,7 +39,7 @@ def attention(  # type: ignore[no-untyped-def]
 
 
 def strided(layout: str):  # type: ignore[no-untyped-def]
-    """BNSD as views of BSND and the other way round."""
+    """Return a call with BNSD as views of BSND, or the reverse."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         shapes = BNSD if layout == "BSND" else BSND

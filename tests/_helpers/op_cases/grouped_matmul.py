@@ -41,7 +41,7 @@ def gmm(  # type: ignore[no-untyped-def]
 def lists(  # type: ignore[no-untyped-def]
     *shapes: tuple[tuple[int, ...], tuple[int, ...]], bias: bool = False, **keywords: Any
 ):
-    """No groups: a product for each pair of shapes."""
+    """Return a call without groups: a product for each pair of shapes."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, weight = ([torch.randn(pair[i], device=device) for pair in shapes] for i in range(2))

@@ -26,7 +26,7 @@ def add_norm(x1: Shape, x2: Shape, gamma: Shape, **others: Any) -> Arguments:
 
 
 def transposed(shape: Shape, gamma: Shape) -> Arguments:
-    """The first summand has its first two dimensions swapped in memory."""
+    """Return a call whose first summand has its first two dimensions swapped in memory."""
 
     def build(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         (x1, x2, weight), kwargs = add_norm(shape, shape, gamma)(device)

@@ -15,7 +15,7 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def floats(*shapes: Shape, dtype: torch.dtype = bf16, **others: Any) -> Arguments:
-    """Tensors of these shapes, then keywords."""
+    """Return a call with tensors of these shapes, then keywords."""
     return lambda device: (tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), others)
 
 
@@ -40,7 +40,7 @@ def mul_backward(grad: Shape, input: Shape, r: Shape, **others: Any) -> Argument
 
 
 def transposed(index: int, call: Arguments) -> Arguments:
-    """The call with the first two dimensions of one tensor swapped in memory."""
+    """Return the call with the first two dimensions of one tensor swapped in memory."""
 
     def build(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = call(device)
@@ -108,56 +108,6 @@ CASES = [
         "unknown rotary_mode",
         mul_backward(BSND, BSND, ANGLES, rotary_mode="quarter"),
         rejected_by="torch_npu",
-    ),
-    Case("npu_interleave_rope", "bf16", floats((2, 4, 16, 64), (2, 1, 16, 64), (2, 1, 16, 64))),
-    Case("npu_interleave_rope", "float16", floats((2, 4, 16, 64), (2, 1, 16, 64), (2, 1, 16, 64), dtype=fp16)),
-    Case("npu_interleave_rope", "one position", floats((2, 4, 16, 64), (2, 1, 1, 64), (2, 1, 1, 64))),
-    Case("npu_interleave_rope", "not contiguous", transposed(0, floats((2, 4, 16, 64), *[(2, 1, 16, 64)] * 2))),
-    Case("npu_interleave_rope", "cos per head", floats(*[(2, 4, 16, 64)] * 3), rejected_by="us"),
-    Case(
-        "npu_interleave_rope",
-        "sin of another shape",
-        floats((2, 4, 16, 64), (2, 1, 16, 64), (2, 1, 1, 64)),
-        rejected_by="us",
-    ),
-    Case("npu_apply_rotary_pos_emb", "bf16", floats((2, 16, 4, 128), (2, 16, 2, 128), *[(2, 16, 1, 128)] * 2)),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "float32",
-        floats((2, 16, 4, 128), (2, 16, 2, 128), *[(2, 16, 1, 128)] * 2, dtype=fp32),
-    ),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "TND",
-        floats((16, 4, 128), (16, 2, 128), *[(16, 1, 128)] * 2, layout="TND", rotary_mode="interleave"),
-    ),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "BNSD, quarter",
-        floats((2, 4, 16, 128), (2, 2, 16, 128), *[(2, 1, 16, 128)] * 2, layout="BNSD", rotary_mode="quarter"),
-    ),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "key not contiguous",
-        transposed(1, floats((2, 16, 4, 128), (2, 16, 2, 128), *[(2, 16, 1, 128)] * 2)),
-    ),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "unknown rotary_mode",
-        floats((2, 16, 4, 128), (2, 16, 2, 128), *[(2, 16, 1, 128)] * 2, rotary_mode="interleaved"),
-        rejected_by="torch_npu",
-    ),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "unknown layout",
-        floats((2, 16, 4, 128), (2, 16, 2, 128), *[(2, 16, 1, 128)] * 2, layout="BSDN"),
-        rejected_by="us",
-    ),
-    Case(
-        "npu_apply_rotary_pos_emb",
-        "cos of other positions",
-        floats((2, 16, 4, 128), (2, 16, 2, 128), *[(2, 9, 1, 128)] * 2),
-        rejected_by="us",
     ),
     Case("npu_mrope", "one position a token", mrope((5,))),
     Case("npu_mrope", "int32 positions, float32", mrope((5,), positions_dtype=torch.int32, dtype=fp32)),

@@ -24,7 +24,7 @@ def make(
     queries: int = QUERIES,
     keys: int = KEYS,
 ) -> list[torch.Tensor]:
-    """Tensors of ``dtype``; a size starts with 0 for the query's tokens and with 1 for the key's."""
+    """Return tensors of ``dtype``. A size starts with 0 for the query's tokens and with 1 for the key's."""
     tensors = []
     for of_key, *rest in sizes:
         tokens = keys if of_key else queries
@@ -34,7 +34,7 @@ def make(
 
 
 def lengths(device: str, layout: str, tokens: int, batch: int = 2) -> torch.Tensor | None:
-    """Where the packed documents end, each of ``tokens``."""
+    """Return the ends of packed documents of ``tokens`` each."""
     if layout != "TND":
         return None
     return torch.arange(tokens, batch * tokens + 1, tokens, dtype=torch.int32, device=device)
@@ -142,7 +142,7 @@ def loss(
 
 
 def replace(build: Arguments, position: int, change: Callable[[torch.Tensor], Any]) -> Arguments:
-    """The same call, one positional argument changed."""
+    """Return the call with one positional argument changed."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = build(device)

@@ -17,7 +17,7 @@ def call(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, **others
 
 
 def transposed(*shapes: tuple[int, ...], **others: Any) -> Arguments:
-    """The call with the last tensor, of two dimensions, transposed: the shape given is that in memory."""
+    """Return the call with the last matrix transposed. Its shape is the one in memory."""
 
     def build(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors, kwargs = call(*shapes, **others)(device)

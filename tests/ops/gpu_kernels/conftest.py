@@ -1,4 +1,4 @@
-"""The Triton kernels run on the GPU where there is one, and by Triton's interpreter on the CPU where there is none."""
+"""Run the Triton kernels on the GPU, or in Triton's interpreter on a machine without one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torchtitan_npu.ops import OPS, define
 
 @pytest.fixture(scope="package", autouse=True)
 def _out_of_bounds_is_an_error() -> Iterator[None]:
-    if DEVICE == "cuda":  # where compute-sanitizer looks
+    if DEVICE == "cuda":  # compute-sanitizer checks this on a GPU
         yield
         return
     with forbidden_pages():
@@ -27,13 +27,13 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def half(device: str) -> torch.dtype:
-    """The dtype to train in, or what stands for it."""
+    """Return bfloat16, or float16 in the interpreter."""
     return dtype_on(device, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
 def gpu() -> object:
-    """The vocabulary with the GPU's kernels, on whatever device they run here."""
+    """Return a namespace of operators whose kernels are the GPU's, on the device of these tests."""
     ops = [dataclasses.replace(op, reference=op.cuda) for op in OPS.values() if op.cuda is not None]
     define("gpu_kernels", ops)
     return torch.ops.gpu_kernels

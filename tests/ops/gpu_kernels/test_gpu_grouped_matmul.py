@@ -1,4 +1,4 @@
-"""Grouped matrix products on tensor cores, against a loop in float64; and that what they do not take goes elsewhere."""
+"""Grouped matrix products in Triton, against a loop in float64, and their fallback to the reference."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests._helpers.kernel_checks import dtype_on
 from tests.ops.test_grouped_matmul import Problem, by_rows, by_summed_dimension, group_list, problem
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul import triton as kernels
-from torchtitan_npu.ops.grouped_matmul.op import warn_of_waiting
+from torchtitan_npu.ops.grouped_matmul.op import warn_of_synchronisation
 
 COUNTS = [[5, 0, 33, 16, 1], [0, 0, 20], [7], [0, 0, 0], [16, 16]]
-"""Groups without rows, of fewer than a tile, of several tiles and of whole tiles; one group; nothing at all."""
+"""Groups without rows, smaller than a tile, of several tiles, of full tiles only; one group; no rows at all."""
 
 
 def agrees(name: str, y: Tensor, oracle: Tensor, budget: Tensor) -> None:
@@ -42,8 +42,8 @@ def test_agrees_with_the_oracle(device: str, counts: list[int], layout: str, gro
     assert [one.dtype for one in (y, dx, dweight)] == [dtype] * 3
 
 
-def test_groups_that_do_not_add_up(device: str) -> None:
-    """Sizes and ends. The op stops the device then, and with it every test that follows: so the kernel alone."""
+def test_groups_that_do_not_add_up_to_the_rows(device: str) -> None:
+    """Test the kernel alone: the operator's assertion would end the device context of all tests."""
     for numbers, cumulative in (([5, 0, 3], False), ([5, 5, 8], True)):
         groups = torch.tensor([[number, -1] for number in numbers], device=device)[:, 0]
         for length in (7, 8, 9):
@@ -55,7 +55,7 @@ def test_groups_that_do_not_add_up(device: str) -> None:
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("rest", [0, 3])
 def test_accumulates_in_place(device: str, counts: list[int], rest: int) -> None:
-    """In float32, in place; rows beyond the last group are left out."""
+    """Rows beyond the last group are ignored."""
     x, _, dy, _ = problem([*counts, rest], 40, 24, torch.float16)
     before = torch.randn(len(counts), 40, 24)
     after = before.to(device, copy=True)
@@ -74,7 +74,7 @@ def test_accumulates_in_place(device: str, counts: list[int], rest: int) -> None
 
 @pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
 def test_both_kernels(device: str, counts: list[int]) -> None:
-    """Ours and torch's, whichever of them the op chooses here."""
+    """Test our kernel and torch's, whichever the operator selects here."""
     case: Problem = problem(counts, 64, 24, dtype_on(device, torch.bfloat16))
     x, weight, dy = (tensor.to(device) for tensor in case[:3])
     ends = group_list(counts, 0).int().to(device)
@@ -85,8 +85,8 @@ def test_both_kernels(device: str, counts: list[int]) -> None:
         agrees(product.__name__, dweight, *by_summed_dimension(case[0], case[2], counts))
 
 
-def test_rows_that_no_16_bytes_end(device: str) -> None:
-    """torch's kernel leaves a gap after each, where a fake tensor has none."""
+def test_rows_that_are_not_multiples_of_16_bytes(device: str) -> None:
+    """torch's kernel pads such rows, and the fake kernel does not."""
     case = problem([3, 5], 64, 20, dtype_on(device, torch.bfloat16))
     x, weight = case[0].to(device), case[1].to(device).mT.contiguous().mT
     groups = group_list([3, 5], 1).to(device)
@@ -99,8 +99,10 @@ def test_rows_that_no_16_bytes_end(device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_tiles_in_every_direction(device: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one tile of rows, of columns and of what is summed, with the tiles of a GPU and of the interpreter;
-    and several to a program. Of a transposed weight the last one summed is not full."""
+    """Several tiles of rows, columns and summed features, for GPU and interpreter tiles, and several per program.
+
+    With a transposed weight, the last tile of summed features is partial.
+    """
     monkeypatch.setattr(kernels, "multiprocessors", lambda _: 3)
     config = kernels.CONFIG if device == "cuda" else kernels.SMALL_CONFIG
     rows, columns, summed = (int(config[name]) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
@@ -119,7 +121,7 @@ def test_tiles_in_every_direction(device: str, layout: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(0, 64, 8), (4, 0, 8), (4, 64, 0)])
 def test_nothing_to_multiply(device: str, rows: int, k: int, n: int) -> None:
-    """No rows, nothing to sum, no columns: the shapes of the reference, and its zeros."""
+    """Without rows, summed features or columns, the result has the reference's shape and zeros."""
     x, weight, dy = (tensor.to(device) for tensor in problem([rows, 0], k, n, torch.float16)[:3])
     groups = {"group_list": group_list([rows, 0], 1).to(device), "group_list_type": 1}
     op = OPS["npu_grouped_matmul"]
@@ -141,11 +143,11 @@ def test_nothing_to_multiply(device: str, rows: int, k: int, n: int) -> None:
     ],
     ids=["odd sizes", "tiles that hold two groups", "float32"],
 )
-def test_what_has_no_tiles_goes_to_the_reference(
+def test_matrices_without_tiles_use_the_reference(
     device: str, case: Problem, sums_too: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which waits for the device, and says so once, however many rows there are."""
-    warn_of_waiting.cache_clear()
+    """The reference synchronises, and a warning says so once for any number of rows."""
+    warn_of_synchronisation.cache_clear()
     x, weight, dy = (tensor.to(device) for tensor in case[:3])
     groups = {"group_list": group_list(case[3], 1).to(device), "group_list_type": 1}
     (y,) = OPS["npu_grouped_matmul"].cuda(x=[x], weight=[weight], bias=None, group_type=0, **groups)
@@ -157,4 +159,5 @@ def test_what_has_no_tiles_goes_to_the_reference(
     agrees("sum", total, *by_summed_dimension(case[0], case[2], case[3]))
     features = f"{weight.shape[1]} and {weight.shape[2]} features in {x.dtype}"
     names = ["npu_grouped_matmul", "npu_grouped_matmul_add_"] if sums_too else ["npu_grouped_matmul"]
-    assert [message.partition(":")[0] for message in caplog.messages] == [f"{name} with {features}" for name in names]
+    warnings = [message.partition(" has no GPU kernel:")[0] for message in caplog.messages]
+    assert warnings == [f"{name} with {features}" for name in names]

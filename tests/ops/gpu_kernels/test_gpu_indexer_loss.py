@@ -24,7 +24,7 @@ LEARNS = ("query_index", "key_index", "weights")
 
 @pytest.fixture(params=[False, True], ids=["atomic", "in order"])
 def in_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Whether torch is to be deterministic; then in chunks of three rows or six."""
+    """Run with and without deterministic algorithms; with them, in chunks of three or six rows."""
     monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton_grad.WORKSPACE", 8040)
     torch.use_deterministic_algorithms(request.param)
     yield request.param
@@ -36,12 +36,12 @@ def of_key(name: str) -> bool:
 
 
 def three(dtype: torch.dtype, layout: str = "TND") -> Documents:
-    """One has more keys than a program takes at a time."""
+    """One document has more keys than a tile."""
     return Documents(layout, [(3, 70), (0, 2), (4, 3)], True, dtype, torch.Generator().manual_seed(0))
 
 
 def arranged(how: str, queries: int = 3, keys: int = 5) -> Documents:
-    """A batch whose tensors need not lie as their shapes say."""
+    """A batch of strided tensors."""
     generator = torch.Generator().manual_seed(0)
     return Documents("BSND", [(queries, keys)] * 2, True, torch.float32, generator, ARRANGEMENTS[how])
 
@@ -51,14 +51,14 @@ def on_device(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_gradients(docs: Documents, scores: list[Scores], d_scores: list[tuple[Tensor, ...]], grads: Any) -> None:
-    """``d_scores``: for each document the gradient of the scores, its budget, and a bound of its magnitude."""
+    """Check gradients. ``d_scores`` holds the gradient of each document's scores, its budget and a bound."""
     half = 0.0 if docs.dtype == torch.float32 else unit_roundoff(docs.dtype)
     grads = {name: grad.cpu() for name, grad in zip(LEARNS, grads, strict=True)}
     for name, grad in grads.items():
         assert (docs.padding(grad, of_key(name)) == 0).all()
     parts = [docs.split(grad, of_key(name)) for name, grad in grads.items()]
     for document, (oracle, (dy, budget, mass)) in enumerate(zip(scores, d_scores, strict=True)):
-        # the gradient of a logit is rounded to the dtype of the inputs before it is multiplied with them
+        # the gradient of a logit is rounded to the dtype of the inputs before the products
         expected = oracle.gradients(dy, budget + half * mass + (2.0**-24 if half else 0), mass, docs.u)
         for (name, (value, allowed)), part in zip(expected.items(), parts, strict=True):
             got = part[document]
@@ -95,7 +95,7 @@ def test_gradients_agree_with_the_oracle(
 
 
 def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Tensor]) -> dict[str, Any]:
-    """The arguments of the loss, the statistics from sparse attention's reference."""
+    """Return the arguments of the loss, with statistics from sparse attention's reference."""
     tensors = dict.fromkeys(("query_rope", "key_rope")) | {name: docs.lay_out(part) for name, part in parts.items()}
     tensors["sparse_indices"] = docs.lay_out(indices, -1)
     _, maximum, total = torch.ops.npu.npu_sparse_flash_attention(
@@ -115,7 +115,7 @@ def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Ten
     ends = {"actual_seq_qlen": docs.ends(False), "actual_seq_klen": docs.ends(True)} if docs.layout == "TND" else {}
     options = {"scale_value": SCALE, "layout": docs.layout, "sparse_mode": 3}
     lengths = dict.fromkeys(("actual_seq_qlen", "actual_seq_klen")) | ends
-    return on_device(tensors | {"softmax_max": maximum, "softmax_sum": total} | options | lengths)
+    return on_device(LOSS.complete(**tensors, softmax_max=maximum, softmax_sum=total, **options, **lengths))
 
 
 def make(
@@ -143,8 +143,10 @@ def make(
 @example(arranged("tokens first", queries=1), 3, 3, 2, False, 20)
 @example(arranged("contiguous", keys=40), 37, 3, 2, False, 140)
 def test_loss_agrees_with_the_oracle(docs: Documents, top_k: int, heads: int, rope: int, wide: bool, size: int) -> None:
-    """``wide``: the weights in float32 beside half precision, as the converter passes them. The last example has more
-    keys than a program takes, and features for several turns of its loop."""
+    """``wide`` passes float32 weights with half-precision inputs, as the converter does.
+
+    The last example has more keys than a tile, and features for several iterations of the loop.
+    """
     weights = torch.float32 if wide and docs.dtype != torch.float64 else docs.dtype
     parts, indices = make(docs, top_k, heads, rope, weights, size)
     *grads, loss = LOSS.cuda(**arguments(docs, parts, indices))
@@ -165,8 +167,8 @@ def test_loss_agrees_with_the_oracle(docs: Documents, top_k: int, heads: int, ro
     assert_within("loss", loss.cpu(), total, total_budget + len(docs.sizes) * u * total.abs())
 
 
-def test_places_without_a_key_are_passed_over() -> None:
-    """-1 between keys, and keys that the row does not see; neither they nor rows without keys may matter."""
+def test_places_without_a_key_are_ignored() -> None:
+    """-1 between keys, and keys that the row may not attend to, are ignored, and so are rows without keys."""
     docs = Documents("BSND", [(4, 6)], True, torch.float32, torch.Generator().manual_seed(0))
     parts, _ = make(docs, 2, 3, 2)
     clean = torch.tensor([[2, 1, -1, -1], [3, -1, -1, -1], [-1, -1, -1, -1], [4, 1, 3, -1]], dtype=torch.int32)
@@ -183,7 +185,7 @@ def test_places_without_a_key_are_passed_over() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_oracles_go_to_the_reference() -> None:
+def test_float64_uses_the_reference() -> None:
     docs = Documents("BSND", [(4, 7)], True, torch.float64, torch.Generator().manual_seed(0))
     call = arguments(docs, *make(docs, 3, 3, 2))
     assert all(map(torch.equal, LOSS.cuda(**call), LOSS.reference(**call)))

@@ -20,7 +20,7 @@ LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 
 
 def arguments(docs: Documents, parts: list[list[Tensor]], top_k: int, return_value: bool = True) -> dict[str, Any]:
-    """``parts``: of query, key and weights, document by document."""
+    """Run the kernel on ``parts``: query, key and weights, by document."""
     tensors = dict(zip(("query", "key", "weights"), map(docs.lay_out, parts), strict=True))
     tensors = {name: tensor.to(DEVICE) for name, tensor in (tensors | docs.lengths(*LENGTHS)).items()}
     options = {"sparse_count": top_k, "sparse_mode": docs.sparse_mode, "return_value": return_value}
@@ -33,7 +33,7 @@ def parts_of(docs: Documents, heads: tuple[int, int], size: int) -> list[list[Te
 
 
 def check(docs: Documents, parts: list[list[Tensor]], top_k: int) -> None:
-    """The best keys that each row may see, as exact as the scores are, in ascending order; with and without scores."""
+    """Check the best keys of each row, ascending, up to the error of the scores; with and without scores."""
     indices, values = (tensor.cpu() for tensor in INDEXER.cuda(**arguments(docs, parts, top_k)))
     only_indices, nothing = INDEXER.cuda(**arguments(docs, parts, top_k, return_value=False))
     assert torch.equal(only_indices.cpu(), indices) and nothing.shape == (0,) and nothing.dtype == docs.dtype
@@ -75,8 +75,8 @@ def test_agrees_with_the_oracle(docs: Documents, heads: tuple[int, int], top_k: 
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_pieces_do_not_matter(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, their keys and the values of a row are cut; a program's rows belong to several documents."""
+def test_chunk_sizes_do_not_affect_the_result(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, keys and the values of a row are chunked, and a program's rows belong to several documents."""
     monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton.WORKSPACE", 0)
     monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton.SPAN", 32)
     monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton_top_k.SEGMENT", 16)
@@ -85,13 +85,13 @@ def test_pieces_do_not_matter(layout: str, monkeypatch: pytest.MonkeyPatch) -> N
     check(docs, parts_of(docs, (2, 1), 20), 5)
 
 
-def test_the_sizes_of_the_model(half: torch.dtype) -> None:
+def test_sizes_of_deepseek_v32(half: torch.dtype) -> None:
     docs = Documents("BSND", [(3, 133)] * 2, True, half, torch.Generator().manual_seed(0))
     check(docs, parts_of(docs, (64, 1), 128), 64)
 
 
-def test_what_is_not_a_number_is_seen() -> None:
-    """A key that is NaN has no score; it is selected first, as torch sorts it, where everybody will notice."""
+def test_nan_is_selected() -> None:
+    """A NaN key has a NaN score and is selected first, as torch sorts it, so that it is noticed."""
     docs = Documents("BSND", [(1, 6)], False, torch.float32, torch.Generator().manual_seed(0))
     parts = parts_of(docs, (2, 1), 3)
     parts[1][0][4] = torch.nan
@@ -99,7 +99,7 @@ def test_what_is_not_a_number_is_seen() -> None:
     assert 4 in indices.tolist() and values[indices == 4].isnan().all() and values.isnan().sum() == 1
 
 
-def test_oracles_go_to_the_reference() -> None:
+def test_float64_uses_the_reference() -> None:
     docs = Documents("BSND", [(4, 7)], True, torch.float64, torch.Generator().manual_seed(0))
     call = arguments(docs, parts_of(docs, (2, 1), 3), 3)
     assert all(map(torch.equal, INDEXER.cuda(**call), INDEXER.reference(**call)))

@@ -1,4 +1,4 @@
-"""Permute and unpermute in Triton, against the reference in float64, whose own tests check it against the formulas."""
+"""Permute and unpermute in Triton, against the reference in float64, which has its own tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchtitan_npu.ops.moe_permute import triton as kernels
 
 
 def run(name: str, reference: bool = False, **arguments: Any) -> Any:
-    """The op's GPU kernel; with ``reference`` its reference, of float64 in place of every floating dtype."""
+    """Run the GPU kernel or, with ``reference``, the reference in float64."""
     if not reference:
         return OPS[name].cuda(**arguments)
     for key, value in arguments.items():
@@ -38,7 +38,7 @@ def check(
     probs_dtype: torch.dtype,
     kind: str = "contiguous",
 ) -> None:
-    """All ops on tokens of ``dtype`` that go to ``indices`` (tokens, top_k), of which ``rows`` are kept."""
+    """Check all operators on tokens of ``dtype`` with experts ``indices`` (tokens, top_k), keeping ``rows`` rows."""
     tokens, top_k = indices.shape
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -60,8 +60,6 @@ def check(
     magnitude = run("npu_moe_token_permute_grad_v2", True, **sums | {"grad_permuted_tokens": given_rows.abs()}, **back)
     budget = magnitude * top_k * u + rounding_budget(whole, dtype)
     assert_within("d tokens", run("npu_moe_token_permute_grad_v2", **sums, **back), whole, budget)
-    older = {"tokens": x, "grad_permuted_tokens": given_rows, "indices": indices}
-    assert_within("d tokens, older", run("npu_moe_token_permute_grad", **older, **back), whole, budget)
 
     weigh = {"permuted_tokens": given_rows, "probs": probs, "restore_shape": None, **back}
     whole = run("npu_moe_token_unpermute", True, **weigh)
@@ -72,12 +70,13 @@ def check(
     assert_within("unpermuted", actual, whole, magnitude * (top_k + 1) * u + rounding_budget(whole, dtype))
     assert torch.equal(copy, given_rows) and torch.equal(actual, run("npu_moe_token_unpermute", **weigh))
 
-    turn = {"grad_unpermuted_tokens": grad, **weigh}
-    d_rows, d_probs = run("npu_moe_token_unpermute_grad", **turn)
-    whole, whole_probs = run("npu_moe_token_unpermute_grad", True, **turn)
+    sizes = {"permuted_tokens_size_0": len(given_rows), "permuted_tokens_dtype": dtype}
+    gradient = {"grad_unpermuted_tokens": grad, **sizes, **weigh}
+    d_rows, d_probs = run("npu_moe_token_unpermute_grad_v2", **gradient)
+    whole, whole_probs = run("npu_moe_token_unpermute_grad_v2", True, **gradient)
     absolute = {"permuted_tokens": given_rows.abs(), "grad_unpermuted_tokens": grad.abs()}
-    magnitude = run("npu_moe_token_unpermute_grad", True, **turn | absolute)[1]
-    assert d_rows.dtype == dtype and has_strides_of(d_rows, given_rows)
+    magnitude = run("npu_moe_token_unpermute_grad_v2", True, **gradient | absolute)[1]
+    assert d_rows.dtype == dtype and d_rows.is_contiguous()
     assert d_probs.dtype == probs_dtype and has_strides_of(d_probs, probs)
     assert_within("d rows", d_rows, whole, whole.abs() * u + rounding_budget(whole, dtype))
     budget = magnitude * (hidden + 1) * u + rounding_budget(whole_probs, probs_dtype)
@@ -96,8 +95,7 @@ def test_agrees_with_the_reference_in_float64(device: str, route: tuple[Any, ...
 
 @pytest.mark.parametrize(("top_k", "hidden"), [(8, 1100), (11, 8200)])
 def test_many_choices_and_wide_rows(device: str, top_k: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many choices as a turn of the loop adds up, and a number that is no multiple of it; rows of several blocks;
-    and more slots than a program finds the places of."""
+    """Top-k of the unrolling, and one that is no multiple; rows of several blocks; slots of several programs."""
     monkeypatch.setattr(kernels, "SLOTS", 4)
     torch.manual_seed(0)
     check(device, torch.rand(2, 16).topk(top_k).indices, hidden, None, dtype_on(device, torch.bfloat16), torch.float32)
@@ -105,7 +103,7 @@ def test_many_choices_and_wide_rows(device: str, top_k: int, hidden: int, monkey
 
 @pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(3, 2, 0), (0, 2, 5), (3, 0, 5)])
 def test_nothing_to_copy(device: str, tokens: int, top_k: int, hidden: int) -> None:
-    """No features, no tokens, no choices. Deterministic, torch fills memory that nothing was written to with NaN."""
+    """No features, no tokens, no choices. In deterministic mode torch fills unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         check(device, torch.zeros(tokens, top_k, dtype=torch.int64), hidden, None, torch.float16, torch.float32)
@@ -114,9 +112,9 @@ def test_nothing_to_copy(device: str, tokens: int, top_k: int, hidden: int) -> N
 
 
 def test_without_probs(device: str) -> None:
-    """One slot a token: the rows in their places, and the way back."""
+    """Each token has one slot: rows in the order of the tokens, and the gradient."""
     places = torch.tensor(places_of([3, 1, 1, 0, 2]), dtype=torch.int32, device=device)
-    rows = torch.randn(4, 9, device=device).half()  # the last was dropped
+    rows = torch.randn(4, 9, device=device).half()  # the last slot was dropped
     out = run("npu_moe_token_unpermute", permuted_tokens=rows, sorted_indices=places, probs=None)
     expected = torch.cat((rows, rows.new_zeros(1, 9)))[places.long()]
     assert torch.equal(out, expected)

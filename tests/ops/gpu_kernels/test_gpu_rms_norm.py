@@ -21,7 +21,7 @@ Case = tuple[Tensor, Tensor, float, Tensor]
 
 
 def check(case: Case, device: str) -> None:
-    """``(x, gamma, epsilon, dy)``: forward, backward and the fused sum, in dtype, strides and values."""
+    """Check forward, backward and the fused sum: dtypes, strides and values."""
     x, gamma, epsilon, dy = (on(device, part) if isinstance(part, Tensor) else part for part in case)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     oracle = Oracle(x, gamma, epsilon, dy, compute)
@@ -51,10 +51,10 @@ def test_agrees_with_the_oracle(device: str, case: Case) -> None:
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
-        (70, 100),  # several rows a program, several turns of its loop, a last tile that is not full
-        (9, 4096),  # a row a program, the whole block
+        (70, 100),  # several rows per tile, several iterations per program, a partial last tile
+        (9, 4096),  # one row per tile, a full block
         (5, 5000),
-        (2, 16385),  # too wide for the kernel: the reference
+        (2, 16385),  # too wide for the kernel, so the reference runs
     ],
 )
 def test_wide_and_many_rows(device: str, rows: int, width: int) -> None:
@@ -64,7 +64,7 @@ def test_wide_and_many_rows(device: str, rows: int, width: int) -> None:
 
 
 def test_the_gradient_of_gamma_over_many_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More programs than the second kernel adds up at once: there in a smaller tile."""
+    """More programs than a tile of the kernel that sums over them."""
     torch.manual_seed(0)
     (x, dy), gamma = torch.randn(2, 10, 5, device=device), torch.randn(5, device=device)
     oracle = Oracle(x, gamma, 1e-5, dy)
@@ -75,7 +75,7 @@ def test_the_gradient_of_gamma_over_many_programs(device: str, monkeypatch: pyte
 
 
 def test_a_slice_is_copied_once(device: str) -> None:
-    """As the latent keys and values come, beside a rotary part. A result without gaps is what empty_like has."""
+    """A slice of a projection, as latent keys have it. The result is contiguous, as empty_like's is."""
     torch.manual_seed(0)
     x, gamma = torch.randn(2, 3, 24, device=device)[..., :16], torch.randn(16, device=device)
     with LaidOut() as forward:
@@ -87,7 +87,7 @@ def test_a_slice_is_copied_once(device: str) -> None:
 
 
 class LaidOut(TorchDispatchMode):
-    """Counts the tensors with gaps that are copied."""
+    """Count the copies of strided tensors."""
 
     count = 0
 

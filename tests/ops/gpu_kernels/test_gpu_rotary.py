@@ -32,8 +32,8 @@ def check(x: Tensor, r1: Tensor, r2: Tensor, mode: str, grad: Tensor) -> None:
     oracle, budget = unrotated(grad, cos, sin, mode, compute)
     assert_within("dx", dx, oracle, budget + rounding_budget(oracle, dtype))
     other, sign = partners(x.shape[-1], mode)
-    turned = x.double()[..., other] * torch.tensor(sign, dtype=torch.float64)
-    for name, result, per_element in (("dr1", dr1, x.double()), ("dr2", dr2, turned)):
+    rotated_pairs = x.double()[..., other] * torch.tensor(sign, dtype=torch.float64)
+    for name, result, per_element in (("dr1", dr1, x.double()), ("dr2", dr2, rotated_pairs)):
         terms = grad.double() * per_element
         oracle, size = terms.sum_to_size(r1.shape), terms.abs().sum_to_size(r1.shape)
         count = terms.numel() // max(oracle.numel(), 1)
@@ -50,26 +50,8 @@ def test_agrees_with_the_oracle(device: str, case: Case) -> None:
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 def test_more_heads_than_a_tile(device: str, mode: str) -> None:
-    """The part of each head that is rotated, in place among the rest, as attention has it; the tile's last turn."""
+    """The rotated part of each head is a strided slice, as in attention, and the last tile is partial."""
     torch.manual_seed(0)
     x = torch.randn(2, 2, 70, 96, device=device).half()[..., 32:]
     r1, r2 = torch.randn(2, 1, 2, 1, 64, device=device)
     check(x, r1, r2, mode, torch.randn(2, 2, 70, 64, device=device).half())
-
-
-@pytest.mark.parametrize("mode", ["half", "interleave", "quarter"])
-def test_query_and_key_by_the_same_angles(device: str, mode: str) -> None:
-    torch.manual_seed(0)
-    query, key, cos, sin = (torch.randn(5, heads, 8, device=device).half() for heads in (3, 2, 1, 1))
-    arguments = {"cos": cos, "sin": sin, "layout": "TND", "rotary_mode": mode}
-    query = query.transpose(0, 1).contiguous().transpose(0, 1)
-    for x, result in zip(
-        (query, key), OPS["npu_apply_rotary_pos_emb"].cuda(query=query, key=key, **arguments), strict=True
-    ):
-        assert has_strides_of(result, x) and result.dtype == x.dtype
-        wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-        whole, _ = OPS["npu_apply_rotary_pos_emb"].reference(query=x.double(), key=x.double(), **wide)
-        size = x.abs().double().amax(-1, keepdim=True) * (cos.double().abs() + sin.double().abs())
-        assert_within(
-            "rotated", result, whole, 3 * size * unit_roundoff(torch.float32) + rounding_budget(whole, x.dtype)
-        )

@@ -29,8 +29,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("sizes", [[(1, 3)] * 2, [(3, 3)] * 2], ids=["one token each", "several"])
-def test_batches_that_lie_elsewhere(gpu: Any, device: str, half: torch.dtype, sizes: list[tuple[int, int]]) -> None:
-    """The sequences of a batch are not one after the other."""
+def test_strided_batches(gpu: Any, device: str, half: torch.dtype, sizes: list[tuple[int, int]]) -> None:
+    """The sequences of a batch are not contiguous."""
     docs = documents("BSND", sizes, True, half, "tokens first")
     assert_agrees(gpu, docs, (4, 1), 3, True, False, device, rounds=True)
 
@@ -41,14 +41,23 @@ def documents(layout: str, sizes: list[tuple[int, int]], causal: bool, dtype: to
 
 @pytest.fixture(params=[False, True], ids=["", "in order"])
 def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Run with and without deterministic algorithms, which change only the sums of the keys' gradients."""
     torch.use_deterministic_algorithms(request.param)
     yield request.param
     torch.use_deterministic_algorithms(False)
 
 
+slow = pytest.mark.slow
+in_order_is_slow = pytest.mark.parametrize(
+    "deterministic", [False, pytest.param(True, marks=slow)], ids=["", "in order"], indirect=True
+)
+IN_ORDER = ("documents of a batch, some shorter", "packed documents, one without queries, two key heads", "one token")
+"""Cases whose deterministic sums belong to the default run."""
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 16 and 32 keys, and a workspace for a row or two: what a large job has in a small one."""
+    """Blocks of 16 and 32 keys, and a workspace of one or two rows, so that small inputs have several of each."""
     for module in (forward, gradient):
         monkeypatch.setattr(module, "WORKSPACE", 2000)
         monkeypatch.setitem(module.SCORES, "BLOCK_KEYS", 32)
@@ -57,7 +66,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "deterministic"),
+    [
+        pytest.param(case, in_order, id=f"{case}{', in order' * in_order}", marks=[slow] * (case not in IN_ORDER))
+        if in_order
+        else pytest.param(case, False, id=case)
+        for case in CASES
+        for in_order in (False, True)
+    ],
+    indirect=["deterministic"],
+)
 def test_agrees_with_the_oracle(gpu: Any, device: str, half: torch.dtype, case: str, deterministic: bool) -> None:
     layout, sizes, causal, heads, top_k, rope, value = CASES[case]
     dtype, arranged = (torch.float32, "transposed") if deterministic else (half, "head by head")
@@ -65,19 +84,19 @@ def test_agrees_with_the_oracle(gpu: Any, device: str, half: torch.dtype, case: 
     assert_agrees(gpu, docs, heads, top_k, rope, bool(value), device, rounds=True)
 
 
-def test_pieces_do_not_matter(
+def test_default_blocks_and_large_selections(
     gpu: Any, device: str, half: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As large as they are for a job, but that more rows give to a key than are added at once, and select more than a
-    program looks up; and a rope with more features than the rest."""
+    """Default blocks, more rows per key and more places than a program takes, and a rope wider than the rest."""
     monkeypatch.setattr(segments, "AT_ONCE", 2)
     monkeypatch.setattr(segments, "PLACES", 16)
     docs = documents("BSND", [(3, 9)] * 2, True, half, "contiguous")
     assert_agrees(gpu, docs, (4, 1), 5, True, False, device, rounds=True, size=3, rope=20)
 
 
+@in_order_is_slow
 @pytest.mark.parametrize(("heads", "size", "rope", "value"), [((16, 1), 520, 20, True), ((128, 1), 512, 64, False)])
-def test_as_many_features_as_models_have(
+def test_feature_sizes_of_models(
     gpu: Any,
     device: str,
     half: torch.dtype,
@@ -87,25 +106,24 @@ def test_as_many_features_as_models_have(
     value: bool,
     deterministic: bool,
 ) -> None:
-    """In blocks of columns, in every kernel more than one, the last of them not full; and as DeepSeek-V3 has them."""
+    """Several blocks of columns in every kernel, with a partial last one; and DeepSeek-V3's sizes."""
     docs = documents("BSND", [(2, 5)], True, half, "contiguous")
     assert_agrees(
         gpu, docs, heads, 4, True, value, device, rounds=True, size=size, rope=rope, scale=(size + rope) ** -0.5
     )
 
 
+@in_order_is_slow
 @pytest.mark.usefixtures("small_pieces")
 def test_exponentials_far_apart(gpu: Any, device: str, half: torch.dtype, deterministic: bool) -> None:
-    """The highest scores of a row's blocks are hundreds apart, so that what one block's exponentials are relative to is
-    out of reach for another's."""
+    """The highest scores of a row's blocks differ by hundreds, so that their exponentials need different origins."""
     docs = documents("BSND", [(2, 80)], False, torch.float32 if deterministic else half, "contiguous")
     assert_agrees(gpu, docs, (3, 1), 75, True, False, device, rounds=True, scale=50.0)
 
 
 @pytest.mark.parametrize("count", [1, 100])
-def test_keys_of_one_value_average_to_it(gpu: Any, device: str, half: torch.dtype, count: int) -> None:
-    """To the bit, though rounding takes the exponentials of all keys but the first the same way, and in bfloat16, on a
-    GPU, that of the first too."""
+def test_equal_values_average_to_themselves(gpu: Any, device: str, half: torch.dtype, count: int) -> None:
+    """Bit-identical, although rounding moves the exponentials of all keys but the first in the same direction."""
     value = (1.99 - 0.001 * torch.arange(8)).to(half)
     rope = torch.full((count,), -1.0, dtype=half)
     rope[0] = 0.25
@@ -125,9 +143,11 @@ def test_keys_of_one_value_average_to_it(gpu: Any, device: str, half: torch.dtyp
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("border", [60.0, -60.0, 180.0])
-def test_blocks_on_both_sides_of_a_border(gpu: Any, device: str, border: float) -> None:
-    """The highest of a block's exponents of 2 is where the next origin begins, one rounding before, or one after; and
-    of a row's blocks all are there, or some are far away."""
+def test_exponents_at_the_border_of_two_origins(gpu: Any, device: str, border: float) -> None:
+    """The highest exponent of a block is at the border between two origins, or one rounding away from it.
+
+    All blocks of a row are at the border, or some are far away.
+    """
     near = torch.tensor([border] * 3)
     near[1:].copy_(torch.nextafter(near[1:], torch.tensor([-torch.inf, torch.inf])))
     for highest in (near, near[:1].expand(3), near[1:2].expand(3), near[2:].expand(3), near - torch.tensor([0, 50, 0])):
@@ -150,9 +170,9 @@ def test_blocks_on_both_sides_of_a_border(gpu: Any, device: str, border: float) 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("scale", [0.3, -200.0], ids=["", "far below 0"])
-def test_places_without_a_key_are_passed_over(gpu: Any, device: str, scale: float, deterministic: bool) -> None:
-    """A -1 may stand anywhere: 40 of them before the first key, and between keys. In order, torch fills memory that
-    nothing was written to with NaN."""
+def test_places_without_a_key_are_ignored(gpu: Any, device: str, scale: float, deterministic: bool) -> None:
+    """-1 may be anywhere: 40 of them before the first key, and some between keys. In deterministic mode torch fills
+    unwritten memory with NaN."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.rand(1, n, h, 4, generator=generator).to(device) for n, h in ((2, 3), (9, 1)))
     compact = torch.tensor([[3, 7, 0, -1], [8, 1, 2, 5]], dtype=torch.int32).view(1, 2, 1, 4)

@@ -17,7 +17,7 @@ def check(x: Tensor, dim: int, g: Tensor) -> None:
     oracle = Oracle(x, dim, g, torch.float64 if x.dtype == torch.float64 else torch.float32)
     y = OPS["npu_swiglu"].cuda(input=x, dim=dim)
     assert y.dtype == x.dtype and y.is_contiguous()
-    # a GPU's exponential errs by two units in the last place where the oracle counts one: no budget more than doubles
+    # a GPU's exponential has an error of two units in the last place, the budget counts one: double the budget
     assert_within("y", y, oracle.y, 2 * oracle.y_budget + rounding_budget(oracle.y, x.dtype))
     dx = OPS["npu_swiglu_backward"].cuda(grad_output=g, input=x, dim=dim)
     assert dx.dtype == x.dtype and has_strides_of(dx, x)
@@ -37,8 +37,8 @@ def test_rows_of_several_blocks(device: str, width: int) -> None:
     check(torch.randn(3, 2 * width, device=device).half(), -1, torch.randn(3, width, device=device).half())
 
 
-def test_what_is_far_out(device: str) -> None:
-    """Where the gate is shut or open all the way: no NaN from an exponential that overflows."""
+def test_large_inputs(device: str) -> None:
+    """A fully closed or open gate gives no NaN from an overflowing exponential."""
     for dtype, far in ((torch.float32, 1e30), (torch.float16, 6e4)):
         x = torch.tensor([[-far, -200.0, 0.0, 200.0, far, 1.0, 1.0, 1.0, 1.0, 1.0]], device=device, dtype=dtype)
         y = OPS["npu_swiglu"].cuda(input=x, dim=-1)

@@ -1,17 +1,17 @@
-"""The selection of the best values in Triton, against torch's stable sort."""
+"""Top-k in Triton, against torch's stable sort."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from torchtitan_npu.ops.lightning_indexer.op import takes
+from torchtitan_npu.ops.lightning_indexer.op import fits_triton
 from torchtitan_npu.ops.lightning_indexer.triton_top_k import select_top_k
 
 
 @pytest.mark.parametrize("segment", [16, 64])
-def test_selects_what_a_stable_sort_puts_first(segment: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many equal values, both zeros, infinities and NaN; in one piece and in rounds."""
+def test_agrees_with_a_stable_sort(segment: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many equal values, both zeros, infinities and NaN; in one round and in several."""
     monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton_top_k.SEGMENT", segment)
     count, heads, width = 4, 2, 45
     generator = torch.Generator().manual_seed(0)
@@ -31,5 +31,5 @@ def test_selects_what_a_stable_sort_puts_first(segment: int, device: str, monkey
         assert (best[row, number:] == -torch.inf).all()
 
 
-def test_every_round_must_leave_less() -> None:
-    assert takes(32768, 20000) and takes(10**6, 16384) and not takes(32769, 16385)
+def test_every_round_reduces_the_candidates() -> None:
+    assert fits_triton(32768, 20000) and fits_triton(10**6, 16384) and not fits_triton(32769, 16385)

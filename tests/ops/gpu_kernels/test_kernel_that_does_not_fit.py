@@ -1,4 +1,4 @@
-"""A kernel that needs more of a GPU than it has: one line that says so."""
+"""A kernel that does not fit the GPU raises a one-line error."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.swiglu import triton as swiglu
 
 
-def test_the_refusal_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_resource_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(**_: Any) -> None:
         raise OutOfResources(116224, 101376, "shared memory")
 
     monkeypatch.setattr(swiglu, "too_large", too_large, raising=False)
-    refusal = (
-        r"too_large: .* \(shared memory: 116224 needed, 101376 there\): use one with 227 KiB .*docs/how-to/install.md"
-    )
-    with pytest.raises(UsageError, match=refusal):
-        kernel("swiglu", "too_large", lambda **_: None)()
+    message = r"too_large: .* more shared memory .* \(116224 needed, 101376 available\): use a GPU with 227 KiB"
+    with pytest.raises(UsageError, match=message):
+        kernel("swiglu.triton", "too_large", lambda **_: None)()
 
 
-def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(**_: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(swiglu, "wrong", wrong, raising=False)
     with pytest.raises(ZeroDivisionError):
-        kernel("swiglu", "wrong", lambda **_: None)()
+        kernel("swiglu.triton", "wrong", lambda **_: None)()

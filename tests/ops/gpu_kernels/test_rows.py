@@ -1,4 +1,4 @@
-"""The rows of the Triton kernels see the keys that the reference's documents show them."""
+"""``rows_of`` of the Triton kernels against the documents of the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import BLOCK, rows_of
 
 @settings(max_examples=12, deadline=None)
 @given(documents())
-def test_every_row_sees_its_documents_keys(docs: Documents) -> None:
+def test_rows_have_the_keys_of_their_documents(docs: Documents) -> None:
     query, key = (docs.lay_out(docs.random(of_key, 1, 2)).to(DEVICE) for of_key in (False, True))
     lengths = docs.lengths("query_lengths", "key_lengths")
     given_lengths = {name: lengths.get(name) for name in ("query_lengths", "key_lengths")}
@@ -33,7 +33,7 @@ def test_every_row_sees_its_documents_keys(docs: Documents) -> None:
 def expected(
     layout: str, causal: bool, shapes: tuple[tuple[int, ...], tuple[int, ...]], lengths: tuple[list[int] | None, ...]
 ) -> list[tuple[int, int]]:
-    """For each row where its document's keys begin, and how many it sees; document by document, row by row."""
+    """Return, for each row, the first key of its document and the number of keys it may attend to."""
     documents = []
     for shape, given_lengths in zip(shapes, lengths, strict=True):
         if layout == "TND":

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
-from torchtitan_npu.cli.doctor.samples import FAMILIES, Sample
-from torchtitan_npu.cli.doctor.sparse_samples import sparse_attention
 from torchtitan_npu.ops import OPS, Op
-from torchtitan_npu.ops.core.arguments import spelt_out
+from torchtitan_npu.ops.core.arguments import args_and_kwargs
 from torchtitan_npu.platform import Backend
 from torchtitan_npu.torch_internals.dispatch import has_kernel, op_schema, parse_schema, tree_flatten, tree_map
 
@@ -23,9 +22,17 @@ ROUNDINGS = 2
 an intermediate result, such as attention weights."""
 WRONG = 16
 """A multiple of the expected error that rounding cannot explain."""
-OF_SEVERAL_RANKS = ("npu_all_gather_base_mm", "npu_mm_reduce_scatter_base")
+OF_SEVERAL_RANKS = tuple(name for name, op in OPS.items() if op.sample is None)
 """Operators with a collective, which one process cannot call."""
 OPERATOR_FAILS = 'see docs/how-to/doctor.md, "When an operator fails"'
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: the operator's name and its arguments by name, on the CPU."""
+
+    op: str
+    arguments: dict[str, Any]
 
 
 def check_operators(backend: Backend) -> Iterator[Finding]:
@@ -42,8 +49,9 @@ def check_operators(backend: Backend) -> Iterator[Finding]:
 
 def samples() -> Iterator[Sample]:
     """Yield a sample call of every operator that one process can call."""
-    for family in (*FAMILIES, sparse_attention):
-        yield from family()
+    for op in OPS.values():
+        if op.sample is not None:
+            yield Sample(op.name, op.complete(**op.sample()))
 
 
 def _registration(op: Op, backend: Backend) -> Finding | None:
@@ -66,7 +74,7 @@ def _numbers(sample: Sample, backend: Backend) -> Finding:
     except RuntimeError as error:
         return red(sample.op, first_line(error), OPERATOR_FAILS)
     expected = OPS[sample.op].reference(**tree_map(to_float64, sample.arguments))
-    distance = largest_error(found, expected, sample.any_order)
+    distance = largest_error(found, expected, OPS[sample.op].unordered_integers)
     limit = ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2  # the dtype of every sample
     what = f"error {distance:.1e} of the largest value"
     if distance <= limit:
@@ -81,7 +89,7 @@ def run(sample: Sample, backend: Backend) -> Any:
     # Copies, because some operators write to their arguments.
     arguments = tree_map(lambda x: x.clone().to(backend) if isinstance(x, Tensor) else x, sample.arguments)
     op = OPS[sample.op].overload()
-    args, kwargs = spelt_out(op, arguments)
+    args, kwargs = args_and_kwargs(op, arguments)
     return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, op(*args, **kwargs))
 
 

@@ -23,7 +23,7 @@ class KernelLimits:
 
     def allow(self, operator: str, device: torch.device, **arguments: Any) -> bool:
         """Tell whether ``operator`` may be called on ``device``. Only an NPU's kernels have limits."""
-        broken = OPS[operator].refusals(**arguments)
+        broken = OPS[operator].limit_errors(**arguments)
         if broken and self.strict:
             raise UsageError(f"npu.graph_passes: an NPU would refuse {broken[0]}")
         on_npu = device.type == "npu"

@@ -1,1 +1,1 @@
-"""What an operator is, and how it is registered: dispatch, autograd and DTensor rules."""
+"""The definition and registration of operators: dispatch, autograd, DTensor rules, helpers of the Triton kernels."""

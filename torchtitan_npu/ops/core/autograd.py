@@ -1,8 +1,8 @@
-"""Autograd for a stand-in, by argument name.
+"""Autograd for the operators that this package defines, by argument name.
 
-``torch.library.register_autograd`` takes no op with keyword-only tensors, and the indexer and sparse attention have
-them; so this is a kernel of our own for the Autograd key, built the same way: an ``autograd.Function`` around the call
-below autograd.
+``torch.library.register_autograd`` does not accept an operator with keyword-only tensors, and the lightning indexer
+and sparse attention have them. This module builds the kernel for the Autograd dispatch key the same way: an
+``autograd.Function`` around the call below autograd.
 """
 
 from __future__ import annotations
@@ -15,25 +15,40 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.torch_internals.dispatch import OpOverload
+from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, op_schema
 
 Call = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]
-"""How an op was called, ``(args, kwargs)``, and its arguments by name."""
+"""A call of an operator: ``args``, ``kwargs``, and its arguments by name."""
 
 
 @dataclass(frozen=True)
 class Autograd:
-    """How gradients flow through an op whose tensor arguments are single tensors, not lists."""
+    """Gradients of an operator whose tensor arguments are single tensors, not lists."""
 
     save: Callable[..., None]
-    """``save(ctx, output, **arguments)``: keep what the backward needs, mark the outputs that have no gradient."""
+    """``save(ctx, output, **arguments)``: save what the backward needs and mark the outputs without a gradient."""
     backward: Callable[..., Mapping[str, Tensor | None]]
-    """``backward(npu, ctx, *output_grads)``: the gradients by argument name. ``npu`` is the namespace to call ops in;
-    the gradient of an output that nothing used is ``None``."""
+    """``backward(npu, ctx, *output_grads)``: return the gradients by argument name. ``npu`` is the namespace in which
+    to call operators. The gradient of an unused output is ``None``."""
+
+
+def save_by_name(ctx: Any, **values: Any) -> None:
+    """Save ``values``, tensors by ``ctx.save_for_backward``, so that :func:`saved_by_name` returns them."""
+    ctx.saved_names = [name for name, value in values.items() if isinstance(value, Tensor)]
+    ctx.save_for_backward(*(values[name] for name in ctx.saved_names))
+    ctx.saved_options = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+
+
+def saved_by_name(ctx: Any) -> dict[str, Any]:
+    """Return what :func:`save_by_name` saved."""
+    return ctx.saved_options | dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
 
 
 def not_implemented(name: str) -> Autograd:
-    """For an op that torch_npu registers for autograd without a gradient: its outputs require one, and it raises."""
+    """Return the autograd of an operator that torch_npu registers for autograd without a gradient.
+
+    Its outputs require a gradient, and the backward raises.
+    """
 
     def backward(npu: Any, ctx: Any, *output_grads: Tensor | None) -> Mapping[str, Tensor | None]:
         raise RuntimeError(f"derivative for npu::{name} is not implemented")
@@ -43,14 +58,14 @@ def not_implemented(name: str) -> Autograd:
 
 @dataclass(frozen=True)
 class Through:
-    """Autograd of an op that torch_npu builds on another one: that one is what autograd and all below it see."""
+    """Autograd of an operator that torch_npu implements as a call of another one, which autograd then records."""
 
     op: str
-    """The name of the other op, which takes the same arguments; its first output is this op's output."""
+    """The name of the other operator. It takes the same arguments, and its first output is the result."""
 
 
 def through_kernel(op: OpOverload, through: Through, check: Callable[..., None]) -> Callable[..., Any]:
-    """The kernel of ``op`` for the Autograd dispatch key; ``check`` is ``op``'s own, so errors name what was called."""
+    """Return the kernel of ``op`` for the Autograd dispatch key. ``check`` belongs to ``op``: errors name it."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         check(**by_name(op, args, kwargs))
@@ -60,17 +75,17 @@ def through_kernel(op: OpOverload, through: Through, check: Callable[..., None])
 
 
 def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
-    """The kernel of ``op`` for the Autograd dispatch key (``with_keyset=True``)."""
+    """Return the kernel of ``op`` for the Autograd dispatch key."""
     npu = getattr(torch.ops, op.namespace)
 
-    def below_autograd(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with below_autograd():
+            return op(*args, **kwargs)
 
-    def forward(ctx: Any, keyset: torch._C.DispatchKeySet, call: Call, *tensors: Tensor) -> Any:
-        # autograd sees ``tensors``; ``call`` holds the same ones, among everything else
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+        # ``tensors`` are those of ``call``; they are passed again so that autograd tracks them
         args, kwargs, arguments = call
-        output = below_autograd(keyset, args, kwargs)
+        output = run(args, kwargs)
         ctx.names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
         ctx.set_materialize_grads(False)
         autograd.save(ctx, output, **arguments)
@@ -79,18 +94,18 @@ def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = any(grad is not None for grad in output_grads)
         grads = autograd.backward(npu, ctx, *output_grads) if used else {}
-        return None, None, *(grads.get(name) for name in ctx.names)
+        return None, *(grads.get(name) for name in ctx.names)
 
-    # the class's name is what ``tensor.grad_fn`` shows
+    # the name of the class is what ``tensor.grad_fn`` shows
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(op._schema.name.partition("::")[2], (torch.autograd.Function,), methods)
+    function: Any = type(op_schema(op).name.partition("::")[2], (torch.autograd.Function,), methods)
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             arguments = by_name(op, args, kwargs)
             tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
             if any(tensor.requires_grad for tensor in tensors):
-                return function.apply(keyset, (args, kwargs, arguments), *tensors)
-        return below_autograd(keyset, args, kwargs)
+                return function.apply((args, kwargs, arguments), *tensors)
+        return run(args, kwargs)
 
     return kernel

@@ -1,9 +1,16 @@
-"""What an op of the ``npu::`` vocabulary is made of, and how the stand-ins are defined where torch_npu is not.
+"""The definition of an operator, and its registration where torch_npu is not loaded.
 
-An op is one :class:`Op`: torch_npu's schema to the letter, and a few plain functions beside it. Each of those functions
-gets the op's arguments **by name**, defaults filled in from the schema, so it names the ones it needs and takes the
-rest as ``**_``; no default is written twice. To add an op: a reference kernel in ``reference/``, a file here that
-declares the :class:`Op`, that file's name in ``__init__.py``, and the schema in the test of the vocabulary.
+An operator is one :class:`Op`: torch_npu's schema, verbatim, and a few plain functions. Each function receives the
+operator's arguments **by name**, with defaults from the schema. It names those it uses and takes the rest as ``**_``.
+
+To add an operator:
+
+1. ``ops/<family>/reference.py``: the kernel in plain PyTorch, with the formula in its docstring.
+2. ``ops/<family>/op.py``: ``declare(Op(...))``. A new family also needs its name in ``ops/__init__.py``.
+3. ``tests/_helpers/op_cases/<family>.py``: valid and invalid calls, for the contract tests.
+4. ``tests/ops/test_op.py``: the schema in the table; ``tests/ops/test_<family>.py``: the tests of its numbers.
+
+A kernel for GPUs (``triton.py``), autograd, limits and FLOPs are optional fields of the same :class:`Op`.
 """
 
 from __future__ import annotations
@@ -17,46 +24,54 @@ import torch
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.core.autograd import Autograd, Through, autograd_kernel, through_kernel
-from torchtitan_npu.ops.core.sharding import Localize, Sharding, has_sharding_rule, register_sharding_rule
-from torchtitan_npu.torch_internals.dispatch import OpOverload
+from torchtitan_npu.ops.core.sharding import Localize, Sharding, register_sharding_rule
+from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, without_autocast
+from torchtitan_npu.torch_internals.dtensor_rules import has_rule
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One row of the table of what an NPU kernel refuses although the formula allows it (sizes, floating dtypes).
+    """A limit of the NPU kernel that the formula does not have, such as a size or a dtype.
 
-    It does not bind the stand-ins: tiny models and float64 oracles need what an NPU refuses. See :meth:`Op.refusals`.
+    Limits do not bind the other kernels: tiny models and float64 oracles exceed them. See :meth:`Op.limit_errors`.
     """
 
     what: str
-    """What is limited, as the message names it: ``"input.dtype"``."""
+    """The limited quantity, as the message names it: ``"input.dtype"``."""
     value: Callable[..., Any]
-    """Takes the op's arguments by name, gives the value that is limited."""
+    """Return the limited quantity, given the operator's arguments by name."""
     allowed: Container[Any]
-    """The values an NPU takes; the message quotes it."""
+    """The values that an NPU takes. The message lists them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operator of the vocabulary."""
+    """An operator of torch_npu."""
 
     schema: str
-    """As torch_npu prints it, ``npu::`` included."""
+    """The schema as torch_npu prints it, ``npu::`` included."""
     reference: Callable[..., Any]
-    """The kernel in plain PyTorch, run on CPU."""
+    """The kernel in plain PyTorch, for CPUs."""
     cuda: Callable[..., Any] | None = None
-    """The kernel for NVIDIA GPUs; ``None``: the reference runs there too."""
+    """The kernel for NVIDIA GPUs. ``None``: the reference runs there too."""
     fake: Callable[..., Any]
-    """The outputs' shapes, dtypes and strides, as torch_npu's meta kernel gives them."""
-    contract: Callable[..., Iterator[str]]
-    """Yields what is wrong with the arguments: what torch_npu rejects whatever the size. Runs before every kernel."""
+    """Return outputs with the shapes, dtypes and strides of torch_npu's meta kernel."""
+    checks: Callable[..., Iterator[str]]
+    """Yield an error for each argument that torch_npu rejects at any size. Runs before every kernel."""
     sharding: Sharding
-    """The ways DTensor may shard the op over one mesh dimension."""
+    """Yield the strategies by which DTensor may shard the operator over one mesh dimension."""
     localize: Localize | None = None
-    """The plain arguments that change with the shards a rank holds."""
+    """Return the arguments that are not tensors and differ on a rank."""
     autograd: Autograd | Through | None = None
-    """``None`` where torch_npu has none: its gradients are silently missing there, and so they are here."""
+    """The gradients. ``None`` if torch_npu has none: there they are silently missing, and so they are here."""
     limits: tuple[Limit, ...] = ()
+    sample: Callable[[], dict[str, Any]] | None = None
+    """Return the arguments, by name, of one call within the limits. Random tensors are bfloat16, on the CPU.
+    ``None`` for an operator that a single process cannot call."""
+    unordered_integers: bool = False
+    """Integers in the outputs, such as selected keys, may come in any order."""
+    flops: Callable[..., int] | None = None
+    """Return the floating-point operations of a call. ``None`` for an operator without matrix products."""
 
     @property
     def name(self) -> str:
@@ -64,32 +79,36 @@ class Op:
         return self.schema.removeprefix("npu::").partition("(")[0]
 
     def overload(self, namespace: str = "npu") -> OpOverload:
-        """The op as it is registered under ``namespace``."""
+        """Return the operator that is registered under ``namespace``."""
         packet, _, overload = self.name.partition(".")
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
     def check(self, **arguments: Any) -> None:
         """Raise a :class:`UsageError` that names the argument, if torch_npu would reject these ``arguments``."""
-        for problem in self.contract(**arguments):
+        for problem in self.checks(**arguments):
             raise UsageError(f"{self.name}: {problem}")
 
-    def refusals(self, **arguments: Any) -> list[str]:
-        """Every limit of the NPU's kernel that these ``arguments`` break, one message each."""
+    def limit_errors(self, **arguments: Any) -> list[str]:
+        """Return a message for each limit of the NPU kernel that these ``arguments`` exceed."""
         return [
             f"{self.name}: {limit.what} is {_text(value)}, and an NPU takes {_text(limit.allowed)}"
             for limit in self.limits
             if (value := limit.value(**arguments)) not in limit.allowed
         ]
 
+    def complete(self, **arguments: Any) -> dict[str, Any]:
+        """Return ``arguments`` with the defaults of the schema for those that are missing."""
+        return by_name(self.overload(), (), arguments)
+
 
 OPS: dict[str, Op] = {}
-"""The vocabulary: every op of this package, by name."""
+"""Every operator of this package, by name."""
 
 _libraries: list[torch.library.Library] = []  # registrations live as long as these objects
 
 
 def declare(op: Op) -> Op:
-    """Add ``op`` to the vocabulary. Nothing is registered with PyTorch before :func:`define`."""
+    """Add ``op`` to :data:`OPS`. :func:`define` registers it with PyTorch."""
     if op.name in OPS:
         raise ValueError(f"{op.name} is declared twice")
     OPS[op.name] = op
@@ -97,10 +116,10 @@ def declare(op: Op) -> Op:
 
 
 def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
-    """Define under ``namespace`` the stand-ins of those ``ops`` (the vocabulary) that it lacks, and return their names.
+    """Define those of ``ops`` (default: all) that ``namespace`` lacks, and return their names.
 
-    Where torch_npu is loaded, its ``npu::`` ops are left alone; those for which it brings no DTensor rule get ours.
-    Another namespace takes the stand-ins beside torch_npu's ops, to compare the two in one process.
+    Where torch_npu is loaded, its ``npu::`` operators stay. Those without a DTensor rule get ours.
+    Another namespace takes our operators beside torch_npu's, to compare the two in one process.
     """
     ops = list(OPS.values() if ops is None else ops)
     missing = [op for op in ops if not _is_defined(namespace, op)]
@@ -110,7 +129,7 @@ def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
         for op in missing:
             _define(library, namespace, op)
     for op in ops:
-        if not has_sharding_rule(op.overload(namespace)):
+        if not has_rule(op.overload(namespace)):
             register_sharding_rule(op.overload(namespace), op.sharding, op.localize)
     return [op.name for op in missing]
 
@@ -129,9 +148,9 @@ def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             arguments = by_name(overload, args, kwargs)
             op.check(**arguments)
-            # autograd would see into the kernel of an op for which torch_npu has no gradient; and the products inside
-            # are the kernel's own, whose dtype is not autocast's to choose
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            # Without these, autograd would differentiate the kernel of an operator that torch_npu has no gradient for,
+            # and autocast would change the dtypes of the products inside a kernel.
+            with below_autograd(), without_autocast():
                 return kernel(**arguments)
 
         return run
@@ -142,11 +161,11 @@ def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
     if isinstance(op.autograd, Through):
         library.impl(op.name, through_kernel(overload, op.autograd, op.check), "Autograd")
     elif op.autograd is not None:
-        library.impl(op.name, autograd_kernel(overload, op.autograd), "Autograd", with_keyset=True)
+        library.impl(op.name, autograd_kernel(overload, op.autograd), "Autograd")
 
 
 def _text(value: object) -> str:
-    """A value, or the values allowed, as a message shows them."""
+    """Format a value, or the allowed values, for a message."""
     if isinstance(value, range) and value.step == 1:
         return f"{value.start} to {value.stop - 1}"
     if isinstance(value, Iterable) and not isinstance(value, str):

@@ -1,24 +1,27 @@
-"""A loss that hangs on a tensor on its way, whose backward pass must do its work once."""
+"""Run an auxiliary-loss backward exactly once, even if a zero-bubble schedule replays the node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from torchtitan_npu.torch_internals.backward_graph import runs_in_this_backward
 
-def computed_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
-    """The gradients of these ``inputs`` that this backward pass goes on with, and none for the others.
 
-    ``compute`` gets what ``ctx`` has saved, and gives them all. A zero-bubble pipeline runs the backward pass of a
-    stage in parts: first for its inputs, then for one group of parameters after the other, and a node as often as it
-    lies on a way. After the first of them autograd may have freed what the node saved: it is kept here until it is
-    needed, and so is a gradient that another part goes on with.
+def gradients_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
+    """Return the gradients of those ``inputs`` that this backward pass continues to, and ``None`` for the others.
+
+    ``inputs`` are positions among the tensor inputs of the function. ``compute(*saved_tensors)`` returns the gradients
+    of all ``inputs``. It runs once, in the first pass that needs one.
+
+    A zero-bubble schedule splits a stage's backward: first for the stage's inputs, then for one group of parameters
+    after another. It runs a node in every part whose path contains it. Autograd may free the saved tensors after the
+    first part, so ``ctx`` holds them until they are needed, and holds each gradient until it is returned.
     """
-    behind = [ctx.next_functions[number][0] for number in inputs]
-    wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in behind]
+    next_nodes = [ctx.next_functions[number][0] for number in inputs]
+    wanted = [node is not None and runs_in_this_backward(node) for node in next_nodes]
     if not hasattr(ctx, "gradients"):
         saved = getattr(ctx, "kept", None) or ctx.saved_tensors
         if not any(wanted):
@@ -26,9 +29,9 @@ def computed_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Sequen
             return [None for _ in inputs]
         ctx.kept = None
         computed = compute(*saved)
-        ctx.gradients = [None if node is None else one for node, one in zip(behind, computed, strict=True)]
-    if any(wanted) and all(one is None for one in ctx.gradients):
-        raise RuntimeError("a loss that hangs on a tensor has gradients for one backward pass, and this is a second")
-    given = [one if now else None for now, one in zip(wanted, ctx.gradients, strict=True)]
-    ctx.gradients = [None if now else one for now, one in zip(wanted, ctx.gradients, strict=True)]
+        ctx.gradients = [None if node is None else grad for node, grad in zip(next_nodes, computed, strict=True)]
+    if any(wanted) and all(grad is None for grad in ctx.gradients):
+        raise RuntimeError("an auxiliary loss has gradients for one backward pass, and this is a second")
+    given = [grad if now else None for now, grad in zip(wanted, ctx.gradients, strict=True)]
+    ctx.gradients = [None if now else grad for now, grad in zip(wanted, ctx.gradients, strict=True)]
     return given

@@ -1,7 +1,4 @@
-"""The vocabulary's kernels for NVIDIA GPUs, in Triton. One file an op or a family of ops; nothing of ``reference/``.
-
-Triton comes with PyTorch's CUDA builds and not with the others, so nothing here imports it before a kernel runs.
-"""
+"""Calls of Triton kernels. Nothing imports Triton before a kernel runs: only PyTorch's CUDA builds contain it."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from torchtitan_npu.errors import UsageError
 
 
 def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The function ``name`` of ``ops/triton/module.py``, imported when it is first called.
+    """Return the function ``name`` of ``torchtitan_npu/ops/<module>.py``, imported at its first call.
 
-    float64 stays with the ``reference``: it is for oracles, and nobody trains in it.
+    A float64 argument selects the ``reference``: float64 is for oracles, not for training.
     """
 
     def run(**arguments: Any) -> Any:
@@ -29,15 +26,16 @@ def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..
             return _imported(module, name)(**arguments)
         except _out_of_resources() as lack:
             raise UsageError(
-                f"{name}: its kernel does not fit this GPU ({lack.name}: {lack.required} needed, {lack.limit} there): "
-                "use one with 227 KiB of shared memory (docs/how-to/install.md), or remove the converter that calls it"
+                f"{name}: the kernel needs more {lack.name} than this GPU has ({lack.required} needed, {lack.limit} "
+                "available): use a GPU with 227 KiB of shared memory (docs/how-to/install.md), or remove the converter "
+                "that calls it from model.converters"
             ) from lack
 
     return run
 
 
 def _out_of_resources() -> type[Any]:
-    """What Triton raises of a kernel that it compiled and the GPU cannot hold. Python asks only once one was raised."""
+    """Return the exception of a kernel that does not fit the GPU. Python evaluates it only after a kernel raised."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources

@@ -1,4 +1,4 @@
-"""What the kernels' wrappers share: sizes of blocks and grids, and results in the strides of an argument."""
+"""Helpers to launch Triton kernels: sizes of blocks and grids, and results in the strides of an argument."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def power_of_2(size: int) -> int:
-    """The least power of 2 that holds ``size``. Triton's own function takes the host 4 µs, and so does its division."""
+    """Return the smallest power of 2 not below ``size``. Triton's own function takes the host 4 µs longer."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def blocks_in(size: int, block: int) -> int:
-    """How many blocks hold ``size``."""
+    """Return the number of blocks that cover ``size``. Triton's ``cdiv`` takes the host 4 µs longer."""
     return -(-size // block)
 
 
 def part_of(tensor: Tensor, rows: int, start: int, count: int) -> Tensor:
-    """So many of the ``rows`` that the contiguous ``tensor`` has, from ``start`` on, for a kernel that takes their
-    address; itself if they are all, as they mostly are: a view takes the host 3 µs."""
+    """Return ``count`` of the ``rows`` of a contiguous tensor, from ``start`` on, for a kernel that takes a pointer.
+
+    All rows are the common case, and return ``tensor`` itself: a view takes the host 3 µs.
+    """
     return tensor if count == rows else tensor.view(rows, -1)[start : start + count]
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors ``device`` has; a few for the interpreter, so that its programs loop as on a GPU."""
+    """Return the number of multiprocessors. The interpreter has 3, so that programs loop as they do on a GPU."""
     return _multiprocessors(device.index or 0) if device.type == "cuda" else 3
 
 
@@ -38,7 +40,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def in_strides_of(tensor: Tensor, result: Tensor) -> Tensor:
-    """The contiguous ``result``, of the shape of ``tensor``, in the strides that ``torch.empty_like`` of it has."""
+    """Return the contiguous ``result``, shaped like ``tensor``, with the strides of ``torch.empty_like(tensor)``."""
     if tensor.is_contiguous():
         return result
     like = torch.empty_like(tensor, dtype=result.dtype)

@@ -10,28 +10,164 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.core.autograd import Autograd
-from torchtitan_npu.ops.core.op import Op, declare
-from torchtitan_npu.ops.core.sharding import Way
-from torchtitan_npu.ops.fusion_attention import reference as reference
-from torchtitan_npu.ops.fusion_attention.checks import LIMITS, NOT_TAKEN, contract
+from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is
+from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
+from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.fusion_attention import reference
+
+LAYOUTS = {"BSND": 4, "BNSD": 4, "TND": 3, "BSH": 3, "SBH": 3}
+"""The layouts, and the number of dimensions of each."""
+COMPRESSED = 2048
+"""The side of the causal mask of sparse_mode 2 and 3, whatever the size of the scores."""
+NOT_IMPLEMENTED = ("pse", "padding_mask", "prefix", "sink", "dropout_mask")
+"""Arguments of the schema that only torch_npu implements."""
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def checks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    atten_mask: Tensor | None,
+    keep_prob: float,
+    actual_seq_qlen: list[int] | None,
+    actual_seq_kvlen: list[int] | None,
+    sparse_mode: int,
+    softmax_layout: str,
+    **rest: Any,
+) -> Iterator[str]:
+    for name in NOT_IMPLEMENTED:
+        if rest.get(name) is not None:
+            yield f"{name} must be None: only torch_npu implements it"
+    if keep_prob != 1.0:
+        yield f"keep_prob must be 1, since only torch_npu implements dropout, not {keep_prob}"
+    if input_layout not in LAYOUTS:
+        yield f"input_layout must be one of {', '.join(LAYOUTS)}, not {input_layout!r}"
+        return
+    if softmax_layout not in ("", "TND") or (softmax_layout == "TND" and input_layout != "TND"):
+        yield f"softmax_layout must be '' or, if input_layout is TND, 'TND', not {softmax_layout!r}"
+    yield from check_dtype("query", query, *FLOATS)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            yield f"{name} must have the dtype of query, {query.dtype}, not {tensor.dtype}"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != LAYOUTS[input_layout]:
+            yield f"{name} must have {LAYOUTS[input_layout]} dimensions ({input_layout}), not {tensor.dim()}"
+            return
+    yield from _check_shapes(query, key, value, head_num, input_layout)
+    yield from _check_lengths(query, key, input_layout, actual_seq_qlen, actual_seq_kvlen)
+    yield from _check_mask(
+        query, key, head_num, input_layout, atten_mask, sparse_mode, actual_seq_qlen, actual_seq_kvlen
+    )
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str) -> Iterator[str]:
+    if key.shape[:-1] != value.shape[:-1]:
+        yield f"value must have the shape of key {_shape(key)} except for the last dimension, not {_shape(value)}"
+    if "B" in layout and query.shape[layout.index("B")] != key.shape[layout.index("B")]:
+        yield f"key must have the batch size of query {_shape(query)}, not {_shape(key)} ({layout})"
+    if head_num <= 0:
+        yield f"head_num must be positive, not {head_num}"
+        return
+    if "N" in layout:
+        heads, key_heads = query.shape[layout.index("N")], key.shape[layout.index("N")]
+        if head_num != heads:
+            yield f"head_num must be the number of heads of query {_shape(query)}, {heads}, not {head_num}"
+        if not key_heads or heads % key_heads:
+            yield f"key must have a number of heads that divides that of query, {heads}, not {key_heads}"
+        if query.shape[-1] != key.shape[-1] or value.shape[-1] > key.shape[-1]:
+            yield (
+                "query and key must have the same head size, and value no larger one, "
+                f"not {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
+            )
+        return
+    size, remainder = divmod(query.shape[2], head_num)
+    if remainder or not size or not key.shape[2] or key.shape[2] % size or head_num % (key.shape[2] // size):
+        yield (
+            f"query and key must hold complete heads in the last dimension, key a divisor of head_num {head_num}, "
+            f"not {query.shape[2]} and {key.shape[2]}"
+        )
+    elif value.shape[2] > key.shape[2] or value.shape[2] % (key.shape[2] // size):
+        yield f"value must hold as many heads as key in the last dimension, {key.shape[2] // size}, not {_shape(value)}"
+
+
+def _check_lengths(
+    query: Tensor, key: Tensor, layout: str, query_ends: list[int] | None, key_ends: list[int] | None
+) -> Iterator[str]:
+    if layout != "TND":
+        for name, ends in (("actual_seq_qlen", query_ends), ("actual_seq_kvlen", key_ends)):
+            if ends is not None:
+                yield f"{name} must be None if input_layout is {layout}: it is for TND"
+        return
+    if not query_ends or not key_ends or len(query_ends) != len(key_ends):
+        yield (
+            "actual_seq_qlen and actual_seq_kvlen must be given in TND, with the same length, not empty, "
+            f"not {query_ends} and {key_ends}"
+        )
+        return
+    for name, ends, rows in (("actual_seq_qlen", query_ends, query), ("actual_seq_kvlen", key_ends, key)):
+        if sorted(ends) != list(ends) or ends[0] < 0 or ends[-1] != rows.shape[0]:
+            yield f"{name} must be the documents' ends: never decreasing, the last {rows.shape[0]}, not {list(ends)}"
+
+
+def _check_mask(
+    query: Tensor,
+    key: Tensor,
+    head_num: int,
+    layout: str,
+    mask: Tensor | None,
+    sparse_mode: int,
+    query_ends: list[int] | None,
+    key_ends: list[int] | None,
+) -> Iterator[str]:
+    if sparse_mode not in (0, 1, 2, 3):
+        yield f"sparse_mode must be 0 or 1 (mask), 2 (causal) or 3 (causal, ends aligned), not {sparse_mode}"
+        return
+    if mask is None:
+        if sparse_mode:
+            yield f"atten_mask must be given if sparse_mode is {sparse_mode}: without it an NPU masks nothing"
+        return
+    if mask.dtype not in (torch.bool, torch.uint8):
+        yield f"atten_mask must be bool or uint8, not {mask.dtype}"
+    if sparse_mode in (2, 3):
+        shapes: tuple[tuple[int, ...], ...] = ((COMPRESSED, COMPRESSED),)
+    elif layout == "TND":
+        shapes = (tuple(_longest(ends) for ends in (query_ends, key_ends)),)
+    else:
+        batch, scores = query.shape[layout.index("B")], (query.shape[layout.index("S")], key.shape[layout.index("S")])
+        shapes = (scores, (1, 1, *scores), (batch, 1, *scores), (batch, head_num, *scores))
+    if _shape(mask) not in shapes:
+        wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+        yield f"atten_mask must have shape {wanted} if sparse_mode is {sparse_mode}, not {_shape(mask)}"
+
+
+def _longest(ends: list[int] | None) -> int:
+    return max(end - start for start, end in zip([0, *(ends or ())], ends or (), strict=False)) if ends else 0
 
 
 def fake(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     output, statistic = reference.output_shapes(query, key, value, head_num, input_layout)
-    dtype = reference.compute_dtype(query)  # float64 only for float64 input, which the NPU does not take
+    dtype = reference.compute_dtype(query)
     softmax_max, softmax_sum = (query.new_empty(statistic, dtype=dtype) for _ in range(2))
     return query.new_empty(output), softmax_max, softmax_sum, query.new_empty(0), 0, 0, 0
 
 
 def _shardings(input_layout: str, atten_mask: Any, **rest: Any) -> Iterator[tuple[Shard, Shard, Placement]]:
-    """By batch and by heads: how tensors in the layout, the statistics (B, N, S, 8) and the mask are sharded.
+    """Yield the placements of the tensors in the layout, of the statistics (B, N, S, 8) and of the mask.
 
-    As torch_npu does it: not with documents or any other argument that tells batch rows or heads apart.
+    The batch and the heads may be sharded. As in torch_npu, neither is with documents or any other argument that
+    differs between batch rows or heads.
     """
-    if any(rest.get(name) is not None for name in (*NOT_TAKEN, "actual_seq_qlen", "actual_seq_kvlen")):
+    if any(rest.get(name) is not None for name in (*NOT_IMPLEMENTED, "actual_seq_qlen", "actual_seq_kvlen")):
         return
     for dim, name in enumerate("BN"):
         if name in input_layout:
@@ -39,7 +175,7 @@ def _shardings(input_layout: str, atten_mask: Any, **rest: Any) -> Iterator[tupl
             yield Shard(input_layout.index(name)), Shard(dim), Shard(dim) if per_shard else Replicate()
 
 
-def sharding(**arguments: Any) -> Iterator[Way]:
+def sharding(**arguments: Any) -> Iterator[Strategy]:
     for rows, statistics, mask in _shardings(**arguments):
         yield (
             [rows, statistics, statistics, Replicate(), None, None, None],
@@ -47,48 +183,80 @@ def sharding(**arguments: Any) -> Iterator[Way]:
         )
 
 
-def localize(whole: Mapping[str, Any], query: Tensor, key: Tensor, input_layout: str, **_: Any) -> dict[str, Any]:
-    """The heads that a rank holds."""
+def localize(full: Mapping[str, Any], query: Tensor, key: Tensor, input_layout: str, **_: Any) -> dict[str, Any]:
+    """Return the number of heads on this rank."""
     if "N" not in input_layout:
         return {}
     dim = input_layout.index("N")
-    if query.shape[dim] * whole["key"].shape[dim] != key.shape[dim] * whole["query"].shape[dim]:
+    if query.shape[dim] * full["key"].shape[dim] != key.shape[dim] * full["query"].shape[dim]:
         raise UsageError(
-            f"npu_fusion_attention: the {whole['key'].shape[dim]} heads of key must divide evenly among the ranks"
+            f"npu_fusion_attention: the {full['key'].shape[dim]} heads of key must divide evenly among the ranks"
         )
     return {"head_num": query.shape[dim]}
 
 
-FOR_BACKWARD = (
-    *("keep_prob", "pre_tockens", "next_tockens", "inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen"),
-    *("sparse_mode", "gen_mask_parallel", "sync", "softmax_layout"),
+PASSED_TO_GRAD = (
+    *("query", "key", "value", "atten_mask", "head_num", "input_layout", "keep_prob", "pre_tockens", "next_tockens"),
+    *("inner_precise", "prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode", "gen_mask_parallel", "sync"),
+    "softmax_layout",
 )
 
 
-def save(
-    ctx: Any, output: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor, atten_mask: Tensor | None, **rest: Any
-) -> None:
-    ctx.save_for_backward(query, key, value, atten_mask, *output[:4])
-    ctx.positional = rest["head_num"], rest["input_layout"]
-    ctx.keywords = {name: rest[name] for name in FOR_BACKWARD}
-    ctx.keywords |= {"scale_value": rest["scale"]} | dict(zip(("seed", "offset", "numels"), output[4:], strict=True))
+def save(ctx: Any, output: tuple[Any, ...], **arguments: Any) -> None:
+    names = ("attention_in", "softmax_max", "softmax_sum", "softmax_in", "seed", "offset", "numels")
+    save_by_name(
+        ctx,
+        scale_value=arguments["scale"],
+        **{name: arguments[name] for name in PASSED_TO_GRAD},
+        **dict(zip(names, output, strict=True)),
+    )
 
 
 def backward(npu: Any, ctx: Any, dy: Tensor | None, *_: Any) -> dict[str, Tensor]:
-    query, key, value, atten_mask, output, softmax_max, softmax_sum, softmax_in = ctx.saved_tensors
-    grads = npu.npu_fusion_attention_grad(
-        *(query, key, value, torch.zeros_like(output) if dy is None else dy, *ctx.positional),
-        atten_mask=atten_mask,
-        softmax_max=softmax_max,
-        softmax_sum=softmax_sum,
-        softmax_in=softmax_in,
-        attention_in=output,
-        **ctx.keywords,
-    )
+    saved = saved_by_name(ctx)
+    grads = npu.npu_fusion_attention_grad(dy=torch.zeros_like(saved["attention_in"]) if dy is None else dy, **saved)
     return dict(zip(("query", "key", "value"), grads, strict=False))
 
 
-declare(
+def sample() -> dict[str, Any]:
+    query, key, value = (randn(2, TOKENS, HEADS, HEAD_SIZE) for _ in range(3))
+    options = {"head_num": HEADS, "input_layout": "BSND", "scale": HEAD_SIZE**-0.5}
+    return {"query": query, "key": key, "value": value, **options}
+
+
+def flops(query: Tensor, key: Tensor, value: Tensor, input_layout: str, **_: Any) -> int:
+    """Return the FLOPs of the scores and of their product with the values, without regard to the mask."""
+    keys = key.shape[input_layout.index("T" if "T" in input_layout else "S")]
+    return 2 * keys * (query.numel() + query.numel() * value.shape[-1] // key.shape[-1])
+
+
+LIMITS = (
+    Limit("query.dtype", lambda query, **_: query.dtype, NPU_FLOATS),
+    Limit("head_num", lambda head_num, **_: head_num, range(1, 257)),
+    Limit(
+        "the head size",
+        lambda query, head_num, input_layout, **_: query.shape[-1] // (1 if "N" in input_layout else head_num),
+        range(1, 769),
+    ),
+    Limit(
+        "the number of queries",
+        lambda query, input_layout, **_: query.shape[input_layout.index("T" if input_layout == "TND" else "S")],
+        range(1, (1 << 20) + 1),
+    ),
+    Limit(
+        "the number of keys",
+        lambda key, input_layout, **_: key.shape[input_layout.index("T" if input_layout == "TND" else "S")],
+        range(1, (1 << 20) + 1),
+    ),
+    Limit(
+        "the batch size",
+        lambda query, input_layout, **_: 1 if input_layout == "TND" else query.shape[input_layout.index("B")],
+        range(1, 2 * (1 << 20) + 1),
+    ),
+    Limit("the number of documents", lambda actual_seq_qlen, **_: len(actual_seq_qlen or [0]), range(1, 1025)),
+)
+
+FORWARD = declare(
     Op(
         schema="npu::npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
         "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
@@ -98,31 +266,33 @@ declare(
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
         reference=reference.npu_fusion_attention,
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         localize=localize,
         autograd=Autograd(save, backward),
         limits=LIMITS,
+        sample=sample,
+        flops=flops,
     )
 )
 
 
-def grad_contract(
+def grad_checks(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **rest: Any
 ) -> Iterator[str]:
-    yield from contract(query, key, value, head_num, input_layout, **rest)
+    yield from checks(query, key, value, head_num, input_layout, **rest)
     output, statistic = (tuple(s) for s in reference.output_shapes(query, key, value, head_num, input_layout))
-    wanted = {
+    expected = {
         "dy": (dy, output, query.dtype),
         "attention_in": (rest["attention_in"], output, query.dtype),
         "softmax_max": (rest["softmax_max"], statistic, reference.compute_dtype(query)),
         "softmax_sum": (rest["softmax_sum"], statistic, reference.compute_dtype(query)),
     }
-    for name, (tensor, shape, dtype) in wanted.items():
+    for name, (tensor, shape, dtype) in expected.items():
         if tensor is None:
             yield f"{name} must be given, as the forward returned it"
-        elif (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-            yield f"{name} must be {dtype} of shape {shape}, not {tensor.dtype} of shape {tuple(tensor.shape)}"
+        else:
+            yield from check_is(name, tensor, dtype, shape)
 
 
 def grad_fake(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
@@ -130,12 +300,20 @@ def grad_fake(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tens
     return dq, dk, dv, None, query.new_empty(0, dtype=torch.float32)
 
 
-def grad_sharding(**arguments: Any) -> Iterator[Way]:
-    yield [Replicate(), Replicate(), Replicate(), None, Replicate()], {}  # no gradient of pse
+def grad_sharding(**arguments: Any) -> Iterator[Strategy]:
+    yield [Replicate(), Replicate(), Replicate(), None, Replicate()], {}  # pse has no gradient
     for rows, statistics, mask in _shardings(**arguments):
         inputs: dict[str, Placement] = dict.fromkeys(("query", "key", "value", "dy", "attention_in"), rows)
         inputs |= {"softmax_max": statistics, "softmax_sum": statistics, "atten_mask": mask}
         yield [rows, rows, rows, None, Replicate()], inputs
+
+
+def grad_sample() -> dict[str, Any]:
+    forward = sample()
+    out, softmax_max, softmax_sum, *_ = FORWARD.reference(**FORWARD.complete(**forward))
+    statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": out}
+    scale = forward.pop("scale")
+    return {**forward, "dy": randn(*out.shape), **statistics, "scale_value": scale}
 
 
 declare(
@@ -149,9 +327,11 @@ declare(
         'bool sync=False, str softmax_layout="", Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
         reference=reference.npu_fusion_attention_grad,
         fake=grad_fake,
-        contract=grad_contract,
+        checks=grad_checks,
         sharding=grad_sharding,
         localize=localize,
         limits=LIMITS,
+        sample=grad_sample,
+        flops=lambda **arguments: 5 * flops(**arguments) // 2,
     )
 )

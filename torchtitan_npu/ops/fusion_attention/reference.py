@@ -1,4 +1,4 @@
-"""Softmax attention and its gradient in plain PyTorch, a few rows of scores at a time."""
+"""Softmax attention and its gradient in plain PyTorch, for a few rows of scores at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torchtitan_npu.errors import UsageError
 
 SCORES_AT_A_TIME = 1 << 24
-"""How many scores (heads × queries × keys) are held at once."""
+"""The number of scores (heads × queries × keys) in memory at once."""
 
 
 class Document(NamedTuple):
-    """One sequence of the call: its batch row (0 in TND), and which rows its queries and its keys are."""
+    """One sequence of the call: its batch row (0 in TND), and the rows of its queries and of its keys."""
 
     batch: int
     queries: slice
@@ -25,20 +25,23 @@ class Document(NamedTuple):
 def npu_fusion_attention(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, scale: float, **rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    r"""Attention of N query heads over M key heads, N/M neighbouring query heads to each key head.
+    r"""Compute attention of N query heads over M key heads. N/M neighbouring query heads share a key head.
 
     .. math:: s_{ij} = scale \; q_i \cdot k_j, \quad m_i = \max_j s_{ij}, \quad l_i = \sum_j e^{s_{ij} - m_i}, \quad
         o_i = \sum_j \frac{e^{s_{ij} - m_i}}{l_i} v_j
 
-    over the keys j that query i sees. ``input_layout`` says how the tensors lie: BSND (B, S, N, D), BNSD, BSH and SBH
-    (H = N·D), or TND (T, N, D), packed documents whose ends ``actual_seq_qlen`` and ``actual_seq_kvlen`` tell.
-    ``sparse_mode`` 0 and 1: the keys where ``atten_mask`` is not set; 2: causal, query i sees the keys up to i; 3:
-    causal with the ends aligned, query i sees the keys up to i + keys - queries. A query that sees no key gets zeros.
+    over the keys j that query i attends to. ``input_layout`` is BSND (B, S, N, D), BNSD, BSH or SBH (H = N·D), or TND
+    (T, N, D): packed documents, whose ends are ``actual_seq_qlen`` and ``actual_seq_kvlen``. A query without keys
+    returns zeros. ``sparse_mode`` selects the keys of query i:
 
-    Returns the output o (in ``input_layout``, D as in ``value``), the statistics m and l in float32, eight copies of
-    each, an empty tensor and three zeros (seed, offset and length of the dropout mask, which the stand-in does not
-    have). The statistics are (B, N, S, 8); in TND they are (T, N, 8) if ``softmax_layout`` is "TND", else that memory
-    holds (N, S, 8) of each document after the other. Computed in float32, or in float64 where the input is.
+    - 0 and 1: those where ``atten_mask`` is not set;
+    - 2: causal, the keys up to i;
+    - 3: causal with aligned ends, the keys up to i + keys - queries.
+
+    Returns the output o in ``input_layout`` with the D of ``value``; the statistics m and l in float32, eight copies of
+    each; an empty tensor; and three zeros, the seed, offset and length of a dropout mask. The statistics are
+    (B, N, S, 8). In TND they are (T, N, 8) if ``softmax_layout`` is "TND"; else the same memory holds (N, S, 8) of one
+    document after another. Computes in float32, or in float64 for float64 input.
     """
     _check_compressed_mask(**rest)
     shapes = output_shapes(query, key, value, head_num, input_layout)
@@ -50,7 +53,7 @@ def npu_fusion_attention(
         m, l = (_statistics(one, document, input_layout, **rest) for one in (m_all, l_all))  # noqa: E741
         for rows in _chunks(q, k):
             scores = _scores(q, k, scale, rows, document, **rest)
-            lowest = torch.full_like(q[:, rows, :1], torch.finfo(q.dtype).min)  # where no key is seen: not -inf
+            lowest = torch.full_like(q[:, rows, :1], torch.finfo(q.dtype).min)  # finite, for queries without keys
             m_rows = lowest.maximum(scores.amax(-1, keepdim=True)) if scores.numel() else lowest
             weights = (scores - m_rows).exp()
             l_rows = weights.sum(-1, keepdim=True)
@@ -72,14 +75,14 @@ def npu_fusion_attention_grad(
     scale_value: float,
     **rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
-    r"""Gradients of :func:`npu_fusion_attention`'s output o, from its statistics m and l and from o itself.
+    r"""Return the gradients of :func:`npu_fusion_attention`'s output o, given o and its statistics m and l.
 
     .. math:: p_{ij} = e^{s_{ij} - m_i} / l_i, \quad dv_j = \sum_i p_{ij} \, dy_i, \quad
         ds_{ij} = p_{ij} (dy_i \cdot v_j - dy_i \cdot o_i), \quad
         dq_i = scale \sum_j ds_{ij} \, k_j, \quad dk_j = scale \sum_i ds_{ij} \, q_i
 
-    Returns dq, dk and dv in the shapes of ``query``, ``key`` and ``value``, nothing for ``pse`` and an empty tensor for
-    ``sink``, neither of which the stand-in takes.
+    Returns dq, dk and dv in the shapes of ``query``, ``key`` and ``value``, ``None`` for ``pse``, and an empty tensor
+    for ``sink``.
     """
     grads = [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
     for document in _documents(query, key, input_layout, **rest):
@@ -100,14 +103,14 @@ def npu_fusion_attention_grad(
         key_heads = _key_heads(query, key, head_num, input_layout)
         heads_and_rows = (head_num, document.queries), (key_heads, document.keys), (key_heads, document.keys)
         for all_rows, (heads, rows), grad in zip(grads, heads_and_rows, (dq, dk, dv), strict=True):
-            # the gradients of a key head come from every query head it serves
+            # the gradient of a key head is the sum over its query heads
             grad = grad.unflatten(0, (heads, head_num // heads)).sum(1)
             _heads(all_rows, input_layout, heads, document.batch, rows).copy_(grad)
     return grads[0], grads[1], grads[2], None, query.new_empty(0, dtype=torch.float32)
 
 
 def output_shapes(query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str) -> tuple[list[int], list[int]]:
-    """The shapes of the output and of a statistic."""
+    """Return the shapes of the output and of a statistic."""
     if layout == "TND":
         return [*query.shape[:2], value.shape[2]], [*query.shape[:2], 8]
     batch, rows = query.shape[layout.index("B")], query.shape[layout.index("S")]
@@ -121,17 +124,18 @@ def _key_heads(query: Tensor, key: Tensor, head_num: int, layout: str) -> int:
 
 
 def compute_dtype(query: Tensor) -> torch.dtype:
+    """Return float32, or float64 for float64 input, which an NPU does not take."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _check_compressed_mask(atten_mask: Tensor | None, sparse_mode: int, **_: Any) -> None:
-    """The NPU reads the mask's values, so they matter although the reference does without them."""
+    """Check the values of the mask, which an NPU reads and this kernel does not."""
     if sparse_mode in (2, 3) and atten_mask is not None and atten_mask.device.type == "cpu":
         position = torch.arange(len(atten_mask))
         if not torch.equal(atten_mask.bool(), position > position[:, None]):
             raise UsageError(
                 "npu_fusion_attention: atten_mask must be set above the diagonal and nowhere else "
-                f"where sparse_mode is {sparse_mode}"
+                f"if sparse_mode is {sparse_mode}"
             )
 
 
@@ -154,7 +158,7 @@ def _documents(
 
 
 def _heads(tensor: Tensor, layout: str, heads: int, batch: int, rows: slice) -> Tensor:
-    """Some rows of one batch row as (heads, rows, D): a view."""
+    """Return a view of some rows of one batch row as (heads, rows, D)."""
     index: dict[str, int | slice] = {"B": batch, "S": rows, "T": rows}
     part = tensor[tuple(index.get(name, slice(None)) for name in layout)]
     if "N" not in layout:
@@ -165,7 +169,7 @@ def _heads(tensor: Tensor, layout: str, heads: int, batch: int, rows: slice) -> 
 def _queries_keys_values(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, document: Document
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A document's queries, keys and values as (N, rows, D), in the dtype to compute in."""
+    """Return the queries, keys and values of a document as (N, rows, D), in the dtype to compute in."""
     key_heads, compute = _key_heads(query, key, head_num, layout), compute_dtype(query)
     q = _heads(query, layout, head_num, document.batch, document.queries)
     k, v = (_heads(one, layout, key_heads, document.batch, document.keys) for one in (key, value))
@@ -174,18 +178,18 @@ def _queries_keys_values(
 
 
 def _statistics(packed: Tensor, document: Document, layout: str, softmax_layout: str, **_: Any) -> Tensor:
-    """A document's part of a statistic as (N, queries, 8)."""
+    """Return a document's part of a statistic as (N, queries, 8)."""
     if layout != "TND":
         return packed[document.batch]
     if softmax_layout == "TND":
         return packed[document.queries].transpose(0, 1)
-    # one document after the other: those before it hold as many rows as lie before its first
+    # documents are stored one after another, so the offset of a document is the number of its first row
     heads, rows = packed.shape[1], document.queries
     return packed.flatten(0, 1)[heads * rows.start : heads * rows.stop].unflatten(0, (heads, rows.stop - rows.start))
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Slices of the queries, so that their scores against all keys are few enough."""
+    """Yield slices of the queries whose scores against all keys fit ``SCORES_AT_A_TIME``."""
     rows = max(1, SCORES_AT_A_TIME // max(1, k.shape[0] * k.shape[1]))
     for start in range(0, q.shape[1], rows):
         yield slice(start, min(start + rows, q.shape[1]))
@@ -203,7 +207,7 @@ def _scores(
     next_tockens: int,
     **_: Any,
 ) -> Tensor:
-    """(N, rows, keys), minus infinity where a query does not see a key."""
+    """Return the scores (N, rows, keys), minus infinity where a query does not attend to a key."""
     scores = q[:, rows] @ k.mT * scale
     if atten_mask is None:
         return scores
@@ -214,11 +218,11 @@ def _scores(
     if hidden.dim() == 4:
         hidden = hidden[document.batch if len(hidden) > 1 else 0]
     if sparse_mode == 0 and hidden.device.type == "cpu":
-        # the NPU skips what lies outside; what it does with a mask that disagrees is not defined
+        # an NPU skips the keys outside; its result is undefined if the mask does not hide them
         outside = (i - j > pre_tockens) | (j - i > next_tockens)
         if (outside & ~hidden).any():
             raise UsageError(
-                f"npu_fusion_attention: atten_mask must hide what pre_tockens {pre_tockens} and "
-                f"next_tockens {next_tockens} leave out"
+                f"npu_fusion_attention: atten_mask must hide the keys outside pre_tockens {pre_tockens} and "
+                f"next_tockens {next_tockens}"
             )
     return scores.masked_fill_(hidden, -torch.inf)

@@ -1,4 +1,4 @@
-"""The experts' matrix product with gradients, which torch_npu's ``npu_grouped_matmul`` does not have."""
+"""``npu_grouped_matmul`` with gradients, which torch_npu does not have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each expert's rows of ``x`` by its matrix; differentiable in ``x`` and ``weight``.
 
-    ``x`` (T, K) sorted by expert, ``weight`` (E, K, N), ``counts`` (E) int64: the experts' numbers of rows, which add
-    up to T. Returns (T, N). An expert may have no rows; the gradient of its matrix is zero.
+    ``x`` (T, K) sorted by expert, ``weight`` (E, K, N), ``counts`` (E) int64: the number of rows of each expert, with
+    the sum T. Returns (T, N). An expert without rows gets a zero gradient.
     """
     return _GroupedMatmul.apply(x, weight, counts)
 
@@ -21,7 +21,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        # the NPU takes contiguous matrices and, of the weights, transposed views
+        # an NPU takes contiguous matrices, and transposed views of the weights
         x = x.contiguous()
         weight = weight if weight.mT.is_contiguous() else weight.contiguous()
         ctx.save_for_backward(x, weight, counts)
@@ -38,14 +38,14 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """In the memory layout of ``weight``: what lies otherwise, autograd copies into the parameter's layout."""
+    """Return the gradient in the strides of ``weight``. Autograd would copy a gradient with other strides."""
     if weight.is_contiguous():
         return _product(x.t(), dy, counts, group_type=2)
     return _product(dy.t(), x, counts, group_type=2).mT
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    # the NPU takes no list of one size; one size is its own cumulative sum, and a list of one end it takes
+    # An NPU does not take a list of one size, but it takes a list of one end, and for one group they are equal.
     group_list_type = 0 if counts.shape == (1,) else 1
     return torch.ops.npu.npu_grouped_matmul(
         [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=group_list_type

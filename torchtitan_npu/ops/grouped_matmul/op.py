@@ -1,6 +1,6 @@
-"""``npu_grouped_matmul``: one matrix product for each group of tokens.
+"""``npu_grouped_matmul`` and ``npu_grouped_matmul_add_``: one matrix product for each group of tokens.
 
-It has no autograd in torch_npu: training goes through :mod:`torchtitan_npu.ops.grouped_matmul.function`.
+torch_npu has no autograd for them: training goes through :mod:`torchtitan_npu.ops.grouped_matmul.function`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.sharding import Way
+from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.grouped_matmul import reference as reference
+from torchtitan_npu.ops.grouped_matmul import reference
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GROUPS = 1024
-INNER_LIMIT = 65536  # every innermost dimension is smaller
+INNER_LIMIT = 65536
+"""The innermost dimension of each matrix is smaller."""
 
-# what of the schema serves quantised products only; the stand-in has none
 QUANTISED = (
     *("scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "act_type", "output_dtype", "x_dtype", "weight_dtype"),
     *("scale_dtype", "per_token_scale_dtype"),
 )
+"""Arguments of quantised products, which this package does not implement."""
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def group_list_contract(group_list: Tensor | None, groups: int | None, group_list_type: int | None) -> Iterator[str]:
+def _check_group_list(group_list: Tensor | None, groups: int | None, group_list_type: int | None) -> Iterator[str]:
     if group_list is None:
-        yield "group_list must be given where group_type is 0 or 2"
+        yield "group_list must be given if group_type is 0 or 2"
         return
     if group_list.dtype != torch.int64:
         yield f"group_list must be int64, not {group_list.dtype}"
@@ -49,7 +51,7 @@ def group_list_contract(group_list: Tensor | None, groups: int | None, group_lis
         yield f"group_list_type must be 0 (ends) or 1 (sizes), not {group_list_type}"
 
 
-def contract(
+def checks(
     x: list[Tensor],
     weight: list[Tensor],
     bias: list[Tensor] | None,
@@ -63,33 +65,32 @@ def contract(
         yield f"group_type must be -1 (no groups), 0 (rows of x) or 2 (the summed dimension), not {group_type}"
     for name in QUANTISED:
         if rest.get(name):
-            yield f"{name} is for quantised products, of which the stand-in has none"
+            yield f"{name} must not be given: only torch_npu has quantised products"
     if not x or not weight:
         yield f"x and weight must each hold a tensor, not {len(x)} and {len(weight)}"
         return
-    if x[0].dtype not in (*DTYPES, torch.float64):
-        yield f"x must be float16, bfloat16 or float32, not {x[0].dtype}"
+    yield from check_dtype("x", x[0], *FLOATS)
     if any(tensor.dtype != x[0].dtype for tensor in (*x, *weight)):
         yield f"x and weight must have one dtype, not {sorted({str(tensor.dtype) for tensor in (*x, *weight)})}"
-    yield from (_ungrouped if group_type == -1 else _grouped)(x, weight, group_list, split_item, group_type)
+    yield from (_check_ungrouped if group_type == -1 else _check_grouped)(x, weight, group_list, split_item, group_type)
     if group_type != -1:
         groups = weight[0].shape[0] if group_type == 0 else None
-        yield from group_list_contract(group_list, groups, group_list_type)
+        yield from _check_group_list(group_list, groups, group_list_type)
     if bias:
-        yield from _bias(x, weight, bias, group_type)
+        yield from _check_bias(x, weight, bias, group_type)
 
 
-def _grouped(
+def _check_grouped(
     x: list[Tensor], weight: list[Tensor], group_list: Tensor | None, split_item: int | None, group_type: int | None
 ) -> Iterator[str]:
     if len(x) != 1 or len(weight) != 1:
         yield f"x and weight must each hold one tensor, the groups in it, not {len(x)} and {len(weight)}"
     if split_item not in (2, 3):
-        yield f"split_item must be 2 or 3 (one output) where group_type is 0 or 2, not {split_item}"
+        yield f"split_item must be 2 or 3 (one output) if group_type is 0 or 2, not {split_item}"
     dims = 3 if group_type == 0 else 2
     if x[0].dim() != 2 or weight[0].dim() != dims:
         yield (
-            f"x must have 2 dimensions and weight {dims} where group_type is {group_type}, "
+            f"x must have 2 dimensions and weight {dims} if group_type is {group_type}, "
             f"not {x[0].dim()} and {weight[0].dim()}"
         )
         return
@@ -98,15 +99,15 @@ def _grouped(
         yield f"x and weight must agree in the summed dimension: {shapes}, not {_shape(x[0])} and {_shape(weight[0])}"
 
 
-def _ungrouped(
+def _check_ungrouped(
     x: list[Tensor], weight: list[Tensor], group_list: Tensor | None, split_item: int | None, group_type: int | None
 ) -> Iterator[str]:
     if group_list is not None:
-        yield "group_list must be None where group_type is -1"
-    if split_item != 0:  # torch_npu's meta kernel takes no 1, although its documentation does
-        yield f"split_item must be 0 (an output for each x) where group_type is -1, not {split_item}"
+        yield "group_list must be None if group_type is -1"
+    if split_item != 0:  # torch_npu's meta kernel rejects 1, although the documentation allows it
+        yield f"split_item must be 0 (an output for each x) if group_type is -1, not {split_item}"
     if len(x) != len(weight):
-        yield f"x and weight must hold as many tensors where group_type is -1, not {len(x)} and {len(weight)}"
+        yield f"x and weight must hold the same number of tensors if group_type is -1, not {len(x)} and {len(weight)}"
     for i, (one, other) in enumerate(zip(x, weight, strict=False)):
         if not 2 <= one.dim() <= 6 or other.dim() != 2:
             yield f"x[{i}] must have 2 to 6 dimensions and weight[{i}] 2, not {one.dim()} and {other.dim()}"
@@ -114,9 +115,9 @@ def _ungrouped(
             yield f"x[{i}] (..., K) and weight[{i}] (K, N) must agree in K, not be {_shape(one)} and {_shape(other)}"
 
 
-def _bias(x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group_type: int | None) -> Iterator[str]:
+def _check_bias(x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group_type: int | None) -> Iterator[str]:
     if group_type == 2:
-        yield "bias must be None where group_type is 2"
+        yield "bias must be None if group_type is 2"
         return
     if len(bias) != len(weight):
         yield f"bias must hold as many tensors as weight, {len(weight)}, not {len(bias)}"
@@ -135,32 +136,32 @@ def fake(x: list[Tensor], weight: list[Tensor], group_list: Tensor | None, group
     return [x[0].new_empty(*groups, x[0].shape[0], weight[0].shape[-1])]
 
 
-def sharding(x: Any, bias: Any, group_type: int | None, **_: Any) -> Iterator[Way]:
+def sharding(x: Any, bias: Any, group_type: int | None, **_: Any) -> Iterator[Strategy]:
     if group_type == 2:
         raise UsageError("npu_grouped_matmul: torch_npu shards no DTensor with group_type 2; call it on local tensors")
     products, summed = len(x), x[0].ndim - 1
     if group_type == 0:
         yield [Shard(1)], {"weight": Shard(2), "bias": Shard(1)}
-    elif any(one.ndim != x[0].ndim for one in x):  # the tensors of a list are all sharded alike
+    elif any(one.ndim != x[0].ndim for one in x):  # all tensors of a list share a placement
         yield [Replicate()] * products, {}
         return
     else:
         for dim in range(summed):
             yield [Shard(dim)] * products, {"x": Shard(dim)}
         yield [Shard(summed)] * products, {"weight": Shard(1), "bias": Shard(0)}
-    if not bias:  # a bias would be added once a rank
+    if not bias:  # every rank would add a bias
         yield [Partial()] * products, {"x": Shard(summed), "weight": Shard(1 if group_type == 0 else 0)}
         yield [Partial()] * products, {"weight": Partial()}
         yield [Partial()] * products, {"x": Partial()}
 
 
 def _inner(tensor: Tensor) -> int:
-    """The size of the innermost dimension: the last one, or in a transposed view the last but one."""
+    """Return the size of the innermost dimension: the last one or, in a transposed view, the one before it."""
     return tensor.shape[-1 if tensor.is_contiguous() else -2]
 
 
 def is_tiled(*matrices: Tensor) -> bool:
-    """Whether a GPU's copy engine takes tiles of the contiguous ``matrices``: half precision, 16-byte steps."""
+    """Return whether the GPU's tensor descriptors take the ``matrices``: 16-bit, contiguous, rows of 16-byte steps."""
     return all(
         one.dtype in (torch.float16, torch.bfloat16)
         and one.is_contiguous()
@@ -171,12 +172,12 @@ def is_tiled(*matrices: Tensor) -> bool:
 
 
 @cache
-def warn_of_waiting(op: str, features: tuple[int, int], dtype: torch.dtype) -> None:
-    """Say once that the product of these ``features`` is a loop over the groups, and what would have a kernel."""
+def warn_of_synchronisation(op: str, features: tuple[int, int], dtype: torch.dtype) -> None:
+    """Log once that this product loops over the groups on the host, and which products have a GPU kernel."""
     log_on_first_rank(
-        f"{op} with {features[0]} and {features[1]} features in {dtype}: no kernel of the GPU takes it, so the host "
-        "waits for the groups' sizes in every call and multiplies them one by one. Kernels take contiguous bfloat16 or "
-        "float16 without a bias, and sizes that are multiples of 64; see docs/results/performance.md, What runs where",
+        f"{op} with {features[0]} and {features[1]} features in {dtype} has no GPU kernel: every call synchronises to "
+        "read the group sizes and multiplies the groups one by one. The kernels take contiguous bfloat16 or float16 "
+        'without a bias, and sizes that are multiples of 64: see docs/results/performance.md, "What runs where"',
         logging.WARNING,
     )
 
@@ -187,31 +188,57 @@ fused = kernel("grouped_matmul.triton", "npu_grouped_matmul", reference.npu_grou
 def cuda(
     x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group_type: int, **others: Any
 ) -> list[Tensor]:
-    """The kernels for tensor cores; the reference, which waits for the groups' sizes, for what they do not take:
-    float32, a bias, lists of products, sizes and strides that are no multiples of 16 bytes."""
+    """Run the Triton kernel, or the reference for what the kernel does not take.
+
+    Those are float32, a bias, lists of products, and sizes or strides that are not multiples of 16 bytes. The reference
+    synchronises with the device to read the group sizes.
+    """
     arguments = {"x": x, "weight": weight, "bias": bias, "group_type": group_type, **others}
     if group_type == -1:
         return reference.npu_grouped_matmul(**arguments)
     rows, matrices = x[0].t() if group_type == 2 else x[0], weight[0]
-    # the last tile of a group's matrix would hold rows of the next one; TorchTitan's lie transposed
+    # the last tile of a group's matrix would contain rows of the next group; TorchTitan's weights are transposed views
     spills = group_type == 0 and matrices.is_contiguous() and rows.shape[1] % 64
     if group_type == 0 and not matrices.is_contiguous():
         matrices = matrices.mT
     if bias or spills or not is_tiled(rows, matrices):
         if rows.dtype != torch.float64:
-            warn_of_waiting("npu_grouped_matmul", (rows.shape[1], weight[0].shape[-1]), rows.dtype)
+            warn_of_synchronisation("npu_grouped_matmul", (rows.shape[1], weight[0].shape[-1]), rows.dtype)
         return reference.npu_grouped_matmul(**arguments)
     return fused(**arguments)
 
 
+def sample() -> dict[str, Any]:
+    return {
+        "x": [randn(TOKENS, HIDDEN)],
+        "weight": [randn(len(SAMPLE_SIZES), HIDDEN, 128)],
+        "group_list": torch.tensor(SAMPLE_SIZES),
+        "split_item": 3,
+        "group_type": 0,
+        "group_list_type": 1,
+    }
+
+
+SAMPLE_SIZES = (16, 0, 30, 18)
+
+
+def flops(x: list[Tensor], weight: list[Tensor], **_: Any) -> int:
+    return sum(product_flops(*matrices) for matrices in zip(x, weight, strict=True))
+
+
+def product_flops(x: Tensor, weight: Tensor) -> int:
+    """Return the FLOPs of (rows, k) by each group's (k, n), or of (m, rows) by (rows, n) for a weight gradient."""
+    return 2 * x.numel() * weight.shape[-1]
+
+
 LIMITS = (
-    Limit("x.dtype", lambda x, **_: x[0].dtype, DTYPES),
+    Limit("x.dtype", lambda x, **_: x[0].dtype, NPU_FLOATS),
     Limit(
         "the number of groups",
         lambda group_list, **_: 1 if group_list is None else group_list.shape[0],
         range(1, MAX_GROUPS + 1),
     ),
-    # one group cannot be told by its size; by its end it can
+    # an NPU takes a single group only as an end (group_list_type 0), not as a size
     Limit(
         "the number of groups with group_list_type 1",
         lambda group_list, group_list_type, **_: 2 if group_list is None or group_list_type == 0 else len(group_list),
@@ -246,8 +273,91 @@ declare(
         reference=reference.npu_grouped_matmul,
         cuda=cuda,
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         limits=LIMITS,
+        sample=sample,
+        flops=flops,
+    )
+)
+
+
+# npu_grouped_matmul_add_: the gradient of the experts' weights, accumulated in place in float32
+
+
+def add_checks(
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    transpose_x: bool,
+    transpose_weight: bool,
+    group_type: int,
+    group_list_type: int | None,
+) -> Iterator[str]:
+    if group_type != 2:
+        yield f"group_type must be 2 (the summed dimension is grouped), not {group_type}"
+    if not transpose_x or transpose_weight:
+        yield f"transpose_x must be True and transpose_weight False, not {transpose_x} and {transpose_weight}"
+    if x.dtype not in FLOATS or weight.dtype != x.dtype:
+        yield f"x and weight must both be float16 or both bfloat16, not {x.dtype} and {weight.dtype}"
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if input.dtype != accumulator:
+        yield f"input must be {accumulator}, not {input.dtype}"
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[0] != weight.shape[0]:
+        yield f"x (T, M) and weight (T, N) must agree in T, not be {tuple(x.shape)} and {tuple(weight.shape)}"
+        return
+    yield from _check_group_list(group_list, None, group_list_type)
+    shape = (group_list.shape[0], x.shape[1], weight.shape[1])
+    if tuple(input.shape) != shape:
+        yield f"input must have shape {shape} (groups, M, N), not {tuple(input.shape)}"
+
+
+def add_fake(input: Tensor, **_: Any) -> Tensor:
+    return input
+
+
+def add_sharding(**_: Any) -> Iterator[Strategy]:
+    yield [Shard(2)], {"input": Shard(2), "weight": Shard(1)}
+
+
+add_fused = kernel("grouped_matmul.triton", "npu_grouped_matmul_add_", reference.npu_grouped_matmul_add_)
+
+
+def add_cuda(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:
+    """Run the Triton kernel, or the reference for matrices that tensor descriptors do not take."""
+    if is_tiled(x, weight) and input.is_contiguous():
+        return add_fused(input=input, x=x, weight=weight, **others)
+    if x.dtype != torch.float64:
+        warn_of_synchronisation("npu_grouped_matmul_add_", (x.shape[1], weight.shape[1]), x.dtype)
+    return reference.npu_grouped_matmul_add_(input=input, x=x, weight=weight, **others)
+
+
+def add_sample() -> dict[str, Any]:
+    return {
+        "input": torch.randn(len(SAMPLE_SIZES), HIDDEN, 128),
+        "x": randn(TOKENS, HIDDEN),
+        "weight": randn(TOKENS, 128),
+        "group_list": torch.tensor(SAMPLE_SIZES).cumsum(0),
+    }
+
+
+declare(
+    Op(
+        schema="npu::npu_grouped_matmul_add_(Tensor(a!) input, Tensor x, Tensor weight, Tensor group_list, *, "
+        "bool transpose_x=True, bool transpose_weight=False, int group_type=2, int? group_list_type=0) -> Tensor(a!)",
+        reference=reference.npu_grouped_matmul_add_,
+        cuda=add_cuda,
+        fake=add_fake,
+        checks=add_checks,
+        sharding=add_sharding,
+        limits=(
+            Limit("x.dtype", lambda x, **_: x.dtype, (torch.float16, torch.bfloat16)),
+            Limit("the number of groups", lambda group_list, **_: group_list.shape[0], range(1, MAX_GROUPS + 1)),
+            Limit("the last dimension of x", lambda x, **_: x.shape[1], range(INNER_LIMIT)),
+            Limit("the last dimension of weight", lambda weight, **_: weight.shape[1], range(INNER_LIMIT)),
+        ),
+        sample=add_sample,
+        flops=lambda x, weight, **_: product_flops(x, weight),
     )
 )

@@ -1,4 +1,4 @@
-"""Grouped matrix products in plain PyTorch: a loop over the groups."""
+"""Grouped matrix products in plain PyTorch, as a loop over the groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def npu_grouped_matmul(
     group_list_type: int,
     **_: Any,
 ) -> list[Tensor]:
-    r"""One matrix product for each group: :math:`y_i = x_i \, w_i + b_i`.
+    r"""Compute one matrix product for each group: :math:`y_i = x_i \, w_i + b_i`.
 
     - ``group_type`` 0, the rows of x are grouped (tokens by expert): x [(T, K)], weight [(E, K, N)], bias [(E, N)];
       returns [(T, N)].
@@ -30,8 +30,8 @@ def npu_grouped_matmul(
     - ``group_type`` -1, nothing is grouped: x, weight and bias are lists, x_i (..., K_i), weight_i (K_i, N_i),
       bias_i (N_i); returns as many (..., N_i).
 
-    ``group_list`` (E) int64: the groups' sizes, or with ``group_list_type`` 0 their ends. Computed in float32, or in
-    float64 where x is.
+    ``group_list`` (E) int64: the sizes of the groups, or their ends with ``group_list_type`` 0. Computes in float32, or
+    in float64 for float64 input.
     """
     if group_type == -1:
         biases: Sequence[Tensor | None] = bias or [None] * len(x)
@@ -57,10 +57,10 @@ def npu_grouped_matmul(
 def npu_grouped_matmul_add_(
     input: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, *, group_list_type: int, **_: Any
 ) -> Tensor:
-    r"""Add to ``input``, in place, one matrix product for each group of rows: :math:`y_i \mathrel{+}= x_i^T \, w_i`.
+    r"""Add one matrix product for each group of rows to ``input``, in place: :math:`y_i \mathrel{+}= x_i^T \, w_i`.
 
     ``input`` (E, M, N) float32, ``x`` (T, M), ``weight`` (T, N), ``group_list`` (E) as in :func:`npu_grouped_matmul`;
-    rows beyond the last group are left out. Returns ``input``.
+    rows beyond the last group are ignored. Returns ``input``.
     """
     sizes = group_sizes("npu_grouped_matmul_add_", group_list, group_list_type)
     if sum(sizes) > len(x):
@@ -68,14 +68,14 @@ def npu_grouped_matmul_add_(
             f"npu_grouped_matmul_add_: group_list must add up to at most the {len(x)} rows of x, not to {sum(sizes)}"
         )
     rest = len(x) - sum(sizes)
-    # the last part, the rows beyond the last group, has no matrix in ``input``
+    # the rows beyond the last group are a part without a matrix in ``input``
     for y, rows, other in zip(input, x.split([*sizes, rest]), weight.split([*sizes, rest]), strict=False):
         y.add_(rows.to(y.dtype).t() @ other.to(y.dtype))
     return input
 
 
 def group_sizes(op: str, group_list: Tensor, group_list_type: int) -> list[int]:
-    """The sizes that ``group_list`` tells: as they stand (type 1), or as differences of ends (type 0)."""
+    """Return the group sizes: ``group_list`` itself (type 1) or the differences of its ends (type 0)."""
     values = group_list.tolist()
     sizes = values if group_list_type == 1 else [end - start for start, end in zip([0, *values], values, strict=False)]
     if any(size < 0 for size in sizes):

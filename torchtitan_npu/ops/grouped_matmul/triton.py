@@ -1,9 +1,9 @@
-"""Grouped matrix products: PyTorch's kernel where it is the faster one, or ours. Neither waits for the groups' sizes.
+"""Grouped matrix products on GPUs: PyTorch's kernel where it is faster, else ours in Triton. Neither synchronises.
 
-Ours is persistent: as many programs as there are multiprocessors, each of which takes tile after tile of the output and
-finds its group among the ends, on the device. Tiles are read through tensor descriptors, so a row may begin anywhere,
-and what lies beyond a tensor is zero; what lies beyond a group is not written (rows), or is masked (summed dimension).
-That ``group_list`` adds up to the rows is checked on the device, but where a product is added to another.
+Our kernel is persistent: one program per multiprocessor takes tile after tile of the output and finds the tile's group
+among the ends, on the device. It reads tiles through tensor descriptors, so that a row may begin anywhere and elements
+beyond a tensor are zero. Elements beyond a group are not written (rows) or are masked (summed dimension).
+``npu_grouped_matmul`` asserts on the device that ``group_list`` adds up to the rows.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchtitan_npu.ops.core.triton_launch import multiprocessors, power_of_2
 
 CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
-"""Chosen on an H200; tools/bench/kernel_sweep.py times others."""
+"""The fastest on an H200; tools/bench/kernel_sweep.py times others."""
 SMALL_CONFIG = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "FLATTEN": True, "num_warps": 4, "num_stages": 2}
-"""For the interpreter: several tiles in every direction of a small matrix."""
+"""For Triton's interpreter: a small matrix still has several tiles in each direction."""
 
 
 def npu_grouped_matmul(
     x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_type: int, group_list_type: int, **_: Any
 ) -> list[Tensor]:
     (tokens,), (matrices,) = x, weight
-    if not tokens.numel() or not matrices.numel():  # neither kernel takes it
+    if not tokens.numel() or not matrices.numel():  # neither kernel takes an empty matrix
         groups = [] if group_type == 0 else [len(group_list)]
         return [tokens.new_zeros(*groups, tokens.shape[0], matrices.shape[-1])]
     ends, adds_up = ends_of(group_list, group_list_type == 0, tokens.shape[0 if group_type == 0 else 1])
-    torch._assert_async(adds_up, "npu_grouped_matmul: group_list must add up to the rows of x")
+    # an assertion on the device: reading the value would synchronise
+    torch.ops.aten._assert_async.msg(adds_up, "npu_grouped_matmul: group_list must add up to the rows of x")
     product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
     if prefers_torch(tokens, matrices, group_type):
         product = torch_product
@@ -50,7 +52,7 @@ def npu_grouped_matmul_add_(
 
 
 def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, Tensor]:
-    """Where each group ends, (E) int32, and whether the last one does at ``length``: in one small kernel."""
+    """Return where each group ends, (E) int32, and whether the last one ends at ``length``, by one small kernel."""
     groups = len(group_list)
     ends = torch.empty(groups, dtype=torch.int32, device=group_list.device)
     adds_up = torch.empty((), dtype=torch.bool, device=group_list.device)
@@ -60,13 +62,14 @@ def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, 
 
 
 def prefers_torch(x: Tensor, weight: Tensor, group_type: int) -> bool:
-    """Whether ``torch._grouped_mm`` computes the product: in bfloat16 on Hopper, but for long sums over features. On an
-    H200 ours took 1 to 2 % less there of equal groups and 7 to 10 % of unequal ones, and 4 to 31 % more where rows are
-    summed (docs/benchmarks/ops.json, the peers of the grouped products).
+    """Return whether to use ``torch.nn.functional.grouped_mm``: bfloat16 on Hopper, except for long sums over features.
 
-    On other GPUs it runs group by group and waits for their sizes, or leaves the gradient of a group without rows
-    unwritten (Blackwell, https://github.com/pytorch/pytorch/issues/172439). Its results have gaps where a row is no
-    multiple of 16 bytes, which is not what an operator's fake tensors say.
+    For those, our kernel took 1 to 2 % less time on an H200 with equal groups and 7 to 10 % less with unequal ones. For
+    sums over rows it took 4 to 31 % more (docs/benchmarks/ops.json, the peers of the grouped products).
+
+    On other GPUs, PyTorch's kernel loops over the groups and synchronises to read their sizes, or does not write the
+    gradient of a group without rows (Blackwell, https://github.com/pytorch/pytorch/issues/172439). If a row is not a
+    multiple of 16 bytes, PyTorch pads the rows of the result, which contradicts the operator's fake kernel.
     """
     if x.dtype != torch.bfloat16 or not x.is_cuda or not _is_hopper(x.device.index):
         return False
@@ -80,11 +83,14 @@ def _is_hopper(index: int) -> bool:
 
 
 def torch_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return torch._grouped_mm(x, weight, offs=ends)
+    return grouped_mm(x, weight, offs=ends)
 
 
 def rows_product(x: Tensor, weight: Tensor, ends: Tensor, config: dict[str, Any] | None = None) -> Tensor:
-    """``x`` (T, K), the groups among its rows; ``weight`` (E, K, N), or a transposed view. Returns (T, N)."""
+    """Multiply each group of rows of ``x`` (T, K) by its matrix of ``weight`` (E, K, N) or of a transposed view.
+
+    Returns (T, N).
+    """
     config = config or (CONFIG if x.is_cuda else SMALL_CONFIG)
     groups, summed, columns = weight.shape
     out = x.new_empty(x.shape[0], columns)
@@ -110,10 +116,10 @@ def sums_product(
     out: Tensor | None = None,
     cumulative: bool = True,
 ) -> Tensor:
-    """``x`` (M, T), the transposed view of a contiguous matrix, and ``weight`` (T, N): the groups are among T, given by
-    their ends or, not ``cumulative``, by their sizes.
+    """Multiply ``x`` (M, T), the transposed view of a contiguous matrix, by ``weight`` (T, N), for each group of T.
 
-    Returns (E, M, N), zero for a group of nothing; where a float32 ``out`` is given, adds to that.
+    ``group_list`` holds the ends of the groups, or their sizes if not ``cumulative``. Returns (E, M, N), zero for an
+    empty group. With a float32 ``out``, adds to it instead.
     """
     config = config or (CONFIG if x.is_cuda else SMALL_CONFIG)
     groups, rows, columns = len(group_list), x.shape[0], weight.shape[1]
@@ -149,7 +155,7 @@ def _ends(group_list, ends, adds_up, groups, length, GROUPS: tl.constexpr, CUMUL
 
 @triton.jit
 def _groups(group_list, groups, length, GROUPS: tl.constexpr, CUMULATIVE: tl.constexpr):
-    """Where each group begins and ends, (GROUPS,) int32, never beyond ``length``; those past the last are empty."""
+    """Return where each group begins and ends, (GROUPS,) int32, at most ``length``. Groups past the last are empty."""
     group = tl.arange(0, GROUPS)
     if CUMULATIVE:
         end = tl.load(group_list + group, mask=group < groups, other=0).to(tl.int32)
@@ -163,7 +169,7 @@ def _groups(group_list, groups, length, GROUPS: tl.constexpr, CUMULATIVE: tl.con
 
 @triton.jit
 def _of(group, here, values):
-    """The element of ``values`` at the group ``here``."""
+    """Return the element of ``values`` at the group ``here``."""
     return tl.sum(tl.where(group == here, values, 0), 0)
 
 
@@ -238,14 +244,14 @@ def _sums(
         row = (tile // across % down) * BLOCK_M
         column = (tile % across) * BLOCK_N
         first, last = _of(group, here, start), _of(group, here, end)
-        whole = first + tl.maximum(last - first, 0) // BLOCK_K * BLOCK_K
+        full_blocks = first + tl.maximum(last - first, 0) // BLOCK_K * BLOCK_K
         total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        for k in tl.range(first, whole, BLOCK_K):
+        for k in tl.range(first, full_blocks, BLOCK_K):
             total = tl.dot(x.load([k, row]).T, weight.load([k, column]), total)
         m = row + tl.arange(0, BLOCK_M)
         n = column + tl.arange(0, BLOCK_N)
-        if whole < last:  # the group's last rows, without those of the next group
-            tail = whole + tl.arange(0, BLOCK_K)
+        if full_blocks < last:  # the last rows of the group, masked against those of the next
+            tail = full_blocks + tl.arange(0, BLOCK_K)
             kept = (tail < last)[:, None]
             tail = tail.to(tl.int64)[:, None]
             a = tl.load(x_pointer + tail * rows + m[None, :], mask=kept & (m < rows)[None, :], other=0.0)
@@ -254,7 +260,7 @@ def _sums(
         pointers = out + (here.to(tl.int64) * rows + m[:, None]) * columns
         if ADD:
             halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            for half in tl.static_range(2):  # of two whole tiles the registers would spill
+            for half in tl.static_range(2):  # two full tiles would spill registers
                 n = column + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
                 mask = (m < rows)[:, None] & (n < columns)[None, :]
                 there = tl.load(pointers + n[None, :], mask=mask, other=0.0)

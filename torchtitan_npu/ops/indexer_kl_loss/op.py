@@ -1,78 +1,66 @@
-"""``npu_sparse_lightning_indexer_grad_kl_loss``: the indexer's loss and its gradients in one op, without autograd.
+"""``npu_sparse_lightning_indexer_grad_kl_loss``: the indexer's loss and gradients in one operator, without autograd.
 
 To train with it, call :func:`torchtitan_npu.ops.indexer_kl_loss.function.with_indexer_loss`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Shard
 
 from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.indexer_kl_loss import reference as reference
-from torchtitan_npu.ops.sparse_flash_attention.op import ROPE_SIZES, rope_size
-from torchtitan_npu.ops.sparse_flash_attention.selection import (
+from torchtitan_npu.ops.indexer_kl_loss import reference
+from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
+from torchtitan_npu.ops.lightning_indexer.op import sample_inputs as indexer_sample
+from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
-    absent_problems,
-    index_problems,
-    layout_problems,
-    length_list_problems,
-    mode_problems,
-    rope_problems,
+    ROPE_SIZES,
+    TOP_K_OF_GRADIENTS,
+    check_absent,
+    check_indices,
+    check_layouts,
+    check_length_lists,
+    check_ropes,
+    check_sparse_mode,
+    check_statistics,
+    check_tokens,
+    check_weights,
+    rope_size,
     statistics_dtype,
-    statistics_problems,
-    token_problems,
-    weight_problems,
 )
+from torchtitan_npu.ops.sparse_flash_attention.op import grad_sample as attention_sample
 
 
-def contract(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Sequence[int] | None,
-    actual_seq_klen: Sequence[int] | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    sinks: Tensor | None,
-    **_: Any,
-) -> Iterator[str]:
-    yield from layout_problems(layout=layout)
-    assert layout is not None
-    yield from absent_problems("torch_npu does not say what it does", sinks=sinks)
-    yield from token_problems(layout, "query", query, "key", key)
-    yield from token_problems(layout, "query_index", query_index, "key_index", key_index)
+def checks(**arguments: Any) -> Iterator[str]:
+    x = IndexerLossInputs(**arguments)
+    yield from check_layouts(layout=x.layout)
+    yield from check_absent("torch_npu does not document it", sinks=x.sinks)
+    yield from check_tokens(x.layout, "query", x.query, "key", x.key)
+    yield from check_tokens(x.layout, "query_index", x.query_index, "key_index", x.key_index)
     for name, tensor, other_name, other in (
-        ("query_index", query_index, "query", query),
-        ("key_index", key_index, "key", key),
+        ("query_index", x.query_index, "query", x.query),
+        ("key_index", x.key_index, "key", x.key),
     ):
         if tensor.shape[:-2] != other.shape[:-2] or tensor.dtype != other.dtype:
             yield (
                 f"{name} must have the tokens and dtype of {other_name}, {tuple(other.shape[:-2])} and {other.dtype}, "
                 f"not {tuple(tensor.shape[:-2])} and {tensor.dtype}"
             )
-    for name, tensor in (("key", key), ("key_index", key_index)):
+    for name, tensor in (("key", x.key), ("key_index", x.key_index)):
         if tensor.shape[-2] != 1:
             yield f"{name} must have one head, not {tensor.shape[-2]}"
-    yield from weight_problems(weights, "query_index", query_index)
-    yield from index_problems(sparse_indices, query, key)
-    yield from statistics_problems(query, key, softmax_max=softmax_max, softmax_sum=softmax_sum)
-    yield from rope_problems(query, key, query_rope, key_rope)
-    yield from length_list_problems(
-        layout, query, key, actual_seq_qlen=actual_seq_qlen, actual_seq_klen=actual_seq_klen
-    )
-    yield from mode_problems(sparse_mode, (3,))
+    yield from check_weights(x.weights, "query_index", x.query_index)
+    yield from check_indices(x.sparse_indices, x.query, x.key)
+    yield from check_statistics(x.query, x.key, softmax_max=x.softmax_max, softmax_sum=x.softmax_sum)
+    yield from check_ropes(x.query, x.key, x.query_rope, x.key_rope)
+    lengths = {"actual_seq_qlen": x.actual_seq_qlen, "actual_seq_klen": x.actual_seq_klen}
+    yield from check_length_lists(x.layout, x.query, x.key, **lengths)
+    yield from check_sparse_mode(x.sparse_mode, (3,))
 
 
 def fake(
@@ -82,11 +70,32 @@ def fake(
     return d_query, d_key, d_weights, query.new_empty([1], dtype=statistics_dtype(query))
 
 
-def sharding(layout: str, **tensors: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
-    """By rows of the batch. Not by heads: both distributions of the loss are taken over all of them. Not by rows of a
-    sequence: sparse_mode 3, the only one, draws its causal line from the last row a rank has."""
+def sharding(layout: str, **arguments: Any) -> Iterator[Strategy]:
+    """Shard the batch.
+
+    The heads cannot be sharded: both distributions of the loss are sums over all heads. Neither can the rows of a
+    sequence: the causal boundary of sparse_mode 3, the only mode, starts at the last row of a rank.
+    """
     if layout == "BSND":
-        yield [Shard(0), Shard(0), Shard(0), Partial()], {name: Shard(0) for name in tensors}
+        yield [Shard(0), Shard(0), Shard(0), Partial()], {name: Shard(0) for name in arguments}
+
+
+def sample() -> dict[str, Any]:
+    attention, indexer = attention_sample(), indexer_sample()
+    passed = ("query", "key", "sparse_indices", "softmax_max", "softmax_sum", "scale_value", "query_rope", "key_rope")
+    of_indexer = {"query_index": indexer["query"], "key_index": indexer["key"], "weights": indexer["weights"]}
+    return {**{name: attention[name] for name in passed}, **of_indexer}
+
+
+def flops(query: Tensor, query_rope: Tensor | None, query_index: Tensor, sparse_indices: Tensor, **_: Any) -> int:
+    """Return the FLOPs over the selected keys of each row."""
+    return flops_for_keys(sparse_indices.shape[-1], query, query_rope, query_index)
+
+
+def flops_for_keys(keys: int, query: Tensor, query_rope: Tensor | None, query_index: Tensor) -> int:
+    """Return the FLOPs of both scores of ``keys`` keys per row, and of the gradients of the indexer's query and key."""
+    attention = query.numel() + (0 if query_rope is None else query_rope.numel())
+    return 2 * keys * (attention + 3 * query_index.numel())
 
 
 declare(
@@ -104,7 +113,7 @@ declare(
             reference.npu_sparse_lightning_indexer_grad_kl_loss,
         ),
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         limits=(
             Limit("query.dtype", lambda query, **_: query.dtype, HALVES),
@@ -115,7 +124,9 @@ declare(
                 "the number of heads of query_index", lambda query_index, **_: query_index.shape[-2], (8, 16, 32, 64)
             ),
             Limit("the head size of query_index", lambda query_index, **_: query_index.shape[-1], (128,)),
-            Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], tuple(range(1024, 8193, 1024))),
+            Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], TOP_K_OF_GRADIENTS),
         ),
+        sample=sample,
+        flops=flops,
     )
 )

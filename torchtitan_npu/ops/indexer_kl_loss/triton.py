@@ -1,6 +1,8 @@
 """The loss that trains the lightning indexer, and its gradients, in Triton."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,58 +10,44 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
+from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.lightning_indexer.triton_grad import gradients
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, tile
 
 
-def npu_sparse_lightning_indexer_grad_kl_loss(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Sequence[int] | None,
-    actual_seq_klen: Sequence[int] | None,
-    layout: str,
-    sparse_mode: int,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference has it. Beside the outputs it needs two numbers for each selected key. A place whose index is no
-    key of its row is passed over, wherever it is: to refuse it, as the reference does, would be to wait for the
-    device."""
-    rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_klen)
-    tokens, top_k = rows.first.numel(), sparse_indices.shape[-1]
-    indices = sparse_indices.contiguous()
-    queries = by_token(query)
-    heads, size = query.shape[-2:]
-    index_heads, index_size = query_index.shape[-2:]
-    rope_size = 0 if query_rope is None else query_rope.shape[-1]
+def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients and the loss as the reference does, with two numbers of memory per selected key.
+
+    An index that is not a key of its row is ignored, at any place: a check would synchronise with the device.
+    """
+    x = IndexerLossInputs(**arguments)
+    rows = rows_of(x.layout, x.sparse_mode, x.query, x.key, x.actual_seq_qlen, x.actual_seq_klen)
+    tokens, top_k = rows.first.numel(), x.sparse_indices.shape[-1]
+    indices = x.sparse_indices.contiguous()
+    queries = by_token(x.query)
+    heads, size = x.query.shape[-2:]
+    index_heads, index_size = x.query_index.shape[-2:]
+    rope_size = 0 if x.query_rope is None else x.query_rope.shape[-1]
     target, scores = (torch.empty_like(indices, dtype=torch.float32) for _ in range(2))
-    tiles = tile_sizes(query.dtype)
+    tiles = tile_sizes(x.query.dtype)
     blocks = blocks_in(top_k, tiles["KEYS"])
     _distributions[(tokens * blocks,)](
         queries,
-        key.contiguous(),
-        None if query_rope is None else query_rope.contiguous(),
-        None if key_rope is None else key_rope.contiguous(),
-        softmax_max.contiguous(),
-        softmax_sum.contiguous(),
-        query_index.contiguous(),
-        key_index.contiguous(),
-        weights.contiguous(),
+        x.key.contiguous(),
+        None if x.query_rope is None else x.query_rope.contiguous(),
+        None if x.key_rope is None else x.key_rope.contiguous(),
+        x.softmax_max.contiguous(),
+        x.softmax_sum.contiguous(),
+        x.query_index.contiguous(),
+        x.key_index.contiguous(),
+        x.weights.contiguous(),
         indices,
         rows.first,
         rows.visible,
         target,
         scores,
-        scale_value,
+        x.scale_value,
         blocks,
         *queries.stride()[:2],
         TOP_K=top_k,
@@ -75,24 +63,24 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         INDEX_SIZE_BLOCK=block_size(index_size),
         **tiles,
     )
-    losses = torch.empty(tokens, dtype=torch.float32, device=query.device)
+    losses = torch.empty(tokens, dtype=torch.float32, device=x.query.device)
     slots = power_of_2(top_k)
-    # the gradients of the scores take their place
+    # overwrites the scores with their gradients
     _divergence[(tokens,)](
         target, scores, indices, rows.visible, losses, TOP_K=top_k, SLOTS=slots, num_warps=8 if slots > 2048 else 4
     )
-    grads = gradients(query_index, key_index, weights, indices, scores, rows)
+    grads = gradients(x.query_index, x.key_index, x.weights, indices, scores, rows)
     return *grads, losses.sum(0, keepdim=True)
 
 
 def block_size(size: int) -> int:
-    """The tile that holds ``size``: tensor cores want 16 at least."""
+    """Return the tile that holds ``size``: tensor cores need at least 16."""
     return max(16, power_of_2(size))
 
 
 def tile_sizes(dtype: torch.dtype) -> dict[str, int]:
-    """How many selected keys a program works on, and how it is launched."""
-    if dtype == torch.float32:  # exact products, which are slow whatever the tiles: for tests
+    """Return the selected keys of a tile, and the launch options."""
+    if dtype == torch.float32:  # for tests: exact products are slow with any tile
         return {"KEYS": 16, "num_warps": 4, "num_stages": 1}
     return {"KEYS": 128, "num_warps": 8, "num_stages": 3}
 
@@ -130,7 +118,7 @@ def _distributions(
     INDEX_SIZE_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """For KEYS selected keys of one row: attention's softmax, summed over the heads, and the indexer's score.
+    """Compute attention's softmax, summed over the heads, and the indexer's score for KEYS selected keys of one row.
 
     Keys are the rows of every product and heads its columns, so that most of the sum over heads stays in a thread.
     """
@@ -169,7 +157,7 @@ def _distributions(
 
 @triton.jit
 def _divergence(target, scores, indices, visible, losses, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """One row: its loss, and the gradients of its scores in their place."""
+    """Compute the loss of one row, and overwrite its scores with their gradients."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     _, there = keys_at(indices + row * TOP_K, slot, TOP_K, 0, tl.load(visible + row), 0, 1)

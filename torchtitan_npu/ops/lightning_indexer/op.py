@@ -1,7 +1,7 @@
-"""``npu_lightning_indexer`` and ``npu_lightning_indexer_grad``: the keys that sparse attention shall look at.
+"""``npu_lightning_indexer`` and ``npu_lightning_indexer_grad``: the selection of keys for sparse attention.
 
-A row's keys come first and -1 after them. In which order they come is each kernel's own, as torch_npu promises none:
-the reference puts the highest score first, the GPU's kernel the earliest key. Who takes them must not depend on it.
+A row holds its keys first, then -1. torch_npu does not specify the order of the keys: the reference puts the highest
+score first, the Triton kernel the earliest key. Callers must not depend on it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
 from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.samples import randn
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.lightning_indexer import reference as reference
-from torchtitan_npu.ops.sparse_flash_attention.selection import (
+from torchtitan_npu.ops.lightning_indexer import reference
+from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
     AnyOf,
-    absent_problems,
-    index_problems,
-    layout_problems,
-    length_tensor_problems,
-    memory,
-    mode_problems,
-    token_problems,
-    weight_problems,
-    window_problems,
+    check_absent,
+    check_indices,
+    check_layouts,
+    check_length_tensors,
+    check_no_window,
+    check_sparse_mode,
+    check_tokens,
+    check_weights,
+    memory_format,
 )
+from torchtitan_npu.ops.sparse_flash_attention.op import SAMPLE_KEYS, SAMPLE_QUERIES, sample_selection
 
 
-def contract(
+def checks(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -47,11 +50,11 @@ def contract(
     next_tokens: int,
     **_: Any,
 ) -> Iterator[str]:
-    yield from layout_problems(layout_query=layout_query, layout_key=layout_key)
-    yield from absent_problems("keys in pages are for inference", block_table=block_table)
-    yield from token_problems(layout_query, "query", query, "key", key)
-    yield from weight_problems(weights, "query", query)
-    yield from length_tensor_problems(
+    yield from check_layouts(layout_query=layout_query, layout_key=layout_key)
+    yield from check_absent("paged keys are for inference", block_table=block_table)
+    yield from check_tokens(layout_query, "query", query, "key", key)
+    yield from check_weights(weights, "query", query)
+    yield from check_length_tensors(
         layout_query,
         query,
         actual_seq_lengths_query=actual_seq_lengths_query,
@@ -59,8 +62,8 @@ def contract(
     )
     if sparse_count <= 0:
         yield f"sparse_count must be at least 1, not {sparse_count}"
-    yield from mode_problems(sparse_mode)
-    yield from window_problems(pre_tokens=pre_tokens, next_tokens=next_tokens)
+    yield from check_sparse_mode(sparse_mode)
+    yield from check_no_window(pre_tokens=pre_tokens, next_tokens=next_tokens)
 
 
 def fake(query: Tensor, key: Tensor, sparse_count: int, return_value: bool, **_: Any) -> tuple[Tensor, Tensor]:
@@ -70,9 +73,11 @@ def fake(query: Tensor, key: Tensor, sparse_count: int, return_value: bool, **_:
 
 def sharding(
     layout_query: str, sparse_mode: int, actual_seq_lengths_query: Any, return_value: bool, **_: Any
-) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
-    """By rows of the batch; by query rows where a row's keys do not depend on its place. Not by heads: a score sums
-    over all of them before the best are taken."""
+) -> Iterator[Strategy]:
+    """Shard the batch, or the query rows if a row's keys do not depend on its position.
+
+    The heads cannot be sharded: a score sums over all heads before the selection.
+    """
     if layout_query != "BSND":
         return
     rows = ["query", "weights"]
@@ -83,32 +88,42 @@ def sharding(
         yield [Shard(dim), Shard(dim) if return_value else Replicate()], {name: Shard(dim) for name in names}
 
 
-def save(
-    ctx: Any,
-    output: tuple[Tensor, Tensor],
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    layout_query: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    **_: Any,
-) -> None:
-    indices = output[0]
-    ctx.save_for_backward(query, key, indices, weights, actual_seq_lengths_query, actual_seq_lengths_key)
-    ctx.options = (layout_query, sparse_mode, pre_tokens, next_tokens)
-    ctx.mark_non_differentiable(indices)
+PASSED_TO_GRAD = (
+    *("query", "key", "weights", "actual_seq_lengths_query", "actual_seq_lengths_key"),
+    *("sparse_mode", "pre_tokens", "next_tokens"),
+)
+
+
+def save(ctx: Any, output: tuple[Tensor, Tensor], **arguments: Any) -> None:
+    ctx.mark_non_differentiable(output[0])
+    passed = {name: arguments[name] for name in PASSED_TO_GRAD}
+    save_by_name(ctx, sparse_indices=output[0], layout=arguments["layout_query"], **passed)
 
 
 def backward(npu: Any, ctx: Any, _: None, dy: Tensor) -> dict[str, Tensor]:
-    query, key, indices, weights, query_lengths, key_lengths = ctx.saved_tensors
-    d_query, d_key, d_weights = npu.npu_lightning_indexer_grad(
-        query, key, dy, indices, weights, query_lengths, key_lengths, *ctx.options
-    )
-    return {"query": d_query, "key": d_key, "weights": d_weights}
+    gradients = npu.npu_lightning_indexer_grad(dy=dy, **saved_by_name(ctx))
+    return dict(zip(("query", "key", "weights"), gradients, strict=True))
+
+
+def sample() -> dict[str, Any]:
+    return {**sample_inputs(), "sparse_count": SAMPLE_KEYS, "return_value": True}
+
+
+def sample_inputs() -> dict[str, Any]:
+    """Return the indexer's inputs for the queries and keys of sparse attention's sample."""
+    heads, size = 64, 128
+    query, key = randn(1, SAMPLE_QUERIES, heads, size), randn(1, SAMPLE_KEYS, 1, size)
+    return {"query": query, "key": key, "weights": randn(1, SAMPLE_QUERIES, heads)}
+
+
+def flops(query: Tensor, key: Tensor, layout_key: str, **_: Any) -> int:
+    """Return the FLOPs of the scores of all keys."""
+    return 2 * query.numel() * key.shape[layout_key.index("T" if "T" in layout_key else "S")]
+
+
+def grad_flops(query: Tensor, sparse_indices: Tensor, **_: Any) -> int:
+    """Return the FLOPs of the selected scores, and of the gradients of queries and keys."""
+    return 6 * query.numel() * sparse_indices.shape[-1]
 
 
 SELECTED = Limit(
@@ -121,11 +136,11 @@ SIZES = (
 )
 
 SEGMENT = 32768
-"""Of how many scores the GPU's kernel selects at a time."""
+"""The number of scores from which the Triton kernel selects at a time."""
 
 
-def takes(keys: int, count: int) -> bool:
-    """Whether the GPU's kernel can select ``count`` of so many: every round must leave less than it got."""
+def fits_triton(keys: int, count: int) -> bool:
+    """Return whether the Triton kernel can select ``count`` of ``keys``: every round must reduce the candidates."""
     return keys <= SEGMENT or 2 * count <= SEGMENT
 
 
@@ -133,7 +148,8 @@ fused = kernel("lightning_indexer.triton", "npu_lightning_indexer", reference.np
 
 
 def cuda(key: Tensor, layout_query: str, sparse_count: int, **others: Any) -> tuple[Tensor, Tensor]:
-    fits = takes(key.shape[0 if layout_query == "TND" else 1], sparse_count)
+    """Run the Triton kernel, or the reference for a selection that the kernel cannot make."""
+    fits = fits_triton(key.shape[0 if layout_query == "TND" else 1], sparse_count)
     chosen = fused if fits else reference.npu_lightning_indexer
     return chosen(key=key, layout_query=layout_query, sparse_count=sparse_count, **others)
 
@@ -148,22 +164,25 @@ declare(
         reference=reference.npu_lightning_indexer,
         cuda=cuda,
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=(
             *SIZES,
             Limit("the number of heads of query", lambda query, **_: query.shape[-2], range(1, 65)),
             SELECTED,
-            Limit("query's memory", lambda query, **_: memory(query), ("contiguous",)),
-            Limit("key's memory", lambda key, **_: memory(key), ("contiguous",)),
-            Limit("weights' memory", lambda weights, **_: memory(weights), ("contiguous",)),
+            Limit("query's memory", lambda query, **_: memory_format(query), ("contiguous",)),
+            Limit("key's memory", lambda key, **_: memory_format(key), ("contiguous",)),
+            Limit("weights' memory", lambda weights, **_: memory_format(weights), ("contiguous",)),
         ),
+        sample=sample,
+        unordered_integers=True,
+        flops=flops,
     )
 )
 
 
-def grad_contract(
+def grad_checks(
     query: Tensor,
     key: Tensor,
     dy: Tensor,
@@ -175,39 +194,45 @@ def grad_contract(
     sparse_mode: int | None,
     **_: Any,
 ) -> Iterator[str]:
-    yield from layout_problems(layout=layout)
+    yield from check_layouts(layout=layout)
     assert layout is not None
-    yield from token_problems(layout, "query", query, "key", key)
-    yield from weight_problems(weights, "query", query)
-    yield from index_problems(sparse_indices, query, key)
+    yield from check_tokens(layout, "query", query, "key", key)
+    yield from check_weights(weights, "query", query)
+    yield from check_indices(sparse_indices, query, key)
     if (dy.shape, dy.dtype) != (sparse_indices.shape, query.dtype):
         yield (
             f"dy must have the shape of sparse_indices, {tuple(sparse_indices.shape)}, and the dtype of query, "
             f"{query.dtype}, not {tuple(dy.shape)} and {dy.dtype}: the scores come with return_value=True"
         )
-    yield from length_tensor_problems(
+    yield from check_length_tensors(
         layout,
         query,
         actual_seq_lengths_query=actual_seq_lengths_query,
         actual_seq_lengths_key=actual_seq_lengths_key,
     )
-    yield from mode_problems(sparse_mode)
+    yield from check_sparse_mode(sparse_mode)
 
 
 def grad_fake(query: Tensor, key: Tensor, weights: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), weights.new_empty(weights.shape)
 
 
-def grad_sharding(
-    layout: str, sparse_mode: int, actual_seq_lengths_query: Any, **_: Any
-) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def grad_sharding(layout: str, sparse_mode: int, actual_seq_lengths_query: Any, **_: Any) -> Iterator[Strategy]:
     if layout != "BSND":
         return
     rows = ["query", "dy", "sparse_indices", "weights"]
     batch = [*rows, "key", "actual_seq_lengths_query", "actual_seq_lengths_key"]
     yield [Shard(0), Shard(0), Shard(0)], {name: Shard(0) for name in batch}
     if sparse_mode == 0 and actual_seq_lengths_query is None:
-        yield [Shard(1), Partial(), Shard(1)], {name: Shard(1) for name in rows}  # every row adds to its keys
+        yield (
+            [Shard(1), Partial(), Shard(1)],
+            {name: Shard(1) for name in rows},
+        )  # every row adds to the gradients of its keys
+
+
+def grad_sample() -> dict[str, Any]:
+    selection = sample_selection()
+    return {**sample_inputs(), "sparse_indices": selection, "dy": randn(*selection.shape)}
 
 
 declare(
@@ -221,12 +246,14 @@ declare(
             "lightning_indexer.triton_grad", "npu_lightning_indexer_grad", reference.npu_lightning_indexer_grad
         ),
         fake=grad_fake,
-        contract=grad_contract,
+        checks=grad_checks,
         sharding=grad_sharding,
         limits=(
             *SIZES,
             Limit("the number of heads of query", lambda query, **_: query.shape[-2], (64,)),
             Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], (2048,)),
         ),
+        sample=grad_sample,
+        flops=grad_flops,
     )
 )

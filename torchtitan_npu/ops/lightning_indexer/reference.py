@@ -27,15 +27,15 @@ def npu_lightning_indexer(
     return_value: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    r"""For each query row t, the ``sparse_count`` keys s with the highest score.
+    r"""Select the ``sparse_count`` keys s with the highest scores for each query row t.
 
     .. math:: I_{t,s} = \sum_h w_{t,h} \, \mathrm{ReLU}(q_{t,h} \cdot k_s)
 
     ``query`` (B, S1, N1, D), ``key`` (B, S2, N2, D), ``weights`` (B, S1, N1); or (T1, N1, D), (T2, N2, D), (T1, N1).
-    Returns the keys' indices, int32 (B, S1, N2, sparse_count) or (T1, N2, sparse_count), counted from the start of the
-    document, the highest score first and the lower index first among equals; and their scores in the dtype of
-    ``query``, or an empty tensor without ``return_value``. A row with fewer keys ends in indices of -1 and scores of
-    -inf.
+    Returns the indices of the keys, int32 (B, S1, N2, sparse_count) or (T1, N2, sparse_count), and their scores in the
+    dtype of ``query``, or an empty tensor without ``return_value``. Indices count from the start of the document. The
+    highest score comes first, and the lower index among equal scores. A row with fewer keys ends in indices of -1 and
+    scores of -inf.
     """
     key_heads = key.shape[-2]
     shape = (*query.shape[:-2], key_heads, sparse_count)
@@ -69,7 +69,7 @@ def npu_lightning_indexer_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Gradients of the selected scores with respect to ``query``, ``key`` and ``weights``.
+    r"""Return the gradients of the selected scores with respect to ``query``, ``key`` and ``weights``.
 
     With :math:`S_h = q_h \cdot k_{selected}` and ``dy`` the gradient of the scores, in the shape of ``sparse_indices``:
 
@@ -102,7 +102,7 @@ def npu_lightning_indexer_grad(
 
 
 def indexer_elements(query_index: Tensor) -> int:
-    """How many elements one selected key of one row needs: its features, its scores, and their gradients."""
+    """Return the elements that one selected key of one row needs: features, scores, and the gradients of both."""
     heads, size = query_index.shape[-2:]
     return 2 * (heads + size)
 
@@ -110,9 +110,11 @@ def indexer_elements(query_index: Tensor) -> int:
 def indexer_gradients(
     gradient: Tensor, q: Tensor, w: Tensor, k: Tensor, selected: SelectedKeys, d_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``q`` (r, n, g, d) and ``w`` (r, n, g), given that of the scores, (r, n, K); adds the keys' to
-    ``d_keys``. ``k`` (r, n, K, d) are the selected keys."""
-    # 0 where there is no key even in a row of padding, whatever it holds
+    """Return the gradients of ``q`` (r, n, g, d) and ``w`` (r, n, g), given that of the scores, (r, n, K).
+
+    Adds the gradients of the selected keys ``k`` (r, n, K, d) to ``d_keys``.
+    """
+    # zero at places without a key, also in a padding row, which may hold any value
     logits = torch.einsum("rngd,rnsd->rngs", q, k).masked_fill_(~selected.valid[:, :, None], 0)
     dw = torch.einsum("rns,rngs->rng", gradient, logits.relu())
     d_logits = torch.where(logits > 0, gradient[:, :, None] * w.to(q.dtype)[..., None], 0)

@@ -1,4 +1,4 @@
-"""The lightning indexer in Triton: the scores of some rows at a time, and the best keys of each."""
+"""The lightning indexer in Triton: the scores of a chunk of rows, then the selection of the best keys of each row."""
 
 import torch
 import triton
@@ -10,13 +10,13 @@ from torchtitan_npu.ops.lightning_indexer.triton_top_k import select_top_k
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, rows_of
 
 WORKSPACE = 2**26
-"""How many scores are kept at a time: 256 MiB in float32."""
+"""The number of scores in memory at once: 256 MiB in float32."""
 SPAN = 4096
-"""How many keys a program goes through: enough to pay for its queries, few enough that all programs are alike."""
+"""Keys per program: enough to amortise the load of the queries, few enough that all programs take as long."""
 
 
 def keys_of_a_row(key: Tensor, layout: str) -> int:
-    """The most keys that a row can see, whatever the lengths."""
+    """Return an upper bound of the keys of a row, for any sequence lengths."""
     return key.shape[0] if layout == "TND" else key.shape[1]
 
 
@@ -32,12 +32,12 @@ def npu_lightning_indexer(
     return_value: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """For each query row the ``sparse_count`` keys with the highest score, as the reference has it; but a row's keys
-    come in ascending order, which is best for whoever gathers them: torch_npu promises no order.
+    """Select the ``sparse_count`` keys with the highest scores for each query row, as the reference does.
 
-    Exact for the scores it computes: products of the inputs, summed in float32. Needs :data:`WORKSPACE` scores beside
-    the outputs. A row that sees no more keys than it may select gets them all, and no score is computed for it unless
-    ``return_value`` asks. The values of the lengths are not checked.
+    The keys of a row come in ascending order, which suits the gather that follows; torch_npu specifies no order. The
+    selection is exact for the computed scores: products of the inputs, summed in float32. It needs :data:`WORKSPACE`
+    scores of memory beside the outputs. A row with no more than ``sparse_count`` keys gets them all, and its scores are
+    computed only for ``return_value``. The values of the lengths are not checked.
     """
     heads, size = query.shape[-2:]
     key_heads, keys = key.shape[-2], keys_of_a_row(key, layout_query)
@@ -45,16 +45,16 @@ def npu_lightning_indexer(
     shape = (*query.shape[:-2], key_heads, sparse_count)
     indices = torch.empty(shape, dtype=torch.int32, device=query.device)
     values = torch.empty(shape if return_value else (0,), dtype=query.dtype, device=query.device)
-    known = 0 if return_value else sparse_count  # who sees no more gets all, and no score is asked for
+    known = 0 if return_value else sparse_count  # a row with no more keys gets them all without scores
 
     q, k, w = query.contiguous(), key.contiguous(), weights.contiguous()
     tokens = rows.first.numel()
     width = blocks_in(keys, 16) * 16
-    # the second side of a grid ends at 65535
+    # the second dimension of a grid is at most 65535
     step = min(2**15, max(16, WORKSPACE // (width * key_heads) // 16 * 16))
     scores = torch.empty(min(step, tokens) * key_heads, width, dtype=torch.float32, device=query.device)
     tiles = tile_sizes(query.dtype, heads // key_heads)
-    # a program's rows are of one sequence, or of any: then its keys may be all there are
+    # if the rows of a program span several sequences, their keys may be any of the batch
     together = layout_query == "BSND" and query.shape[1] % tiles["QUERIES"] == 0
     most = keys if together else k.numel() // (key_heads * size)
     for start in range(0, tokens, step):
@@ -76,9 +76,9 @@ def score(
     most: int,
     tiles: dict[str, int],
 ) -> None:
-    """Write to ``scores`` (rows · N2, width) those of the keys that each row sees, if it sees more than ``known``.
+    """Write the scores of the keys of each row to ``scores`` (rows · N2, width), if it has more than ``known`` keys.
 
-    ``query`` (rows, N1, D), ``weights`` (rows, N1), ``key`` (..., N2, D), all contiguous; the rows of one program see
+    ``query`` (rows, N1, D), ``weights`` (rows, N1), ``key`` (..., N2, D), all contiguous. The rows of one program have
     at most ``most`` keys together.
     """
     count, (key_heads, size) = rows.first.numel(), key.shape[-2:]
@@ -104,9 +104,9 @@ def score(
 
 
 def tile_sizes(dtype: torch.dtype, heads: int) -> dict[str, int]:
-    """How many query rows (of ``heads`` heads each) and keys a program multiplies at a time, and how it is launched."""
+    """Return the query rows (of ``heads`` heads each) and keys of a tile, and the launch options."""
     head_block = max(16, power_of_2(heads))
-    if dtype == torch.float32:  # exact products, which are slow whatever the tiles: for tests
+    if dtype == torch.float32:  # for tests: exact products are slow with any tile
         return {"QUERIES": max(1, 64 // head_block), "KEYS": 32, "num_warps": 4, "num_stages": 1}
     return {"QUERIES": max(1, 256 // head_block), "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
@@ -131,18 +131,18 @@ def _score(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Scores of the keys of one span for QUERIES rows, for one key head; nothing if all see at most ``known`` keys.
+    """Score the keys of one span for QUERIES rows and one key head, if a row has more than ``known`` keys.
 
-    The product has keys as its rows and (query, head) as its columns: a thread then holds many heads of a key, and
-    most of the sum over heads stays within it.
+    The product has keys as rows and (query, head) as columns. A thread then holds many heads of a key, and most of the
+    sum over heads stays within the thread.
     """
     span = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the rows that see most keys first
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # start with the rows that have the most keys
     key_head = tl.program_id(2)
     row = block * QUERIES + tl.arange(0, QUERIES)
     begins = tl.load(first + row, mask=row < rows, other=0)
     counts = tl.load(visible + row, mask=row < rows, other=0)
-    # the keys of all these rows: those of one document, or of neighbours, which lie side by side
+    # the keys of all these rows: those of one document, or of adjacent documents, are contiguous
     begin = tl.min(tl.where(counts > known, begins, 2**31 - 1), 0)
     end = tl.max(tl.where(counts > known, begins + counts, 0), 0)
     if end > 0:

@@ -1,4 +1,4 @@
-"""The gradients of the lightning indexer's selected scores in Triton."""
+"""The gradients of the lightning indexer's selected scores, in Triton."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, count_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments, segments_of
 
 WORKSPACE = 2**26
-"""How many numbers the rows of one chunk give to their keys, where these are summed in order: 256 MiB in float32."""
+"""The number of contributions to keys in memory at once in deterministic mode: 256 MiB in float32."""
 
 
 def npu_lightning_indexer_grad(
@@ -25,8 +25,11 @@ def npu_lightning_indexer_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference has it. A place whose index is no key of its row is passed over, wherever it is: to refuse it,
-    as the reference does, would be to wait for the device."""
+    """Return the gradients as the reference does.
+
+    An index that is not a key of its row is ignored, at any place. The reference raises for -1 before a key; a check
+    here would synchronise with the device.
+    """
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
     return gradients(query, key, weights, sparse_indices, dy, rows)
 
@@ -34,12 +37,12 @@ def npu_lightning_indexer_grad(
 def gradients(
     query: Tensor, key: Tensor, weights: Tensor, sparse_indices: Tensor, d_scores: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of ``query`` (..., N1, D), ``key`` (..., N2, D) and ``weights`` (..., N1), in their dtypes, given that of
-    the scores in the shape of ``sparse_indices`` (..., N2, K).
+    """Return the gradients of ``query`` (..., N1, D), ``key`` (..., N2, D) and ``weights`` (..., N1), in their dtypes.
 
-    The gradient of a logit is rounded to the dtype of ``query`` before it is multiplied with queries and keys, as in
-    the backward pass of any attention; all sums are float32. The keys' gradients are added up by atomic operations, in
-    whatever order; in a fixed one if torch is to be deterministic.
+    ``d_scores`` is the gradient of the scores, in the shape of ``sparse_indices`` (..., N2, K). The gradient of a logit
+    is rounded to the dtype of ``query`` before it is multiplied with queries and keys, as in any attention backward.
+    All sums are in float32. Atomic additions sum the gradients of the keys in any order; with torch's deterministic
+    algorithms the order is fixed.
     """
     heads, size = query.shape[-2:]
     key_heads, top_k = sparse_indices.shape[-2:]
@@ -50,7 +53,7 @@ def gradients(
     in_order = torch.are_deterministic_algorithms_enabled()
     per_row = key_heads * top_k * size
     step = max(1, WORKSPACE // per_row) if in_order else tokens
-    given = d_key.new_empty(min(step, tokens), key_heads, top_k, size) if in_order else d_key
+    contributions = d_key.new_empty(min(step, tokens), key_heads, top_k, size) if in_order else d_key
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
         _gradients[(part[2], key_heads)](
@@ -62,7 +65,7 @@ def gradients(
             part_of(rows.first, *part),
             part_of(rows.visible, *part),
             part_of(d_query, *part),
-            given,
+            contributions,
             part_of(d_weights, *part),
             TOP_K=top_k,
             HEADS=heads // key_heads,
@@ -75,13 +78,13 @@ def gradients(
             **tile_sizes(query.dtype),
         )
         if in_order:
-            add_segments(given, segments_of(indices, rows, *part[1:], d_key.numel() // size), d_key)
+            add_segments(contributions, segments_of(indices, rows, *part[1:], d_key.numel() // size), d_key)
     return d_query, d_key.to(key.dtype), d_weights
 
 
 def tile_sizes(dtype: torch.dtype) -> dict[str, int]:
-    """How many keys a program works on at a time, and how it is launched."""
-    if dtype == torch.float32:  # exact products, which are slow whatever the tiles: for tests
+    """Return the keys of a tile, and the launch options."""
+    if dtype == torch.float32:  # for tests: exact products are slow with any tile
         return {"KEYS": 16, "num_warps": 4, "num_stages": 1}
     return {"KEYS": 64, "num_warps": 4, "num_stages": 3}
 
@@ -108,7 +111,10 @@ def _gradients(
     IN_ORDER: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One row and key head, all its selected keys. ``d_key``: what to add to; with IN_ORDER what each place gives."""
+    """Process all selected keys of one row and key head.
+
+    ``d_key`` is the gradient to add to; with IN_ORDER, it takes the contribution of each place instead.
+    """
     key_head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64)
     begin = tl.load(first + row)

@@ -1,4 +1,4 @@
-"""Exact top-k of rows of different lengths, in Triton: the places of the best values, in ascending order."""
+"""Exact top-k of rows of different lengths, in Triton: the places of the highest values, in ascending order."""
 
 import torch
 import triton
@@ -9,15 +9,15 @@ from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
 from torchtitan_npu.ops.lightning_indexer.op import SEGMENT
 
 WARP_VALUES = 1024
-"""How many of them a warp holds, 32 a thread."""
+"""Values per warp: 32 per thread."""
 
 
 def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None) -> None:
-    """``values`` (rows · heads or more, width) float32; of row r, the first ``held[r // heads]`` count, (rows,) int32.
+    """Write the places of the highest values of each row to ``places`` (rows · heads, count) int32, ascending, then -1.
 
-    Writes the places of the highest to ``places`` (rows · heads, count) int32, in ascending order, then -1; and their
-    values to ``best``, then -inf. Among equals the lower place goes first; a NaN is above all, as torch sorts it. A row
-    that holds no more than ``count`` values is taken whole, and read only for ``best``.
+    ``values`` (rows · heads or more, width) float32; row r has ``held[r // heads]`` of them, ``held`` (rows,) int32.
+    ``best``, if given, gets the values, then -inf. Among equal values the lower place is preferred. A NaN is above all
+    values, as in ``torch.sort``. A row with no more than ``count`` values is taken entirely, read only for ``best``.
     """
     rows = held.numel() * heads
     count = places.numel() // rows
@@ -62,7 +62,10 @@ def _select(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One segment of one row. ``source``: where the values were in the row, -1 for none; or None, where they are."""
+    """Select from one segment of one row.
+
+    ``source`` holds the place of each value in the original row, -1 for none. It is None in the first round.
+    """
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     start = segment * BLOCK
@@ -91,7 +94,7 @@ def _select(
     else:
         value = tl.load(values + offset, mask=valid, other=0.0)
         order = tl.where(valid, _ordered(value), -(2**31))
-        # bisection: at least COUNT values are >= low (or all, if there are less), less than COUNT are > high
+        # bisection: at least COUNT values (or all, if fewer) are >= low, and fewer than COUNT are > high
         low = tl.min(tl.where(valid, order, 2**31 - 1), 0)
         high = tl.max(order, 0)
         found = count
@@ -104,7 +107,7 @@ def _select(
             found = tl.where(enough, reached, found)
         above = valid & (order > low)
         equal = valid & (order == low)
-        # both ranks in one sum: above in the lower half, equal in the upper one
+        # two ranks in one scan: above in the lower 16 bits, equal in the upper ones
         rank = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
         above_rank, equal_rank = rank & 0xFFFF, (rank >> 16) & 0xFFFF
         wanted = COUNT - tl.sum(above.to(tl.int32), 0)
@@ -122,6 +125,6 @@ def _select(
 
 @triton.jit
 def _ordered(value):
-    """Integers in the order of the float32 ``value``; -0 and 0 are the same, and what is not a number is above all."""
+    """Return integers in the order of the float32 ``value``. -0 equals 0, and NaN is above all."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))

@@ -1,4 +1,4 @@
-"""``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``: products that overlap with a collective."""
+"""``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``: matrix products that overlap with a collective."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement
 
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.matmul_collectives import reference as reference
+from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.matmul_collectives import reference
 
 OPTIONS = "Tensor? bias=None, Tensor? x1_scale=None, Tensor? x2_scale=None"
 WORLD_SIZES = (2, 4, 8, 16, 32)
 
 
-def _contract(input: Tensor, x2: Tensor, **options: Any) -> Iterator[str]:
+def _checks(input: Tensor, x2: Tensor, **options: Any) -> Iterator[str]:
     if input.dim() != 2 or x2.dim() != 2:
         yield f"input and x2 must be matrices, not of {input.dim()} and {x2.dim()} dimensions"
     if input.shape[1] != x2.shape[0]:
-        yield f"input of {input.shape[1]} columns does not go with x2 of {x2.shape[0]} rows"
+        yield f"x2 must have as many rows as input has columns, {input.shape[1]}, not {x2.shape[0]}"
     if input.dtype != x2.dtype:
         yield f"input and x2 must have one dtype, not {input.dtype} and {x2.dtype}"
     for name in ("bias", "x1_scale", "x2_scale", "output_dtype", "comm_mode"):
         if options[name] is not None:
-            yield f"{name} is not known to the stand-in"
+            yield f"{name} must be None: only torch_npu implements it"
 
 
-def gather_contract(gather_index: int, **others: Any) -> Iterator[str]:
-    yield from _contract(**others)
+def gather_checks(gather_index: int, **others: Any) -> Iterator[str]:
+    yield from _checks(**others)
     if gather_index:
         yield f"gather_index must be 0, which gathers input, not {gather_index}"
 
@@ -39,20 +39,20 @@ def gather_fake(input: Tensor, x2: Tensor, world_size: int, gather_output: bool,
     return input.new_empty(rows, x2.shape[1]), input.new_empty((rows, input.shape[1]) if gather_output else 0)
 
 
-def scatter_contract(input: Tensor, world_size: int, reduce_op: str, **others: Any) -> Iterator[str]:
-    yield from _contract(input, **others)
+def scatter_checks(input: Tensor, world_size: int, reduce_op: str, **others: Any) -> Iterator[str]:
+    yield from _checks(input, **others)
     if reduce_op != "sum":
         yield f'reduce_op must be "sum", not {reduce_op!r}'
     if input.shape[0] % world_size:
-        yield f"{input.shape[0]} rows of input do not divide by world_size {world_size}"
+        yield f"input must have a number of rows that world_size {world_size} divides, not {input.shape[0]}"
 
 
 def scatter_fake(input: Tensor, x2: Tensor, world_size: int, **_: Any) -> Tensor:
     return input.new_empty(input.shape[0] // world_size, x2.shape[1])
 
 
-def no_sharding(**_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
-    """They communicate themselves, and are called on local tensors only."""
+def no_sharding(**_: Any) -> Iterator[Strategy]:
+    """Yield nothing: these operators communicate themselves and take local tensors only."""
     yield from ()
 
 
@@ -69,7 +69,7 @@ declare(
         "str? comm_mode=None) -> (Tensor, Tensor)",
         reference=reference.npu_all_gather_base_mm,
         fake=gather_fake,
-        contract=gather_contract,
+        checks=gather_checks,
         sharding=no_sharding,
         limits=LIMITS,
     )
@@ -81,7 +81,7 @@ declare(
         "-> Tensor",
         reference=reference.npu_mm_reduce_scatter_base,
         fake=scatter_fake,
-        contract=scatter_contract,
+        checks=scatter_checks,
         sharding=no_sharding,
         limits=LIMITS,
     )

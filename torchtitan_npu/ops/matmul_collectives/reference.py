@@ -1,7 +1,7 @@
-"""Matrix products that overlap with the communication around them: one rank's rows go round while another's multiply.
+"""Matrix products that overlap with a collective, in plain PyTorch over point-to-point transfers.
 
-Ranks form a ring, in which each sends to the next and receives from the one before. ``hcom`` is the name of their
-process group; on an NPU, of HCCL's communicator.
+The ranks form a ring: each sends to the next and receives from the previous one, and multiplies while it waits.
+``hcom`` is the name of the process group. On an NPU it is the name of HCCL's communicator.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, Work, _resolve_process_group
+from torch.distributed import ProcessGroup, Work
+
+from torchtitan_npu.torch_internals.collectives import process_group
 
 
 def npu_all_gather_base_mm(
     input: Tensor, x2: Tensor, hcom: str, world_size: int, gather_output: bool, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """``gathered @ x2`` (world_size * m, n) and ``gathered`` (world_size * m, k), the rows of ``input`` of every rank.
+    r"""Multiply the gathered rows of all ranks by ``x2``.
 
-    While a rank multiplies the rows that it has, those of the rank before are on their way to it.
+    .. math:: gathered = [input_0, \dots, input_{w-1}], \qquad product = gathered \; x_2
+
+    ``input`` (m, k), ``x2`` (k, n). Returns the product (world_size * m, n), and ``gathered`` (world_size * m, k) or,
+    without ``gather_output``, an empty tensor. A rank multiplies the rows it has while it receives the next ones.
     """
-    group = _resolve_process_group(hcom)  # type: ignore[arg-type]
+    group = process_group(hcom)
     rank, rows = group.rank(), input.shape[0]
     gathered = input.new_empty(world_size, rows, input.shape[1])
     product = input.new_empty(world_size, rows, x2.shape[1])
@@ -35,12 +40,14 @@ def npu_all_gather_base_mm(
 
 
 def npu_mm_reduce_scatter_base(input: Tensor, x2: Tensor, hcom: str, world_size: int, **_: Any) -> Tensor:
-    """This rank's rows of the sum over the ranks of ``input @ x2``, (m / world_size, n).
+    r"""Return this rank's rows of the sum over the ranks of ``input @ x2``.
 
-    The sum of a rank's rows starts with the next rank, goes round, and ends where it belongs. While it is on its way, a
-    rank multiplies its own summand of it.
+    .. math:: y = \Big( \sum_r input_r \; x_{2,r} \Big)_{rows\ of\ this\ rank}
+
+    ``input`` (m, k), ``x2`` (k, n). Returns (m / world_size, n). The sum of a rank's rows starts at the next rank and
+    travels around the ring to its own rank. A rank computes its summand while it receives the partial sum.
     """
-    group = _resolve_process_group(hcom)  # type: ignore[arg-type]
+    group = process_group(hcom)
     rank = group.rank()
     parts = input.view(world_size, -1, input.shape[1])
     total = torch.mm(parts[(rank - 1) % world_size], x2)
@@ -54,11 +61,11 @@ def npu_mm_reduce_scatter_base(input: Tensor, x2: Tensor, hcom: str, world_size:
 
 
 def _exchange(group: ProcessGroup, outgoing: Tensor, incoming: Tensor) -> list[Work]:
-    """Start to send ``outgoing`` to the next rank, and to receive ``incoming`` from the one before."""
-    after = dist.get_global_rank(group, (group.rank() + 1) % group.size())
-    before = dist.get_global_rank(group, (group.rank() - 1) % group.size())
+    """Start to send ``outgoing`` to the next rank and to receive ``incoming`` from the previous one."""
+    next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
+    previous_rank = dist.get_global_rank(group, (group.rank() - 1) % group.size())
     return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, outgoing, after, group), dist.P2POp(dist.irecv, incoming, before, group)]
+        [dist.P2POp(dist.isend, outgoing, next_rank, group), dist.P2POp(dist.irecv, incoming, previous_rank, group)]
     )
 
 

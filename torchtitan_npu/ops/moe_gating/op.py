@@ -1,4 +1,4 @@
-"""``npu_moe_gating_top_k`` and its gradient: which experts a token goes to, and with what weights."""
+"""``npu_moe_gating_top_k`` and its gradient: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
-from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dim, check_dtype, check_shape
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.moe_gating import reference as reference
-from torchtitan_npu.ops.moe_permute.checks import FLOATS, NPU_FLOATS, has_dim, has_dtype, has_shape
+from torchtitan_npu.ops.core.samples import EXPERTS, TOKENS, TOP_K, randn
+from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.moe_gating import reference
 
-EXPERTS = range(2, 2049)
+NPU_EXPERTS = range(2, 2049)
 
 
-def contract(
+def checks(
     x: Tensor,
     k: int,
     bias: Tensor | None,
@@ -30,12 +32,12 @@ def contract(
     norm_type: int,
     **_: Any,
 ) -> Iterator[str]:
-    yield from has_dim("x", x, 2)
-    yield from has_dtype("x", x, *FLOATS)
+    yield from check_dim("x", x, 2)
+    yield from check_dtype("x", x, *FLOATS)
     tokens, experts = x.shape
     if bias is not None:
-        yield from has_dtype("bias", bias, x.dtype)
-        yield from has_shape("bias", bias, experts)
+        yield from check_dtype("bias", bias, x.dtype)
+        yield from check_shape("bias", bias, experts)
     for name, value in (("group_select_mode", group_select_mode), ("renorm", renorm), ("norm_type", norm_type)):
         if value not in (0, 1):
             yield f"{name} must be 0 or 1, not {value}"
@@ -51,11 +53,11 @@ def contract(
     if (input_ids is None) != (tid2eid is None):
         yield "input_ids and tid2eid must be given together"
     if input_ids is not None and tid2eid is not None:
-        yield from has_dtype("input_ids", input_ids, torch.int32, torch.int64)
-        yield from has_shape("input_ids", input_ids, tokens)
-        yield from has_dtype("tid2eid", tid2eid, torch.int32, torch.int64)
-        yield from has_dim("tid2eid", tid2eid, 2)
-        yield from has_shape("tid2eid", tid2eid, tid2eid.shape[0], k)
+        yield from check_dtype("input_ids", input_ids, torch.int32, torch.int64)
+        yield from check_shape("input_ids", input_ids, tokens)
+        yield from check_dtype("tid2eid", tid2eid, torch.int32, torch.int64)
+        yield from check_dim("tid2eid", tid2eid, 2)
+        yield from check_shape("tid2eid", tid2eid, tid2eid.shape[0], k)
 
 
 def _norm_dtype(x: Tensor) -> torch.dtype:
@@ -67,8 +69,8 @@ def fake(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=_norm_dtype(x))
 
 
-def sharding(input_ids: Any, **_: Any) -> Iterator[tuple[list[Placement | None], dict[str, Placement]]]:
-    # a token's experts depend on no other token
+def sharding(input_ids: Any, **_: Any) -> Iterator[Strategy]:
+    # the experts of a token do not depend on other tokens
     placements: dict[str, Placement] = {"x": Shard(0)}
     if input_ids is not None:
         placements["input_ids"] = Shard(0)
@@ -76,35 +78,27 @@ def sharding(input_ids: Any, **_: Any) -> Iterator[tuple[list[Placement | None],
 
 
 def save(
-    ctx: Any,
-    output: tuple[Tensor, Tensor, Tensor],
-    bias: Tensor | None,
-    renorm: int,
-    norm_type: int,
-    out_flag: bool,
-    routed_scaling_factor: float,
-    eps: float,
-    **_: Any,
+    ctx: Any, output: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, out_flag: bool, **arguments: Any
 ) -> None:
     if bias is not None and bias.requires_grad:
-        raise RuntimeError("npu_moe_gating_top_k: bias must not require a gradient: the op has none for it")
-    expert_idx, x_norm = output[1:]
-    ctx.save_for_backward(x_norm, expert_idx)
+        raise RuntimeError("npu_moe_gating_top_k: bias must not require a gradient: the operator has none for it")
+    _, expert_idx, x_norm = output
     ctx.mark_non_differentiable(expert_idx, x_norm)
     ctx.out_flag = out_flag
-    ctx.attributes = {
-        "renorm": renorm,
-        "norm_type": norm_type,
-        "routed_scaling_factor": routed_scaling_factor,
-        "eps": eps,
-    }
+    options = {name: arguments[name] for name in ("renorm", "norm_type", "routed_scaling_factor", "eps")}
+    save_by_name(ctx, x_norm=x_norm, expertIdx=expert_idx, **options)
 
 
 def backward(npu: Any, ctx: Any, grad_y: Tensor, *_: None) -> dict[str, Tensor]:
     if not ctx.out_flag:
         raise RuntimeError("npu_moe_gating_top_k: out_flag must be True for a gradient, which needs that output")
-    x_norm, expert_idx = ctx.saved_tensors
-    return {"x": npu.npu_moe_gating_top_k_backward(x_norm, grad_y, expert_idx, **ctx.attributes)}
+    return {"x": npu.npu_moe_gating_top_k_backward(grad_y=grad_y, **saved_by_name(ctx))}
+
+
+def sample() -> dict[str, Any]:
+    # scores far apart, so that rounding does not change which experts are best
+    x = torch.stack([torch.randperm(EXPERTS) for _ in range(TOKENS)]).to(torch.bfloat16) / 2
+    return {"x": x, "k": TOP_K, "norm_type": reference.SIGMOID, "out_flag": True}
 
 
 declare(
@@ -115,37 +109,38 @@ declare(
         "-> (Tensor, Tensor, Tensor)",
         reference=reference.npu_moe_gating_top_k,
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=(
             Limit("x.dtype", lambda x, **_: x.dtype, NPU_FLOATS),
-            Limit("the number of experts", lambda x, **_: x.shape[1], EXPERTS),
+            Limit("the number of experts", lambda x, **_: x.shape[1], NPU_EXPERTS),
             Limit(
                 "the number of experts in a group",
                 lambda x, group_count, **_: x.shape[1] // group_count,
-                range(3, EXPERTS.stop),
+                range(3, NPU_EXPERTS.stop),
             ),
             Limit(
                 "the number of experts, each group rounded up to 32",
                 lambda x, group_count, **_: -(-x.shape[1] // group_count // 32) * 32 * group_count,
-                EXPERTS,
+                NPU_EXPERTS,
             ),
             Limit("renorm", lambda renorm, **_: renorm, (0,)),
         ),
+        sample=sample,
     )
 )
 
 
-def backward_contract(
+def backward_checks(
     x_norm: Tensor, grad_y: Tensor, expertIdx: Tensor, renorm: int, norm_type: int, **_: Any
 ) -> Iterator[str]:
-    yield from has_dim("x_norm", x_norm, 2)
-    yield from has_dtype("x_norm", x_norm, torch.float32, torch.float64)
-    yield from has_dim("grad_y", grad_y, 2)
-    yield from has_dtype("grad_y", grad_y, *FLOATS)
-    yield from has_dtype("expertIdx", expertIdx, torch.int32)
-    yield from has_shape("expertIdx", expertIdx, *grad_y.shape)
+    yield from check_dim("x_norm", x_norm, 2)
+    yield from check_dtype("x_norm", x_norm, torch.float32, torch.float64)
+    yield from check_dim("grad_y", grad_y, 2)
+    yield from check_dtype("grad_y", grad_y, *FLOATS)
+    yield from check_dtype("expertIdx", expertIdx, torch.int32)
+    yield from check_shape("expertIdx", expertIdx, *grad_y.shape)
     if grad_y.shape[0] != x_norm.shape[0]:
         yield f"grad_y must have the {x_norm.shape[0]} rows of x_norm, not {grad_y.shape[0]}"
     if norm_type != reference.SIGMOID:
@@ -158,17 +153,24 @@ def backward_fake(x_norm: Tensor, grad_y: Tensor, **_: Any) -> Tensor:
     return torch.empty_like(x_norm, dtype=grad_y.dtype)
 
 
+def backward_sample() -> dict[str, Any]:
+    experts = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
+    scores = torch.randn(TOKENS, EXPERTS).sigmoid()
+    return {"x_norm": scores, "grad_y": randn(TOKENS, TOP_K), "expertIdx": experts, "norm_type": reference.SIGMOID}
+
+
 declare(
     Op(
         schema="npu::npu_moe_gating_top_k_backward(Tensor x_norm, Tensor grad_y, Tensor expertIdx, *, int renorm=0, "
         "int norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor",
         reference=reference.npu_moe_gating_top_k_backward,
         fake=backward_fake,
-        contract=backward_contract,
+        checks=backward_checks,
         sharding=lambda **_: [([Shard(0)], {"x_norm": Shard(0), "grad_y": Shard(0), "expertIdx": Shard(0)})],
         limits=(
             Limit("x_norm.dtype", lambda x_norm, **_: x_norm.dtype, (torch.float32,)),
-            Limit("the number of experts", lambda x_norm, **_: x_norm.shape[1], EXPERTS),
+            Limit("the number of experts", lambda x_norm, **_: x_norm.shape[1], NPU_EXPERTS),
         ),
+        sample=backward_sample,
     )
 )

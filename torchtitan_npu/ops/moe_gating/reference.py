@@ -1,4 +1,4 @@
-"""The choice of experts for each token, and its gradient, in plain PyTorch."""
+"""Top-k selection of experts for each token, and its gradient, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Score the experts, choose ``k`` of them for each token, weigh them by their scores.
+    r"""Score the experts, select ``k`` of them for each token, and weight them by their scores.
 
     .. math:: s = \mathrm{sigmoid}(x) \text{ or } \mathrm{softmax}(x), \quad
               E = \mathrm{top\_k}(s + bias), \quad y = c \, \frac{s_E}{\sum s_E + \epsilon}
 
-    ``x`` (tokens, experts). ``bias`` (experts,) moves the choice, not the weights. Of ``group_count`` groups of experts
-    only the ``k_group`` best take part; a group is as good as its best expert or, in mode 1, as its two best together.
-    The division is left out for softmax with ``renorm`` 0. With ``tid2eid`` (ids, k), :math:`E` is
-    ``tid2eid[input_ids]``.
+    ``x`` (tokens, experts). ``bias`` (experts,) affects the selection, not the weights. The experts form
+    ``group_count`` groups, of which only the ``k_group`` best take part. The score of a group is that of its best
+    expert or, in mode 1, the sum of its two best. Softmax with ``renorm`` 0 omits the division. With ``tid2eid``
+    (ids, k), :math:`E` is ``tid2eid[input_ids]``.
 
-    Returns ``y`` (tokens, k) in the dtype of ``x``, best first, equals by their number; ``expert_idx`` (tokens, k) in
-    int32; :math:`s` (tokens, experts) in float32, zeros if not ``out_flag``. Computed in float32, or in float64 where
-    ``x`` is.
+    Returns ``y`` (tokens, k) in the dtype of ``x``, the best expert first, the lower number first among equals;
+    ``expert_idx`` (tokens, k) in int32; :math:`s` (tokens, experts) in float32, or zeros without ``out_flag``. Computes
+    in float32, or in float64 for float64 input.
     """
     logits = x if x.dtype == torch.float64 else x.float()
     scores = logits.sigmoid() if norm_type == SIGMOID else logits.softmax(-1)
@@ -55,7 +55,7 @@ def npu_moe_gating_top_k(
 
 
 def _best_groups_only(groups: Tensor, k_group: int, group_select_mode: int) -> Tensor:
-    """``groups`` (tokens, groups, experts of a group), with minus infinity in all but the ``k_group`` best groups."""
+    """Return ``groups`` (tokens, groups, experts of a group) with minus infinity outside the ``k_group`` best."""
     best = 2 if group_select_mode == SUM_OF_TWO_BEST else 1
     merit = groups.topk(best, dim=-1).values.sum(-1)
     kept = merit.sort(dim=-1, descending=True, stable=True).indices[:, :k_group]
@@ -72,7 +72,7 @@ def npu_moe_gating_top_k_backward(
     routed_scaling_factor: float,
     eps: float,
 ) -> Tensor:
-    r"""Gradient of :func:`npu_moe_gating_top_k`'s ``y`` with respect to ``x``, for sigmoid.
+    r"""Return the gradient of :func:`npu_moe_gating_top_k`'s ``y`` with respect to ``x``, for sigmoid.
 
     With :math:`D = \sum s_E + \epsilon` and :math:`g = c \, dy`:
 

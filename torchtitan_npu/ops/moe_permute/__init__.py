@@ -1,3 +1,3 @@
 """MoE dispatch and combine: ``npu_moe_token_permute``, ``npu_moe_token_unpermute`` and their gradients."""
 
-from torchtitan_npu.ops.moe_permute import permute, unpermute  # noqa: F401
+from torchtitan_npu.ops.moe_permute import op  # noqa: F401

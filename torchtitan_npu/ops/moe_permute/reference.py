@@ -1,7 +1,7 @@
-"""Sorting tokens by expert and adding them up again, with the gradients, in plain PyTorch.
+"""MoE permute and unpermute, with their gradients, in plain PyTorch.
 
 A *slot* is one of the ``top_k`` choices of a token: slot ``i`` belongs to token ``i // top_k``. A slot whose position
-lies beyond the permuted rows was dropped (``num_out_tokens``): it adds nothing and gets no gradient.
+is beyond the permuted rows was dropped (``num_out_tokens``). It contributes nothing and gets no gradient.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None, padded_mode: bool
 ) -> tuple[Tensor, Tensor]:
-    r"""Copy each token once for each expert it goes to, sorted by expert, and by slot within an expert.
+    r"""Copy each token once for each of its experts, sorted by expert and, within an expert, by slot.
 
     .. math:: order = argsort(flatten(indices)), \quad sorted\_indices = argsort(order), \quad
               permuted[sorted\_indices_i] = tokens[i // top\_k]
 
     ``tokens`` (tokens, hidden), ``indices`` (tokens, top_k) or (tokens,): the experts. Returns ``permuted_tokens``
-    (slots, hidden) and ``sorted_indices`` (slots,) in int32. A ``num_out_tokens`` other than 0 cuts the permuted rows
-    as the slice ``[:num_out_tokens]`` does; ``sorted_indices`` keeps every slot.
+    (slots, hidden) and ``sorted_indices`` (slots,) in int32. With a ``num_out_tokens`` other than 0, only the rows of
+    the slice ``[:num_out_tokens]`` are returned; ``sorted_indices`` keeps every slot.
     """
     order = indices.flatten().argsort(stable=True)
     sorted_indices = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -36,7 +36,7 @@ def npu_moe_token_permute_grad_v2(
     num_topK: int,
     padded_mode: bool,
 ) -> Tensor:
-    r"""Gradient of :func:`npu_moe_token_permute`: the sum over a token's copies.
+    r"""Return the gradient of :func:`npu_moe_token_permute`: the sum over the copies of each token.
 
     .. math:: d\,tokens_t = \sum_{i \in slots(t)} d\,permuted[sorted\_indices_i]
 
@@ -47,16 +47,6 @@ def npu_moe_token_permute_grad_v2(
     return rows.view(tokens_size_0, num_topK, grad.shape[1]).sum(1).to(tokens_dtype)
 
 
-def npu_moe_token_permute_grad(
-    tokens: Tensor, grad_permuted_tokens: Tensor, indices: Tensor, sorted_indices: Tensor, padded_mode: bool
-) -> Tensor:
-    """:func:`npu_moe_token_permute_grad_v2` with the sizes taken from the forward's arguments."""
-    top_k = indices.shape[1] if indices.dim() == 2 else 1
-    return npu_moe_token_permute_grad_v2(
-        grad_permuted_tokens, sorted_indices, tokens.shape[0], tokens.dtype, top_k, padded_mode
-    )
-
-
 def npu_moe_token_unpermute(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -64,11 +54,11 @@ def npu_moe_token_unpermute(
     padded_mode: bool,
     restore_shape: list[int] | None,
 ) -> Tensor:
-    r"""Add up the rows of each token, weighted by ``probs``.
+    r"""Sum the rows of each token, weighted by ``probs``.
 
     .. math:: unpermuted_t = \sum_{i \in slots(t)} permuted[sorted\_indices_i] \, probs_i
 
-    ``permuted_tokens`` (rows, hidden), ``sorted_indices`` (slots,), ``probs`` (tokens, top_k); without ``probs``, each
+    ``permuted_tokens`` (rows, hidden), ``sorted_indices`` (slots,), ``probs`` (tokens, top_k). Without ``probs``, each
     token has one slot of weight 1. Returns (tokens, hidden) in the dtype of ``permuted_tokens``.
     """
     rows = _rows_or_zero(_upcast(permuted_tokens, probs), sorted_indices)
@@ -77,16 +67,17 @@ def npu_moe_token_unpermute(
     return rows.to(permuted_tokens.dtype)
 
 
-def _npu_moe_token_unpermute(
+def unpermute_and_rows(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
     probs: Tensor | None,
     padded_mode: bool,
     restore_shape: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`npu_moe_token_unpermute`, and ``permuted_tokens`` once more, for the backward.
+    """Return :func:`npu_moe_token_unpermute` and ``permuted_tokens``, which the backward reads: the kernel of
+    ``_npu_moe_token_unpermute``.
 
-    torch_npu hands back the very tensor. Its schema does not say so, and PyTorch wants that said: here it is a copy.
+    torch_npu returns the argument itself. The schema does not declare that alias, so PyTorch requires a copy here.
     """
     unpermuted = npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape)
     return unpermuted, permuted_tokens.clone()
@@ -102,7 +93,7 @@ def npu_moe_token_unpermute_grad_v2(
     restore_shape: list[int] | None,
     permuted_tokens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Gradients of :func:`npu_moe_token_unpermute` with respect to ``permuted_tokens`` and ``probs``.
+    r"""Return the gradients of :func:`npu_moe_token_unpermute` with respect to ``permuted_tokens`` and ``probs``.
 
     .. math:: d\,permuted[sorted\_indices_i] = probs_i \, d\,unpermuted[i // top\_k], \qquad
               d\,probs_i = permuted[sorted\_indices_i] \cdot d\,unpermuted[i // top\_k]
@@ -123,24 +114,8 @@ def npu_moe_token_unpermute_grad_v2(
     return grad_permuted.to(permuted_tokens_dtype), grad_probs
 
 
-def npu_moe_token_unpermute_grad(
-    permuted_tokens: Tensor,
-    grad_unpermuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    probs: Tensor | None,
-    padded_mode: bool,
-    restore_shape: list[int] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """:func:`npu_moe_token_unpermute_grad_v2` with the sizes taken from ``permuted_tokens``, whose strides it keeps."""
-    rows, dtype = permuted_tokens.shape[0], permuted_tokens.dtype
-    grad, grad_probs = npu_moe_token_unpermute_grad_v2(
-        grad_unpermuted_tokens, sorted_indices, rows, dtype, probs, padded_mode, restore_shape, permuted_tokens
-    )
-    return torch.empty_like(permuted_tokens).copy_(grad), grad_probs
-
-
 def _rows_or_zero(rows: Tensor, positions: Tensor) -> Tensor:
-    """``rows[positions]``, with zeros for the positions beyond the last row."""
+    """Return ``rows[positions]``, with zeros for positions beyond the last row."""
     kept = positions < rows.shape[0]
     gathered = rows.new_zeros(len(positions), rows.shape[1])
     gathered[kept] = rows[positions[kept]]
@@ -148,6 +123,6 @@ def _rows_or_zero(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _upcast(tensor: Tensor, other: Tensor | None = None) -> Tensor:
-    """``tensor`` in the dtype to compute in: float32, or float64 where either is."""
+    """Return ``tensor`` in the dtype to compute in: float32, or float64 if either argument is float64."""
     double = torch.float64 in (tensor.dtype, None if other is None else other.dtype)
     return tensor.double() if double else tensor.float()

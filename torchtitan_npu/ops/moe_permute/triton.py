@@ -1,8 +1,9 @@
-"""Tokens copied to their experts' rows and added up again: a scatter and a gather, each reading a token's row once.
+"""MoE permute (dispatch) and unpermute (combine) in Triton: a scatter and a gather, each reading a token's row once.
 
-``sorted_indices`` (slots,) is a permutation: every row belongs to one slot, so every row is written once and none needs
-zeros before; a slot whose place lies beyond the rows was dropped. What it holds is not checked, that would wait for the
-device; but no place outside the rows is read or written. The sum over a token's slots goes in their order, in float32.
+``sorted_indices`` (slots,) is a permutation. Each row belongs to one slot, so each row is written once and needs no
+zero fill. A slot whose position is beyond the rows was dropped. The kernels do not check the values, since that would
+synchronise with the device, but they never read or write outside the rows. The sum over the slots of a token runs in
+their order, in float32.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from torch import Tensor
 from torchtitan_npu.ops.core.triton_launch import blocks_in, in_strides_of, power_of_2
 
 SLOTS = 1024
-"""How many slots a program finds the places of."""
+"""Slots per program of the kernel that inverts the permutation."""
 
 
 def gather_config(width: int) -> dict[str, int]:
-    """A program adds up ``BLOCK`` columns of a token, 16 bytes a thread; blocks that fill rows of 7168 exactly."""
+    """Return the tile of a program that sums ``BLOCK`` columns of a token, 16 bytes per thread. 1024 divides 7168."""
     return {"BLOCK": min(1024, power_of_2(width)), "num_warps": 4}
 
 
 def scatter_config(width: int) -> dict[str, int]:
-    """A program holds ``BLOCK`` columns of a token, the whole row where it can: then a weight's gradient is one sum."""
+    """Return the tile of a program that holds ``BLOCK`` columns of a token: the full row, if it fits.
+
+    With a full row, the gradient of a weight is a single sum.
+    """
     block = min(8192, power_of_2(width))
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
@@ -35,7 +39,7 @@ def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     slots = indices.numel()
-    # numbers of experts fit in 32 bits: half the passes of the sort
+    # expert numbers fit in 32 bits, which halves the passes of the sort
     order = indices.flatten().int().argsort(stable=True)
     sorted_indices = torch.empty(slots, dtype=torch.int32, device=tokens.device)
     permuted = tokens.new_empty(len(range(slots)[: num_out_tokens or None]), tokens.shape[1])
@@ -58,21 +62,14 @@ def npu_moe_token_permute_grad_v2(
     return _gather_rows(grad_permuted_tokens, sorted_indices, None, out, num_topK)
 
 
-def npu_moe_token_permute_grad(
-    tokens: Tensor, grad_permuted_tokens: Tensor, indices: Tensor, sorted_indices: Tensor, **_: Any
-) -> Tensor:
-    top_k = indices.shape[1] if indices.dim() == 2 else 1
-    return npu_moe_token_permute_grad_v2(grad_permuted_tokens, sorted_indices, tokens.shape[0], tokens.dtype, top_k)
-
-
 def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None, **_: Any) -> Tensor:
     tokens, top_k = (len(sorted_indices), 1) if probs is None else probs.shape
     out = permuted_tokens.new_empty(tokens, permuted_tokens.shape[1])
     return _gather_rows(permuted_tokens, sorted_indices, probs, out, top_k)
 
 
-def _npu_moe_token_unpermute(permuted_tokens: Tensor, **forward: Any) -> tuple[Tensor, Tensor]:
-    """The second output is the very argument, as in torch_npu: a copy would cost more than the op."""
+def unpermute_and_rows(permuted_tokens: Tensor, **forward: Any) -> tuple[Tensor, Tensor]:
+    """Return the argument itself as the second output, as torch_npu does: a copy would take longer than the kernel."""
     return npu_moe_token_unpermute(permuted_tokens, **forward), permuted_tokens
 
 
@@ -95,16 +92,6 @@ def npu_moe_token_unpermute_grad_v2(
     return grad_permuted, in_strides_of(probs, grad_probs)
 
 
-def npu_moe_token_unpermute_grad(
-    permuted_tokens: Tensor, grad_unpermuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None, **_: Any
-) -> tuple[Tensor, Tensor | None]:
-    rows, dtype = permuted_tokens.shape[0], permuted_tokens.dtype
-    grad, grad_probs = npu_moe_token_unpermute_grad_v2(
-        grad_unpermuted_tokens, sorted_indices, rows, dtype, probs, permuted_tokens
-    )
-    return in_strides_of(permuted_tokens, grad), grad_probs
-
-
 def _gather_rows(rows: Tensor, places: Tensor, probs: Tensor | None, out: Tensor, top_k: int) -> Tensor:
     rows, weights = rows.contiguous(), (places if probs is None else probs).contiguous()
     tokens, width = out.shape
@@ -112,7 +99,7 @@ def _gather_rows(rows: Tensor, places: Tensor, probs: Tensor | None, out: Tensor
         return out
     config = gather_config(width)
     blocks = blocks_in(width, config["BLOCK"])
-    unroll = min(8, power_of_2(top_k))  # that many rows are on their way from memory at once
+    unroll = min(8, power_of_2(top_k))  # rows in flight from memory at once
     _gather[(tokens * blocks,)](
         *(rows, places.contiguous(), weights, out, rows.shape[0], width, blocks),
         TOP_K=top_k,
@@ -132,10 +119,13 @@ def _scatter_rows(
     rows: Tensor | None = None,
     grad_probs: Tensor | None = None,
 ) -> None:
-    """Copy each token to the rows of its slots in ``out``; with ``probs``, weighted, and multiply it with ``rows``."""
+    """Copy each token to the rows of its slots in ``out``.
+
+    With ``probs``, weight the copies and write the products with ``rows`` to ``grad_probs``.
+    """
     if not tokens.numel():
         if grad_probs is not None:
-            grad_probs.zero_()  # a product of no features
+            grad_probs.zero_()  # the sum over zero features
         return
     given = [(out if one is None else one).contiguous() for one in (probs, rows, grad_probs)]
     _scatter[(tokens.shape[0],)](
@@ -207,7 +197,7 @@ def _scatter(
         for first in tl.range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
             mask = kept & (column < width)
-            # from memory for the first choice, from the cache for the others
+            # the first choice reads from memory, the others from the cache
             value = tl.load(tokens + token * width + column, mask=column < width, other=0.0)
             if WEIGHTED:
                 weighted = value.to(tl.float32) * tl.load(probs + slot).to(tl.float32)

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.rotary_mul import reference as reference
+from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
+from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.mrope import reference
+from torchtitan_npu.ops.rotary_mul.op import angles
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-
-def contract(
+def checks(
     positions: Tensor,
     query: Tensor,
     key: Tensor,
@@ -29,9 +31,9 @@ def contract(
         yield f"rotary_mode must be half or interleave, not {rotary_mode!r}"
     if cache_mode not in (None, "default", "interleave"):
         yield f"cache_mode must be default or interleave, not {cache_mode!r}"
-    yield from _tensors(positions, query, key, cos_sin_cache, head_size)
+    yield from _check_tensors(positions, query, key, cos_sin_cache, head_size)
     rotary_dim = cos_sin_cache.shape[1]
-    if not any(mrope_section or ()):  # None or zeros: one position a token
+    if not any(mrope_section or ()):  # None or zeros: one position per token
         if positions.dim() != 1:
             yield f"positions must have 1 dimension without an mrope_section, not {positions.dim()}"
         if cache_mode == "interleave":
@@ -50,9 +52,9 @@ def contract(
 
 
 def section_problem(section: Sequence[int], interleaved: bool, rotary_dim: int) -> str | None:
-    """What is wrong with sharing out the ``rotary_dim / 2`` angles so, for operators and models; ``None`` if nothing.
+    """Return what is wrong with dividing ``rotary_dim / 2`` angles among axes by ``section``, or ``None``.
 
-    Models say ``mrope_interleaved`` where the operator says ``cache_mode``.
+    Models call this too. Their option ``mrope_interleaved`` is the operator's ``cache_mode="interleave"``.
     """
     sizes = list(section)
     if len(sizes) not in (3, 4) or min(sizes) < 0 or sum(sizes) != rotary_dim // 2:
@@ -65,11 +67,11 @@ def section_problem(section: Sequence[int], interleaved: bool, rotary_dim: int) 
     return None
 
 
-def _tensors(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int) -> Iterator[str]:
-    if positions.dtype not in (torch.int32, torch.int64):
-        yield f"positions must be int32 or int64, not {positions.dtype}"
-    if query.dtype not in FLOATS:
-        yield f"query must be float16, bfloat16 or float32, not {query.dtype}"
+def _check_tensors(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int
+) -> Iterator[str]:
+    yield from check_dtype("positions", positions, torch.int32, torch.int64)
+    yield from check_dtype("query", query, *FLOATS)
     for name, tensor in (("key", key), ("cos_sin_cache", cos_sin_cache)):
         if tensor.dtype != query.dtype:
             yield f"{name} must have the dtype of query, {query.dtype}, not {tensor.dtype}"
@@ -91,22 +93,31 @@ def fake(query: Tensor, key: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key)
 
 
-def sharding(
-    positions: Any, query: Any, key: Any, head_size: int, **_: Any
-) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def sharding(positions: Any, query: Any, key: Any, head_size: int, **_: Any) -> Iterator[Strategy]:
     yield [Shard(0), Shard(0)], {"positions": Shard(positions.ndim - 1), "query": Shard(0), "key": Shard(0)}
-    # heads, if every rank gets whole ones
+    # by heads, if no head is split between ranks
     if all(tensor.shape[1] // head_size % ranks == 0 for tensor in (query, key) for ranks in query.mesh.shape):
         yield [Shard(1), Shard(1)], {"query": Shard(1), "key": Shard(1)}
 
 
 def _step(query: Tensor) -> int:
-    """An NPU's sizes are multiples of this: 64 bytes."""
+    """Return the number of elements in 64 bytes: on an NPU, sizes are multiples of it."""
     return 64 // query.element_size()
 
 
+def sample() -> dict[str, Any]:
+    cos, sin = angles(TOKENS, HEAD_SIZE)
+    return {
+        "positions": torch.randperm(TOKENS),
+        "query": randn(TOKENS, HEADS * HEAD_SIZE),
+        "key": randn(TOKENS, HEADS // 2 * HEAD_SIZE),
+        "cos_sin_cache": torch.cat((cos[:, : HEAD_SIZE // 2], sin[:, : HEAD_SIZE // 2]), dim=1),
+        "head_size": HEAD_SIZE,
+    }
+
+
 LIMITS = (
-    Limit("query.dtype", lambda query, **_: query.dtype, FLOATS[:3]),
+    Limit("query.dtype", lambda query, **_: query.dtype, NPU_FLOATS),
     Limit(
         "the remainder of head_size by 32 (by 16 in float32)",
         lambda query, head_size, **_: head_size % _step(query),
@@ -130,8 +141,9 @@ declare(
         'int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") -> (Tensor, Tensor)',
         reference=reference.npu_mrope,
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         limits=LIMITS,
+        sample=sample,
     )
 )

@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd, not_implemented
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_alike, check_dtype, check_is
 from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.rms_norm import reference as reference
+from torchtitan_npu.ops.rms_norm import reference
 
-MAX_DIMS = 8  # CANN's kernels take no tensor of more
+MAX_DIMS = 8
+"""CANN's kernels take no tensor with more dimensions."""
 
 
 def _statistics_dtype(input: Tensor) -> torch.dtype:
-    """float32, as torch_npu keeps it; float64 only for float64 input, which the NPU does not take."""
+    """Return float32, as torch_npu does, or float64 for float64 input, which an NPU does not take."""
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
@@ -26,10 +30,8 @@ def _rstd_shape(input: Tensor, gamma: Tensor) -> list[int]:
     return [*input.shape[: input.dim() - gamma.dim()], *([1] * gamma.dim())]
 
 
-def _problems(name: str, x: Tensor, gamma: Tensor) -> Iterator[str]:
-    """What is wrong with normalising ``x``, the argument ``name``."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        yield f"{name} must be float16, bfloat16 or float32, not {x.dtype}"
+def _check_normalised(name: str, x: Tensor, gamma: Tensor) -> Iterator[str]:
+    yield from check_dtype(name, x, *FLOATS)
     if x.dim() > MAX_DIMS:
         yield f"{name} must have at most {MAX_DIMS} dimensions, not {x.dim()}"
     if gamma.dtype != x.dtype:
@@ -38,8 +40,8 @@ def _problems(name: str, x: Tensor, gamma: Tensor) -> Iterator[str]:
         yield f"gamma must have the trailing shape of {name} {tuple(x.shape)}, not {tuple(gamma.shape)}"
 
 
-def contract(input: Tensor, gamma: Tensor, **_: Any) -> Iterator[str]:
-    yield from _problems("input", input, gamma)
+def checks(input: Tensor, gamma: Tensor, **_: Any) -> Iterator[str]:
+    yield from _check_normalised("input", input, gamma)
 
 
 def fake(input: Tensor, gamma: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,7 @@ def fake(input: Tensor, gamma: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(input), rstd
 
 
-def sharding(input: Any, gamma: Any, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def sharding(input: Any, gamma: Any, **_: Any) -> Iterator[Strategy]:
     for dim in range(input.ndim - gamma.ndim):
         yield [Shard(dim), Shard(dim)], {"input": Shard(dim)}
 
@@ -63,12 +65,18 @@ def backward(npu: Any, ctx: Any, dy: Tensor, _: None) -> dict[str, Tensor]:
     return {"input": dx, "gamma": dgamma}
 
 
+def sample() -> dict[str, Any]:
+    return {"input": randn(TOKENS, HIDDEN), "gamma": randn(HIDDEN)}
+
+
 MAX_CUDA_WIDTH = 16384
 
 
 def on_cuda(name: str) -> Callable[..., Any]:
-    """The Triton kernel of the op ``name``, which keeps a row in registers; the reference for rows too wide for that,
-    and where there is nothing to compute."""
+    """Return the Triton kernel of the operator ``name``, which holds a row in registers.
+
+    The reference runs for rows that are too wide for that, and for empty tensors.
+    """
     reference_kernel = getattr(reference, name)
     fused = kernel("rms_norm.triton", name, reference_kernel)
 
@@ -81,7 +89,7 @@ def on_cuda(name: str) -> Callable[..., Any]:
 
 
 LIMITS = (
-    Limit("input.dtype", lambda input, **_: input.dtype, (torch.float16, torch.bfloat16, torch.float32)),
+    Limit("input.dtype", lambda input, **_: input.dtype, NPU_FLOATS),
     Limit("the number of dimensions of input", lambda input, **_: input.dim(), range(2, MAX_DIMS + 1)),
 )
 
@@ -92,34 +100,35 @@ declare(
         reference=reference.npu_rms_norm,
         cuda=on_cuda("npu_rms_norm"),
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=LIMITS,
+        sample=sample,
     )
 )
 
 
-def backward_contract(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> Iterator[str]:
-    yield from contract(input, gamma)
-    if (dy.shape, dy.dtype) != (input.shape, input.dtype):
-        yield (
-            f"dy must have the shape and dtype of input, {tuple(input.shape)} and {input.dtype}, "
-            f"not {tuple(dy.shape)} and {dy.dtype}"
-        )
-    shape, dtype = _rstd_shape(input, gamma), _statistics_dtype(input)
-    if (list(rstd.shape), rstd.dtype) != (shape, dtype):
-        yield f"rstd must be {dtype} of shape {tuple(shape)}, not {rstd.dtype} of shape {tuple(rstd.shape)}"
+def backward_checks(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> Iterator[str]:
+    yield from checks(input, gamma)
+    yield from check_alike("dy", dy, "input", input)
+    yield from check_is("rstd", rstd, _statistics_dtype(input), _rstd_shape(input, gamma))
 
 
 def backward_fake(input: Tensor, gamma: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(input), torch.empty_like(gamma, dtype=_statistics_dtype(input))
 
 
-def backward_sharding(input: Any, gamma: Any, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def backward_sharding(input: Any, gamma: Any, **_: Any) -> Iterator[Strategy]:
     for dim in range(input.ndim - gamma.ndim):
         # each rank sums the gradient of gamma over its own tokens
         yield [Shard(dim), Partial()], {"dy": Shard(dim), "input": Shard(dim), "gamma": Replicate(), "rstd": Shard(dim)}
+
+
+def backward_sample() -> dict[str, Any]:
+    forward = sample()
+    _, rstd = reference.npu_rms_norm(**forward, epsilon=1e-6)
+    return {"dy": randn(TOKENS, HIDDEN), **forward, "rstd": rstd}
 
 
 declare(
@@ -128,28 +137,25 @@ declare(
         reference=reference.npu_rms_norm_backward,
         cuda=on_cuda("npu_rms_norm_backward"),
         fake=backward_fake,
-        contract=backward_contract,
+        checks=backward_checks,
         sharding=backward_sharding,
         limits=LIMITS,
+        sample=backward_sample,
     )
 )
 
 
-def add_contract(x1: Tensor, x2: Tensor, gamma: Tensor, **_: Any) -> Iterator[str]:
-    yield from _problems("x1", x1, gamma)
-    if (x2.shape, x2.dtype) != (x1.shape, x1.dtype):
-        yield (
-            f"x2 must have the shape and dtype of x1, {tuple(x1.shape)} and {x1.dtype}, "
-            f"not {tuple(x2.shape)} and {x2.dtype}"
-        )
+def add_checks(x1: Tensor, x2: Tensor, gamma: Tensor, **_: Any) -> Iterator[str]:
+    yield from _check_normalised("x1", x1, gamma)
+    yield from check_alike("x2", x2, "x1", x1)
 
 
 def add_fake(x1: Tensor, gamma: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = x1.new_empty(_rstd_shape(x1, gamma), dtype=_statistics_dtype(x1))
-    return torch.empty_like(x1), rstd, torch.empty_like(x1)
+    y, rstd = fake(x1, gamma)
+    return y, rstd, torch.empty_like(x1)
 
 
-def add_sharding(x1: Any, gamma: Any, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def add_sharding(x1: Any, gamma: Any, **_: Any) -> Iterator[Strategy]:
     for dim in range(x1.ndim - gamma.ndim):
         yield [Shard(dim), Shard(dim), Shard(dim)], {"x1": Shard(dim), "x2": Shard(dim)}
 
@@ -161,12 +167,13 @@ declare(
         reference=reference.npu_add_rms_norm,
         cuda=on_cuda("npu_add_rms_norm"),
         fake=add_fake,
-        contract=add_contract,
+        checks=add_checks,
         sharding=add_sharding,
         autograd=not_implemented("npu_add_rms_norm"),
         limits=(
-            Limit("x1.dtype", lambda x1, **_: x1.dtype, (torch.float16, torch.bfloat16, torch.float32)),
+            Limit("x1.dtype", lambda x1, **_: x1.dtype, NPU_FLOATS),
             Limit("the number of dimensions of x1", lambda x1, **_: x1.dim(), range(1, MAX_DIMS + 1)),
         ),
+        sample=lambda: {"x1": randn(TOKENS, HIDDEN), "x2": randn(TOKENS, HIDDEN), "gamma": randn(HIDDEN)},
     )
 )

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    r"""Normalise the trailing dimensions of ``input``, those of ``gamma``, by their root mean square.
+    r"""Normalise the trailing dimensions of ``input``, as many as ``gamma`` has, by their root mean square.
 
     .. math:: r = \frac{1}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}, \qquad y = x \, r \, \gamma
 
     ``input`` (..., \*N), ``gamma`` (\*N). Returns ``y`` (..., \*N) in the dtype of ``input``, and ``rstd`` :math:`r`
-    (..., 1 for each dimension of N) in float32. Computed in float32, or in float64 where the input is.
+    (..., 1 for each dimension of N) in float32. Computes in float32, or in float64 for float64 input.
     """
     x, gain = _upcast(input, gamma)
     normalised = tuple(range(input.dim() - gamma.dim(), input.dim()))
@@ -21,14 +21,14 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, 
 
 
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Gradients of :func:`npu_rms_norm`'s ``y`` with respect to ``input`` and ``gamma``.
+    r"""Return the gradients of :func:`npu_rms_norm`'s ``y`` with respect to ``input`` and ``gamma``.
 
     With :math:`\hat{x} = x r` and :math:`g = \gamma \, dy`:
 
     .. math:: dx = r \, (g - \hat{x} \, \mathrm{mean}(g \hat{x})), \qquad d\gamma = \sum_{tokens} dy \, \hat{x}
 
     ``dy`` and ``input`` (..., \*N), ``gamma`` (\*N), ``rstd`` (..., 1 for each dimension of N). Returns ``dx``
-    (..., \*N) in the dtype of ``input``, and ``dgamma`` (\*N) in float32, or in float64 where the input is.
+    (..., \*N) in the dtype of ``input``, and ``dgamma`` (\*N) in float32, or in float64 for float64 input.
     """
     x, gain, dy = _upcast(input, gamma, dy)
     tokens = tuple(range(input.dim() - gamma.dim()))
@@ -41,8 +41,11 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 
 
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    r""":func:`npu_rms_norm` of the sum ``x = x1 + x2``, rounded to its dtype first as it is without the fusion.
+    r"""Normalise the sum ``x = x1 + x2`` as :func:`npu_rms_norm` does.
 
+    .. math:: x = x_1 + x_2, \qquad y = \frac{x \, \gamma}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}
+
+    The sum is rounded to its dtype before it is normalised, as a separate addition would round it.
     ``x1`` and ``x2`` (..., \*N), ``gamma`` (\*N). Returns ``y``, ``rstd`` and ``x``.
     """
     x = torch.empty_like(x1).copy_(x1 + x2)

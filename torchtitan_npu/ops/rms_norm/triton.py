@@ -1,7 +1,7 @@
-"""RMS normalisation and its gradient: a row stays in registers, so every tensor is read or written once.
+"""RMS normalisation and its gradient in Triton. A row stays in registers, so each tensor is read or written once.
 
-The gradient of ``gamma`` is a sum over all rows. Each program adds up its own in float32 and writes them down once; a
-second kernel adds up the programs. No atomics: the order of every sum depends on the shape and the GPU alone.
+The gradient of ``gamma`` is a sum over all rows. Each program sums its own rows in float32, and a second kernel sums
+over the programs. There are no atomics: the order of every sum depends only on the shape and the GPU.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from torchtitan_npu.ops.core.triton_launch import blocks_in, in_strides_of, mult
 
 
 def forward_config(rows: int, width: int) -> dict[str, int]:
-    """The tile of a program, and its warps: 32 elements a thread."""
+    """Return the tile of a program and its number of warps: 32 elements per thread."""
     block = power_of_2(width)
     tile_rows = max(1, 2048 // block)
     return {"ROWS": tile_rows, "BLOCK": block, "num_warps": min(16, max(2, tile_rows * block // 1024))}
 
 
 def backward_config(rows: int, width: int, element_size: int = 2) -> dict[str, int]:
-    """The same, how many rows are on their way from memory at once (``STAGES``, less where they take more of a
-    multiprocessor's memory than ON_THE_WAY), and the programs a multiprocessor."""
+    """Return the tile, the warps, the pipeline stages of the loads, and the programs per multiprocessor.
+
+    The rows in flight of a multiprocessor take at most ``BYTES_IN_FLIGHT`` of its memory.
+    """
     block = power_of_2(width)
     tile_rows = max(1, 4096 // block)
     warps = min(16, max(4, tile_rows * block // 512))
     programs = max(1, 16 // warps)
-    stages = min(4, 1 + ON_THE_WAY // (2 * programs * tile_rows * block * element_size))
+    stages = min(4, 1 + BYTES_IN_FLIGHT // (2 * programs * tile_rows * block * element_size))
     return {"ROWS": tile_rows, "BLOCK": block, "STAGES": stages, "num_warps": warps, "per_multiprocessor": programs}
 
 
-ON_THE_WAY = 3 << 16
-"""Bytes, of x and dy together."""
+BYTES_IN_FLIGHT = 3 << 16
+"""For x and dy together."""
 SUM = {"ROWS": 32, "BLOCK": 32, "num_warps": 4}
-"""The tile of a program that adds up the programs."""
+"""The tile of the kernel that sums over programs."""
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float, **config: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ def npu_rms_norm_backward(
     parts = x.new_empty(programs, width, dtype=torch.float32)
     _backward[(programs,)](dy.contiguous(), x, gamma.contiguous(), rstd.contiguous(), dx, parts, rows, width, **options)
     dgamma = torch.empty_like(gamma, dtype=torch.float32, memory_format=torch.contiguous_format)
-    _add_up[(blocks_in(width, SUM["BLOCK"]),)](parts, dgamma, programs, width, **SUM)
+    _sum_parts[(blocks_in(width, SUM["BLOCK"]),)](parts, dgamma, programs, width, **SUM)
     return in_strides_of(input, dx), in_strides_of(gamma, dgamma)
 
 
@@ -95,7 +97,7 @@ def _forward(
     value = tl.load(x + place, mask=mask, other=0.0, eviction_policy="evict_first")
     if ADD:
         addend = tl.load(other + place, mask=mask, other=0.0, eviction_policy="evict_first")
-        # rounded, as the sum is where it is an op of its own
+        # round the sum as a separate addition would
         value = (value.to(tl.float32) + addend.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + place, value, mask=mask)
     gain = tl.load(gamma + column, mask=column < width, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -131,8 +133,8 @@ def _backward(
 
 
 @triton.jit
-def _add_up(parts, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over the rows of ``parts`` (count, width) in ``out`` (width)."""
+def _sum_parts(parts, out, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum over the rows of ``parts`` (count, width) to ``out`` (width)."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
     for first in range(0, count, ROWS):

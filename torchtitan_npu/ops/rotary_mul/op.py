@@ -1,4 +1,4 @@
-"""``npu_rotary_mul`` and ``npu_rotary_mul_backward``: rotary position embedding with cosines and sines given."""
+"""``npu_rotary_mul`` and ``npu_rotary_mul_backward``: rotary position embedding with given cosines and sines."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_alike, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.rotary_mul import reference as reference
+from torchtitan_npu.ops.rotary_mul import reference
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MODES = ("half", "interleave")
 
 
-def contract(
+def checks(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None = None, **_: Any
 ) -> Iterator[str]:
     if rotary_mode not in MODES:
         yield f"rotary_mode must be half or interleave, not {rotary_mode!r}"
     for name, tensor in (("input", input), ("r1", r1), ("r2", r2), ("rotate", rotate)):
-        if tensor is not None and tensor.dtype not in FLOATS:
-            yield f"{name} must be float16, bfloat16 or float32, not {tensor.dtype}"
+        if tensor is not None:
+            yield from check_dtype(name, tensor, *FLOATS)
     if input.dim() != 4:
         yield f"input must have 4 dimensions (BNSD, BSND or SBND), not {input.dim()}"
     if input.shape[-1] % 2:
@@ -34,7 +36,7 @@ def contract(
         if (
             r.dim() != 4
             or r.shape[-1] != input.shape[-1]
-            or any(size not in (1, whole) for size, whole in zip(r.shape[:-1], input.shape[:-1], strict=True))
+            or any(size not in (1, full) for size, full in zip(r.shape[:-1], input.shape[:-1], strict=True))
         ):
             yield (
                 f"{name} must have the shape of input {tuple(input.shape)}, or 1 in place of its batch, sequence or "
@@ -51,7 +53,7 @@ def fake(input: Tensor, **_: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
-def sharding(input: Any, r1: Any, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def sharding(input: Any, r1: Any, **_: Any) -> Iterator[Strategy]:
     for dim in range(input.ndim - 1):
         angles: dict[str, Placement] = {} if r1.shape[dim] == 1 else {"r1": Shard(dim), "r2": Shard(dim)}
         yield [Shard(dim)], {"input": Shard(dim), **angles}
@@ -63,7 +65,7 @@ def save(ctx: Any, output: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary
 
 
 def backward(npu: Any, ctx: Any, grad: Tensor) -> dict[str, Tensor]:
-    # as torch_npu does, also where a matrix ``rotate`` was given: right only if that is the matrix of rotary_mode
+    # as torch_npu does, even with a matrix ``rotate``: correct only if that is the matrix of rotary_mode
     dx, dr1, dr2 = npu.npu_rotary_mul_backward(grad, *ctx.saved_tensors, ctx.rotary_mode)
     return {"input": dx, "r1": dr1, "r2": dr2}
 
@@ -72,7 +74,7 @@ fused = kernel("rotary_mul.triton", "npu_rotary_mul", reference.npu_rotary_mul)
 
 
 def cuda(rotate: Tensor | None, **arguments: Any) -> Tensor:
-    """The Triton kernel, which knows the two modes; with a matrix of its own, ``rotate``, the reference."""
+    """Run the Triton kernel, or the reference for a matrix ``rotate``, which the Triton kernel does not have."""
     return (fused if rotate is None else reference.npu_rotary_mul)(rotate=rotate, **arguments)
 
 
@@ -81,24 +83,24 @@ LAYOUTS = {
     "BSND": ("1S1D", "BS1D", "BSND"),
     "SBND": ("S11D", "SB1D", "SBND"),
 }
-"""The shapes of r1 and r2 that an NPU takes with each layout of the input; those of mode interleave come first."""
+"""The shapes of r1 and r2 that an NPU takes with each layout of the input. Mode interleave takes only the first."""
 
 
 def _readings(input: Tensor, r1: Tensor) -> list[tuple[str, int, int]]:
-    """The ways to read the shapes as one of ``LAYOUTS``: the layout of ``r1``, the batch size, the heads."""
+    """Return each interpretation of the shapes as one of ``LAYOUTS``: the layout of ``r1``, batch size, heads."""
     return [
         (name, input.shape[layout.index("B")], input.shape[layout.index("N")])
         for layout, names in LAYOUTS.items()
         for name in names
         if all(
-            size == (1 if letter == "1" else whole)
-            for letter, size, whole in zip(name, r1.shape, input.shape, strict=True)
+            size == (1 if letter == "1" else full)
+            for letter, size, full in zip(name, r1.shape, input.shape, strict=True)
         )
     ]
 
 
 def _layout_of(r1: Tensor, input: Tensor, rotary_mode: str, **_: Any) -> str:
-    """``"half: 1S1D"``: a layout an NPU takes in this mode if the shapes can be read so, else what they are."""
+    """Return a layout that an NPU takes in this mode, such as ``"half: 1S1D"``, or the mode and shape if none fits."""
     names = [f"{rotary_mode}: {name}" for name, _, _ in _readings(input, r1)]
     return next((name for name in names if name in ALLOWED_LAYOUTS), f"{rotary_mode}: {tuple(r1.shape)}")
 
@@ -119,8 +121,20 @@ def _batch_times_heads_of_gradient(input: Tensor, r1: Tensor, r2: Tensor, **_: A
     return min(sizes, default=0) if r1.requires_grad or r2.requires_grad else 0
 
 
+def sample() -> dict[str, Any]:
+    cos, sin = angles(TOKENS, HEAD_SIZE)
+    return {"input": randn(2, TOKENS, HEADS, HEAD_SIZE), "r1": cos[None, :, None], "r2": sin[None, :, None]}
+
+
+def angles(positions: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of ``positions`` for a head of ``size`` channels, (positions, size) each."""
+    frequencies = 10000 ** -torch.linspace(0, 1, size // 2)
+    table = torch.outer(torch.arange(positions), frequencies).repeat(1, 2)
+    return table.cos().to(torch.bfloat16), table.sin().to(torch.bfloat16)
+
+
 LIMITS = (
-    Limit("input.dtype", lambda input, **_: input.dtype, FLOATS[:3]),
+    Limit("input.dtype", lambda input, **_: input.dtype, NPU_FLOATS),
     Limit("the last dimension of input", lambda input, **_: input.shape[-1], range(896)),
     Limit("the layout of r1 and r2", _layout_of, ALLOWED_LAYOUTS),
     Limit("the larger of B and N (their product in mode interleave)", _batch_or_heads, range(1000)),
@@ -134,31 +148,28 @@ declare(
         reference=reference.npu_rotary_mul,
         cuda=cuda,
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=LIMITS,
+        sample=sample,
     )
 )
 
 
-def backward_contract(grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> Iterator[str]:
-    yield from contract(input, r1, r2, rotary_mode)
-    if (grad.shape, grad.dtype) != (input.shape, input.dtype):
-        yield (
-            f"grad must have the shape and dtype of input, {tuple(input.shape)} and {input.dtype}, "
-            f"not {tuple(grad.shape)} and {grad.dtype}"
-        )
+def backward_checks(grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> Iterator[str]:
+    yield from checks(input, r1, r2, rotary_mode)
+    yield from check_alike("grad", grad, "input", input)
 
 
 def backward_fake(input: Tensor, r1: Tensor, r2: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(input), torch.empty_like(r1, dtype=input.dtype), torch.empty_like(r2, dtype=input.dtype)
 
 
-def backward_sharding(input: Any, r1: Any, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def backward_sharding(input: Any, r1: Any, **_: Any) -> Iterator[Strategy]:
     for dim in range(input.ndim - 1):
         sharded: dict[str, Placement] = {"grad": Shard(dim), "input": Shard(dim)}
-        if r1.shape[dim] == 1:  # each rank sums over its own part of what r1 was broadcast along
+        if r1.shape[dim] == 1:  # r1 was broadcast: each rank sums over its own part
             yield [Shard(dim), Partial(), Partial()], sharded
         else:
             yield [Shard(dim), Shard(dim), Shard(dim)], {**sharded, "r1": Shard(dim), "r2": Shard(dim)}
@@ -171,8 +182,9 @@ declare(
         reference=reference.npu_rotary_mul_backward,
         cuda=kernel("rotary_mul.triton", "npu_rotary_mul_backward", reference.npu_rotary_mul_backward),
         fake=backward_fake,
-        contract=backward_contract,
+        checks=backward_checks,
         sharding=backward_sharding,
         limits=LIMITS[:4],
+        sample=lambda: {"grad": randn(2, TOKENS, HEADS, HEAD_SIZE), **sample()},
     )
 )

@@ -1,7 +1,8 @@
-"""Rotary position embedding and its gradients, read in whatever strides the tensors have.
+"""Rotary position embedding and its gradients in Triton, for tensors of any strides.
 
-The cosines and sines of a row serve every row of the input that they are broadcast to. A program takes one row of them
-and goes through the rows it serves: so the angles are read once, and the sums of their gradients need no second kernel.
+A row of cosines and sines is broadcast to several rows of the input, the rows that it *serves*. In the backward, a
+program takes one row of angles and loops over the rows it serves. It reads the angles once, and the sums of their
+gradients need no second kernel.
 """
 
 from __future__ import annotations
@@ -17,53 +18,16 @@ from torchtitan_npu.ops.core.triton_launch import blocks_in, in_strides_of, powe
 
 
 def _tile(served: int, size: int, pairs: int) -> dict[str, int]:
-    """How many rows a program takes at once: of at most so many pairs of channels."""
+    """Return the tile of a program: as many rows as hold at most ``pairs`` pairs of channels."""
     half = power_of_2(size // 2)
     return {"ROWS": min(power_of_2(served), max(1, pairs // half)), "HALF": half}
 
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, **_: Any) -> Tensor:
     out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    _rotate(input, r1, r2, rotary_mode, out)
-    return out
-
-
-def npu_apply_rotary_pos_emb(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str, **_: Any
-) -> tuple[Tensor, Tensor]:
-    outs = torch.empty_like(query), torch.empty_like(key)
-    for x, out in zip((query, key), outs, strict=True):
-        # three dimensions (TND) are four with a batch of one
-        x, out, r1, r2 = (tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (x, out, cos, sin))
-        _rotate(x, r1, r2, rotary_mode, out)
-    return outs
-
-
-def npu_rotary_mul_backward(
-    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(input)
-    dr1, dr2 = (torch.empty_like(r, dtype=input.dtype, memory_format=torch.contiguous_format) for r in (r1, r2))
-    if not input.numel():  # the sum of nothing
-        return dx, torch.zeros_like(r1, dtype=input.dtype), torch.zeros_like(r2, dtype=input.dtype)
-    tensors = [_inner_stride_1(tensor) for tensor in (grad, input)]
-    kept, served = _sizes(input, r1)
-    _backward[(r1.numel() // r1.shape[3],)](
-        *(*tensors, r1.contiguous(), r2.contiguous(), dx, dr1, dr2),
-        *(*tensors[0].stride()[:3], *tensors[1].stride()[:3], *dx.stride()),
-        *(*kept[1:], served[0] * served[1] * served[2], *served[1:], input.shape[3] // 2),
-        INTERLEAVED=rotary_mode == "interleave",
-        **_tile(served[0] * served[1] * served[2], input.shape[3], 1024 if rotary_mode == "interleave" else 256),
-        num_warps=1,  # the sums stay within it
-    )
-    return dx, in_strides_of(r1, dr1), in_strides_of(r2, dr2)
-
-
-def _rotate(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, out: Tensor) -> None:
-    """Rotate ``x`` by ``r1`` and ``r2``, which broadcast to it, into ``out``; all of four dimensions."""
-    if not x.numel():
-        return
-    x = _inner_stride_1(x)
+    if not input.numel():
+        return out
+    x = _inner_stride_1(input)
     kept, served = _sizes(x, r1)
     config = _tile(served[0] * served[1] * served[2], x.shape[3], 2048)
     chunks = blocks_in(served[0] * served[1] * served[2], config["ROWS"])
@@ -74,13 +38,32 @@ def _rotate(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, out: Tensor) ->
         **config,
         num_warps=min(4, max(1, config["ROWS"] * config["HALF"] // 512)),
     )
+    return out
+
+
+def npu_rotary_mul_backward(
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(input)
+    dr1, dr2 = (torch.empty_like(r, dtype=input.dtype, memory_format=torch.contiguous_format) for r in (r1, r2))
+    if not input.numel():
+        return dx, torch.zeros_like(r1, dtype=input.dtype), torch.zeros_like(r2, dtype=input.dtype)
+    tensors = [_inner_stride_1(tensor) for tensor in (grad, input)]
+    kept, served = _sizes(input, r1)
+    _backward[(r1.numel() // r1.shape[3],)](
+        *(*tensors, r1.contiguous(), r2.contiguous(), dx, dr1, dr2),
+        *(*tensors[0].stride()[:3], *tensors[1].stride()[:3], *dx.stride()),
+        *(*kept[1:], served[0] * served[1] * served[2], *served[1:], input.shape[3] // 2),
+        INTERLEAVED=rotary_mode == "interleave",
+        **_tile(served[0] * served[1] * served[2], input.shape[3], 1024 if rotary_mode == "interleave" else 256),
+        num_warps=1,  # sums within one warp need no shared memory
+    )
+    return dx, in_strides_of(r1, dr1), in_strides_of(r2, dr2)
 
 
 def _sizes(x: Tensor, r: Tensor) -> tuple[list[int], list[int]]:
-    """Of each of the first three dimensions: how many rows of angles there are, and how many places each serves."""
-    return list(r.shape[:3]), [
-        1 if own == whole else whole for own, whole in zip(r.shape[:3], x.shape[:3], strict=True)
-    ]
+    """Return, for each of the first three dimensions, the rows of angles and the rows of ``x`` that each serves."""
+    return list(r.shape[:3]), [1 if own == full else full for own, full in zip(r.shape[:3], x.shape[:3], strict=True)]
 
 
 def _inner_stride_1(x: Tensor) -> Tensor:
@@ -89,7 +72,7 @@ def _inner_stride_1(x: Tensor) -> Tensor:
 
 @triton.jit
 def _load(x, place, mask, half, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first and the second channels of the pairs of rows that begin at ``place`` (ROWS, 1): (ROWS, HALF) each."""
+    """Load rows that begin at ``place`` (ROWS, 1): first and second channel of each pair, (ROWS, HALF) each."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
         both = tl.load(x + place + column, mask=mask & (column < 2 * half), other=0.0)
@@ -118,7 +101,7 @@ def _store(out, place, stride, mask, half, first, second, HALF: tl.constexpr, IN
 
 @triton.jit
 def _angles(r, index, half, dtype: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Row ``index`` of the contiguous cosines or sines, rounded to ``dtype`` as torch_npu does, in float32."""
+    """Load row ``index`` of the contiguous cosines or sines, rounded to ``dtype`` as torch_npu does, in float32."""
     row = tl.full((1, 1), 0, tl.int64) + index.to(tl.int64) * (2 * half)
     first, second = _load(r, row, row >= 0, half, HALF, INTERLEAVED)
     return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
@@ -126,8 +109,8 @@ def _angles(r, index, half, dtype: tl.constexpr, HALF: tl.constexpr, INTERLEAVED
 
 @triton.jit
 def _place(angle, served, kept1, kept2, served1, served2, stride0, stride1, stride2):
-    """Where the rows lie that the row of angles ``angle`` serves, by their numbers ``served`` (ROWS, 1)."""
-    # a dimension is either the angles' own or one they are broadcast along: one of the two indices is 0
+    """Return the offsets of the rows number ``served`` (ROWS, 1) that the row of angles ``angle`` serves."""
+    # the angles either index a dimension or are broadcast along it, so one of the two summands is 0
     index0 = angle // (kept1 * kept2) + served // (served1 * served2)
     index1 = angle // kept2 % kept1 + served // served2 % served1
     index2 = angle % kept2 + served % served2

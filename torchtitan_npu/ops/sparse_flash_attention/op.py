@@ -1,38 +1,45 @@
-"""``npu_sparse_flash_attention``: attention over selected keys. Its gradient is in ``sparse_flash_attention_grad``."""
+"""``npu_sparse_flash_attention`` and ``npu_sparse_flash_attention_grad``: attention over selected keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
+from torchtitan_npu.ops.core.checks import check_alike
 from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.samples import randn
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.sparse_flash_attention import reference as reference
-from torchtitan_npu.ops.sparse_flash_attention.selection import (
+from torchtitan_npu.ops.sparse_flash_attention import reference
+from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
-    absent_problems,
-    index_problems,
-    layout_problems,
-    length_tensor_problems,
-    memory,
-    mode_problems,
-    rope_problems,
-    same_problems,
+    ROPE_SIZES,
+    TOP_K_OF_GRADIENTS,
+    check_absent,
+    check_indices,
+    check_layouts,
+    check_length_tensors,
+    check_no_window,
+    check_ropes,
+    check_sparse_mode,
+    check_statistics,
+    check_tokens,
+    memory_format,
+    rope_size,
     statistics_dtype,
     statistics_shape,
-    token_problems,
-    window_problems,
 )
 
 MLA_ABSORBED = 2
-"""The ``attention_mode`` in which keys are latent vectors with a rope of their own, and values are the same vectors."""
+"""The ``attention_mode`` in which keys are latent vectors with separate ropes, and the values are the same vectors."""
 
 
-def contract(
+def checks(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -52,24 +59,24 @@ def contract(
     sinks: Tensor | None,
     **_: Any,
 ) -> Iterator[str]:
-    yield from layout_problems(layout_query=layout_query, layout_kv=layout_kv)
-    yield from absent_problems("keys in pages are for inference", block_table=block_table)
-    yield from absent_problems("torch_npu does not say what it does, and has no gradient for it", sinks=sinks)
-    yield from input_problems(layout_query, query, key, value, sparse_indices, query_rope, key_rope)
-    yield from length_tensor_problems(
+    yield from check_layouts(layout_query=layout_query, layout_kv=layout_kv)
+    yield from check_absent("paged keys are for inference", block_table=block_table)
+    yield from check_absent("torch_npu does not document it and has no gradient for it", sinks=sinks)
+    yield from _check_inputs(layout_query, query, key, value, sparse_indices, query_rope, key_rope)
+    yield from check_length_tensors(
         layout_query,
         query,
         actual_seq_lengths_query=actual_seq_lengths_query,
         actual_seq_lengths_kv=actual_seq_lengths_kv,
     )
-    yield from block_problems(sparse_block_size)
-    yield from mode_problems(sparse_mode)
-    yield from window_problems(pre_tokens=pre_tokens, next_tokens=next_tokens)
+    yield from _check_block_size(sparse_block_size)
+    yield from check_sparse_mode(sparse_mode)
+    yield from check_no_window(pre_tokens=pre_tokens, next_tokens=next_tokens)
     if attention_mode != MLA_ABSORBED:
         yield f"attention_mode must be {MLA_ABSORBED} (absorbed MLA), not {attention_mode}"
 
 
-def input_problems(
+def _check_inputs(
     layout: str,
     query: Tensor,
     key: Tensor,
@@ -78,14 +85,14 @@ def input_problems(
     query_rope: Tensor | None,
     key_rope: Tensor | None,
 ) -> Iterator[str]:
-    yield from token_problems(layout, "query", query, "key", key)
+    yield from check_tokens(layout, "query", query, "key", key)
     if value is not None:
-        yield from same_problems("value", value, "key", key)
-    yield from index_problems(sparse_indices, query, key)
-    yield from rope_problems(query, key, query_rope, key_rope)
+        yield from check_alike("value", value, "key", key)
+    yield from check_indices(sparse_indices, query, key)
+    yield from check_ropes(query, key, query_rope, key_rope)
 
 
-def block_problems(sparse_block_size: int) -> Iterator[str]:
+def _check_block_size(sparse_block_size: int) -> Iterator[str]:
     if sparse_block_size != 1:
         yield f"sparse_block_size must be 1 (indices of single keys), not {sparse_block_size}"
 
@@ -96,11 +103,11 @@ def fake(query: Tensor, key: Tensor, return_softmax_lse: bool, **_: Any) -> tupl
     return query.new_empty(query.shape), statistics[0], statistics[1]
 
 
-def ways_to_shard(layout: str, key: Any, sparse_mode: int, query_lengths: Any) -> Iterator[tuple[str, int, int]]:
-    """What may be split over the ranks, and its dimension in the query and in the softmax's statistics.
+def _sharded_dims(layout: str, key: Any, sparse_mode: int, query_lengths: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield what may be sharded, with its dimension in the query and in the softmax's statistics.
 
-    Heads, where they share one key. Rows only where their keys do not depend on their place in the sequence: the causal
-    line of sparse_mode 3 starts at the last row a rank has.
+    Heads may be sharded if they share one key. Rows may be sharded only if their keys do not depend on their position:
+    the causal boundary of sparse_mode 3 starts at the last row of a rank.
     """
     if layout == "BSND":
         yield "batch", 0, 0
@@ -110,71 +117,117 @@ def ways_to_shard(layout: str, key: Any, sparse_mode: int, query_lengths: Any) -
         yield "heads", key.ndim - 2, key.ndim - 1
 
 
-def shards(way: str, dim: int, lengths: tuple[str, str]) -> dict[str, Placement]:
+def _sharded_inputs(what: str, dim: int, lengths: tuple[str, str]) -> dict[str, Placement]:
     names = ["query", "query_rope", "d_out", "out"]
-    if way != "heads":
+    if what != "heads":
         names.append("sparse_indices")
-    if way == "batch":
+    if what == "batch":
         names += ["key", "key_rope", "value", *lengths]
     return {name: Shard(dim) for name in names}
 
 
 def sharding(
     key: Any, layout_query: str, sparse_mode: int, actual_seq_lengths_query: Any, return_softmax_lse: bool, **_: Any
-) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
-    for way, dim, statistics_dim in ways_to_shard(layout_query, key, sparse_mode, actual_seq_lengths_query):
+) -> Iterator[Strategy]:
+    for what, dim, statistics_dim in _sharded_dims(layout_query, key, sparse_mode, actual_seq_lengths_query):
         statistics = Shard(statistics_dim) if return_softmax_lse else Replicate()
-        inputs = shards(way, dim, ("actual_seq_lengths_query", "actual_seq_lengths_kv"))
+        inputs = _sharded_inputs(what, dim, ("actual_seq_lengths_query", "actual_seq_lengths_kv"))
         yield [Shard(dim), statistics, statistics], inputs
 
 
-def save(
-    ctx: Any,
-    output: tuple[Tensor, Tensor, Tensor],
+PASSED_TO_GRAD = (
+    *("query", "key", "value", "sparse_indices", "scale_value", "sparse_block_size", "query_rope", "key_rope"),
+    *("sparse_mode", "pre_tokens", "next_tokens", "attention_mode"),
+)
+
+
+def save(ctx: Any, output: tuple[Tensor, Tensor, Tensor], **arguments: Any) -> None:
+    out, softmax_max, softmax_sum = output
+    ctx.mark_non_differentiable(softmax_max, softmax_sum)
+    if arguments["value"] is arguments["key"]:
+        arguments["value"] = None  # one tensor has one gradient: that of the key then includes the value's
+    save_by_name(
+        ctx,
+        out=out,
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        actual_seq_qlen=arguments["actual_seq_lengths_query"],
+        actual_seq_kvlen=arguments["actual_seq_lengths_kv"],
+        layout=arguments["layout_query"],
+        **{name: arguments[name] for name in PASSED_TO_GRAD},
+    )
+
+
+def backward(npu: Any, ctx: Any, d_out: Tensor, *_: None) -> dict[str, Tensor]:
+    saved = saved_by_name(ctx)
+    gradients = npu.npu_sparse_flash_attention_grad(d_out=d_out, **saved)
+    names = ("query", "key", "value", "query_rope", "key_rope")
+    return {name: grad for name, grad in zip(names, gradients, strict=True) if saved[name] is not None}
+
+
+def sample() -> dict[str, Any]:
+    return {**sample_inputs(), "return_softmax_lse": True, "attention_mode": MLA_ABSORBED}
+
+
+SAMPLE_QUERIES, SAMPLE_KEYS = 8, 2048
+
+
+def sample_inputs() -> dict[str, Any]:
+    """Return the last queries of a sequence, each of which selects every key that it may attend to."""
+    heads, size, rope = 32, 512, 64
+    key = randn(1, SAMPLE_KEYS, 1, size)
+    return {
+        "query": randn(1, SAMPLE_QUERIES, heads, size),
+        "key": key,
+        "value": key,
+        "sparse_indices": sample_selection(),
+        "scale_value": (size + rope) ** -0.5,
+        "query_rope": randn(1, SAMPLE_QUERIES, heads, rope),
+        "key_rope": randn(1, SAMPLE_KEYS, 1, rope),
+    }
+
+
+def sample_selection() -> Tensor:
+    """Return the selected keys of :func:`sample_inputs` in random order, then -1: (1, queries, 1, keys) int32."""
+    rows = []
+    for query in range(SAMPLE_QUERIES):
+        visible = SAMPLE_KEYS - SAMPLE_QUERIES + 1 + query
+        rows.append(torch.cat((torch.randperm(visible), torch.full((SAMPLE_KEYS - visible,), -1))))
+    return torch.stack(rows).int()[None, :, None]
+
+
+def flops(**arguments: Any) -> int:
+    """Return the FLOPs of the scores and of their product with the values."""
+    keys, key_size, value_size = _flop_sizes(**arguments)
+    return 2 * keys * (key_size + value_size)
+
+
+def grad_flops(**arguments: Any) -> int:
+    """Return the FLOPs of the scores, and of the gradients of scores, queries, keys and values."""
+    keys, key_size, value_size = _flop_sizes(**arguments)
+    return 2 * keys * (3 * key_size + 2 * value_size)
+
+
+def _flop_sizes(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
     sparse_indices: Tensor,
-    scale_value: float,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
     sparse_block_size: int,
-    layout_query: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    attention_mode: int,
+    query_rope: Tensor | None,
     **_: Any,
-) -> None:
-    out, softmax_max, softmax_sum = output
-    if value is key:
-        value = None  # one tensor has one gradient: the key's, with the value's part in it
-    ctx.save_for_backward(
-        *(query, key, value, sparse_indices, out, softmax_max, softmax_sum),
-        *(query_rope, key_rope, actual_seq_lengths_query, actual_seq_lengths_kv),
+) -> tuple[int, int, int]:
+    """Return the selected keys of all rows and heads, the size of a key with its rope, and the size of a value."""
+    rows = query.numel() // query.shape[-1]
+    value_size = (key if value is None else value).shape[-1]
+    return (
+        rows * sparse_indices.shape[-1] * sparse_block_size,
+        query.shape[-1] + (rope_size(query_rope) or 0),
+        value_size,
     )
-    ctx.scale, ctx.block_size = scale_value, sparse_block_size
-    ctx.options = (layout_query, sparse_mode, pre_tokens, next_tokens, attention_mode)
-    ctx.mark_non_differentiable(softmax_max, softmax_sum)
-
-
-def backward(npu: Any, ctx: Any, d_out: Tensor, *_: None) -> dict[str, Tensor]:
-    query, key, value, indices, out, softmax_max, softmax_sum, *optional = ctx.saved_tensors
-    gradients = npu.npu_sparse_flash_attention_grad(
-        *(query, key, value, indices, d_out, out, softmax_max, softmax_sum, ctx.scale, ctx.block_size),
-        *(*optional, *ctx.options),
-    )
-    names = ("query", "key", "value", "query_rope", "key_rope")
-    inputs = (query, key, value, *optional[:2])
-    return {
-        name: gradient for name, gradient, tensor in zip(names, gradients, inputs, strict=True) if tensor is not None
-    }
 
 
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-ROPE_SIZES = (None, 64)
 SIZES = (
     Limit("query.dtype", lambda query, **_: query.dtype, HALVES),
     Limit("the number of heads of query", lambda query, **_: query.shape[-2], HEADS),
@@ -184,11 +237,7 @@ SIZES = (
 )
 
 
-def rope_size(rope: Tensor | None) -> int | None:
-    return None if rope is None else rope.shape[-1]
-
-
-declare(
+FORWARD = declare(
     Op(
         schema="npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
         "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
@@ -201,17 +250,106 @@ declare(
             "sparse_flash_attention.triton", "npu_sparse_flash_attention", reference.npu_sparse_flash_attention
         ),
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=(
             *SIZES,
-            Limit("query's memory", lambda query, **_: memory(query), ("contiguous",)),
-            Limit("key's memory", lambda key, **_: memory(key), ("contiguous",)),
-            Limit("value's memory", lambda value, **_: memory(value), ("contiguous",)),
-            Limit("sparse_indices' memory", lambda sparse_indices, **_: memory(sparse_indices), ("contiguous",)),
-            Limit("query_rope's memory", lambda query_rope, **_: memory(query_rope), ("contiguous",)),
-            Limit("key_rope's memory", lambda key_rope, **_: memory(key_rope), ("contiguous",)),
+            Limit("query's memory", lambda query, **_: memory_format(query), ("contiguous",)),
+            Limit("key's memory", lambda key, **_: memory_format(key), ("contiguous",)),
+            Limit("value's memory", lambda value, **_: memory_format(value), ("contiguous",)),
+            Limit("sparse_indices' memory", lambda sparse_indices, **_: memory_format(sparse_indices), ("contiguous",)),
+            Limit("query_rope's memory", lambda query_rope, **_: memory_format(query_rope), ("contiguous",)),
+            Limit("key_rope's memory", lambda key_rope, **_: memory_format(key_rope), ("contiguous",)),
         ),
+        sample=sample,
+        flops=flops,
+    )
+)
+
+
+# npu_sparse_flash_attention_grad
+
+
+def grad_checks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    sparse_block_size: int,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Tensor | None,
+    actual_seq_kvlen: Tensor | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    **_: Any,
+) -> Iterator[str]:
+    yield from check_layouts(layout=layout)
+    assert layout is not None
+    yield from _check_inputs(layout, query, key, value, sparse_indices, query_rope, key_rope)
+    yield from check_alike("d_out", d_out, "query", query)
+    yield from check_alike("out", out, "query", query)
+    yield from check_statistics(query, key, softmax_max=softmax_max, softmax_sum=softmax_sum)
+    yield from check_length_tensors(layout, query, actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen)
+    yield from _check_block_size(sparse_block_size)
+    yield from check_sparse_mode(sparse_mode)
+
+
+def grad_fake(
+    query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, key_rope: Tensor | None, **_: Any
+) -> tuple[Tensor, ...]:
+    inputs = (query, key, value, query_rope, key_rope)
+    return tuple(query.new_empty([0] if tensor is None else tensor.shape) for tensor in inputs)
+
+
+def grad_sharding(
+    key: Any, value: Any, query_rope: Any, layout: str, sparse_mode: int, actual_seq_qlen: Any, **_: Any
+) -> Iterator[Strategy]:
+    for what, dim, statistics_dim in _sharded_dims(layout, key, sparse_mode, actual_seq_qlen):
+        inputs = _sharded_inputs(what, dim, ("actual_seq_qlen", "actual_seq_kvlen"))
+        inputs |= {"softmax_max": Shard(statistics_dim), "softmax_sum": Shard(statistics_dim)}
+        # every row and every head adds to the gradients of its keys
+        of_key: Placement = Shard(0) if what == "batch" else Partial()
+        outputs = [Shard(dim), of_key, of_key, Shard(dim), of_key]
+        given = [True, True, value is not None, query_rope is not None, query_rope is not None]
+        yield [place if is_given else Replicate() for place, is_given in zip(outputs, given, strict=True)], inputs
+
+
+def grad_sample() -> dict[str, Any]:
+    forward = sample_inputs()
+    out, softmax_max, softmax_sum = FORWARD.reference(**FORWARD.complete(**forward, return_softmax_lse=True))
+    statistics = {"out": out, "softmax_max": softmax_max, "softmax_sum": softmax_sum}
+    options = {"sparse_block_size": 1, "attention_mode": MLA_ABSORBED}
+    return {**forward, "d_out": randn(*out.shape), **statistics, **options}
+
+
+declare(
+    Op(
+        schema="npu::npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
+        "Tensor d_out, Tensor out, Tensor softmax_max, Tensor softmax_sum, float scale_value, int sparse_block_size, "
+        "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None, "
+        'Tensor? actual_seq_kvlen=None, str? layout="BSND", int? sparse_mode=3, '
+        "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, int? attention_mode=0) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        reference=reference.npu_sparse_flash_attention_grad,
+        cuda=kernel(
+            "sparse_flash_attention.triton_grad",
+            "npu_sparse_flash_attention_grad",
+            reference.npu_sparse_flash_attention_grad,
+        ),
+        fake=grad_fake,
+        checks=grad_checks,
+        sharding=grad_sharding,
+        limits=(
+            *SIZES,
+            Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], TOP_K_OF_GRADIENTS),
+        ),
+        sample=grad_sample,
+        flops=grad_flops,
     )
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_dtype, statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
     Document,
     Rows,
@@ -16,7 +17,6 @@ from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
     with_zero_row,
     without_zero_row,
 )
-from torchtitan_npu.ops.sparse_flash_attention.selection import statistics_dtype, statistics_shape
 
 
 def npu_sparse_flash_attention(
@@ -34,16 +34,15 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Attention of each query row to the keys that its indices name.
+    r"""Compute attention of each query row over the keys that its indices select.
 
     .. math:: O = \mathrm{softmax}(c \, [Q, Q_{rope}] [\tilde{K}, \tilde{K}_{rope}]^\top) \, \tilde{V}
 
-    ``query`` (B, S1, N1, D), ``key`` and ``value`` (B, S2, N2, D), ``sparse_indices`` (B, S1, N2, K), the ropes like
-    query and key with a head size of their own; or the same with (T, ...) for (B, S, ...). Without ``value``, the keys
-    are the values too. A place takes no part where its index is -1, or names a key that the row may not see. Returns
-    ``O`` in the shape and dtype of ``query``, and with ``return_softmax_lse`` the maximum of the softmax's argument and
-    the sum of its exponentials, float32 (B, N2, S1, N1/N2) or (N2, T1, N1/N2). A row without keys is 0, its maximum
-    -inf and its sum 0.
+    ``query`` (B, S1, N1, D), ``key`` and ``value`` (B, S2, N2, D), ``sparse_indices`` (B, S1, N2, K), ``query_rope``
+    (B, S1, N1, R), ``key_rope`` (B, S2, N2, R); in TND, (T, ...) replaces (B, S, ...). Without ``value``, the keys are
+    also the values. An index of -1, or of a key that the row may not attend to, is ignored. Returns ``O`` in the shape
+    and dtype of ``query`` and, with ``return_softmax_lse``, the maximum of the softmax's argument and the sum of its
+    exponentials, float32 (B, N2, S1, N1/N2) or (N2, T1, N1/N2). A row without keys has output 0, maximum -inf, sum 0.
     """
     key_heads = key.shape[-2]
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -51,7 +50,7 @@ def npu_sparse_flash_attention(
         torch.full(statistics_shape(query, key), empty, dtype=statistics_dtype(query), device=query.device)
         for empty in (-torch.inf, 0.0)
     )
-    # as the rows come: (B, S1, N2, N1/N2) or (T1, N2, N1/N2)
+    # in the order of the rows: (B, S1, N2, N1/N2) or (T1, N2, N1/N2)
     maximum, total = softmax_max.transpose(-2, -3), softmax_sum.transpose(-2, -3)
     for document in documents(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv):
         keys = padded_keys(document, key, key_rope)
@@ -60,7 +59,7 @@ def npu_sparse_flash_attention(
             q = heads_of(with_rope(query, query_rope, rows), key_heads)
             logits = attention_logits(q, selected.gather(keys), selected, scale_value)
             highest = logits.amax(-1)
-            # -inf - -inf is not a number: a row without keys subtracts 0
+            # -inf - -inf is NaN, so a row without keys subtracts 0
             weights = (logits - highest.masked_fill(highest == -torch.inf, 0)[..., None]).exp_()
             sums = weights.sum(-1)
             average = torch.einsum("rngs,rnsd->rngd", weights, selected.gather(values))
@@ -89,7 +88,7 @@ def npu_sparse_flash_attention_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""Gradients of :func:`npu_sparse_flash_attention` with respect to query, key, value and the two ropes.
+    r"""Return the gradients of :func:`npu_sparse_flash_attention` for query, key, value and the two ropes.
 
     With :math:`P = \exp(c \, Q \tilde{K}^\top - max) / sum`, the softmax from the statistics that the forward returned:
 
@@ -97,8 +96,8 @@ def npu_sparse_flash_attention_grad(
         dP = dO \, \tilde{V}^\top, \qquad dS = P \, (dP - \textstyle\sum_d dO \, O), \qquad
         dQ = c \, dS \, \tilde{K}, \qquad d\tilde{K} = c \, dS^\top Q, \qquad d\tilde{V} = P^\top dO
 
-    The gradients of the selected keys and values are added to their keys. They have the shapes and dtypes of their
-    arguments, an empty tensor for one not given; without ``value``, the key's gradient has the value's part too.
+    The gradient of a key is the sum over the rows that selected it. The gradients have the shapes and dtypes of their
+    arguments; that of a missing argument is an empty tensor. Without ``value``, the key's gradient contains both.
     """
     key_heads, size = key.shape[-2:]
     inputs = (query, key, value, query_rope, key_rope)
@@ -134,13 +133,13 @@ def npu_sparse_flash_attention_grad(
 
 
 def with_rope(tensor: Tensor, rope: Tensor | None, rows: Rows) -> Tensor:
-    """The rows of ``tensor``, the rope's features after its own: (rows, heads, D + Dr)."""
+    """Return the rows of ``tensor`` with the features of the rope appended: (rows, heads, D + R)."""
     part = tensor[rows.index]
     return part if rope is None else torch.cat([part, rope[rows.index]], dim=-1)
 
 
 def padded_keys(document: Document, key: Tensor, key_rope: Tensor | None) -> Tensor:
-    """The document's keys, the rope's features after their own, and the zero row: (N2, keys + 1, D + Dr)."""
+    """Return the document's keys with the features of the rope appended, and a zero row: (N2, keys + 1, D + R)."""
     keys = key[document.key_index]
     return with_zero_row(keys if key_rope is None else torch.cat([keys, key_rope[document.key_index]], dim=-1))
 
@@ -148,7 +147,7 @@ def padded_keys(document: Document, key: Tensor, key_rope: Tensor | None) -> Ten
 def selections(
     document: Document, query: Tensor, sparse_indices: Tensor, gathered: int
 ) -> Iterator[tuple[Rows, SelectedKeys]]:
-    """The document's rows with their keys; ``gathered`` is how many elements are gathered for each selected key."""
+    """Yield the document's rows with their keys. ``gathered`` is the number of elements gathered per selected key."""
     *_, key_heads, count = sparse_indices.shape
     elements = count * (key_heads * gathered + 3 * query.shape[-2])
     for rows in document.rows(elements, query.device):
@@ -156,7 +155,7 @@ def selections(
 
 
 def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float) -> Tensor:
-    """(rows, N2, N1/N2, K): the softmax's argument, -inf where there is no key."""
+    """Return the softmax's argument, (rows, N2, N1/N2, K), -inf at places without a key."""
     logits = torch.einsum("rngd,rnsd->rngs", q, k).mul_(scale)
     return logits.masked_fill_(~selected.valid[:, :, None], -torch.inf)
 
@@ -164,7 +163,7 @@ def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float)
 def attention_weights(
     q: Tensor, k: Tensor, selected: SelectedKeys, scale: float, maximum: Tensor, total: Tensor
 ) -> Tensor:
-    """(rows, N2, N1/N2, K): the softmax, from its statistics (rows, N2, N1/N2); 0 where there is no key."""
+    """Return the softmax (rows, N2, N1/N2, K), given its statistics (rows, N2, N1/N2); 0 at places without a key."""
     logits = attention_logits(q, k, selected, scale)
     weights = logits.sub_(maximum[..., None]).exp_().div_(total[..., None])
     return weights.masked_fill_(~selected.valid[:, :, None], 0)

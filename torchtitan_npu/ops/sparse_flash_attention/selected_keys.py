@@ -1,4 +1,4 @@
-"""How the references of sparse attention walk over their rows: document by document, and a chunk of rows at a time."""
+"""Iteration of the reference kernels over documents and chunks of rows, and the gather of selected keys."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.sparse_flash_attention.selection import length_value_problems
+from torchtitan_npu.ops.sparse_flash_attention.checks import check_length_values
 
 CHUNK_ELEMENTS = 2**25
-"""About how many elements the intermediates of one chunk of rows have, together: 128 MiB in float32."""
+"""The approximate number of elements of all intermediates of one chunk of rows: 128 MiB in float32."""
 
 Index = tuple[int | slice, ...]
 
@@ -22,35 +22,35 @@ class Rows:
     """Some query rows of a document."""
 
     index: Index
-    """Where they are in a tensor with the query's layout."""
+    """Their index in a tensor with the query's layout."""
     visible: Tensor
-    """(rows, 1, 1): how many of the document's keys each row may see, counted from the first."""
+    """The number of keys that each row may attend to, counted from the document's first: (rows, 1, 1)."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A row of the batch (BSND) or one of the packed documents (TND)."""
+    """A batch row (BSND) or a packed document (TND)."""
 
     batch: tuple[int, ...]
-    """The row of the batch; empty for packed documents."""
+    """The batch row; empty for packed documents."""
     queries: range
     keys: range
     causal: bool
 
     @property
     def key_index(self) -> Index:
-        """Where its keys are in a tensor with the key's layout."""
+        """Return the index of its keys in a tensor with the key's layout."""
         return (*self.batch, slice(self.keys.start, self.keys.stop))
 
     def rows(self, elements: int, device: torch.device) -> Iterator[Rows]:
-        """Its query rows, as many at a time as :data:`CHUNK_ELEMENTS` allows if each needs ``elements``."""
+        """Yield its query rows in chunks that fit :data:`CHUNK_ELEMENTS`, if a row needs ``elements``."""
         keys = len(self.keys)
         step = max(1, CHUNK_ELEMENTS // max(1, elements))
         for start in range(0, len(self.queries), step):
             part = self.queries[start : start + step]
             visible = torch.full((len(part),), keys, device=device)
             if self.causal:
-                # the last query sees the last key, the one before it one key less
+                # the last query attends up to the last key, each query before it to one key less
                 visible = torch.arange(start, start + len(part), device=device) + 1 + keys - len(self.queries)
             yield Rows((*self.batch, slice(part.start, part.stop)), visible.clamp(0, keys)[:, None, None])
 
@@ -63,7 +63,7 @@ def documents(
     query_lengths: Tensor | Sequence[int] | None,
     key_lengths: Tensor | Sequence[int] | None,
 ) -> list[Document]:
-    """The documents of a batch. ``query`` and ``key`` are in ``layout``; lengths are tensors, lists, or not given."""
+    """Return the documents of a batch. ``query`` and ``key`` are in ``layout``; the lengths are optional."""
     causal = sparse_mode == 3
     if layout == "TND":
         query_ends = _values(layout, "actual_seq_lengths of the query", query_lengths, query.shape[0], 1)
@@ -89,7 +89,7 @@ def _values(layout: str, name: str, lengths: Tensor | Sequence[int] | None, toke
     if lengths is None:
         return [tokens] * batch
     values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    for problem in length_value_problems(layout, name, values, tokens):
+    for problem in check_length_values(layout, name, values, tokens):
         raise UsageError(problem)
     return values
 
@@ -97,21 +97,21 @@ def _values(layout: str, name: str, lengths: Tensor | Sequence[int] | None, toke
 class SelectedKeys:
     """The keys that some rows selected, out of the ``keys`` of their document.
 
-    ``indices`` (rows, N2, K), ``visible`` (rows, 1, 1). A place that holds no key, -1 or one that its row may not see,
-    reads a row of zeros that follows the keys, and writes there too: no key is touched for it.
+    ``indices`` (rows, N2, K), ``visible`` (rows, 1, 1). A place without a key (-1, or a key that its row may not attend
+    to) reads from and writes to a row of zeros that follows the keys.
     """
 
     def __init__(self, indices: Tensor, visible: Tensor, keys: int):
         if bool(((indices[..., :-1] < 0) & (indices[..., 1:] >= 0)).any()):
             raise UsageError("sparse_indices must have its keys first and -1 after them, in every row")
         self.valid = (indices >= 0) & (indices < visible)
-        """(rows, N2, K): which places hold a key."""
+        """Places that hold a key: (rows, N2, K)."""
         self._shape = indices.shape
         heads = torch.arange(indices.shape[1], device=indices.device)[:, None]
         self._places = (torch.where(self.valid, indices, keys) + heads * (keys + 1)).flatten()
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """From what :func:`with_zero_row` made of (keys, N2, D): (rows, N2, K, D)."""
+        """Return the selected keys (rows, N2, K, D) of a tensor that :func:`with_zero_row` returned."""
         return tensor.flatten(0, 1).index_select(0, self._places).view(*self._shape, tensor.shape[-1])
 
     def scatter_add_(self, total: Tensor, values: Tensor) -> None:
@@ -120,7 +120,7 @@ class SelectedKeys:
 
 
 def with_zero_row(tensor: Tensor) -> Tensor:
-    """(keys, N2, D) to (N2, keys + 1, D) in the dtype to compute in, the last row zero: a place without a key."""
+    """Transpose (keys, N2, D) to (N2, keys + 1, D), in the dtype to compute in. The last row is zero."""
     keys, heads, size = tensor.shape
     padded = torch.zeros(heads, keys + 1, size, dtype=compute_dtype(tensor), device=tensor.device)
     padded[:, :keys] = tensor.transpose(0, 1)
@@ -128,12 +128,12 @@ def with_zero_row(tensor: Tensor) -> Tensor:
 
 
 def without_zero_row(padded: Tensor) -> Tensor:
-    """The inverse of :func:`with_zero_row`."""
+    """Return the inverse of :func:`with_zero_row`."""
     return padded[:, :-1].transpose(0, 1)
 
 
 def heads_of(tensor: Tensor, key_heads: int) -> Tensor:
-    """(rows, N1, ...) to (rows, N2, N1/N2, ...) in the dtype to compute in: each key head with its query heads."""
+    """Group the heads of (rows, N1, ...) by key head: (rows, N2, N1/N2, ...), in the dtype to compute in."""
     return tensor.to(compute_dtype(tensor)).unflatten(1, (key_heads, -1))
 
 

@@ -1,9 +1,11 @@
-"""Attention over selected keys in two products that all heads of a row share, some rows at a time.
+"""Attention over selected keys in Triton: two kernels over a chunk of rows, each a product for all heads of a row.
 
-First the exponentials of the scores, (rows, heads, top-k), into a workspace of bounded size, each relative to an
-origin near the highest of its block of keys, which a head's blocks mostly share; then the average of the values. Keys
-are read where they lie, a block at a time: nothing is gathered in memory. One pass over the keys, with a row's average
-in registers, leaves room for half of the heads, and Triton then lets all warps compute the same scores.
+1. ``_score`` writes the exponentials of the scores, (rows, heads, top-k), to a workspace of bounded size. They are
+   relative to an origin near the highest score of their block of keys. Most blocks of a head share an origin.
+2. ``_average`` multiplies them with the values.
+
+Both read keys in place, a block at a time: nothing is gathered in memory. A single kernel that keeps a row's average in
+registers has room for only half of the heads, and Triton then makes all warps compute the same scores.
 """
 
 import torch
@@ -12,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2
-from torchtitan_npu.ops.sparse_flash_attention.selection import statistics_shape
+from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
     WORKSPACE,
@@ -30,8 +32,8 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
 
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 VALUES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 5}
-"""How the two kernels are compiled, chosen on an H200, where two programs of either share a multiprocessor. Blocks of
-keys of VALUES divide those of SCORES."""
+"""Launch options of the two kernels, the fastest on an H200, where two programs of either share a multiprocessor.
+BLOCK_KEYS of VALUES divides that of SCORES."""
 
 
 def npu_sparse_flash_attention(
@@ -49,8 +51,10 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, but nothing waits for the device: lengths that do not fit the tokens are not looked for, and a
-    -1 before a key is passed over."""
+    """Compute attention as the reference does, without synchronising with the device.
+
+    Therefore the values of the lengths are not checked, and a -1 before a key is skipped.
+    """
     check_size(key, key_rope)
     rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv)
     tokens, heads = rows.first.numel(), query.shape[-2]
@@ -100,10 +104,13 @@ def npu_sparse_flash_attention(
 
 @triton.jit
 def origin_of(highest, COARSE: tl.constexpr):
-    """What powers of 2 are relative to, of exponents up to ``highest``: that itself; or, ``COARSE``, the nearest
-    multiple of 120, for a type with the exponents of float32, which is as exact at 2 ** 60 as at 1.
-    Beyond 1e8 float32 has not every multiple, and powers may overflow."""
-    # one operation, so that all kernels round it alike
+    """Return the origin that powers of 2 with exponents up to ``highest`` are relative to.
+
+    It is ``highest`` or, with ``COARSE``, the nearest multiple of 120. ``COARSE`` is for dtypes with the exponent range
+    of float32, which are as precise at 2 ** 60 as at 1. Beyond 1e8, float32 does not represent every multiple, and
+    powers may overflow.
+    """
+    # a single fma, so that all kernels round alike
     return 120 * tl.floor(tl.fma(highest, 1 / 120, 0.5)) if COARSE else highest
 
 
@@ -136,9 +143,11 @@ def _score(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Exponentials relative to the block's origin, (rows of the chunk, heads, top-k); the highest score of the block,
-    and the exponentials' sum, before they are rounded and after. Places without a key are 0, but for blocks of them
-    after a row's last key, which nothing reads."""
+    """Write the exponentials relative to the block's origin, (rows of the chunk, heads, top-k).
+
+    Also writes the highest score of the block, and the sum of the exponentials before and after rounding. Places
+    without a key are 0, except for blocks after a row's last key, which nothing reads.
+    """
     in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
         indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
     )
@@ -156,11 +165,11 @@ def _score(
         tl.store(block_sum_rounded + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
         indices += (row * KEY_HEADS + key_head) * TOP_K
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
-        if first_place < count:  # there are keys after them
+        if first_place < count:  # keys follow in later blocks
             zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), weights.dtype.element_ty)
             tl.store(weights + slots, zeros, mask=kept)
         return
-    head = (key_head * GROUP + in_group).to(tl.int64)  # times a stride it may be large
+    head = (key_head * GROUP + in_group).to(tl.int64)  # 64 bits: times a stride it may be large
 
     scores = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
     for start in range(0, SIZE, BLOCK_COLUMNS):
@@ -174,7 +183,7 @@ def _score(
 
     scores = tl.where(there[None, :], scores * scale, float("-inf"))
     highest = tl.max(scores, 1)
-    # -inf - -inf is not a number: where all scores of the block are -inf, 0 is subtracted
+    # -inf - -inf is NaN, so a block whose scores are all -inf subtracts 0
     origin = tl.where(highest == float("-inf"), 0.0, origin_of(highest, COARSE))
     exponentials = tl.exp2(scores - origin[:, None])
     tl.store(block_max + of_block, highest, mask=real)
@@ -213,9 +222,11 @@ def _average(
     COARSE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """The softmax's statistics, and the average of a row's values, (heads, top-k) (top-k, width): the sum by rounded
-    weights over the sum of these, so that values which are the same average to that. (In float16 the weights of
-    blocks with different origins are rounded once more.)"""
+    """Write the softmax's statistics and the weighted average of a row's values, (heads, top-k) (top-k, width).
+
+    The average divides by the sum of the rounded weights, so that equal values average to themselves. In float16, the
+    weights of blocks with different origins are rounded once more.
+    """
     in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
@@ -235,7 +246,7 @@ def _average(
     if first_column == 0:
         sums = tl.load(block_sum + of_blocks, mask=known, other=0.0)
         total = tl.exp2(origin - shift) * tl.sum(sums * factors, 1)
-        # (B, N2, S, group): the rows of one key head after another
+        # layout (B, N2, S, group)
         statistics = ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP + group
         tl.store(softmax_max + statistics, highest / LOG2_E, mask=real)
         tl.store(softmax_sum + statistics, total, mask=real)
@@ -281,8 +292,10 @@ def _sum_of_values(
     SCORED_KEYS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """The values of a row's keys times their exponentials relative to ``origin``. ``AGREE``: that is what all are
-    relative to, and they go from memory to the matrix units as they are."""
+    """Return the sum of a row's values times their exponentials relative to ``origin``.
+
+    With ``AGREE``, all exponentials are already relative to ``origin`` and need no rescaling.
+    """
     total = tl.zeros((of_chunk.shape[0], BLOCK_COLUMNS), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)

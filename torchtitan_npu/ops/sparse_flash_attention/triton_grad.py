@@ -1,8 +1,10 @@
-"""The gradient of attention over selected keys: products that all heads of a row share, some rows at a time.
+"""The gradient of attention over selected keys in Triton, in kernels over a chunk of rows.
 
-First the softmax and its gradient, (rows, heads, top-k), into a workspace of bounded size; then the queries' gradients
-from it, and what each row adds to its keys. Each is a product that matrix units are good at, and each key of a
-row is added to once, whatever the number of heads.
+1. ``_multiply_and_sum`` computes the dot products of ``d_out`` and ``out``.
+2. ``_differentiate`` writes the softmax and its gradient, (rows, heads, top-k), to a workspace of bounded size.
+3. ``_add_to_queries`` and ``_add_to_keys`` multiply them with keys and queries.
+
+Each is a product over all heads of a row, so each key of a row is added to once, for any number of heads.
 """
 
 import torch
@@ -30,7 +32,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
 QUERIES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 256, "num_warps": 8, "num_stages": 5}
 KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
-"""How the three kernels are compiled, chosen on an H200. Blocks of keys of QUERIES divide those of SCORES."""
+"""Launch options of the kernels, the fastest on an H200. BLOCK_KEYS of QUERIES divides that of SCORES."""
 
 
 def npu_sparse_flash_attention_grad(
@@ -51,8 +53,11 @@ def npu_sparse_flash_attention_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the reference. The keys' gradients are added in float32, by atomic additions in any order; in a fixed one
-    where deterministic algorithms are asked for."""
+    """Return the gradients as the reference does.
+
+    Atomic additions sum the gradients of the keys in float32, in any order; with torch's deterministic algorithms the
+    order is fixed.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     check_size(key, key_rope)
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
@@ -70,34 +75,34 @@ def npu_sparse_flash_attention_grad(
         for t in (key, value, key_rope)
     )
 
-    # Head by head, as the product after attention leaves it, a row of d_out lies in as many pages as there are heads:
-    # what reads it many times is slower by more than it takes to lay it out
-    lies_by_token = d_outs.is_contiguous()
-    slots = heads * max(2 * top_k, 0 if lies_by_token else size) * query.element_size()
+    # With the heads outermost, as the product after attention leaves it, a row of d_out spans one memory page per head.
+    # A contiguous copy takes less time than the repeated reads of those pages would.
+    d_out_is_contiguous = d_outs.is_contiguous()
+    slots = heads * max(2 * top_k, 0 if d_out_is_contiguous else size) * query.element_size()
     shape = shape_of(query, query_rope, key_heads, top_k)
-    # what a row gives to its keys, before it is added
+    # elements of a row's contributions to its keys, for the deterministic sum
     added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
     chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
     weights = query.new_empty(chunk, heads, top_k)
     d_scores = torch.empty_like(weights)
     d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=query.device)
-    laid_out = None if lies_by_token else query.new_empty(chunk, heads, size)
+    copy = None if d_out_is_contiguous else query.new_empty(chunk, heads, size)
     contributions = query.new_empty(chunk * added, dtype=torch.float32)
     products = product_shape(shape)
     sequence = tokens if layout == "TND" else query.shape[1]
     places = (sparse_indices, *rows)
-    staggered = key.shape[-3] <= 2 * top_k  # a row selects half of the keys, or more
+    staggered = key.shape[-3] <= 2 * top_k  # a row selects at least half of the keys
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
         here = slice(start, start + count)
         d_out_here = d_outs[here]
         _multiply_and_sum[(count * heads,)](
-            *(d_out_here, outs[here], d_out_out, laid_out, *d_outs.stride()[:2]),
+            *(d_out_here, outs[here], d_out_out, copy, *d_outs.stride()[:2]),
             HEADS=heads,
             SIZE=size,
             BLOCK=power_of_2(size),
         )
-        d_out_here = d_out_here if laid_out is None else laid_out
+        d_out_here = d_out_here if copy is None else copy
         _differentiate[score_grid(count, shape, SCORES)](
             *(queries, query_rope, key, key_rope, value, *places, d_out_here, d_out_out, softmax_max, softmax_sum),
             *(weights, d_scores, scale_value, scale_value * LOG2_E.value, start, sequence),
@@ -135,17 +140,17 @@ def npu_sparse_flash_attention_grad(
 
 @triton.jit
 def _multiply_and_sum(
-    left, right, total, laid_out, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    left, right, total, copy, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum of ``left`` times ``right`` over the last dimension; and ``left`` as ``right`` lies, if there is room."""
+    """Write the sum of ``left`` times ``right`` over the last dimension, and ``left`` to the contiguous ``copy``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     of_left = row // HEADS * left_row + row % HEADS * left_head
     a = tl.load(left + of_left + columns, mask=columns < SIZE, other=0.0)
     b = tl.load(right + row * SIZE + columns, mask=columns < SIZE, other=0.0)
     tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32)))
-    if laid_out is not None:
-        tl.store(laid_out + row * SIZE + columns, a, mask=columns < SIZE)
+    if copy is not None:
+        tl.store(copy + row * SIZE + columns, a, mask=columns < SIZE)
 
 
 @triton.jit
@@ -181,8 +186,10 @@ def _differentiate(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """The softmax and its gradient, (rows of the chunk, heads, top-k); a program for a row, some heads, some places.
-    ``d_out`` and ``d_out_out`` hold the rows of the chunk."""
+    """Write the softmax and its gradient, (rows of the chunk, heads, top-k), for a row, a block of heads and of places.
+
+    ``d_out`` and ``d_out_out`` hold the rows of the chunk.
+    """
     in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
         indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
     )
@@ -199,7 +206,7 @@ def _differentiate(
     if tl.max(there.to(tl.int32)) == 0:
         indices += (row * KEY_HEADS + key_head) * TOP_K
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
-        if first_place < count:  # there are keys after them
+        if first_place < count:  # keys follow in later blocks
             zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
             tl.store(d_scores + slots, zeros, mask=kept)
         return
@@ -247,7 +254,7 @@ def _add_to_queries(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """d_query of a row = d_scores · its keys, (heads, top-k) (top-k, width); one program for a row and some columns."""
+    """Write d_query of a row, d_scores · keys, (heads, top-k) (top-k, width), for a block of columns."""
     in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
@@ -295,11 +302,11 @@ def _add_to_keys(
     STAGGERED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """target[keys of a row] += leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width); one program for a row
-    and some columns. Not ``ATOMIC``: (rows, top-k, width). All four hold the rows of this chunk.
+    """Add leftᵀ right (+ left_2ᵀ right_2), (top-k, heads) (heads, width), to the keys of a row, for a block of columns.
 
-    ``STAGGERED``: neighbouring rows begin at different blocks, not to add to the same keys at the same time. It pays
-    where they have most keys in common; otherwise it is better that they are among the same part of all keys.
+    Without ``ATOMIC``, ``target`` (rows, top-k, width) takes the contributions instead. All four factors hold the rows
+    of this chunk. With ``STAGGERED``, neighbouring rows begin at different blocks, so that they do not add to the same
+    keys at once. That is faster if they share most keys; otherwise the same part of the keys stays in the cache.
     """
     in_chunk, _, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
@@ -321,7 +328,7 @@ def _add_to_keys(
             block = (turn + shift) % blocks
         places = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
-        # what lies in a place without a key, even if it is not a number, stays in that place's row, which is not added
+        # a place without a key may hold NaN, which stays in that place's row of the product and is not added
         mask = (group < GROUP)[:, None]
         if TOP_K % BLOCK_KEYS:
             mask = mask & (places < TOP_K)[None, :]

@@ -1,5 +1,4 @@
-"""Which keys a query row may see: the documents of a batch as two integers a row, found on the device; and which of
-those that it selected are among them."""
+"""The keys that each query row may attend to, as two integers per row, computed on the device."""
 
 from __future__ import annotations
 
@@ -15,23 +14,26 @@ from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
 
 Lengths = Tensor | Sequence[int] | None
 BLOCK = 256
-"""How many rows a program finds the documents of."""
+"""Rows per program."""
 
 
 class Rows(NamedTuple):
-    """All query rows, one after another: (T1,) int32, where T1 is B · S1 (BSND) or the packed tokens (TND)."""
+    """Two values for each query row, (T1,) int32, where T1 is B · S1 (BSND) or the number of packed tokens (TND)."""
 
     first: Tensor
-    """Where the keys of the row's document begin, among all keys one after another."""
+    """The first key of the row's document, as an index into all keys."""
     visible: Tensor
-    """How many of them the row may see, counted from the first; 0 for a row of padding."""
+    """The number of the document's keys that the row may attend to, counted from the first; 0 for padding."""
 
 
 def rows_of(
     layout: str, sparse_mode: int, query: Tensor, key: Tensor, query_lengths: Lengths, key_lengths: Lengths
 ) -> Rows:
-    """``query`` and ``key`` are in ``layout``, the lengths as the ops take them. Nothing waits for the device, so what
-    the lengths say is not checked; but no row sees a key past the last one."""
+    """Return the keys of each row. ``query`` and ``key`` are in ``layout``, the lengths as the operators take them.
+
+    The values of the lengths are not checked, which would synchronise with the device. They are clamped: no row attends
+    to a key past the last one.
+    """
     packed = layout == "TND"
     batch, queries = (1, query.shape[0]) if packed else query.shape[:2]
     of_queries, of_keys = _on_device(query_lengths, query), _on_device(key_lengths, key)
@@ -49,42 +51,44 @@ def rows_of(
 
 
 def _on_device(lengths: Lengths, tensor: Tensor) -> Tensor | None:
-    """On the device of ``tensor``. A list goes through pinned memory: from other memory the copy waits."""
+    """Return the lengths on the device of ``tensor``. A list is copied from pinned memory, without synchronising."""
     if lengths is None:
         return None
     if isinstance(lengths, Tensor):
         return lengths.to(tensor.device).contiguous()
-    held = torch.tensor(lengths, dtype=torch.int64, pin_memory=tensor.is_cuda)
-    return held.to(tensor.device, non_blocking=True)
+    pinned = torch.tensor(lengths, dtype=torch.int64, pin_memory=tensor.is_cuda)
+    return pinned.to(tensor.device, non_blocking=True)
 
 
 @triton.jit
 def keys_at(indices, places, end, first, visible, key_head, KEY_HEADS: tl.constexpr):
-    """The keys that a row selected, at ``places`` before ``end``: their rows in the keys' tensor; and whether there is
-    one, and the row may see it."""
+    """Return the rows, in the keys' tensor, of the keys selected at ``places`` before ``end``.
+
+    Also returns whether each place holds a key that the row may attend to.
+    """
     index = tl.load(indices + places, mask=places < end, other=-1)
     return (first + index) * KEY_HEADS + key_head, (index >= 0) & (index < visible)
 
 
 @triton.jit
 def count_of(indices, visible, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
-    """After how many places of a row there is no key that it may see any more."""
+    """Return the number of places of a row up to its last key."""
     places = tl.arange(0, BLOCK_TOP_K)
     _, there = keys_at(indices, places, TOP_K, 0, visible, 0, 1)
     return tl.max(tl.where(there, places + 1, 0))
 
 
-@triton.jit(do_not_specialize=["documents", "step"])  # they are others in every batch
+@triton.jit(do_not_specialize=["documents", "step"])  # they change from batch to batch
 def _rows(
     query_lengths,
     key_lengths,
     first,
     visible,
     rows,
-    queries,  # tokens of a sequence (BSND), or all there are (TND)
+    queries,  # tokens of a sequence (BSND) or of the batch (TND)
     keys,
     documents,
-    step,  # a power of 2, not less
+    step,  # a power of 2 not below documents
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,7 +96,7 @@ def _rows(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     if PACKED:
-        # how many documents end before the row, by bisection; what follows the last one belongs to it
+        # count the documents that end before the row, by bisection; tokens after the last document belong to it
         document = tl.zeros((BLOCK,), tl.int32)
         while step > 0:
             more = document + step
@@ -105,8 +109,8 @@ def _rows(
         document = row // queries
     query_start, query_count = _document(query_lengths, document, inside, queries, PACKED)
     key_start, seen = _document(key_lengths, document, inside, keys, PACKED)
-    following = query_start + query_count - 1 - row  # how many queries of the document; less than 0: padding
-    if CAUSAL:  # the last query sees the last key, the one before it one key less
+    following = query_start + query_count - 1 - row  # queries of the document after this one; negative for padding
+    if CAUSAL:  # the last query attends up to the last key, each query before it to one key less
         seen = tl.maximum(seen - following, 0)
     tl.store(first + row, key_start, mask=inside)
     tl.store(visible + row, tl.where(following >= 0, seen, 0), mask=inside)
@@ -114,7 +118,7 @@ def _rows(
 
 @triton.jit
 def _document(lengths, document, mask, tokens, PACKED: tl.constexpr):
-    """Where the tokens of each ``document`` begin, and how many they are."""
+    """Return the first token of each ``document`` and its number of tokens."""
     if PACKED:
         end = _length(lengths + document, mask, tokens)
         start = _length(lengths + document - 1, mask & (document > 0), tokens)

@@ -1,4 +1,4 @@
-"""The sum of what many rows give to the same key, in a fixed order: the same bits every time."""
+"""Deterministic sums of the contributions of many rows to the same key, in a fixed order."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,23 @@ from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at
 
 PLACES = 1024
-"""How many places of selections a program looks up."""
+"""Places of the selections per program."""
 AT_ONCE = 8
-"""How many rows' gifts to a key are on their way from memory at once; each is added to a sum of its own."""
+"""Contributions to a key in flight from memory at once; each has its own partial sum."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Which places of the selections of some rows hold a key, for all keys one after another."""
+    """The places that selected each key, in one list sorted by key."""
 
     order: Tensor
-    """The places (rows · N2 · K) int64, sorted by key, those of a key in the order of the rows."""
+    """The places (rows · N2 · K) int64, sorted by key and, for one key, by row."""
     ends: Tensor
-    """(keys · N2) int32: where those of a key end in ``order``. What follows the last end holds no key."""
+    """Where the places of each key end in ``order``, (keys · N2) int32. Places after the last end hold no key."""
 
 
 def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys: int) -> Segments:
-    """Of ``count`` rows from ``start`` on; ``keys``: how many there are, times their heads."""
+    """Return the segments of ``count`` rows from ``start`` on. ``keys`` is the number of keys times their heads."""
     key_heads, top_k = sparse_indices.shape[-2:]
     places = count * key_heads * top_k
     slots = torch.empty(places, dtype=torch.int32, device=sparse_indices.device)
@@ -43,8 +43,10 @@ def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys
 
 
 def add_segments(contributions: Tensor, segments: Segments, target: Tensor) -> None:
-    """Add to ``target``, (keys, N2, width) float32, what rows give to the keys they selected: ``contributions``,
-    (rows, N2, K, width) float32. Places without a key are not read."""
+    """Add ``contributions`` (rows, N2, K, width) to the selected keys in ``target`` (keys, N2, width), both float32.
+
+    Places without a key are not read.
+    """
     width = target.shape[-1]
     block = min(512, max(16, power_of_2(width)))
     _add_segments[(len(segments.ends), blocks_in(width, block))](
@@ -65,7 +67,7 @@ def _slots(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The key at each place of the rows from ``start`` on; ``keys`` where there is none that its row may see."""
+    """Write the key at each place of the rows from ``start`` on, or ``keys`` if the row may attend to none there."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < places
     row = start + place // (KEY_HEADS * TOP_K)
@@ -89,8 +91,8 @@ def _add_segments(contributions, order, ends, target, WIDTH: tl.constexpr, BLOCK
     for first in range(begin, end, AT_ONCE):
         places = first + tl.arange(0, AT_ONCE)
         there = places < end
-        given = tl.load(order + places, mask=there, other=0)
+        place = tl.load(order + places, mask=there, other=0)
         mask = there[:, None] & inside[None, :]
-        total += tl.load(contributions + given[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+        total += tl.load(contributions + place[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
     before = tl.load(target + key * WIDTH + columns, mask=inside, other=0.0)
     tl.store(target + key * WIDTH + columns, before + tl.sum(total, 0), mask=inside)

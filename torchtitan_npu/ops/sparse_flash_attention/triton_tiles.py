@@ -1,5 +1,4 @@
-"""What sparse attention and its gradient share: a workspace for some rows at a time, and which part of them a program
-works on."""
+"""Tiles of the sparse attention kernels: shapes known at compile time, grids, and the part of each program."""
 
 import triton
 import triton.language as tl
@@ -10,30 +9,30 @@ from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import count_of, keys_at
 
 WORKSPACE = 2**29
-"""Bytes of the workspace. Rows are taken as many at a time as fit."""
+"""Bytes of the workspace. A chunk has as many rows as fit."""
 
 
 def check_size(key: Tensor, key_rope: Tensor | None) -> None:
-    """The kernels count the elements of the keys in 32 bits."""
+    """Raise a :class:`UsageError` if 32 bits, in which the kernels index the keys, do not suffice."""
     for name, tensor in (("key", key), ("key_rope", key_rope)):
         if tensor is not None and tensor.numel() >= 2**31:
             raise UsageError(
-                f"{name} must have less than 2**31 elements on a GPU, not {tensor.numel()}: split the batch"
+                f"{name} must have fewer than 2**31 elements on a GPU, not {tensor.numel()}: split the batch"
             )
 
 
 def by_token(tensor: Tensor) -> Tensor:
-    """``tensor`` (..., heads, size) as (tokens, heads, size) with features side by side: a view, where it can be one.
-    Queries that a product made for each head lie head by head.
+    """Return ``tensor`` (..., heads, size) as (tokens, heads, size) with contiguous features, as a view if possible.
 
-    Contiguous ones too: where a sequence has one token, its stride says nothing of where the next one is.
+    A product per head leaves queries with the heads outermost, and those stay a view. Contiguous queries are flattened
+    too: the token stride of a sequence of one token is arbitrary.
     """
     flat = tensor.flatten(0, -3)
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def shape_of(query: Tensor, query_rope: Tensor | None, key_heads: int, top_k: int) -> dict[str, int]:
-    """What the kernels know of the shapes when they are compiled."""
+    """Return the sizes that are compile-time constants of the kernels."""
     *_, heads, size = query.shape
     rope = 0 if query_rope is None else query_rope.shape[-1]
     return {"GROUP": heads // key_heads, "KEY_HEADS": key_heads, "TOP_K": top_k, "SIZE": size, "ROPE": rope}
@@ -48,7 +47,7 @@ def score_blocks(shape: dict[str, int]) -> dict[str, int]:
 
 
 def score_grid(rows: int, shape: dict[str, int], config: dict[str, int]) -> tuple[int]:
-    """A program for each row, block of heads and block of keys."""
+    """Return the grid with a program for each row, block of heads and block of keys."""
     blocks = blocks_in(shape["GROUP"], score_blocks(shape)["BLOCK_HEADS"])
     return (rows * shape["KEY_HEADS"] * blocks * blocks_in(shape["TOP_K"], config["BLOCK_KEYS"]),)
 
@@ -62,8 +61,10 @@ def product_shape(shape: dict[str, int]) -> dict[str, int]:
 
 
 def blocks_of(tensor: Tensor, rows: int, config: dict[str, int]) -> tuple[dict[str, int], tuple[int]]:
-    """``config`` for the last dimension of ``tensor``, in no wider blocks of columns than that has; and the grid with a
-    program for each row and block."""
+    """Return ``config`` with blocks no wider than the last dimension of ``tensor``, and the grid.
+
+    The grid has a program for each row and block of columns.
+    """
     width = tensor.shape[-1]
     block = min(config["BLOCK_COLUMNS"], max(16, power_of_2(width)))
     return config | {"WIDTH": width, "BLOCK_COLUMNS": block}, (rows * blocks_in(width, block),)
@@ -81,8 +82,11 @@ def place_of_scores(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """This program's row, in the chunk and among all; its key head and some heads of its group; its first place of a
-    key, and the keys from there on with whether they are there."""
+    """Return the part of this program in a kernel over scores.
+
+    That is its row in the chunk and in the batch; its key head and the query heads of its block; its first place in the
+    selection; the keys from there on, and whether each place holds a key.
+    """
     head_blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     key_blocks: tl.constexpr = (TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS
     program = tl.program_id(0)
@@ -111,11 +115,13 @@ def place_of_products(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
 ):
-    """This program's row, in the chunk and among all, its key head and first column; where its selection lies, its
-    document's first key and how many keys it may see; and how many places of the selection are to be looked at.
+    """Return the part of this program in a kernel over products with keys.
 
-    The blocks of one row are neighbours, so that they find its keys in the cache; and the last rows come first: they
-    have the most keys.
+    That is its row in the chunk and in the batch, its key head and first column; the pointer to its selection; the
+    first key of its document and the number of keys it may attend to; the number of places up to its last key.
+
+    The blocks of one row are adjacent programs, so that they find its keys in the cache. The last rows come first,
+    because they have the most keys.
     """
     blocks: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     program = tl.program_id(0)
@@ -130,8 +136,7 @@ def place_of_products(
 
 @triton.jit
 def tile(pointer, rows, there, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns from ``start`` on of the rows whose first elements are at ``rows``; zeros for those not ``there``:
-    (rows, BLOCK)."""
+    """Load BLOCK columns from ``start`` on of the rows that begin at ``rows``: (rows, BLOCK), zero unless ``there``."""
     columns = start + tl.arange(0, BLOCK)
     mask = there[:, None]
     if SIZE % BLOCK:

@@ -1,4 +1,4 @@
-"""``npu_swiglu`` and ``npu_swiglu_backward``: one half of the input, through SiLU, gates the other."""
+"""``npu_swiglu`` and ``npu_swiglu_backward``: one half of the input gates the other through SiLU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
+from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
-from torchtitan_npu.ops.swiglu import reference as reference
+from torchtitan_npu.ops.swiglu import reference
 
-MAX_DIMS = 8  # CANN's kernels take no tensor of more
+MAX_DIMS = 8
+"""CANN's kernels take no tensor with more dimensions."""
 
 
 def _halved(input: Tensor, dim: int) -> list[int]:
@@ -23,9 +27,8 @@ def _halved(input: Tensor, dim: int) -> list[int]:
     return shape
 
 
-def contract(input: Tensor, dim: int, **_: Any) -> Iterator[str]:
-    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        yield f"input must be float16, bfloat16 or float32, not {input.dtype}"
+def checks(input: Tensor, dim: int, **_: Any) -> Iterator[str]:
+    yield from check_dtype("input", input, *FLOATS)
     if not 1 <= input.dim() <= MAX_DIMS:
         yield f"input must have 1 to {MAX_DIMS} dimensions, not {input.dim()}"
     if not -input.dim() <= dim < input.dim():
@@ -38,7 +41,7 @@ def fake(input: Tensor, dim: int) -> Tensor:
     return input.new_empty(_halved(input, dim))
 
 
-def sharding(input: Any, dim: int) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def sharding(input: Any, dim: int) -> Iterator[Strategy]:
     for other in range(input.ndim):
         if other != dim % input.ndim:
             yield [Shard(other)], {"input": Shard(other)}
@@ -53,7 +56,7 @@ def backward(npu: Any, ctx: Any, grad_output: Tensor) -> dict[str, Tensor]:
     return {"input": npu.npu_swiglu_backward(grad_output, *ctx.saved_tensors, ctx.dim)}
 
 
-LIMITS = (Limit("input.dtype", lambda input, **_: input.dtype, (torch.float16, torch.bfloat16, torch.float32)),)
+LIMITS = (Limit("input.dtype", lambda input, **_: input.dtype, NPU_FLOATS),)
 
 declare(
     Op(
@@ -61,16 +64,17 @@ declare(
         reference=reference.npu_swiglu,
         cuda=kernel("swiglu.triton", "npu_swiglu", reference.npu_swiglu),
         fake=fake,
-        contract=contract,
+        checks=checks,
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=LIMITS,
+        sample=lambda: {"input": randn(TOKENS, 2 * HIDDEN)},
     )
 )
 
 
-def backward_contract(grad_output: Tensor, input: Tensor, dim: int) -> Iterator[str]:
-    yield from contract(input, dim)
+def backward_checks(grad_output: Tensor, input: Tensor, dim: int) -> Iterator[str]:
+    yield from checks(input, dim)
     shape = _halved(input, dim)
     if (list(grad_output.shape), grad_output.dtype) != (shape, input.dtype):
         yield (
@@ -83,7 +87,7 @@ def backward_fake(input: Tensor, **_: Any) -> Tensor:
     return torch.empty_like(input)
 
 
-def backward_sharding(input: Any, dim: int, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+def backward_sharding(input: Any, dim: int, **_: Any) -> Iterator[Strategy]:
     for other in range(input.ndim):
         if other != dim % input.ndim:
             yield [Shard(other)], {"grad_output": Shard(other), "input": Shard(other)}
@@ -95,8 +99,9 @@ declare(
         reference=reference.npu_swiglu_backward,
         cuda=kernel("swiglu.triton", "npu_swiglu_backward", reference.npu_swiglu_backward),
         fake=backward_fake,
-        contract=backward_contract,
+        checks=backward_checks,
         sharding=backward_sharding,
         limits=LIMITS,
+        sample=lambda: {"grad_output": randn(TOKENS, HIDDEN), "input": randn(TOKENS, 2 * HIDDEN)},
     )
 )

@@ -1,5 +1,8 @@
-"""SwiGLU and its gradient: one pass over the memory. The halves along any dimension of a contiguous tensor are the
-halves of the rows of a matrix (the dimensions before, the halved one and all after it)."""
+"""SwiGLU and its gradient in Triton, in one pass over the memory.
+
+A contiguous tensor is a matrix: the dimensions before ``dim`` are its rows, ``dim`` and those after it its columns. The
+two halves along ``dim`` are the two halves of each row.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +40,19 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
 
 
 def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    block = min(1024, power_of_2(width))  # 16 bytes a thread
+    block = min(1024, power_of_2(width))  # 16 bytes per thread
     return (rows * blocks_in(width, block),), {"BLOCK": block, "num_warps": 4}
 
 
 @triton.jit
 def _sigmoid(a, EXACT: tl.constexpr):
-    """``EXACT``: within 3 units in the last place of float32. Triton's own exponential errs by as many as its argument
-    is large, which a result in 16 bits does not show."""
+    """Return the sigmoid of ``a``; with ``EXACT``, within 3 units in the last place of float32.
+
+    The error of Triton's own exponential grows with its argument. A 16-bit result does not show it.
+    """
     if not EXACT:
         return tl.sigmoid(a)
-    x = tl.minimum(tl.maximum(-a, -100.0), 100.0)  # far beyond, the result is 1, or 0 in float32
+    x = tl.minimum(tl.maximum(-a, -100.0), 100.0)  # beyond that, the result is 1 or 0 in float32
     whole = tl.floor(x * LOG2_E + 0.5)
     rest = tl.fma(whole, -LN_2_LOW, tl.fma(whole, -LN_2_HIGH, x))
     return tl.div_rn(tl.full(a.shape, 1.0, tl.float32), 1.0 + tl.exp2(rest * LOG2_E) * tl.exp2(whole))

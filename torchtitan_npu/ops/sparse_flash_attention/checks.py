@@ -1,7 +1,7 @@
-"""What the contracts of the lightning indexer, of sparse attention and of the indexer's loss have in common.
+"""Argument checks that sparse attention, the lightning indexer and the indexer's loss share.
 
-Tokens lie in ``BSND``, (batch, sequence, heads, head size), or packed in ``TND``, (tokens, heads, head size), where the
-sequence lengths say at which token each document ends. Selected keys are counted from the start of their document.
+The layout of tokens is ``BSND``, (batch, sequence, heads, head size), or packed ``TND``, (tokens, heads, head size),
+where the sequence lengths are the ends of the documents. Indices of selected keys count from the start of the document.
 """
 
 from __future__ import annotations
@@ -12,40 +12,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_npu.ops.core.checks import FLOATS
+
 LAYOUTS = {"BSND": 4, "TND": 3}
-"""The layouts of tokens, and how many dimensions each has. ``PA_BSND``, keys in pages, is for inference."""
+"""The layouts, and the number of dimensions of each. ``PA_BSND``, paged keys, is for inference."""
 SPARSE_MODES = (0, 3)
-"""0: a query sees every key; 3: causal, the last query aligned with the last key."""
+"""0: a query may attend to every key; 3: causal, with the last query aligned to the last key."""
 NO_WINDOW = 2**63 - 1
-"""The only ``pre_tokens`` and ``next_tokens`` that the NPU's kernels take."""
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The only ``pre_tokens`` and ``next_tokens`` that NPU kernels take."""
 HALVES = (torch.float16, torch.bfloat16)
+TOP_K_OF_GRADIENTS = tuple(range(1024, 8193, 1024))
+"""The top-k that the NPU's gradient kernels take."""
+ROPE_SIZES = (None, 64)
 
 
 class AnyOf(tuple):  # type: ignore[type-arg]
-    """Single values and ranges of them: ``3 in AnyOf((range(1, 9), 64))``."""
+    """A tuple of values and ranges that contains the elements of its ranges: ``3 in AnyOf((range(1, 9), 64))``."""
 
     def __contains__(self, value: object) -> bool:
         return any(value in part if isinstance(part, range) else value == part for part in self)
 
 
 def statistics_dtype(query: Tensor) -> torch.dtype:
-    """float32, as torch_npu keeps it; float64 only for float64 input, which the NPU does not take."""
+    """Return float32, as torch_npu does, or float64 for float64 input, which an NPU does not take."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def statistics_shape(query: Tensor, key: Tensor) -> list[int]:
-    """The shape of the softmax's maximum and sum: (B, N2, S, N1/N2) or (N2, T, N1/N2)."""
+    """Return the shape of the softmax's maximum and sum: (B, N2, S, N1/N2) or (N2, T, N1/N2)."""
     *tokens, heads, _ = query.shape
     key_heads = key.shape[-2]
     return [*tokens[:-1], key_heads, tokens[-1], heads // key_heads]
 
 
-def memory(tensor: Tensor | None) -> str:
+def memory_format(tensor: Tensor | None) -> str:
+    """Return a description of the strides, for a limit."""
     return "contiguous" if tensor is None or tensor.is_contiguous() else "not contiguous"
 
 
-def layout_problems(**layouts: str | None) -> Iterator[str]:
+def rope_size(rope: Tensor | None) -> int | None:
+    return None if rope is None else rope.shape[-1]
+
+
+def check_layouts(**layouts: str | None) -> Iterator[str]:
     for name, layout in layouts.items():
         if layout not in LAYOUTS:
             yield f"{name} must be {' or '.join(LAYOUTS)}, not {layout!r}"
@@ -55,8 +64,8 @@ def layout_problems(**layouts: str | None) -> Iterator[str]:
             yield f"{name} must equal {first}, {layout!r}, not {other!r}"
 
 
-def token_problems(layout: str, query_name: str, query: Tensor, key_name: str, key: Tensor) -> Iterator[str]:
-    """The query's and the key's shape and dtype."""
+def check_tokens(layout: str, query_name: str, query: Tensor, key_name: str, key: Tensor) -> Iterator[str]:
+    """Check the shapes and dtypes of query and key."""
     of_query, of_key = query.shape, key.shape
     for name, tensor in ((query_name, query), (key_name, key)):
         if tensor.dtype not in FLOATS:
@@ -75,7 +84,7 @@ def token_problems(layout: str, query_name: str, query: Tensor, key_name: str, k
         yield f"{query_name} must have a multiple of the {of_key[-2]} heads of {key_name}, not {of_query[-2]}"
 
 
-def weight_problems(weights: Tensor, query_name: str, query: Tensor) -> Iterator[str]:
+def check_weights(weights: Tensor, query_name: str, query: Tensor) -> Iterator[str]:
     if weights.shape != query.shape[:-1]:
         yield (
             f"weights must have a value for each head of {query_name}, {tuple(query.shape[:-1])}, "
@@ -85,7 +94,7 @@ def weight_problems(weights: Tensor, query_name: str, query: Tensor) -> Iterator
         yield f"weights must be torch.float32 or have the dtype of {query_name}, {query.dtype}, not {weights.dtype}"
 
 
-def rope_problems(query: Tensor, key: Tensor, query_rope: Tensor | None, key_rope: Tensor | None) -> Iterator[str]:
+def check_ropes(query: Tensor, key: Tensor, query_rope: Tensor | None, key_rope: Tensor | None) -> Iterator[str]:
     if query_rope is None or key_rope is None:
         if query_rope is not key_rope:
             yield f"{'query_rope' if query_rope is None else 'key_rope'} must be given too, or neither of the two"
@@ -100,7 +109,7 @@ def rope_problems(query: Tensor, key: Tensor, query_rope: Tensor | None, key_rop
         yield f"key_rope must have the head size of query_rope, {query_rope.shape[-1]}, not {key_rope.shape[-1]}"
 
 
-def index_problems(sparse_indices: Tensor, query: Tensor, key: Tensor) -> Iterator[str]:
+def check_indices(sparse_indices: Tensor, query: Tensor, key: Tensor) -> Iterator[str]:
     if sparse_indices.dtype != torch.int32:
         yield f"sparse_indices must be torch.int32, not {sparse_indices.dtype}"
     rows = (*query.shape[:-2], key.shape[-2])
@@ -110,7 +119,7 @@ def index_problems(sparse_indices: Tensor, query: Tensor, key: Tensor) -> Iterat
         yield "sparse_indices must not be empty: top-k must be at least 1"
 
 
-def statistics_problems(query: Tensor, key: Tensor, **statistics: Tensor) -> Iterator[str]:
+def check_statistics(query: Tensor, key: Tensor, **statistics: Tensor) -> Iterator[str]:
     shape, dtype = statistics_shape(query, key), statistics_dtype(query)
     for name, value in statistics.items():
         if (list(value.shape), value.dtype) != (shape, dtype):
@@ -120,20 +129,12 @@ def statistics_problems(query: Tensor, key: Tensor, **statistics: Tensor) -> Ite
             )
 
 
-def same_problems(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Iterator[str]:
-    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-        yield (
-            f"{name} must have the shape and dtype of {other_name}, {tuple(other.shape)} and {other.dtype}, "
-            f"not {tuple(tensor.shape)} and {tensor.dtype}"
-        )
-
-
-def length_tensor_problems(layout: str, query: Tensor, **lengths: Tensor | None) -> Iterator[str]:
-    """Sequence lengths as the indexer and sparse attention take them; their values are the kernel's to check."""
+def check_length_tensors(layout: str, query: Tensor, **lengths: Tensor | None) -> Iterator[str]:
+    """Check sequence lengths in tensors, as the indexer and sparse attention take them. Kernels check the values."""
     for name, value in lengths.items():
         if value is None:
             if layout == "TND":
-                yield f"{name} must be given with the layout TND: it says where each document ends"
+                yield f"{name} must be given with the layout TND: it holds the ends of the documents"
         elif value.dtype != torch.int32 or value.dim() != 1:
             yield f"{name} must be torch.int32 of one dimension, not {value.dtype} of {value.dim()}"
         elif layout == "TND" and value.numel() == 0:
@@ -148,42 +149,42 @@ def _same_count(counts: dict[str, int]) -> Iterator[str]:
         yield f"{' and '.join(counts)} must have the same number of elements, not {list(counts.values())}"
 
 
-def length_list_problems(layout: str, query: Tensor, key: Tensor, **lengths: Sequence[int] | None) -> Iterator[str]:
-    """Sequence lengths as the indexer's loss takes them: integers, and only for packed documents."""
+def check_length_lists(layout: str, query: Tensor, key: Tensor, **lengths: Sequence[int] | None) -> Iterator[str]:
+    """Check sequence lengths in lists, as the indexer's loss takes them, for packed documents only."""
     for (name, value), tokens in zip(lengths.items(), (query, key), strict=True):
         if layout == "BSND" and value is not None:
             yield f"{name} must be None with the layout BSND: rows without keys are -1 in sparse_indices"
         if layout == "TND":
             if value is None:
-                yield f"{name} must be given with the layout TND: it says where each document ends"
+                yield f"{name} must be given with the layout TND: it holds the ends of the documents"
             else:
-                yield from length_value_problems(layout, name, value, tokens.shape[0])
+                yield from check_length_values(layout, name, value, tokens.shape[0])
     yield from _same_count({name: len(value) for name, value in lengths.items() if value is not None})
 
 
-def length_value_problems(layout: str, name: str, lengths: Sequence[int], tokens: int) -> Iterator[str]:
-    """``tokens`` is the sequence length (BSND) or the number of tokens (TND) that the lengths belong to."""
+def check_length_values(layout: str, name: str, lengths: Sequence[int], tokens: int) -> Iterator[str]:
+    """Check the values of sequence lengths against ``tokens``, the sequence length (BSND) or token count (TND)."""
     if layout == "BSND":
         if not all(0 <= length <= tokens for length in lengths):
             yield f"{name} must be between 0 and the sequence length {tokens}, not {list(lengths)}"
     elif not lengths or lengths[-1] != tokens:
         yield f"{name} must end with the number of tokens, {tokens}, not be {list(lengths)}"
     elif any(end < start for start, end in zip([0, *lengths], lengths, strict=False)):
-        yield f"{name} must not decrease: it is where each document ends, not {list(lengths)}"
+        yield f"{name} must not decrease: it holds the ends of the documents, not {list(lengths)}"
 
 
-def mode_problems(sparse_mode: int | None, allowed: Sequence[int] = SPARSE_MODES) -> Iterator[str]:
+def check_sparse_mode(sparse_mode: int | None, allowed: Sequence[int] = SPARSE_MODES) -> Iterator[str]:
     if sparse_mode not in allowed:
         yield f"sparse_mode must be {' or '.join(map(str, allowed))}, not {sparse_mode}"
 
 
-def window_problems(**tokens: int) -> Iterator[str]:
+def check_no_window(**tokens: int) -> Iterator[str]:
     for name, value in tokens.items():
         if value != NO_WINDOW:
             yield f"{name} must be 2**63 - 1, not {value}"
 
 
-def absent_problems(why: str, **arguments: Any) -> Iterator[str]:
+def check_absent(why: str, **arguments: Any) -> Iterator[str]:
     for name, value in arguments.items():
         if value is not None:
             yield f"{name} must be None: {why}"

@@ -1,0 +1,70 @@
+"""torch_internals.dtensor_rules against this torch: a rule for a small operator, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from torchtitan_npu.torch_internals import dtensor_rules
+
+LIBRARY = torch.library.Library("dtensor_rules_test", "FRAGMENT")
+LIBRARY.define("double(Tensor x, *, str mode='sum') -> (Tensor, Tensor)")
+LIBRARY.impl("double", lambda x, mode="sum": (2 * x, x.sum()), "CPU")
+torch.library.register_fake("dtensor_rules_test::double", lambda x, mode="sum": (2 * x, x.sum()), lib=LIBRARY)
+DOUBLE = torch.ops.dtensor_rules_test.double.default
+
+
+def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dtensor_rules.Strategy]:
+    rows = ([Shard(0), Partial()], [Shard(0)])
+    replicated = ([Replicate(), Replicate()], [Replicate()])
+    return [replicated, rows] if args[0].ndim == 2 else [replicated]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_a_rule_and_a_handler(mesh: DeviceMesh) -> None:
+    calls = []
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chosen = dtensor_rules.choose_strategy(op, args, kwargs, ["mode"])
+        assert (chosen.mesh.ndim, chosen.args[0].shape, chosen.kwargs) == (1, (4, 3), {"mode": "mean"})
+        assert chosen.inputs == [(Shard(0),)] and chosen.outputs == [(Shard(0),), (Partial(),)]
+        calls.append(dtensor_rules.local_tensor(args[0], (Shard(0),)).shape)
+        return dtensor_rules.wrap_outputs(op(args[0].to_local(), **kwargs), chosen.output_spec)
+
+    assert not dtensor_rules.has_rule(DOUBLE)
+    dtensor_rules.register_rule(DOUBLE, rule, ["mode"])
+    assert dtensor_rules.has_rule(DOUBLE)
+    x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    doubled, total = DOUBLE(x)
+    assert doubled.placements == (Shard(0),) and total.placements == (Partial(),)
+    assert DOUBLE(x[0])[1].placements == (Replicate(),)
+
+    dtensor_rules.register_handler(DOUBLE, handler)
+    doubled, _ = DOUBLE(x, mode="mean")
+    assert isinstance(doubled, DTensor) and doubled.placements == (Shard(0),) and calls == [(2, 3)]
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        dtensor_rules.choose_strategy(DOUBLE, (torch.ones(4, 3),), {"mode": x}, [])
+
+
+def test_local_tensors_are_redistributed(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Replicate()])
+    assert torch.equal(dtensor_rules.local_tensor(x, (Shard(0),)), torch.arange(4.0).view(2, 2))
+    assert dtensor_rules.local_tensor(x, (Replicate(),)).shape == (4, 2)
+
+
+def test_count_tensors() -> None:
+    tensor: Tensor = torch.ones(1)
+    assert [dtensor_rules.count_tensors(value) for value in (tensor, [tensor, tensor], None, 3)] == [1, 2, 0, 0]

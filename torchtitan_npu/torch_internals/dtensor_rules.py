@@ -1,0 +1,149 @@
+"""DTensor's sharding rules and its dispatcher. Seen on torch 2.11 to 2.13.
+
+A rule of :func:`register_rule` sees *specs* in place of tensors: objects with ``shape``, ``ndim``, ``mesh`` and
+``placements``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy, RuntimeSchemaInfo, TupleStrategy
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves
+
+Strategy: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement]]
+"""Placements over one mesh dimension: of the outputs (``None`` for one that is not a tensor) and of the tensor
+arguments, in the order of the call."""
+Rule: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Strategy]]
+"""Return the strategies for a call with these positional and keyword arguments, specs in place of tensors."""
+
+
+def has_rule(op: OpOverload) -> bool:
+    """Return whether DTensor has a sharding rule for ``op``."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules)
+    return any(op in table for table in tables)
+
+
+def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, in_place: bool = False) -> None:
+    """Let DTensor shard ``op`` by the strategies of ``rule`` and by their products over the mesh's dimensions.
+
+    Every positional argument that is not a tensor, and the arguments named in ``keywords``, become part of the key
+    under which DTensor caches its decision. With ``in_place``, the placement of the first argument cannot change.
+    """
+
+    def strategies(schema: OpSchema) -> OpStrategy:
+        args = tuple(map(_without_strategies, schema.args_schema))
+        kwargs = {name: _without_strategies(value) for name, value in schema.kwargs_schema.items()}
+        choices = rule(args, kwargs)
+        outputs = len(choices[0][0])
+        placements = [[*of_outputs, *of_inputs] for of_outputs, of_inputs in choices]
+        mesh = schema.get_mesh_from_args()
+        found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=outputs, inplace_op=in_place)
+        if outputs == 1 and schema.return_type_list_tensor_like():
+            for choice in found.strategies:
+                choice.output_specs = (choice.output_specs,)  # type: ignore[assignment]
+        return found
+
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategies, _schema_info(keywords))
+
+
+def register_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
+    """Let ``handler(op, args, kwargs)`` run a call of ``op`` with DTensors, in place of DTensor's dispatch."""
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The strategy that DTensor chose for one call."""
+
+    mesh: DeviceMesh
+    args: tuple[Any, ...]
+    """The positional arguments of the call, specs in place of tensors."""
+    kwargs: dict[str, Any]
+    """The keyword arguments of the call, specs in place of tensors."""
+    inputs: Sequence[Sequence[Placement]]
+    """The placements of each positional tensor, one for each mesh dimension."""
+    outputs: Sequence[Sequence[Placement] | None]
+    """The placements of each output; ``None`` for one that is not a tensor."""
+    output_spec: Any
+    """Pass it to :func:`wrap_outputs`."""
+
+
+def choose_strategy(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keywords: Sequence[str]) -> Decision:
+    """Return DTensor's choice for a call whose tensors are DTensors. ``keywords`` as in :func:`register_rule`.
+
+    A plain tensor among the arguments is an error, unless it is a scalar or implicit replication is enabled.
+    """
+    mesh = next(value.device_mesh for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
+    arg_specs = tuple(_specs(op, mesh, value) for value in args)
+    kwarg_specs = {name: _specs(op, mesh, value) for name, value in kwargs.items()}
+    schema = OpSchema(op, arg_specs, kwarg_specs, _schema_info(keywords))
+    mesh = schema.get_mesh_from_args()
+    call = OpInfo(mesh, schema, [], (), {})
+    DTensor._op_dispatcher.sharding_propagator.propagate(call)
+    chosen = call.output_sharding
+    assert chosen is not None
+    outputs = chosen.output_spec if isinstance(chosen.output_spec, Sequence) else [chosen.output_spec]
+    return Decision(
+        mesh=mesh,
+        args=arg_specs,
+        kwargs=kwarg_specs,
+        inputs=[spec.placements for spec in (chosen.redistribute_schema or schema).args_spec],
+        outputs=[None if spec is None else spec.placements for spec in outputs],
+        output_spec=chosen.output_spec,
+    )
+
+
+def local_tensor(tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+    """Return this rank's part of ``tensor`` under ``placements``, redistributed if they differ from its own."""
+    if placements == tensor.placements:
+        return tensor._local_tensor
+    target = DTensorSpec(tensor.device_mesh, placements, tensor_meta=tensor._spec.tensor_meta)
+    return redistribute_local_tensor(tensor._local_tensor, tensor._spec, target)
+
+
+def wrap_outputs(results: Any, output_spec: Any) -> Any:
+    """Return an operator's local results as DTensors with the specs of a :class:`Decision`."""
+    return DTensor._op_dispatcher.wrap(results, output_spec)
+
+
+def count_tensors(value: Any) -> int:
+    """Return the number of tensors, or of specs, in an argument that may be a list."""
+    if isinstance(value, list | tuple):
+        return sum(map(count_tensors, value))
+    return int(isinstance(value, DTensorSpec | Tensor))
+
+
+def _schema_info(keywords: Sequence[str]) -> RuntimeSchemaInfo:
+    return RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(keywords) or None, needs_pytree=True)
+
+
+def _specs(op: OpOverload, mesh: DeviceMesh, value: Any) -> Any:
+    """Return an argument with specs in place of tensors, and tuples in place of lists: a cache key is hashable."""
+    if isinstance(value, list | tuple):
+        return tuple(_specs(op, mesh, item) for item in value)
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        return DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor(op, value, mesh)
+    return value
+
+
+def _without_strategies(value: Any) -> Any:
+    """Return an argument with a spec in place of DTensor's set of strategies for each tensor."""
+    if isinstance(value, OpStrategy):
+        return value.strategies[0].output_spec
+    if isinstance(value, TupleStrategy):
+        return tuple(map(_without_strategies, value.children))
+    return value
