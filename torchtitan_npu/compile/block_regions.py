@@ -87,7 +87,7 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, codegen: bool =
         # forward and not __call__: FSDP's hooks, which gather the weights, stay outside
         outer.forward = torch.compile(outer.forward, **options)
         for moe in moes:
-            moe.told_to_count = True  # the recomputation inside the backward graph does not count tokens
+            moe.counts_tokens = True  # the recomputation inside the backward graph does not count tokens
         return 1
     small = [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
     regions, large = 0, []
@@ -119,7 +119,7 @@ def has_static_sizes(moe: Any) -> bool:
 
 
 def _set_whether_tokens_count(moe: Any, block: nn.Module, args: Any) -> None:
-    moe.told_to_count = moe.is_counted()
+    moe.counts_tokens = moe.is_counted()
 
 
 def is_worth_compiling(part: nn.Module) -> bool:

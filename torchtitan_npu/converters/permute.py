@@ -42,7 +42,7 @@ class NpuMoE(MoE):
     counts_again = True
     """Count tokens also in the recomputation of a checkpointed forward, as TorchTitan's optimizer hook expects.
     :mod:`torchtitan_npu.components.expert_balance` unsets it."""
-    told_to_count: bool | None = None
+    counts_tokens: bool | None = None
     """Set to decide whether the next forward counts tokens. A compiled forward cannot find out itself:
     :mod:`torchtitan_npu.compile.block_regions` sets it."""
     waits_for_counts = False
@@ -58,7 +58,7 @@ class NpuMoE(MoE):
 
         # (tokens, top_k), (tokens, top_k), (num_experts)
         top_scores, experts, tokens_per_expert = self.router(x, self.expert_bias)
-        counts = self.is_counted() if self.told_to_count is None else self.told_to_count
+        counts = self.is_counted() if self.counts_tokens is None else self.counts_tokens
         if counts:
             with torch.no_grad():
                 self.tokens_per_expert.add_(tokens_per_expert)
