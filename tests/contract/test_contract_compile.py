@@ -32,9 +32,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[fx.GraphModul
 
 
 def operators(graphs: list[tuple[fx.GraphModule, Any]]) -> Counter[str]:
-    """Count the operators in the graphs by name. ``view.dtype`` is counted apart from ``view``."""
+    """Count the operators in the graphs by name."""
     targets = [n.target for module, _ in graphs for n in module.graph.nodes if isinstance(n.target, OpOverload)]
-    return Counter("view.dtype" if op is torch.ops.aten.view.dtype else op.overloadpacket.__name__ for op in targets)
+    return Counter(op.overloadpacket.__name__ for op in targets)
 
 
 def documented() -> Counter[str]:

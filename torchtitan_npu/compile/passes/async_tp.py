@@ -2,8 +2,8 @@
 
 All-gather + matmul becomes ``npu_all_gather_base_mm``, and matmul + reduce-scatter ``npu_mm_reduce_scatter_base``. On
 an NPU each is one kernel. Elsewhere it is a ring of sends and receives, with a part of the matmul between two of them.
-The operators take matrices and gather or scatter blocks of rows. Tensor parallel gathers along the sequence, which is
-not the first dimension if there is a batch, so the rows are reordered on the side of the matmul that has all of them.
+The operators take matrices and gather or scatter blocks of rows. Tensor parallel gathers along the sequence, the second
+dimension. So the rows are reordered, on the side of the matmul that has all of them.
 """
 
 from __future__ import annotations

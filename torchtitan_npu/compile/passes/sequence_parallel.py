@@ -5,8 +5,8 @@ operators in between compute and save 1 / ranks of the tokens.
 
 A minimum cut selects these operators. After a collective, each token-wise operator may run on local tokens. A value
 that another operator needs for all tokens is gathered once. The cut gathers the fewest bytes; among equal cuts, the
-last one is taken. As a result, a residual stays local from layer to layer, a replicated addend is chunked (Qwen3-VL's
-deepstack), and an all-gather before a norm (as after the experts of a MoE) moves behind it.
+last one is taken. As a result, a residual stays local from layer to layer, and a replicated addend is chunked
+(Qwen3-VL's deepstack). An all-gather before a norm, as after the experts of a MoE, moves behind the norm.
 """
 
 from __future__ import annotations
