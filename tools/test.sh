@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
-# Sets up and runs everything CI runs: ruff, mypy, pytest, and the rehearsal against the real torch_npu. Arguments go to
-# pytest; then there is no rehearsal.
+# Set up and run everything that CI runs: ruff, mypy, pytest, and the contract tests against the real torch_npu.
+# --all adds the tests marked slow. Other arguments go to pytest, and the contract tests are left out.
 set -euo pipefail
+marked=()
+if [ "${1:-}" = --all ]; then
+    marked=(-m "slow or not slow")
+    shift
+fi
 . "$(dirname "$0")/setup_env.sh"
 if [ $# = 0 ]; then
-    (. tools/rehearsal_env.sh) & # beside what follows, which has a core to spare at first
-    rehearsal=$!
-    trap 'echo "waiting for the rehearsal environment" >&2; wait' EXIT
+    (. tools/contract_env.sh) & # in parallel: the linters leave a core idle
+    contract=$!
+    trap 'echo "waiting for the environment of the contract tests" >&2; wait' EXIT
 fi
 ruff check .
 ruff format --check .
 mypy
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "$@"
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" "$@"
 if [ $# = 0 ]; then
-    wait "$rehearsal"
+    wait "$contract"
     trap - EXIT
     (
-        . tools/rehearsal_env.sh
-        OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal tests/rehearsal
+        . tools/contract_env.sh
+        OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" tests/contract
     )
 fi

@@ -22,7 +22,7 @@ from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.models.sparse_attention.documents import Documents, Ends
-from torchtitan_npu.planner import Calls, StatedLoad, fake_device, fake_ranks
+from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
@@ -138,7 +138,7 @@ def train_step(config: JobConfig, args: Any) -> Step:
     context = titan.get_train_context(dims.tp_enabled)
     # the backward pass of a device runs in its own thread, where DTensor caches the meshes of an earlier step
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with fake_device(), StatedLoad(), one_thread:
+    with fake_device(), AssumedLoad(), one_thread:
         model.to_empty(device=device)
         # fake tensors have no values, but init_weights also ties the weights that to_empty has untied
         if ties_weights(model):

@@ -1,4 +1,4 @@
-"""The rehearsal runs in an environment of its own, in which torch has loaded the real torch_npu."""
+"""Contract tests run in a second environment, in which torch loads the real torch_npu on a stub of CANN."""
 
 import pytest
 
@@ -6,6 +6,6 @@ import torchtitan_npu
 from torchtitan_npu import platform
 
 if platform.backend() != "npu":
-    raise pytest.UsageError("tests/rehearsal needs the real torch_npu: source tools/rehearsal_env.sh first")
+    raise pytest.UsageError("tests/contract needs the real torch_npu: source tools/contract_env.sh first")
 
 torchtitan_npu.register()

@@ -14,7 +14,7 @@ from torch import fx
 
 from tests._helpers.contract_step import RANKS, fake_ranks, job, matching, model_args, train_step
 from tests._helpers.pass_graphs import recorded_graphs
-from torchtitan_npu.planner import Calls, StatedLoad
+from torchtitan_npu.planner import AssumedLoad, Calls
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 MODEL = "deepseek_v32"
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[fx.GraphModule, Any]]]:
     """The graphs compiled in the test."""
-    for mode in (Calls, StatedLoad):  # they observe what runs, not what is traced
+    for mode in (Calls, AssumedLoad):  # they observe what runs, not what is traced
         monkeypatch.setattr(mode, "ignore_compile_internals", classmethod(lambda cls: True))
     torch.compiler.reset()
     with recorded_graphs() as recorded:

@@ -1,14 +1,13 @@
-"""The stated load: what the host may read of fake tensors, and what it may not."""
+"""The assumed expert load: which values of fake tensors the host can read, and which it cannot."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed._functional_collectives import all_to_all_single
 
-from torchtitan_npu.planner import Calls, StatedLoad, balanced, fake_device, fake_ranks
+from torchtitan_npu.planner import AssumedLoad, Calls, balanced, fake_device, fake_ranks
 
 EXPERTS = 8
 
@@ -24,35 +23,35 @@ def test_balanced_loses_no_token() -> None:
 
 
 def test_values_follow_what_is_computed_from_counts() -> None:
-    with fake_device(), StatedLoad():
+    with fake_device(), AssumedLoad():
         assert counts().tolist() == balanced(30, EXPERTS)
         assert counts().view(2, -1).sum(dim=1).to("cpu", non_blocking=True).tolist() == [16, 14]
         assert counts().cumsum(0)[-1].item() == 30
 
 
 def test_another_load() -> None:
-    with fake_device(), StatedLoad(lambda choices, experts: [choices] + [0] * (experts - 1)):
+    with fake_device(), AssumedLoad(lambda choices, experts: [choices] + [0] * (experts - 1)):
         assert counts().tolist() == [30] + [0] * 7
 
 
-def test_every_rank_has_the_same_load() -> None:
-    with fake_ranks(4), fake_device(), StatedLoad():
+def test_all_ranks_have_the_same_load() -> None:
+    with fake_ranks(4), fake_device(), AssumedLoad():
         received = all_to_all_single(counts(), None, None, torch.distributed.group.WORLD)
-        # the first rank's two experts, from each of the four ranks
+        # The first rank's two experts receive from each of the four ranks.
         assert received.tolist() == [4, 4] * 4
 
 
-def test_what_is_not_stated_cannot_be_read() -> None:
-    with fake_device(), StatedLoad():
-        stated, unknown = counts(), torch.zeros(EXPERTS, dtype=torch.int64, device="npu")
-        view = stated[1:]
-        for tensor in (unknown, stated + unknown, unknown.add_(stated)):
-            with pytest.raises(DataDependentOutputException):
+def test_unknown_values_cannot_be_read() -> None:
+    with fake_device(), AssumedLoad():
+        known, unknown = counts(), torch.zeros(EXPERTS, dtype=torch.int64, device="npu")
+        view = known[1:]
+        for tensor in (unknown, known + unknown, unknown.add_(known)):
+            with pytest.raises(RuntimeError, match="_local_scalar_dense"):
                 tensor.tolist()
         assert view.tolist() == balanced(30, EXPERTS)[1:]
-        stated.add_(unknown)
-        for tensor in (stated, view):
-            with pytest.raises(DataDependentOutputException):
+        known.add_(unknown)
+        for tensor in (known, view):
+            with pytest.raises(RuntimeError, match="_local_scalar_dense"):
                 tensor.tolist()
 
 

@@ -1,4 +1,4 @@
-"""The tool that rehearses a job, against the real torch_npu."""
+"""The command ``plan`` with the real torch_npu."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
 from torchtitan_npu.config.preflight import build_on_meta
 
 
-def test_a_job_is_rehearsed_against_torch_npu(
+def test_dry_run_with_torch_npu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchtitan_npu.cli.plan import command as tool
+    from torchtitan_npu.cli.plan import command
 
     add_flavor("llama3", "two_layers", {"n_layers": 2})
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
-    out, file = tmp_path / "rehearsal.json", str(PACKAGE / "train_configs" / "llama3_debugmodel.toml")
+    out, file = tmp_path / "job.json", str(PACKAGE / "train_configs" / "llama3_debugmodel.toml")
     job = ["--model.flavor", "two_layers", "--training.global_batch_size", "-1", "--training.local_batch_size", "1"]
-    assert tool.main(["--config", file, "--world-size", "2", "--json", str(out), *job]) == 0
-    assert "rehearsed against torch_npu" in capsys.readouterr().out
+    assert command.main(["--config", file, "--world-size", "2", "--json", str(out), *job]) == 0
+    assert "dry run with torch_npu's operators" in capsys.readouterr().out
     report = json.loads(out.read_text())
-    assert (report["operators"], report["home"]) == ("npu", "npu")
+    assert (report["operators"], report["backend"]) == ("npu", "npu")
     (rank,) = report["ranks"]
     parameters = list(build_on_meta(JobConfigManager().parse_args(["--job.config_file", file, *job])).parameters())
     shard, rounding = sum(p.numel() for p in parameters) // 2, 512 * len(parameters)
-    standing = {"parameters": 4, "gradients": 4, "optimizer states": 8}
-    for category, size in standing.items():
-        assert 0 <= rank["standing"][category] - size * shard <= 3 * rounding, category
-    assert sum(rank["standing"].values()) <= rank["peak"] == sum(rank["at_peak"].values())
-    # FSDP is the only group: two buffers of HCCL's default size
+    bytes_per_parameter = {"parameters": 4, "gradients": 4, "optimizer states": 8}
+    for category, size in bytes_per_parameter.items():
+        assert 0 <= rank["between_steps"][category] - size * shard <= 3 * rounding, category
+    assert sum(rank["between_steps"].values()) <= rank["peak"] == sum(rank["at_peak"].values())
+    # FSDP is the only group: two buffers of HCCL's default size.
     assert (rank["communicators"], rank["needed"] - rank["peak"]) == (1, 2 * 200 << 20)

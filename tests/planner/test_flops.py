@@ -1,4 +1,4 @@
-"""FLOPs of the npu:: operators: what torch counts for the same computation written as plain products."""
+"""FLOPs of the npu:: operators equal those that torch counts for the same computation in plain matrix products."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_npu.ops  # noqa: F401  # declares torch.ops.npu
+from torchtitan_npu.planner.active_modules import in_backward
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_device
 from torchtitan_npu.planner.flops import flops
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 npu = torch.ops.npu
 BATCH, QUERIES, KEYS, HEADS, TOP_K = 2, 6, 8, 4, 3
@@ -20,7 +21,7 @@ LATENT, ROPE, INDEX_HEADS, INDEX_SIZE = 512, 64, 8, 128
 
 
 class Counted(BelowSubclasses):
-    """Adds up what the rehearsal counts."""
+    """Sum the planner's FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,36 +29,36 @@ class Counted(BelowSubclasses):
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = op(*args, **kwargs)
-        if torch._C._current_graph_task_id() == -1:
-            self.forward += flops(op, args, kwargs, output)
-        else:
+        if in_backward():
             self.backward += flops(op, args, kwargs, output)
+        else:
+            self.forward += flops(op, args, kwargs, output)
         return output
 
 
 def counted(compute: Callable[[], Tensor]) -> tuple[int, int]:
-    """What the rehearsal counts of ``compute``, forward and backward."""
+    """Return the planner's FLOPs of ``compute``, forward and backward."""
     with fake_device(), torch.autograd.set_multithreading_enabled(False), Counted() as mode:
         compute().float().sum().backward()
     return mode.forward, mode.backward
 
 
 def plain(compute: Callable[[], Tensor], backward: bool = True) -> tuple[int, int]:
-    """What torch counts."""
+    """Return torch's FLOPs of ``compute``, forward and backward."""
     with fake_device():
         with FlopCounterMode(display=False) as forward:
             output = compute()
-        with FlopCounterMode(display=False) as turned:
+        with FlopCounterMode(display=False) as backward_counter:
             if backward:
                 output.float().sum().backward()
-    return forward.get_total_flops(), turned.get_total_flops()
+    return forward.get_total_flops(), backward_counter.get_total_flops()
 
 
 def leaf(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
 
-def chosen() -> Tensor:
+def selected() -> Tensor:
     return torch.zeros(BATCH, QUERIES, 1, TOP_K, dtype=torch.int32)
 
 
@@ -76,14 +77,14 @@ def test_grouped_matmul() -> None:
 
 
 def test_sparse_attention() -> None:
-    """Of each query with the keys that it has chosen: absorbed, so that the value is the key without its rope."""
+    """Each query attends to its selected keys. Absorbed: the value is the key without its rope part."""
     tokens = BATCH * QUERIES
 
     def sparse() -> Tensor:
         query, key = leaf(BATCH, QUERIES, HEADS, LATENT), leaf(BATCH, KEYS, 1, LATENT)
         ropes = {"query_rope": leaf(BATCH, QUERIES, HEADS, ROPE), "key_rope": leaf(BATCH, KEYS, 1, ROPE)}
-        options = {"attention_mode": 2, "return_softmax_lse": True}  # the backward pass needs the statistics
-        return npu.npu_sparse_flash_attention(query, key, key, chosen(), 1.0, **ropes, **options)[0]
+        options = {"attention_mode": 2, "return_softmax_lse": True}
+        return npu.npu_sparse_flash_attention(query, key, key, selected(), 1.0, **ropes, **options)[0]
 
     def scores() -> Tensor:
         return torch.bmm(leaf(tokens, HEADS, LATENT + ROPE), leaf(tokens, LATENT + ROPE, TOP_K))
@@ -97,7 +98,7 @@ def test_sparse_attention() -> None:
 
 
 def test_indexer() -> None:
-    """Forward with every key, backward with those that were chosen, whose scores are computed again."""
+    """The forward pass scores every key. The backward pass recomputes the scores of the selected keys."""
 
     def indexer() -> Tensor:
         query, key = leaf(BATCH, QUERIES, INDEX_HEADS, INDEX_SIZE), leaf(BATCH, KEYS, 1, INDEX_SIZE)
@@ -114,12 +115,12 @@ def test_indexer() -> None:
         return compute
 
     every, _ = plain(scores(KEYS), backward=False)
-    again, turned = plain(scores(TOP_K))
-    assert counted(indexer) == (every, again + turned)
+    again, backward = plain(scores(TOP_K))
+    assert counted(indexer) == (every, again + backward)
 
 
 def test_indexer_loss() -> None:
-    """Attention's scores, and the indexer's with the gradients of its queries and keys, in one operator."""
+    """One operator computes the scores of attention and indexer, and the indexer's gradients of queries and keys."""
     tokens = BATCH * QUERIES
 
     def loss() -> int:
@@ -131,7 +132,7 @@ def test_indexer_loss() -> None:
             weights = leaf(BATCH, QUERIES, INDEX_HEADS)
             with torch.no_grad():
                 npu.npu_sparse_lightning_indexer_grad_kl_loss(
-                    *attention, *index, weights, chosen(), *statistics, 1.0, **ropes
+                    *attention, *index, weights, selected(), *statistics, 1.0, **ropes
                 )
         return mode.forward
 

@@ -49,7 +49,7 @@ from tools.bench.undecomposed_matmul import undecomposed_matmul  # noqa: E402
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
-from torchtitan_npu.planner import StatedLoad, fake_device, fake_ranks  # noqa: E402
+from torchtitan_npu.planner import AssumedLoad, fake_device, fake_ranks  # noqa: E402
 from torchtitan_npu.torch_internals.dtensor_rules import has_rule  # noqa: E402
 from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache  # noqa: E402
 from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
@@ -150,7 +150,7 @@ def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
             whole: Any = spec.model_cls(args)
         parallel: Any = spec.parallelize_fn(whole, dims, config)
         # a device's backward thread has its own cache of DTensor's decisions, which no other thread can clear
-        with fake_device(), StatedLoad(), torch.autograd.set_multithreading_enabled(False):
+        with fake_device(), AssumedLoad(), torch.autograd.set_multithreading_enabled(False):
             parallel.to_empty(device="npu")
             for _ in range(2):  # DTensor runs a new operator once more for its shape
                 with Collectives() as collectives:

@@ -21,7 +21,7 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import shipped  # noqa: E402
-from torchtitan_npu.planner.rank import rehearse_rank  # noqa: E402
+from torchtitan_npu.planner.dry_run import dry_run_rank  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation/moe-tensor-parallel.md"
 START, END = "<!-- made by tools/bench/moe_traffic.py -->\n", "<!-- end -->\n"
@@ -58,8 +58,8 @@ def step(name: str, ours: bool) -> Step:
 def cut_step(name: str, layers: int, ours: bool) -> Step:
     args: Any = copy.deepcopy(get_train_spec(name).model_args[MODELS[name]])
     args.n_layers = layers
-    rank = rehearse_rank(job(name, ours), RANKS, model_args=args)
-    return Step(Counter(rank.calls), Counter(rank.sent))
+    run = dry_run_rank(job(name, ours), RANKS, model_args=args)
+    return Step(Counter(run.calls), Counter(run.sent))
 
 
 def job(name: str, ours: bool) -> JobConfig:

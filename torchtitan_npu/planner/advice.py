@@ -1,4 +1,4 @@
-"""What would make a job fit: each thing tried, by rehearsing a rank of each kind."""
+"""Changes that may make a job fit, each tried with dry runs of its representative ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rich.table import Table
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.planner.job import Failure, attempt, stated_load
-from torchtitan_npu.planner.rank import Rehearsal
+from torchtitan_npu.planner.dry_run import DryRun
+from torchtitan_npu.planner.job import Failure, assumed_load, attempt
 from torchtitan_npu.planner.report import GIB
-from torchtitan_npu.planner.shortened import rehearse_shortened
+from torchtitan_npu.planner.truncated import dry_run_truncated
 
 
 @dataclass
 class Tried:
-    """A change of the job, and what came of it."""
+    """A change of the job, and its result."""
 
     change: str
     peak: int | None
-    """Bytes that are needed, or None if the job does not start or train so."""
+    """Bytes that the job needs, or None if it does not start or train with the change."""
     rank: int
-    """That needs them: of the kinds the one that needs the most, or the first that does not fit."""
+    """The representative rank that needs the most, or the first that does not fit."""
     error: str = ""
 
 
@@ -92,14 +92,12 @@ CHANGES: tuple[Callable[[JobConfig], str | None], ...] = (
     _local_batch,
     _context_parallel,
 )
-"""Each makes a change and says which, or makes none where there is nothing to change."""
+"""Each changes the job and returns the change as text, or returns None if it does not apply."""
 
 
-def advise(
-    config: JobConfig, world_size: int, rehearsals: list[Rehearsal], expert_load: str, device_memory: int
-) -> list[Tried]:
-    """Every change by itself, then all that lowered the peak together; judged by the ranks of ``rehearsals``."""
-    needy = sorted(rehearsals, key=lambda one: -one.needed)
+def advise(config: JobConfig, world_size: int, runs: list[DryRun], expert_load: str, device_memory: int) -> list[Tried]:
+    """Try every change alone, then all that lowered the peak together, on the ranks of ``runs``."""
+    needy = sorted(runs, key=lambda one: -one.needed)
     job = _Job(world_size, [one.rank for one in needy], expert_load, device_memory)
     tried, helping = [], []
     for change in CHANGES:
@@ -108,7 +106,7 @@ def advise(
             tried.append(job.attempt(name, changed))
             if tried[-1].peak is not None and tried[-1].peak < needy[0].needed:
                 helping.append(change)
-    if _full in helping and _selective in helping:  # it would overrule it
+    if _full in helping and _selective in helping:
         helping.remove(_selective)
     if len(helping) > 1:
         together = copy.deepcopy(config)
@@ -119,23 +117,22 @@ def advise(
 
 @dataclass
 class _Job:
-    """What stays as it is when something is tried."""
+    """The settings that no change touches."""
 
     world_size: int
     ranks: list[int]
-    """One of each kind, the one that needs the most first."""
+    """The representative ranks, the one that needs the most first."""
     expert_load: str
     device_memory: int
 
     def attempt(self, change: str, config: JobConfig) -> Tried:
-        """What ``config`` needs on the rank that needs the most; after one that it does not fit no other is looked
-        at."""
+        """Return the most that a rank needs with ``config``. Stop at the first rank that does not fit."""
         most, most_rank = 0, self.ranks[0]
         try:
             check_job(config, self.world_size)
             for rank in self.ranks:
-                load = stated_load(self.expert_load, config, rank)
-                result = attempt(partial(rehearse_shortened, config, self.world_size, rank, load), rank)
+                load = assumed_load(self.expert_load, config, rank)
+                result = attempt(partial(dry_run_truncated, config, self.world_size, rank, load), rank)
                 if isinstance(result, Failure):
                     return Tried(change, None, rank, str(result))
                 if result.without_gradient:
@@ -149,9 +146,9 @@ class _Job:
         return Tried(change, most, most_rank)
 
 
-def print_advice(console: Console, tried: list[Tried], worst: Rehearsal, device_memory: int) -> None:
-    table = Table("tried", "needed (GiB)", "by rank", f"of {device_memory / GIB:.4g} GiB")
-    for one in [Tried("as it is", worst.needed, worst.rank), *tried]:
+def print_advice(console: Console, tried: list[Tried], worst: DryRun, device_memory: int) -> None:
+    table = Table("change", "needed (GiB)", "rank", f"of {device_memory / GIB:.4g} GiB")
+    for one in [Tried("none", worst.needed, worst.rank), *tried]:
         if one.peak is None:
             table.add_row(escape(one.change), "", str(one.rank), f"[red]{escape(one.error)}")
         else:

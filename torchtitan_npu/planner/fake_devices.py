@@ -1,24 +1,23 @@
-"""Fake tensors, ranks that exist in name only, and modes that see what reaches the device."""
+"""Fake tensors, fake process groups, and dispatch modes that see what reaches the device."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode
+from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, op_schema
+from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode, is_fake_tensor_type
+from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
 
 
-def fake_device() -> FakeTensorMode:
-    """Tensors made in this context have a shape, a dtype and a device, and no memory."""
-    # what was made outside (meshes, learning rates) is taken as it is
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def fake_device() -> AbstractContextManager[Any]:
+    """Make tensors without memory in this context: they have a shape, a dtype and a device."""
+    return fake_tensor_mode()
 
 
 @contextmanager
@@ -29,15 +28,15 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it is kept by mesh, and the next one's groups have the same names
+        clear_sharding_cache()  # keyed by mesh, and the groups of the next mesh have the same names
 
 
 class BelowSubclasses(TorchDispatchMode):
-    """A mode that sees what reaches the device: a DTensor's operators and collectives on its local tensors."""
+    """A dispatch mode that sees what reaches the device: the operators of a DTensor on its local tensors."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(cls is Tensor or issubclass(cls, FakeTensor) for cls in types):
-            return NotImplemented  # the subclass unwraps itself, and what it then calls comes by here again
+        if not all(cls is Tensor or is_fake_tensor_type(cls) for cls in types):
+            return NotImplemented  # the subclass unwraps itself, and its calls arrive here again
         return self.call(op, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,18 +44,18 @@ class BelowSubclasses(TorchDispatchMode):
 
 
 class Calls(BelowSubclasses):
-    """Records the operators that are called, in forward, backward and optimizer, below autograd and below DTensor."""
+    """Record the operators called in forward, backward and optimizer, below autograd and below DTensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        """In order: ``"npu::npu_rms_norm"``, overloads by their common name."""
+        """Names in call order, without the overload: ``"npu::npu_rms_norm"``."""
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.names.append(op._schema.name)
+        self.names.append(op_schema(op).name)
         return op(*args, **kwargs)
 
     def count(self, namespace: str) -> Counter[str]:
-        """How often each operator of ``namespace`` was called, by its name in it."""
+        """Count the calls of each operator of ``namespace``, by its name without the namespace."""
         parts = (name.partition("::") for name in self.names)
         return Counter(name for space, _, name in parts if space == namespace)

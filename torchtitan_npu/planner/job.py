@@ -1,4 +1,4 @@
-"""A job's ranks, one after the other, and what would end the start of one."""
+"""Dry runs of a job's ranks, and the error that a start would end with."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import TypeVar
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.expert_load import Load, balanced, uneven
-from torchtitan_npu.planner.limits import LIMITS
 from torchtitan_npu.planner.parameters import model_args
-from torchtitan_npu.planner.rank import Rehearsal, rehearse_rank
+from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_limit
 
 T = TypeVar("T")
 
 
 @dataclass
 class Failure:
-    """What ends the start of a rank."""
+    """The error that ends the start of a rank."""
 
     rank: int
     error: str
     where: str
-    """The innermost line of it."""
+    """File and line of the innermost frame."""
     limit: str = ""
-    """Of :data:`LIMITS`, where it is one of fake tensors: the start may well succeed."""
+    """The limit of fake tensors that the error reports, if it is one. The start may then succeed."""
 
     def __str__(self) -> str:
-        what = f"not rehearsed: {self.limit}" if self.limit else "this start would fail with"
-        return f"{what}: {self.error} ({self.where})"
+        text = f"a dry run is not possible, {self.limit}" if self.limit else "this start would fail with"
+        return f"{text}: {self.error} ({self.where})"
 
 
-def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
-    """``balanced``, ``worst``, or by which factor the experts of ``rank`` get more than their share."""
+def assumed_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
+    """Return the load that ``--expert-load`` names: balanced, worst, or a factor for the experts of ``rank``."""
     if assumption == "balanced":
         return balanced
     try:
@@ -45,7 +45,7 @@ def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
     except ValueError:
         factor = 0
     if not factor >= 1:
-        raise UsageError(f"--expert-load {assumption}: balanced, worst, or a factor of at least 1")
+        raise UsageError(f"--expert-load {assumption}: must be balanced, worst, or a factor of at least 1")
     moe = getattr(model_args(config), "moe_args", None)
     if not moe:
         return balanced
@@ -54,15 +54,15 @@ def stated_load(assumption: str, config: JobConfig, rank: int = 0) -> Load:
     return uneven(factor, p.expert_parallel_degree, moe.top_k, coordinate)
 
 
-def rehearse_job(
+def dry_run_ranks(
     config: JobConfig, world_size: int, ranks: list[int], expert_load: str = "balanced"
-) -> list[Rehearsal | Failure]:
-    """One step of each of ``ranks``, after :func:`check_job`; each has the busiest experts when it is its turn."""
-    loads = {rank: stated_load(expert_load, config, rank) for rank in ranks}
-    return [attempt(partial(rehearse_rank, config, world_size, rank, load), rank) for rank, load in loads.items()]
+) -> list[DryRun | Failure]:
+    """Dry-run one step of each of ``ranks``, with the busiest experts on that rank. Call :func:`check_job` first."""
+    loads = {rank: assumed_load(expert_load, config, rank) for rank in ranks}
+    return [attempt(partial(dry_run_rank, config, world_size, rank, load), rank) for rank, load in loads.items()]
 
 
-OF_A_START = (
+ERRORS_OF_A_START = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -71,21 +71,21 @@ OF_A_START = (
     TypeError,
     ValueError,
 )
-OBSERVERS = ("flops.py", "memory.py", "traffic.py")
-"""What only looks on: nothing of the job runs below its frames."""
+OBSERVERS = ("active_modules.py", "flops.py", "memory.py", "traffic.py")
+"""Modules that only observe: no code of the job runs below their frames."""
 
 
-def attempt(rehearse: Callable[[], T], rank: int) -> T | Failure:
-    """``rehearse`` something of ``rank``. What a model, TorchTitan or torch raises there, the start of this rank would
-    raise: that is what was asked for.
+def attempt(run: Callable[[], T], rank: int) -> T | Failure:
+    """Return the result of ``run``, or the error that the start of ``rank`` would end with.
 
-    But not what the rehearsal itself raises: that is an error of this tool. Nor what this machine lacks: files, memory.
+    An error of the model, of TorchTitan or of torch is such an error. An error of the planner is raised, and so are
+    errors that depend on this machine: missing files, too little memory.
     """
     try:
-        return rehearse()
+        return run()
     except UsageError:
         raise
-    except OF_A_START as error:
+    except ERRORS_OF_A_START as error:
         *_, frame = frames = traceback.extract_tb(error.__traceback__)
         here = Path(__file__).parent
         observers = {here / name for name in OBSERVERS}
@@ -93,4 +93,4 @@ def attempt(rehearse: Callable[[], T], rank: int) -> T | Failure:
             raise
         text = " ".join(str(error).split())
         where = f"{frame.filename}:{frame.lineno}"
-        return Failure(rank, f"{type(error).__name__}: {text}", where, LIMITS.get(type(error), ""))
+        return Failure(rank, f"{type(error).__name__}: {text}", where, fake_tensor_limit(error))

@@ -1,35 +1,49 @@
-"""What a pipeline's schedule does, by torch's own table of actions: how long its ranks wait, and what they hold."""
+"""Pipeline schedules: which modules a rank has, how long ranks are idle, and how many microbatches they hold."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline import stage_count
+from torchtitan_npu.config.pipeline import pipeline_stages, stage_count
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.parameters import model_args
+from torchtitan_npu.torch_internals.pipelining_schedule import Action, schedule_actions
 
-LENGTHS = {"F": 1, "I": 1, "W": 1, "B": 2}
-"""Of a stage's forward pass, of the gradients of its inputs, of its weights, and of both; in forward passes."""
-
-
-class Action(NamedTuple):
-    stage: int
-    kind: str
-    """One of :data:`LENGTHS`."""
-    microbatch: int
+DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
+"""Assumed duration of each computation, in forward passes."""
 
 
-def order(config: JobConfig) -> list[list[Action]]:
-    """By rank of the pipeline: its actions, one after the other."""
+def modules_per_rank(config: JobConfig, layers: int) -> list[list[str]]:
+    """Return the modules of each pipeline rank, split as TorchTitan does: ``tok_embeddings``, ``layers.0``, ..."""
+    pp, parts = config.parallelism.pipeline_parallel_degree, pipeline_stages(config, layers)
+    stages = [[rank, 2 * pp - 1 - rank] if is_v_schedule(config) else range(rank, len(parts), pp) for rank in range(pp)]
+    return [[name for stage in of_rank for name in parts[stage]] for of_rank in stages]
+
+
+def has_one_stage_per_rank(config: JobConfig) -> bool:
+    return issubclass(get_schedule_class(config.parallelism.pipeline_parallel_schedule), PipelineScheduleSingle)
+
+
+def is_v_schedule(config: JobConfig) -> bool:
+    """Tell whether the first rank has the first and the last stage."""
+    schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+    return config.parallelism.pipeline_parallel_degree > 1 and schedule in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
+
+def actions_per_rank(config: JobConfig) -> list[list[Action]]:
+    """Return the computations of each pipeline rank, in order."""
     p = config.parallelism
     schedule = get_schedule_class(p.pipeline_parallel_schedule)
     if p.module_fqns_per_model_part is not None:
@@ -37,59 +51,45 @@ def order(config: JobConfig) -> list[list[Action]]:
     else:
         stages = stage_count(config, schedule, model_args(config).n_layers)
     microbatches = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
-    csv = p.pipeline_parallel_schedule_csv or ""
-    return _order(schedule, csv, p.pipeline_parallel_degree, stages, microbatches)
+    return _actions(schedule, p.pipeline_parallel_degree, stages, microbatches, p.pipeline_parallel_schedule_csv or "")
 
 
 @functools.cache
-def _order(schedule: Any, csv: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
-    stage = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, submod=nn.Identity())
-    if csv:
-        made: Any = _PipelineScheduleRuntime([stage] * (stages // ranks), microbatches)  # type: ignore[list-item]
-        try:
-            made._load_csv(csv)
-        except (AssertionError, RuntimeError, ValueError) as error:  # torch's, of a schedule that cannot be
-            raise UsageError(f"parallelism.pipeline_parallel_schedule_csv {csv}: {error}") from error
-    elif issubclass(schedule, PipelineScheduleSingle):
-        made = schedule(stage, microbatches)  # type: ignore[arg-type]
-        return [_in_order(_actions(made.pipeline_order[rank])) for rank in range(ranks)]
-    else:
-        made = schedule([stage] * (stages // ranks), microbatches)
-    return [list(_actions(made.pipeline_order[rank])) for rank in range(ranks)]
+def _actions(schedule: Any, ranks: int, stages: int, microbatches: int, csv: str) -> list[list[Action]]:
+    try:
+        table = schedule_actions(schedule, ranks, stages, microbatches, csv)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if not csv:
+            raise
+        raise UsageError(f"parallelism.pipeline_parallel_schedule_csv {csv}: {error}") from error
+    single = not csv and issubclass(schedule, PipelineScheduleSingle)
+    return [_numbered(actions) for actions in table] if single else table
 
 
-def _actions(row: list[Any]) -> Iterator[Action]:
-    for action in row:
-        if action is None:  # the table is in steps of equal length, and here a rank waits
-            continue
-        if action.sub_actions:  # a forward and a backward pass at a time: one after the other, as nothing overlaps
-            yield from _actions(list(action.sub_actions))
-        elif action.computation_type.value in LENGTHS:
-            yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
-
-
-def _in_order(actions: Iterable[Action]) -> list[Action]:
-    """``actions`` with microbatches numbered as they come: torch's table of 1F1B has the last stage begin with 1."""
+def _numbered(actions: Iterable[Action]) -> list[Action]:
+    """Number the microbatches in order. In torch's table for 1F1B the last stage begins with microbatch 1."""
     seen: Counter[str] = Counter()
     numbered = []
     for action in actions:
-        numbered.append(action._replace(microbatch=seen[action.kind]))
-        seen[action.kind] += 1
+        numbered.append(action._replace(microbatch=seen[action.computation]))
+        seen[action.computation] += 1
     return numbered
 
 
 def bubble(config: JobConfig) -> float:
-    """How many times longer a pipeline takes than one of its ranks works: its stages equal, a backward pass twice as
-    long as a forward one."""
+    """Return the duration of a pipelined step relative to the work of its busiest rank.
+
+    Stages are assumed to be equal, and a backward pass to take twice as long as a forward pass.
+    """
     if config.parallelism.pipeline_parallel_degree == 1:
         return 1.0
-    ranks = order(config)
-    work = max(sum(LENGTHS[action.kind] for action in actions) for actions in ranks)
+    ranks = actions_per_rank(config)
+    work = max(sum(DURATIONS[action.computation] for action in actions) for actions in ranks)
     return _makespan(ranks) / work
 
 
 def _makespan(ranks: list[list[Action]]) -> float:
-    """When the last action ends; each begins when its rank is free and its neighbour has sent what it needs."""
+    """Return when the last action ends. An action begins when its rank is free and its input has arrived."""
     last = max(action.stage for actions in ranks for action in actions)
     ended: dict[tuple[int, bool, int], int] = {}
     free = [0] * len(ranks)
@@ -98,50 +98,48 @@ def _makespan(ranks: list[list[Action]]) -> float:
         before = len(ended), sum(map(len, left))
         for rank, actions in enumerate(left):
             while actions:
-                stage, kind, microbatch = actions[-1]
-                needs = _needed(actions[-1], last)
+                stage, computation, microbatch = actions[-1]
+                needs = _dependency(actions[-1], last)
                 if needs is not None and needs not in ended:
                     break
-                free[rank] = max(free[rank], ended[needs] if needs else 0) + LENGTHS[kind]
-                if kind != "W":  # which nobody waits for
-                    ended[stage, kind == "F", microbatch] = free[rank]
+                free[rank] = max(free[rank], ended[needs] if needs else 0) + DURATIONS[computation]
+                if computation != "W":  # no action depends on the gradients of weights
+                    ended[stage, computation == "F", microbatch] = free[rank]
                 actions.pop()
-        assert (len(ended), sum(map(len, left))) != before, "every rank waits for another"
+        assert (len(ended), sum(map(len, left))) != before, "the schedule deadlocks: every rank waits for another"
     return max(free)
 
 
-def _needed(action: Action, last: int) -> tuple[int, bool, int] | None:
-    """By stage, whether it is a forward pass, and microbatch: what has to have ended before ``action``."""
-    stage, kind, microbatch = action
-    if kind == "F":
+def _dependency(action: Action, last: int) -> tuple[int, bool, int] | None:
+    """Return what must end before ``action``, as (stage, whether it is a forward pass, microbatch)."""
+    stage, computation, microbatch = action
+    if computation == "F":
         return (stage - 1, True, microbatch) if stage > 0 else None
-    if kind == "W":
+    if computation == "W":
         return stage, False, microbatch
     return (stage, True, microbatch) if stage == last else (stage + 1, False, microbatch)
 
 
-def gathers(config: JobConfig, rank: int) -> int:
-    """How often FSDP gathers a layer of the first stage of ``rank`` for a batch, if it gives it back after each forward
-    pass.
+def gathers_per_batch(config: JobConfig, rank: int) -> int:
+    """Return how often FSDP gathers a layer of the first stage of ``rank``, if it reshards after each forward pass.
 
-    Between two backward passes a pipeline keeps what is gathered, also for a forward pass in between.
+    Between two backward passes a pipeline keeps the gathered layer, also for a forward pass in between.
     """
     if config.parallelism.pipeline_parallel_degree == 1:
         return 2
-    actions = order(config)[rank]
+    actions = actions_per_rank(config)[rank]
     count, gathered = 0, False
     for action in actions:
-        if action.stage == actions[0].stage and action.kind != "W":
+        if action.stage == actions[0].stage and action.computation != "W":
             count += not gathered
-            gathered = action.kind != "F"
+            gathered = action.computation != "F"
     return count
 
 
-def under_way(config: JobConfig, rank: int) -> float:
-    """Microbatches whose activations ``rank`` holds at a time, at the most; a part where it has only some stages of
-    one."""
+def microbatches_in_flight(config: JobConfig, rank: int) -> float:
+    """Return the most microbatches whose activations ``rank`` holds at a time; a stage counts for its part of one."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return 1
-    actions = order(config)[rank]
-    steps = (1 if action.kind == "F" else -(action.kind in "BW") for action in actions)
+    actions = actions_per_rank(config)[rank]
+    steps = (1 if action.computation == "F" else -(action.computation in "BW") for action in actions)
     return max(itertools.accumulate(steps)) / len({action.stage for action in actions})

@@ -1,4 +1,4 @@
-"""What tensor parallel leaves whole of a model: norms, routers, projections to latents; by the model's own plan."""
+"""Parameters that tensor parallel replicates: norms, routers, projections to latents, as the model's plan decides."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ from torchtitan_npu.planner.parameters import Size, module_of, sizes
 from torchtitan_npu.planner.trainer import without_outputs
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
-ALONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "pp": 1, "ep": 1}
+ONLY_TP = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "pp": 1, "ep": 1}
 
 
 def sizes_under_tp(config: JobConfig) -> dict[str, Size]:
-    """As :func:`sizes` of the job's model, and what is whole: its plan is applied on the meta device, over as few
-    tensor-parallel ranks as divide the heads. Which parameters it splits does not depend on how many there are."""
+    """Return :func:`sizes` of the job's model with the replicated parameters.
+
+    The model's parallel plan is applied on the meta device, with the smallest TP degree that divides the heads. Which
+    parameters the plan shards does not depend on the degree.
+    """
     model: Any = build_on_meta(config)
     found = sizes(model)
     tp = _smallest_divisor(heads(model.model_args))
     if tp == 1:
         return found
-    alone = with_layout(without_outputs(config), ALONE | {"tp": tp})
-    alone.activation_checkpoint.mode = "none"
+    only_tp = with_layout(without_outputs(config), ONLY_TP | {"tp": tp})
+    only_tp.activation_checkpoint.mode = "none"
     with fake_ranks(tp):
         dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=tp, pp=1, ep=1, etp=1, world_size=tp)
         dims.build_mesh()
-        model = get_train_spec(config.model.name).parallelize_fn(model, dims, alone)
-        whole: Counter[str] = Counter()
+        model = get_train_spec(config.model.name).parallelize_fn(model, dims, only_tp)
+        replicated: Counter[str] = Counter()
         for name, parameter in model.named_parameters():
             if not any(placement.is_shard() for placement in getattr(parameter, "placements", ())):
-                whole[module_of(name)] += parameter.numel()
-    return {name: replace(size, whole=whole[name]) for name, size in found.items()}
+                replicated[module_of(name)] += parameter.numel()
+    return {name: replace(size, replicated=replicated[name]) for name, size in found.items()}
 
 
 def heads(args: Any) -> int:
-    """What a tensor-parallel degree has to divide: the model's heads, those of keys too."""
+    """Return the number that a TP degree must divide: the common divisor of query heads and key-value heads."""
     return math.gcd(args.n_heads, getattr(args, "n_kv_heads", None) or 0)
 
 
 def _smallest_divisor(number: int) -> int:
-    """Above 1; 1 if there is none."""
+    """Return the smallest divisor above 1, or 1."""
     return next((n for n in range(2, number + 1) if number % n == 0), 1)

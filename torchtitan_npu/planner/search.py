@@ -1,4 +1,4 @@
-"""Which layouts of a job fit a number of devices, best first: all that divide it are estimated, the best rehearsed."""
+"""A plan: estimate every layout that divides a number of devices, dry-run the best ones, and sort them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner.dry_run import DryRun
 from torchtitan_npu.planner.estimate import Estimate, Estimator
-from torchtitan_npu.planner.job import Failure, attempt, stated_load
-from torchtitan_npu.planner.layout import degrees, has_degrees, layout_name, with_layout
-from torchtitan_npu.planner.rank import Rehearsal
+from torchtitan_npu.planner.job import Failure, assumed_load, attempt
+from torchtitan_npu.planner.layout import degrees, has_valid_degrees, layout_name, with_layout
+from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
 from torchtitan_npu.planner.rates import Rates, step_seconds
 from torchtitan_npu.planner.replicated import heads
 from torchtitan_npu.planner.report import GIB
-from torchtitan_npu.planner.shortened import rehearse_shortened, stages
+from torchtitan_npu.planner.truncated import dry_run_truncated
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
-"""Degrees beyond which no layout is looked at, but for the file's own."""
-DOUBTFUL = 1.1
-"""An estimate may be so much too high: what it has above the device's memory, but not beyond this, is rehearsed."""
-PATIENCE = 2
-"""How many times ``top`` layouts are rehearsed, at the most, until ``top`` of them fit."""
+"""The largest degrees of the search, except for the file's own layout."""
+MARGIN = 1.1
+"""Layouts whose estimate exceeds the device's memory by less than this factor are dry-run all the same."""
+MAX_ATTEMPTS = 2
+"""The search stops after this many times ``top`` dry runs, even if fewer than ``top`` layouts fit."""
 
 
 @dataclass
@@ -39,8 +40,8 @@ class Layout:
 
     config: JobConfig
     estimate: Estimate
-    rehearsals: list[Rehearsal] = field(default_factory=list)
-    """Of the pipeline's ranks that need the most memory and the most time, by the estimate, and of the last."""
+    dry_runs: list[DryRun] = field(default_factory=list)
+    """Dry runs of the last pipeline rank and of those with the most memory and time by the estimate."""
     error: str = ""
 
     @property
@@ -49,17 +50,17 @@ class Layout:
 
     @property
     def peak(self) -> int:
-        """Bytes, with HCCL's buffers."""
-        return max([one.needed for one in self.rehearsals] or self.estimate.memory)
+        """Return the bytes that the layout needs, with HCCL's buffers."""
+        return max([one.needed for one in self.dry_runs] or self.estimate.memory)
 
     def microseconds(self, rates: Rates) -> float:
-        """Of a token of the job's, at stated rates."""
-        if not self.rehearsals:
+        """Return the microseconds per token of the job, at the assumed rates."""
+        if not self.dry_runs:
             return 1e6 * max(self.estimate.seconds)
         training, own = self.config.training, degrees(self.config)
-        tokens = self.rehearsals[0].accumulated * training.local_batch_size * training.seq_len
+        tokens = self.dry_runs[0].accumulated * training.local_batch_size * training.seq_len
         tokens *= own["dp_shard"] * own["dp_replicate"]
-        return 1e6 * step_seconds(self.rehearsals, self.config, rates) / tokens
+        return 1e6 * step_seconds(self.dry_runs, self.config, rates) / tokens
 
     def fits(self, device_memory: int) -> bool:
         return not self.error and self.peak <= device_memory
@@ -70,21 +71,23 @@ class Layout:
             **degrees(self.config),
             "fits": self.fits(device_memory),
             "estimated_peak": max(self.estimate.memory),
-            "rehearsed_peak": self.peak if self.rehearsals else None,
+            "dry_run_peak": self.peak if self.dry_runs else None,
             "microseconds_per_token": self.microseconds(rates),
             "error": self.error,
         }
 
 
 def own_layout(config: JobConfig, world_size: int) -> JobConfig:
-    """The job's own layout on so many ranks: its degrees, as many shards as there are ranks for, and as much EP as
-    divides the ranks of a stage."""
-    if not has_degrees(config):
+    """Return the job in its own layout on ``world_size`` ranks.
+
+    Its degrees stay, with two exceptions: shards fill the ranks, and EP is reduced to divide the ranks of a stage.
+    """
+    if not has_valid_degrees(config):
         return config
     found = degrees(config)
     others = math.prod(found[name] for name in ("dp_replicate", "cp", "tp", "pp"))
     if world_size % others:
-        raise UsageError(f"--world-size {world_size}: {layout_name(config)} takes a multiple of {others} ranks")
+        raise UsageError(f"--world-size {world_size}: must be a multiple of {others} for {layout_name(config)}")
     found["dp_shard"] = world_size // others
     found["ep"] = math.gcd(
         found["ep"], world_size // found["pp"] // found["dp_replicate"] // _expert_tp(config, found["tp"])
@@ -93,9 +96,9 @@ def own_layout(config: JobConfig, world_size: int) -> JobConfig:
 
 
 def dividing(config: JobConfig, world_size: int, args: Any, experts: int) -> Iterator[dict[str, int]]:
-    """The layouts whose degrees multiply to ``world_size`` and divide what they split; replicas stay as they are.
+    """Yield the layouts whose degrees multiply to ``world_size`` and divide what they split. Replicas do not change.
 
-    ``args`` are the model's.
+    ``args`` are the model's arguments.
     """
     replicas = config.parallelism.data_parallel_replicate_degree
     training = config.training
@@ -116,7 +119,7 @@ def dividing(config: JobConfig, world_size: int, args: Any, experts: int) -> Ite
 
 
 def _expert_tp(config: JobConfig, tp: int) -> int:
-    """Over how many ranks TP splits an expert, with EP: 1, or as many as the tensor's; see :func:`with_layout`."""
+    """Return the expert TP degree of a layout with EP: 1 or ``tp``; see :func:`with_layout`."""
     return tp if config.parallelism.expert_tensor_parallel_degree > 1 else 1
 
 
@@ -127,12 +130,12 @@ def _divisors(number: int, largest: int) -> list[int]:
 def search(
     config: JobConfig, world_size: int, device_memory: int, expert_load: str, rates: Rates, top: int, console: Console
 ) -> list[Layout]:
-    """All layouts by estimate; the job's own and the ``top`` best of those that should fit rehearsed. Best first."""
+    """Estimate all layouts, dry-run the job's own and the ``top`` best that may fit, and return all, best first."""
     own = own_layout(config, world_size)
     console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
     estimator = attempt(partial(Estimator.of, own), 0)
     if isinstance(estimator, Failure):
-        raise UsageError(f"{layout_name(own)}, cut to few layers: {estimator}")
+        raise UsageError(f"{layout_name(own)}, truncated to few layers: {estimator}")
     args = estimator.args
     found, refused = [], 0
     for layout in dividing(config, world_size, args, estimator.experts):
@@ -140,50 +143,49 @@ def search(
         try:
             if layout["pp"] > 1:
                 check_schedule(changed, args.n_layers)
-            parts = stages(changed, args.n_layers)
+            parts = modules_per_rank(changed, args.n_layers)
         except UsageError:
             refused += 1
             continue
         found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
     if not any(degrees(one.config) == degrees(own) for one in found):  # beyond LARGEST
-        estimate = estimator.of_layout(own, stages(own, args.n_layers), rates, expert_load)
+        estimate = estimator.of_layout(own, modules_per_rank(own, args.n_layers), rates, expert_load)
         found.append(Layout(own, estimate))
     found.sort(key=lambda one: one.microseconds(rates))
-    hopeful = [one for one in found if one.peak <= DOUBTFUL * device_memory]
+    hopeful = [one for one in found if one.peak <= MARGIN * device_memory]
     most = ", ".join(f"{name.upper()}{degree}" for name, degree in LARGEST.items())
     console.print(
-        f"{len(found) + refused} layouts divide {world_size} ranks, with no more than {most}; "
-        f"{refused} have no pipeline schedule; {len(hopeful)} may fit by the estimate: "
-        f"the file's own and the best are rehearsed, until {top} fit"
+        f"{len(found) + refused} layouts divide {world_size} ranks, up to {most}; {refused} have no pipeline schedule; "
+        f"{len(hopeful)} may fit by the estimate; dry runs of the file's own and of the best, until {top} fit"
     )
     first = [one for one in found if degrees(one.config) == degrees(own)]
-    queue = first + [one for one in hopeful if one not in first][: PATIENCE * top]
+    queue = first + [one for one in hopeful if one not in first][: MAX_ATTEMPTS * top]
     fitting = 0
     for one in queue:
         if fitting == top and one not in first:
             break
-        console.print(f"rehearsing {one.name}, {max(one.estimate.memory) / GIB:.1f} GiB by the estimate ...", end=" ")
-        _rehearse(one, world_size, expert_load)
-        seconds = sum(rehearsal.seconds for rehearsal in one.rehearsals)
-        said = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"
-        console.print(said, markup=False, soft_wrap=True)
+        console.print(f"dry run of {one.name}, estimated {max(one.estimate.memory) / GIB:.1f} GiB ...", end=" ")
+        _dry_run(one, world_size, expert_load)
+        seconds = sum(run.seconds for run in one.dry_runs)
+        result = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"
+        console.print(result, markup=False, soft_wrap=True)
         fitting += one.fits(device_memory) and one not in first
-    return sorted(found, key=lambda one: (not one.fits(device_memory), not one.rehearsals, one.microseconds(rates)))
+    return sorted(found, key=lambda one: (not one.fits(device_memory), not one.dry_runs, one.microseconds(rates)))
 
 
-def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
+def _dry_run(one: Layout, world_size: int, expert_load: str) -> None:
     memory, seconds = one.estimate.memory, one.estimate.seconds
     try:
         check_job(one.config, world_size)
-        # the last one has the logits, which the estimate does not tell from what other stages need
+        # The last stage has the logits, which the estimate does not tell from the needs of other stages.
         for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
             rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
-            load = stated_load(expert_load, one.config, rank)
-            result = attempt(partial(rehearse_shortened, one.config, world_size, rank, load), rank)
+            load = assumed_load(expert_load, one.config, rank)
+            result = attempt(partial(dry_run_truncated, one.config, world_size, rank, load), rank)
             if isinstance(result, Failure):
                 one.error = str(result)
                 return
-            one.rehearsals.append(result)
+            one.dry_runs.append(result)
             if result.without_gradient:
                 one.error = f"rank {rank}: without gradient: {', '.join(result.without_gradient)}"
                 return
@@ -194,18 +196,16 @@ def _rehearse(one: Layout, world_size: int, expert_load: str) -> None:
 def print_layouts(
     console: Console, found: list[Layout], device_memory: int, rates: Rates, most_estimates: int = 12
 ) -> None:
-    """The rehearsed ones, and the best of the others."""
-    table = Table("layout", "peak (GiB)", "", f"of {device_memory / GIB:.4g} GiB", "µs a token, as stated")
-    rehearsed = [one for one in found if one.rehearsals or one.error]
-    estimated = [one for one in found if not (one.rehearsals or one.error) and one.fits(device_memory)]
-    for one in rehearsed + estimated[:most_estimates]:
+    """Print the layouts with a dry run, and the best of the others."""
+    table = Table("layout", "peak (GiB)", "", f"of {device_memory / GIB:.4g} GiB", "µs per token, assumed rates")
+    tried = [one for one in found if one.dry_runs or one.error]
+    estimated = [one for one in found if not (one.dry_runs or one.error) and one.fits(device_memory)]
+    for one in tried + estimated[:most_estimates]:
         verdict = "fits" if one.fits(device_memory) else "[red]does not fit"
-        how = "rehearsed" if one.rehearsals else "estimated"
+        how = "dry run" if one.dry_runs else "estimate"
         if one.error:
             verdict, how = f"[red]{escape(one.error)}", ""
         table.add_row(one.name, f"{one.peak / GIB:.2f}", how, verdict, f"{one.microseconds(rates):.3f}")
     console.print(table)
-    fitting = sum(one.fits(device_memory) for one in rehearsed)
-    console.print(
-        f"rehearsed: {len(rehearsed)} layouts, of which {fitting} fit; {len(estimated)} more should, by the estimate"
-    )
+    fitting = sum(one.fits(device_memory) for one in tried)
+    console.print(f"dry runs: {len(tried)} layouts, {fitting} fit; {len(estimated)} more fit by the estimate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,24 +18,41 @@ from torchtitan_npu.upstream.hooks import with_optimizers_container
 from torchtitan_npu.upstream.rebind import refers_to
 
 
+@dataclass(frozen=True)
+class SwappableOptimizers:
+    """Build optimizers with their states in host memory if ``optimizer.swap`` is set.
+
+    With ``dry_run`` the parameters are fake tensors: see :class:`SwapContainer`.
+    """
+
+    build_optimizers: OptimizersBuilder
+    dry_run: bool = False
+
+    def __call__(
+        self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
+    ) -> OptimizersContainer:
+        build = with_swap_if_enabled(self.build_optimizers, model_parts, optimizer_config, self.dry_run)
+        return build(model_parts, optimizer_config, *args, **kwargs)
+
+
 def with_swap_if_enabled(
-    build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: OptimizerConfig
+    build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: OptimizerConfig, dry_run: bool = False
 ) -> OptimizersBuilder:
     """Return ``build_optimizers``, with swap if the job enables it and the parameters are on a device."""
     if not getattr(config, "swap", False):  # TorchTitan's own entry has a config without it
         return build_optimizers
-    if all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
+    if not dry_run and all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
         logger.info("optimizer.swap has no effect: the parameters are on the CPU, and so are the states")
         return build_optimizers
-    return with_swap(build_optimizers, config)
+    return with_swap(build_optimizers, config, dry_run)
 
 
-def with_swap(build_optimizers: OptimizersBuilder, config: Any) -> OptimizersBuilder:
+def with_swap(build_optimizers: OptimizersBuilder, config: Any, dry_run: bool = False) -> OptimizersBuilder:
     """Return ``build_optimizers`` with states in host memory, on any device."""
     if not refers_to(build_optimizers, [OptimizersContainer]):
         raise UsageError(
             "optimizer.swap must be false: the train spec's build_optimizers_fn does not use "
             "TorchTitan's OptimizersContainer"
         )
-    container = functools.partial(SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction)
-    return with_optimizers_container(build_optimizers, container)
+    options = {"slice_mib": config.swap_slice_mib, "fraction": config.swap_fraction, "dry_run": dry_run}
+    return with_optimizers_container(build_optimizers, functools.partial(SwapContainer, **options))

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import JobConfig
-from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.gpt_oss.model.model import GptOssModel as TitanGptOssModel
@@ -23,7 +21,6 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import (
     LossFunction,
-    OptimizersBuilder,
     ParallelizeFunction,
     PipeliningFunction,
     TrainSpec,
@@ -57,7 +54,7 @@ from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients
 from torchtitan_npu.upstream.parallel_dims import ParallelDims as OurParallelDims
 from torchtitan_npu.upstream.pipeline_stage import PipelineStage
 from torchtitan_npu.upstream.sdpa_flavors import with_sdpa_flavors
-from torchtitan_npu.upstream.swap_optimizers import with_swap_if_enabled
+from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
 from torchtitan_npu.upstream.tied_weights import parallelize_tied, ties_weights
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
@@ -66,30 +63,18 @@ ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
     """Return ``upstream`` with our data, validation and metrics, a loss per token, and corrected parallelization."""
     parallelize_part = corrected(upstream.parallelize_fn)
+    build_optimizers = with_expert_balancing(upstream.build_optimizers_fn, build_balancing_optimizers)
     ours = replace(
         upstream,
         parallelize_fn=initialized_as_one_rank(parallelize_part),
         pipelining_fn=upstream.pipelining_fn and pipelined(upstream.pipelining_fn, parallelize_part),
-        build_optimizers_fn=placing_states(upstream.build_optimizers_fn),
+        build_optimizers_fn=SwappableOptimizers(build_optimizers),
         build_dataloader_fn=build_text_dataloader,
         build_loss_fn=lambda *args, **kwargs: LossPerToken(upstream.build_loss_fn(*args, **kwargs)),
         build_validator_fn=Validator,
         build_metrics_processor_fn=build_metrics_processor,
     )
     return AdaptedTrainSpec(**vars(ours))
-
-
-def placing_states(build_optimizers: OptimizersBuilder) -> OptimizersBuilder:
-    """Return ``build_optimizers`` with states in host memory if the job swaps them, and with our expert balancing."""
-    build_optimizers = with_expert_balancing(build_optimizers, build_balancing_optimizers)
-
-    def build(
-        model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
-    ) -> OptimizersContainer:
-        placed = with_swap_if_enabled(build_optimizers, model_parts, optimizer_config)
-        return placed(model_parts, optimizer_config, *args, **kwargs)
-
-    return build
 
 
 def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:

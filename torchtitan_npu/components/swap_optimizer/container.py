@@ -22,7 +22,10 @@ SWAPPING: dict[type, type[SwapAdam | SwapAdamW]] = {torch.optim.Adam: SwapAdam, 
 
 
 class SwapContainer(OptimizersContainer):
-    """TorchTitan's container of optimizers that keep their states in host memory."""
+    """TorchTitan's container of optimizers that keep their states in host memory.
+
+    With ``dry_run`` the parameters are fake tensors, and this machine's memory and link do not matter.
+    """
 
     def __init__(
         self,
@@ -32,18 +35,24 @@ class SwapContainer(OptimizersContainer):
         *,
         slice_mib: int,
         fraction: float,
+        dry_run: bool = False,
     ) -> None:
         free = available()
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # no rank allocates before all have read what is available
-        host_memory.check(
-            functools.partial(_needed, model_parts, optimizer_kwargs, slice_mib),
-            fraction,
-            int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            free,
-        )
-        ours = functools.partial(SWAPPING[optimizer_cls], slice_mib=slice_mib, fraction=fraction)
-        super().__init__(model_parts, ours, optimizer_kwargs)  # type: ignore[arg-type]
+        if not dry_run:
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # no rank allocates before all have read what is available
+            host_memory.check(
+                functools.partial(_needed, model_parts, optimizer_kwargs, slice_mib),
+                fraction,
+                int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                free,
+            )
+        options = {"slice_mib": slice_mib, "fraction": fraction, "own_storage": not dry_run}
+        super().__init__(model_parts, functools.partial(SWAPPING[optimizer_cls], **options), optimizer_kwargs)  # type: ignore[arg-type]
+        self.link = 0.0
+        self.clock: list[Any] = []
+        if dry_run:
+            return
         device = next(p.device for part in model_parts for p in part.parameters())
         self.link = link_bandwidth(device)
         module = torch.get_device_module(device)

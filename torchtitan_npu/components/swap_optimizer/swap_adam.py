@@ -41,8 +41,11 @@ class SwapStates(torch.optim.Adam):
     parameters have been updated and others not; here a parameter may be updated in part.
     """
 
-    def __init__(self, *args: Any, slice_mib: int = 64, fraction: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, slice_mib: int = 64, fraction: float = 1.0, own_storage: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._own_storage = own_storage
         for option in ("capturable", "differentiable"):
             if any(group[option] for group in self.param_groups):
                 raise ValueError(f"states in host memory cannot be combined with {option}=True")
@@ -85,6 +88,14 @@ class SwapStates(torch.optim.Adam):
         self.swapped_bytes = sum(2 * tensor.nbytes for update in updates for tensor in update.tensors)
         self._pipeline.run(updates, self._update_residents)
         return loss
+
+    def is_swapped(self, parameter: torch.Tensor) -> bool:
+        """Tell whether the states of ``parameter`` are in host memory."""
+        return parameter in self._swapped
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in host memory that hold the swapped states."""
+        return [state for states in self._host.values() for state in states]
 
     def synchronize(self) -> None:
         """Block until the states in host memory are those of the last step."""
@@ -147,21 +158,13 @@ class SwapStates(torch.optim.Adam):
         shape, offset = local(parameter).shape, bundle.offsets[parameter]
         state: dict[str, Any] = {"step": torch.zeros((), dtype=step_dtype(group))}
         for name, host in zip(bundle.states, self._host[bundle], strict=True):
-            view = self.with_own_storage(host[offset : offset + shape.numel()].view(shape))
+            view = host[offset : offset + shape.numel()].view(shape)
+            if self._own_storage:  # the storage of a fake tensor cannot be cut
+                view = _with_own_storage(view)
             if zero:
                 view.zero_()
             state[name] = host_dtensor(view, parameter) if isinstance(parameter, DTensor) else view
         return state
-
-    @staticmethod
-    def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-        """Return ``view`` as a tensor that begins at the start of its storage, in the same memory.
-
-        A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for asynchronous
-        saves would read beyond it.
-        """
-        begin = view.storage_offset() * view.itemsize
-        return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
 
     def _update_residents(self) -> None:
         """Update the parameters that keep their states on the device."""
@@ -209,6 +212,16 @@ class SwapAdam(SwapStates):
 
 class SwapAdamW(SwapStates, torch.optim.AdamW):
     """``torch.optim.AdamW`` with its states in host memory."""
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return ``view`` as a tensor that begins at the start of its storage, in the same memory.
+
+    A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for asynchronous saves
+    would read beyond it.
+    """
+    begin = view.storage_offset() * view.itemsize
+    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
 
 
 def host_regions(bundles: list[Bundle]) -> list[int]:

@@ -77,6 +77,11 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
                 f"attn_type must be 'sdpa', not {self.attn_type!r}; set dsa.document_mask to mask documents"
             )
 
+    @property
+    def context_parallel_elements(self) -> int:
+        """Return the elements per token that context parallel exchanges: latent, rotated and indexer keys."""
+        return self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim
+
     def for_torchtitan(self) -> DeepSeekV32ModelArgs:
         """Return a copy for TorchTitan's modules, which mask documents only with flex attention."""
         args = copy.copy(self)

@@ -1,26 +1,26 @@
-"""Memory through a step, by category, as a picture: one panel a kind of rank."""
+"""A plot of memory through a step, by category, with one panel per representative rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from torchtitan_npu.planner.dry_run import DryRun
 from torchtitan_npu.planner.memory import CATEGORIES
-from torchtitan_npu.planner.rank import Rehearsal
 from torchtitan_npu.planner.report import GIB
 
 COLOURS = ("#4e79a7", "#76b7b2", "#b07aa1", "#f28e2b", "#edc948", "#59a14f", "#9c755f", "#bab0ac")
 
 
-def draw(path: Path, rehearsals: dict[str, Rehearsal], device_memory: int, title: str) -> None:
-    """Write the picture of ``rehearsals`` to ``path``."""
+def draw(path: Path, runs: dict[str, DryRun], device_memory: int, title: str) -> None:
+    """Write the plot of ``runs`` to ``path``."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.4 * len(rehearsals) + 0.8), layout="constrained")
-    panels = figure.subplots(len(rehearsals), squeeze=False)[:, 0]
-    for panel, (name, one) in zip(panels, rehearsals.items(), strict=True):
+    figure = Figure(figsize=(11, 3.4 * len(runs) + 0.8), layout="constrained")
+    panels = figure.subplots(len(runs), squeeze=False)[:, 0]
+    for panel, (name, one) in zip(panels, runs.items(), strict=True):
         layers = [[point.get(category, 0) / GIB for point in one.timeline] for category in CATEGORIES]
         panel.stackplot(range(len(one.timeline)), layers, labels=CATEGORIES, colors=COLOURS, linewidth=0)
-        limit = (device_memory - one.hccl_buffers) / GIB  # HCCL's buffers come on top of what is drawn
+        limit = (device_memory - one.hccl_buffers) / GIB  # HCCL's buffers are not drawn
         panel.axhline(limit, color="red", linewidth=1)
         for begin, phase in one.phases:
             panel.axvline(begin, color="black", linewidth=0.5, linestyle=":")
@@ -32,7 +32,7 @@ def draw(path: Path, rehearsals: dict[str, Rehearsal], device_memory: int, title
         panel.set_xticks([])
         panel.margins(x=0)
         panel.set_ylim(0, max(1.12 * limit, 1.05 * one.peak / GIB))
-    panels[-1].set_xlabel("through the step, in the order in which memory is taken and given back")
+    panels[-1].set_xlabel("allocations and frees through the step, in order")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
     figure.suptitle(title, fontsize=11)

@@ -1,12 +1,12 @@
-/* The answers that torch_npu needs from CANN to load, to find devices and to hold memory, on a machine that has neither.
+/* Stub of CANN: the functions that torch_npu needs to load, to find devices and to allocate memory.
  *
- * build_stubs.py compiles this file together with a function returning 0 ("success", or a null pointer) for every other
- * symbol that torch_npu's libraries want. Only what cannot be 0 is here: results that torch_npu reads, and launches,
- * which must fail, since a stub that "ran" a kernel would leave the output as it found it.
+ * build_stubs.py compiles this file together with a function that returns 0 ("success", or a null pointer) for every
+ * other symbol of CANN. This file has only the functions that cannot return 0: those whose results torch_npu reads, and
+ * launches. A launch must fail, because the stub computes no output.
  *
- * What machine it plays is read from the environment when torch_npu asks:
+ * The simulated machine is set by environment variables:
  *   STUB_SOC        the chip, Ascend910B3 by default
- *   STUB_NPU_COUNT  devices of this host, 8 by default, at least 1: without a device torch's autograd engine aborts
+ *   STUB_NPU_COUNT  devices of this host, 8 by default; at least 1, or torch's autograd engine aborts
  *   STUB_CANN       CANN's version, 9.2.0 by default
  */
 #include <stddef.h>
@@ -14,15 +14,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, OUT_OF_MEMORY = 207001, NOT_THERE = 500001 };
+enum { SUCCESS = 0, OUT_OF_MEMORY = 207001, NOT_SUPPORTED = 500001 };
 enum { ALIGNMENT = 512, VERSION_FIELD = 128 };
 
-static const char *setting(const char *name, const char *otherwise) {
+static const char *setting(const char *name, const char *fallback) {
     const char *value = getenv(name);
-    return value && *value ? value : otherwise;
+    return value && *value ? value : fallback;
 }
 
-/* Devices: the current one is remembered, the rest is played. */
+/* Devices */
 
 static __thread int32_t current_device;
 
@@ -63,7 +63,7 @@ int aclsysGetVersionStr(const char *package, char *version) { return aclsysGetCA
 
 const char *aclGetRecentErrMsg(void) { return "this is the stub of CANN: there is no device"; }
 
-/* Handles: torch_npu keeps them and hands them back; any address that is not null does. */
+/* Handles: torch_npu stores them and passes them back; any address that is not null will do. */
 
 static char handle;
 
@@ -79,7 +79,7 @@ int aclrtDestroyStreamForce(void *stream) { return SUCCESS; }
 int aclrtCreateEventWithFlag(void **event, uint32_t flag) { return give_handle(event); }
 int aclrtCreateEventExWithFlag(void **event, uint32_t flag) { return give_handle(event); }
 
-/* An operator's arguments; what they held is not needed, because the operator never runs. */
+/* Arguments of operators. Their contents are not needed, because no operator runs. */
 void *aclCreateTensor(void) { return &handle; }
 void *aclCreateTensorList(void) { return &handle; }
 void *aclCreateScalar(void) { return &handle; }
@@ -100,7 +100,7 @@ int aclrtEventElapsedTime(float *milliseconds, void *start, void *end) {
     return SUCCESS;
 }
 
-/* Memory is the host's, so that real npu tensors exist and the argument checks in front of the kernels can be run. */
+/* Memory: host memory, so that npu tensors exist and torch_npu's argument checks can run. */
 
 static int allocate(void **pointer, size_t size) {
     return posix_memalign(pointer, ALIGNMENT, size ? size : ALIGNMENT) ? OUT_OF_MEMORY : SUCCESS;
@@ -135,7 +135,7 @@ int aclrtGetMemInfo(int kind, size_t *free_bytes, size_t *total_bytes) {
     return SUCCESS;
 }
 
-/* Options: what is set is kept, because torch_npu reads it back. */
+/* Options: stored, because torch_npu reads them back. */
 
 enum { OPTIONS = 64 };
 static int64_t options[OPTIONS];
@@ -155,7 +155,7 @@ int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return SUCCESS; }
 int aclrtSetDeviceSatMode(int mode) { return SUCCESS; }
 int aclSetCompileopt(int option, const char *value) { return SUCCESS; }
 
-/* torch_npu asks whether operators are compiled as they are met. This chip's answer is no: it has them ready. */
+/* torch_npu reads whether operators are compiled just in time. This chip has precompiled operators. */
 static const char compile_option[] = "disable";
 
 size_t aclGetCompileoptSize(int option) { return sizeof compile_option; }
@@ -165,7 +165,7 @@ int aclGetCompileopt(int option, char *value, size_t size) {
     return SUCCESS;
 }
 
-/* Launches: there is nothing to launch on. */
+/* Launches: there is no device. */
 
-int aclopCompileAndExecute(void) { return NOT_THERE; }
-int rtKernelLaunch(void) { return NOT_THERE; }
+int aclopCompileAndExecute(void) { return NOT_SUPPORTED; }
+int rtKernelLaunch(void) { return NOT_SUPPORTED; }

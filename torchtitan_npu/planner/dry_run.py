@@ -1,4 +1,4 @@
-"""One rank's training step on fake tensors, and what it took: memory, floating-point operations, collectives."""
+"""A dry run: one rank's training step on fake tensors, with its memory, floating-point operations and collectives."""
 
 from __future__ import annotations
 
@@ -10,183 +10,173 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapStates
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_ranks
 from torchtitan_npu.planner.flops import flops
-from torchtitan_npu.planner.limits import check_rehearsable
+from torchtitan_npu.planner.limits import check_dry_run
 from torchtitan_npu.planner.memory import HOST, Memory
 from torchtitan_npu.planner.traffic import Traffic, hccl_buffers
-from torchtitan_npu.planner.trainer import RehearsedTrainer
+from torchtitan_npu.planner.trainer import DryRunTrainer
 from torchtitan_npu.torch_internals.dispatch import OpOverload
+from torchtitan_npu.torch_internals.sharding_propagation import uncached_propagations
 
-MICROBATCHES = 2
-"""How many of the batches that a step accumulates are rehearsed: the first without gradients, the next with them."""
+BATCHES = 2
+"""Accumulated batches that are run: the first without gradients, the second with them. The others are like it."""
 
 ATTEMPTS = 3
-"""Steps in which DTensor may ask for shapes, which is recorded with the rest; it asks in the first, if at all."""
+"""Steps until DTensor has cached every propagation. Without the cache it runs operators that are not the job's."""
 
 
 @dataclass
-class Rehearsal:
-    """What one rank's step takes."""
+class DryRun:
+    """Memory and work of one rank's step."""
 
     rank: int
     modules: str
-    """What the rank has of the model."""
+    """The part of the model that the rank has."""
     peak: int
-    """Bytes of device memory, at the most."""
+    """Bytes of device memory at the peak."""
     where: str
-    """The innermost module at work then, or what else was."""
+    """The innermost module that runs at the peak; see :class:`.memory.Peak`."""
     phase: str
     at_peak: dict[str, int]
-    """Bytes by category at that moment."""
+    """Bytes by category at the peak."""
     peaks: dict[tuple[str, str], int]
-    """By phase and module of a pipeline stage: bytes, at the most."""
-    standing: dict[str, int]
+    """Peak bytes by phase and by module of a pipeline stage."""
+    between_steps: dict[str, int]
     """Bytes by category between two steps."""
     host: int
     """Bytes of optimizer states in host memory."""
     flops: int
-    """Of the whole step, all accumulated batches."""
+    """Floating-point operations of the step, all accumulated batches."""
     calls: dict[tuple[str, str], int]
+    """Collective calls of the step, by group and collective."""
     sent: dict[tuple[str, str], int]
-    """By group and kind of collective, in the whole step."""
+    """Bytes sent in the step, by group and collective."""
     accumulated: int
-    """Batches in a step."""
+    """Batches per step."""
     without_gradient: list[str]
-    """Parameters that want a gradient and have none."""
+    """Parameters that require a gradient and have none."""
     seconds: float
-    """How long the rehearsal took."""
+    """Duration of the dry run."""
     timeline: list[dict[str, int]]
-    """Bytes by category, through the step."""
+    """Bytes by category through the step."""
     phases: list[tuple[int, str]]
-    """Where in the timeline a phase begins."""
+    """Index in the timeline at which each phase begins."""
     communicators: int
     """Process groups of more than one rank that the step used."""
     hccl_buffers: int
-    """Bytes of the device that these take on an NPU, all the time and besides the peak."""
+    """Bytes of device memory that HCCL takes for them on an NPU, in addition to the peak."""
 
     @property
     def needed(self) -> int:
-        """Bytes of device memory that there have to be."""
+        """Return the bytes of device memory that the rank needs."""
         return self.peak + self.hccl_buffers
 
 
 aten = torch.ops.aten
-ASKING_LOSSES = (
+LOSS_PARALLEL_OPERATORS = (
     aten._log_softmax,
     aten.nll_loss_forward,
     aten.nll_loss2d_forward,
     aten.nll_loss_backward,
     aten.nll_loss2d_backward,
 )
-"""What loss_parallel computes by itself, after it has called the operator on whole fake logits to learn a shape."""
+"""Operators that ``loss_parallel`` computes itself, after it has run them on unsharded fake logits for a shape."""
 
 
 class Recorder(BelowSubclasses):
-    """Sees every operator that reaches the device."""
+    """Record every operator that reaches the device."""
 
-    def __init__(self, memory: Memory, traffic: Traffic) -> None:
+    def __init__(self, memory: Memory, traffic: Traffic, loss_parallel: bool) -> None:
         super().__init__()
         self.memory, self.traffic, self.flops = memory, traffic, 0
-        self._asked: OpOverload | None = None
+        self._loss_parallel = loss_parallel
+        self._shape_inference: OpOverload | None = None
+        """The operator whose next call on plain tensors only infers a shape."""
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        with self.memory.watching(), self:
+    def recording(self, model_parts: list[nn.Module]) -> Iterator[None]:
+        with self.memory.tracking(model_parts), self:
             yield
-        assert self._asked is None, f"{self._asked} of DTensors did not ask for a shape: nothing was recorded after it"
+        assert self._shape_inference is None, f"{self._shape_inference} inferred no shape: nothing was recorded after"
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.overloadpacket in ASKING_LOSSES and op in DTensor._op_dispatcher._custom_op_handlers and DTensor in types:
-            self._asked = op
+        if self._loss_parallel and op.overloadpacket in LOSS_PARALLEL_OPERATORS and DTensor in types:
+            self._shape_inference = op
         return super().__torch_dispatch__(op, types, args, kwargs)
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = op(*args, **kwargs)
-        if self._asked is not None:
-            self._asked = None if op is self._asked else self._asked
+        if self._shape_inference is not None:
+            if op is self._shape_inference:
+                self._shape_inference = None
             return output
-        self.memory.saw(op, args, kwargs, output)
-        self.traffic.saw(op, args, kwargs, output)
+        self.memory.record(op, args, kwargs, output)
+        self.traffic.record(op, args, kwargs, output)
         self.flops += flops(op, args, kwargs, output)
         return output
 
 
-def rehearse_rank(
+def dry_run_rank(
     config: JobConfig, world_size: int, rank: int = 0, load: Load = balanced, model_args: Any = None
-) -> Rehearsal:
-    """The second step of ``rank``: in the first one the optimizer makes its states.
+) -> DryRun:
+    """Return the memory and work of the second step of ``rank``; the first step creates the optimizer states.
 
     ``model_args`` replace those of the job's flavor.
     """
-    check_rehearsable(config)
+    check_dry_run(config)
     start = time.perf_counter()
     with ExitStack() as contexts:
         contexts.enter_context(fake_ranks(world_size, rank))
-        trainer = RehearsedTrainer(config, contexts, load, model_args)
-        accumulated = trainer.gradient_accumulation_steps
-        trainer.step, batches = 2, trainer.batches()  # the first step is logged, which reads values
+        trainer = DryRunTrainer(config, contexts, load, model_args)
+        accumulated, batches = trainer.gradient_accumulation_steps, trainer.batches()
         trainer.gradient_accumulation_steps = 1
         trainer.train_step(batches)
-        trainer.gradient_accumulation_steps = min(MICROBATCHES, accumulated)
+        trainer.gradient_accumulation_steps = min(BATCHES, accumulated)
         for _ in range(ATTEMPTS):
-            asked = _shapes_asked()
-            found = _measured(trainer, batches, accumulated, rank)
-            if _shapes_asked() == asked:
+            before = uncached_propagations()
+            found = _record_step(trainer, batches, accumulated, rank)
+            if uncached_propagations() == before:
                 found.seconds = time.perf_counter() - start
                 return found
-    raise RuntimeError(f"in each of {ATTEMPTS} steps DTensor asked for shapes that it should remember: none is clean")
+    raise RuntimeError(f"DTensor cached not every sharding propagation in {ATTEMPTS} steps: no step can be recorded")
 
 
-def _shapes_asked() -> int:
-    """How often DTensor has called an operator on whole fake tensors, to learn the shape of its output.
-
-    It remembers the answer, so a step in which it asked can be taken again: the calls were recorded with the others.
-    """
-    return _get_python_sharding_prop_cache_info().misses
-
-
-def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: int, rank: int) -> Rehearsal:
+def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: int, rank: int) -> DryRun:
     memory, traffic = Memory(trainer.device), Traffic.over(trainer.parallel_dims)
-    _add_standing(memory, trainer)
-    recorder = Recorder(memory, traffic)
+    _add_between_steps(memory, trainer)
+    recorder = Recorder(memory, traffic, trainer.uses_loss_parallel)
     after_batches: list[tuple[int, Counter[Any], Counter[Any]]] = []
-    forward_backward = type(trainer).forward_backward_step
 
-    def marked(**kwargs: Any) -> Tensor:
-        memory.enter("forward")
-        loss = forward_backward(trainer, **kwargs)
+    def end_batch() -> None:
         memory.enter("clip")
         after_batches.append((recorder.flops, Counter(traffic.calls), Counter(traffic.sent)))
-        return loss
 
-    trainer.forward_backward_step = marked  # type: ignore[method-assign]
+    trainer.on_batch_start, trainer.on_batch_end = lambda: memory.enter("forward"), end_batch
     handle = trainer.optimizers.register_step_pre_hook(lambda *_: memory.enter("optimizer"))
     stepped: set[nn.Parameter] = set()
-    with recorder.recording(), _noting_early_steps(trainer, stepped):
+    with recorder.recording(trainer.model_parts), _noting_early_steps(trainer, stepped):
         memory.enter("zero_grad")
         memory.restart_peak()
         first = len(memory.events)
         trainer.train_step(batches)
     handle.remove()
-    _add_standing(memory, trainer)
-    rest = accumulated - len(after_batches)
-    whole = recorder.flops, traffic.calls, traffic.sent
-    if rest:  # the batches that were left out are like the last one
+    _add_between_steps(memory, trainer)
+    if left_out := accumulated - len(after_batches):  # they are like the last one
         (flops_1, calls_1, sent_1), (flops_2, calls_2, sent_2) = after_batches[-2:]
-        recorder.flops += rest * (flops_2 - flops_1)
-        for total, one, two in ((whole[1], calls_1, calls_2), (whole[2], sent_1, sent_2)):
+        recorder.flops += left_out * (flops_2 - flops_1)
+        for total, one, two in ((traffic.calls, calls_1, calls_2), (traffic.sent, sent_1, sent_2)):
             for key in two:
-                total[key] += rest * (two[key] - one[key])
+                total[key] += left_out * (two[key] - one[key])
     peak = memory.peak
     timeline, phases = memory.timeline(first)
-    return Rehearsal(
+    return DryRun(
         rank=rank,
         modules=_modules(trainer),
         peak=peak.total,
@@ -194,7 +184,7 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
         phase=peak.phase,
         at_peak=dict(memory.at(peak.event)),
         peaks=memory.peaks,
-        standing=dict(memory.at(len(memory.events))),
+        between_steps=dict(memory.at(len(memory.events))),
         host=sum(getattr(optimizer, "host_bytes", 0) for optimizer in trainer.optimizers),
         flops=recorder.flops,
         calls=dict(traffic.calls),
@@ -215,8 +205,8 @@ def _measured(trainer: RehearsedTrainer, batches: Iterator[Any], accumulated: in
 
 
 @contextmanager
-def _noting_early_steps(trainer: RehearsedTrainer, stepped: set[nn.Parameter]) -> Iterator[None]:
-    """Note the parameters whose own optimizer steps in the backward pass, and then frees their gradient."""
+def _noting_early_steps(trainer: DryRunTrainer, stepped: set[nn.Parameter]) -> Iterator[None]:
+    """Add to ``stepped`` the parameters whose optimizer steps in the backward pass and frees their gradient."""
     early = trainer.job_config.optimizer.early_step_in_backward
     parameters = [x for part in trainer.model_parts for x in part.parameters() if early and x.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(stepped.add) for parameter in parameters]
@@ -227,21 +217,22 @@ def _noting_early_steps(trainer: RehearsedTrainer, stepped: set[nn.Parameter]) -
             handle.remove()
 
 
-def _add_standing(memory: Memory, trainer: RehearsedTrainer) -> None:
-    """What stays from step to step, by its purpose."""
+def _add_between_steps(memory: Memory, trainer: DryRunTrainer) -> None:
+    """Record what stays from step to step, by category."""
     parts = trainer.model_parts
     memory.add((x for part in parts for x in part.buffers()), "other")
     memory.add((x for part in parts for x in part.parameters()), "parameters")
     memory.add((x.grad for part in parts for x in part.parameters()), "gradients")
     for optimizer in trainer.optimizers:
-        swapped = getattr(optimizer, "_swapped", {})
-        memory.add((x for states in getattr(optimizer, "_host", {}).values() for x in states), HOST)
+        swapped = isinstance(optimizer, SwapStates)
+        memory.add(optimizer.host_tensors() if swapped else (), HOST)
         for parameter, states in optimizer.state.items():
-            memory.add(states.values(), HOST if parameter in swapped else "optimizer states")
+            on_host = swapped and optimizer.is_swapped(parameter)
+            memory.add(states.values(), HOST if on_host else "optimizer states")
 
 
-def _modules(trainer: RehearsedTrainer) -> str:
-    """``tok_embeddings, layers 0 to 31``."""
+def _modules(trainer: DryRunTrainer) -> str:
+    """Return for example ``tok_embeddings, layers 0 to 31``."""
     found = []
     for part in trainer.model_parts:
         layers = list(getattr(part, "layers", {}))

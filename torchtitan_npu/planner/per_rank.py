@@ -1,4 +1,4 @@
-"""What a layout leaves of a job to one rank: parameters, tokens, groups; by arithmetic."""
+"""The part of a job that a layout gives to one rank: parameters, tokens, process groups. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.layout import degrees, world_size
 from torchtitan_npu.planner.parameters import Size
-from torchtitan_npu.planner.pipeline_schedule import gathers
+from torchtitan_npu.planner.pipeline_schedule import gathers_per_batch
 from torchtitan_npu.planner.traffic import GROUPS
 
 
 def mesh_sizes(config: JobConfig) -> dict[str, int]:
-    """Ranks of each dimension of TorchTitan's meshes, by its name; that of all data-parallel ranks is ``loss``."""
+    """Return the size of each dimension of TorchTitan's meshes by name; ``loss`` is all data-parallel ranks."""
     found = degrees(config)
     etp = config.parallelism.expert_tensor_parallel_degree if found["ep"] > 1 else 1
     fsdp = found["dp_shard"] * found["cp"]
@@ -22,16 +22,16 @@ def mesh_sizes(config: JobConfig) -> dict[str, int]:
 
 
 def group_names(config: JobConfig) -> dict[str, str]:
-    """By mesh dimension: the name of its process group, as a rehearsal has it. Those of all ranks are one."""
+    """Return the name of each mesh dimension's process group in a dry run. Dimensions over all ranks share one."""
     sizes, world = mesh_sizes(config), world_size(config)
-    everywhere = "/".join(name for name in GROUPS if sizes[name] == world)
-    return {name: everywhere if sizes[name] == world else name for name in GROUPS}
+    over_all_ranks = "/".join(name for name in GROUPS if sizes[name] == world)
+    return {name: over_all_ranks if sizes[name] == world else name for name in GROUPS}
 
 
 def communicators(config: JobConfig, balances_experts: bool) -> int:
-    """Groups of more than one rank that a step uses: one a mesh dimension, and one for those of all ranks.
+    """Return how many groups of more than one rank a step uses. Dimensions over all ranks share one.
 
-    Experts that are balanced are counted over ``loss``; where they have a mesh of their own, its replicas are a group.
+    Expert balancing counts tokens over ``loss``. With EP, the replicas of experts are a group of their own.
     """
     sizes, world = mesh_sizes(config), world_size(config)
     if not balances_experts:
@@ -42,46 +42,47 @@ def communicators(config: JobConfig, balances_experts: bool) -> int:
 
 
 def uses_fsdp(config: JobConfig) -> bool:
-    """Replicas of a tensor- or pipeline-parallel model too: see :class:`.distributed.parallel_dims.ParallelDims`."""
+    """Tell whether FSDP wraps the model. It also replicates a TP or PP model: see :mod:`.upstream.parallel_dims`."""
     sizes = mesh_sizes(config)
     return sizes["fsdp"] > 1 or sizes["ep"] > 1 or (sizes["dp_replicate"] > 1 and max(sizes["tp"], sizes["pp"]) > 1)
 
 
-def on_a_rank(size: Size, config: JobConfig) -> Size:
-    """What a rank has of ``size`` when FSDP has gathered it; without EP tensor parallel splits the experts, too."""
+def unsharded_size(size: Size, config: JobConfig) -> Size:
+    """Return the part of ``size`` on a rank after FSDP gathered it. Without EP, tensor parallel also splits experts."""
     ranks = mesh_sizes(config)
     experts = ranks["ep"] * ranks["etp"] if ranks["ep"] > 1 else ranks["tp"]
-    return Size((size.dense - size.whole) // ranks["tp"] + size.whole, size.experts // experts, size.whole)
+    dense = (size.dense - size.replicated) // ranks["tp"] + size.replicated
+    return Size(dense, size.experts // experts, size.replicated)
 
 
 def element_sizes(config: JobConfig) -> tuple[int, int]:
-    """Bytes of an element of gathered parameters, and of gradients on their way."""
+    """Return the bytes per element of gathered parameters and of reduced gradients."""
     training = config.training
     return tuple(
         TORCH_DTYPE_MAP[name].itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
     )
 
 
-def standing_bytes(config: JobConfig) -> float:
-    """Of a parameter on the device between steps: itself, its gradient, and two states that swap may take away."""
+def bytes_between_steps(config: JobConfig) -> float:
+    """Return the device bytes per parameter between steps: weight, gradient, and the states that are not swapped."""
     optimizer = config.optimizer
     states = 2 * (1 - optimizer.swap_fraction if optimizer.swap else 1)
     return TORCH_DTYPE_MAP[config.training.dtype].itemsize * (2 + states)
 
 
 def module_gathers(config: JobConfig, module: str, stage: int) -> int:
-    """How often FSDP gathers a module for a batch; by default a pipeline keeps its modules, and others their last."""
+    """Return how often FSDP gathers a module per batch. By default a pipeline keeps all, others keep the last one."""
     p = config.parallelism
     kept = p.pipeline_parallel_degree > 1 or module in ("norm", "output")
     policy = p.fsdp_reshard_after_forward
-    return 1 if policy == "never" or (policy == "default" and kept) else gathers(config, stage)
+    return 1 if policy == "never" or (policy == "default" and kept) else gathers_per_batch(config, stage)
 
 
-def computed_again(config: JobConfig, layer: int) -> tuple[bool, bool]:
-    """Whether the backward pass repeats the gathers of the ``layer``-th layer of a rank, and its other collectives.
+def recomputed(config: JobConfig, layer: int) -> tuple[bool, bool]:
+    """Tell whether the backward pass repeats the gathers of a rank's ``layer``-th layer, and its other collectives.
 
-    Selective checkpointing takes every so-many-th layer whole, or operators: then reduce-scatters and all-to-alls are
-    kept, and of the products those of experts are repeated.
+    Selective checkpointing takes every n-th layer, or single operators. With operators, the results of reduce-scatters
+    and all-to-alls are kept, and the matrix products of experts are repeated.
     """
     ac = config.activation_checkpoint
     if ac.mode != "selective":
@@ -89,12 +90,12 @@ def computed_again(config: JobConfig, layer: int) -> tuple[bool, bool]:
     if ac.selective_ac_option == "op":
         return True, False
     every = int(ac.selective_ac_option)
-    whole = every == 0 or (layer + 1) % every == 0
-    return whole, whole
+    checkpointed = every == 0 or (layer + 1) % every == 0
+    return checkpointed, checkpointed
 
 
 def microbatch(config: JobConfig) -> int:
-    """Sequences that a rank computes at a time."""
+    """Return the sequences that a rank computes at a time."""
     p = config.parallelism
     pipelined = p.pipeline_parallel_degree > 1
     return p.pipeline_parallel_microbatch_size if pipelined else config.training.local_batch_size
@@ -105,6 +106,6 @@ def microbatches(config: JobConfig) -> int:
 
 
 def local_tokens(config: JobConfig) -> int:
-    """Rows of hidden states that a rank has between its layers."""
+    """Return the rows of hidden states that a rank has between its layers."""
     p = config.parallelism
     return microbatch(config) * config.training.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)

@@ -1,0 +1,293 @@
+"""Dry runs: memory, work and traffic of a step are those of a real step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests._helpers.layouts import add_flavor, add_flavors, job_config
+from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.planner import advice, fake_device, fake_ranks
+from torchtitan_npu.planner.active_modules import innermost
+from torchtitan_npu.planner.dry_run import dry_run_rank
+from torchtitan_npu.planner.estimate import Estimate, Estimator
+from torchtitan_npu.planner.expert_load import balanced, uneven
+from torchtitan_npu.planner.job import assumed_load, dry_run_ranks
+from torchtitan_npu.planner.parameters import Size, arithmetic, sizes
+from torchtitan_npu.planner.per_rank import bytes_between_steps
+from torchtitan_npu.planner.plot import draw
+from torchtitan_npu.planner.rates import Rates
+from torchtitan_npu.planner.search import Layout, _dry_run, print_layouts
+from torchtitan_npu.planner.traffic import Traffic
+
+CONFIGS = PACKAGE / "train_configs"
+LLAMA, DEEPSEEK = CONFIGS / "llama3_debugmodel.toml", CONFIGS / "deepseek_v32_debugmodel.toml"
+ANY_BATCH = ["--training.global_batch_size", "-1"]
+for layers, name in ((1, "one_layer"), (2, "two_layers"), (3, "three_layers")):
+    add_flavor("llama3", name, {"n_layers": layers})  # a dry run takes time for each layer, however wide it is
+add_flavor("deepseek_v32", "one_moe_layer", {"n_layers": 1, "n_dense_layers": 0})
+ONE_LAYER = ["--model.flavor", "one_layer", *ANY_BATCH]
+
+
+def load(file: Path, *options: str) -> Any:
+    return JobConfigManager().parse_args(["--job.config_file", str(file), *options])
+
+
+def measured(layout: dict[str, int]) -> tuple[int, int]:
+    """Return peak memory and FLOPs of the real Trainer's second step on this rank, by torch's profiler and counter."""
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    import torchtitan_npu.train as entry
+
+    aten = torch.ops.aten
+    cpu_attention = {  # torch's counter knows the attention kernels of other devices only; formulas get shapes
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *args, **_: sdpa_flop_count(*args[:3]),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *args, **_: sdpa_backward_flop_count(
+            *args[:4]
+        ),
+    }
+    config = measured_job(layout)
+    with tempfile.TemporaryDirectory() as folder:
+        config.job.dump_folder = folder
+        trainer: Any = entry.Trainer(config)
+        batches = trainer.batch_generator(trainer.dataloader)
+        trainer.step = 1
+        trainer.train_step(batches)
+        parameters = list(trainer.model_parts[0].parameters())
+        states = [x for states in next(iter(trainer.optimizers)).state.values() for x in states.values()]
+        between_steps = [*parameters, *trainer.model_parts[0].buffers(), *states]  # a step first frees the gradients
+        storages = {x.data_ptr(): x for x in (getattr(x, "_local_tensor", x).untyped_storage() for x in between_steps)}
+        total = peak = sum(x.nbytes() for x in storages.values())
+        trainer.step = 2
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            trainer.train_step(batches)
+        events: Any = profiler.profiler.kineto_results.events()
+        for change in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
+            total += change[1]
+            peak = max(peak, total)
+        trainer.step = 3
+        with FlopCounterMode(display=False, custom_mapping=cpu_attention) as flops:
+            trainer.train_step(batches)
+        trainer.close()
+    return peak, flops.get_total_flops()
+
+
+def measured_job(layout: dict[str, int]) -> Any:
+    add_flavors()
+    options = {"metrics.log_freq": 1 << 20, "activation_checkpoint.mode": "full"}
+    return job_config("llama3", layout, options)
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=["FSDP2", "TP2"])
+def test_memory_and_work_match_a_real_step(layout: dict[str, int]) -> None:
+    peak, flops = run_on_ranks(2, measured, layout, process_group=False)[0]
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        run = dry_run_rank(measured_job(layout), 2)
+        modules = sizes(build_on_meta(measured_job(layout)))
+    finally:
+        del os.environ["WORLD_SIZE"]
+    # A real collective holds its buffers until it ends, which varies. With FSDP one gathers a layer while another
+    # reduces a gradient, both in float32. Real blocks are not rounded up.
+    in_flight = 2 * 4 * max(size.total for size in modules.values())
+    rounding = 512 * len(run.timeline)
+    assert -rounding <= peak - run.peak <= in_flight, f"{peak} {run.peak} {in_flight} {rounding}"
+    elements = sum(size.total for size in modules.values())
+    if not layout:  # with TP torch counts the DTensor FLOPs of all ranks
+        assert run.flops == flops
+        unsharded = run.accumulated * 4 * elements  # float32; one half is the other rank's
+        assert run.sent["fsdp", "reduce_scatter"] == unsharded // 2
+        assert unsharded // 2 < run.sent["fsdp", "all_gather"] <= unsharded  # forward, and again backward
+
+
+def test_memory_between_steps_is_the_arithmetic_of_parameters() -> None:
+    config = load(LLAMA, *ONE_LAYER)
+    shapes = [tuple(parameter.shape) for parameter in build_on_meta(config).parameters()]
+    elements = sum(math.ceil(rows / 4) * math.prod(others) for rows, *others in shapes)  # FSDP shards dimension 0
+    rounding = 512 * len(shapes)
+    plain = dry_run_rank(config, 4)
+    config.optimizer.swap = True
+    swapped = dry_run_rank(config, 4)
+    for category, size in (("parameters", 4), ("gradients", 4), ("optimizer states", 8)):
+        assert 0 <= plain.between_steps[category] - size * elements <= 2 * rounding, category
+    assert 0 <= swapped.host - 8 * elements <= 2 * rounding and not swapped.between_steps.get("optimizer states")
+    assert sum(plain.between_steps.values()) - sum(swapped.between_steps.values()) >= 8 * elements
+
+
+def test_memory_between_steps_depends_on_dtype_and_swap_fraction() -> None:
+    config = load(LLAMA, *ONE_LAYER, "--training.dtype", "bfloat16")
+    config.optimizer.swap, config.optimizer.swap_fraction = True, 0.5
+    assert bytes_between_steps(config) == 6
+    parameters = list(build_on_meta(config).parameters())
+    elements = sum(parameter.numel() for parameter in parameters)
+    between_steps = dry_run_rank(config, 1).between_steps
+    found = sum(between_steps[name] for name in ("parameters", "gradients", "optimizer states"))
+    largest = 4 * max(parameter.numel() for parameter in parameters)  # all states of a parameter are swapped, or none
+    assert 0 <= found - 6 * elements <= largest + 5 * 512 * len(parameters)
+    size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
+    assert arithmetic(size, "bfloat16", {"pp": 1, "tp": 1}, 1, 1 << 30)["weights_and_gradients"] == 4 * elements
+
+
+def test_flops_of_a_dense_model() -> None:
+    config = load(LLAMA, "--activation_checkpoint.mode", "none", "--model.flavor", "one_layer")
+    run = dry_run_rank(config, 1)
+    model: Any = build_on_meta(config)
+    args, training = model.model_args, config.training
+    linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert run.accumulated > 2
+    tokens = training.local_batch_size * training.seq_len * run.accumulated
+    # Attention has two products forward and five backward: the scores again, and four gradients.
+    attention = 2 * (2 + 5) * args.n_layers * training.seq_len * args.dim
+    assert run.flops == tokens * (3 * 2 * linears + attention)
+
+
+def test_uneven_loads() -> None:
+    assert uneven(1.0, 4, 2)(160, 8) == balanced(160, 8)
+    assert uneven(1.5, 4, 2)(160, 8) == [30, 30, *balanced(100, 6)]
+    assert uneven(math.inf, 4, 2)(160, 8) == [80, 80, 0, 0, 0, 0, 0, 0]
+    assert uneven(math.inf, 8, 2)(160, 8) == [80, *balanced(80, 7)]  # a token goes to an expert at most once
+    assert uneven(2.0, 1, 2)(160, 8) == [40, *balanced(120, 7)]
+    assert uneven(math.inf, 4, 2, busiest=2)(160, 8) == [0, 0, 0, 0, 80, 80, 0, 0]
+
+
+@functools.cache
+def with_load(assumption: str) -> Any:
+    """Dry-run rank 0 of 4 expert-parallel ranks."""
+    config = load(DEEPSEEK, "--parallelism.expert_parallel_degree", "4", "--model.flavor", "one_moe_layer", *ANY_BATCH)
+    return dry_run_rank(config, 4, 0, assumed_load(assumption, config, 0))
+
+
+def test_busier_experts_need_more_memory() -> None:
+    even, worst = with_load("balanced"), with_load("worst")
+    assert even.peak < worst.peak
+    # With EP over all ranks FSDP gathers from one rank, and copies. The copy is freed too.
+    assert even.between_steps.get("gathered parameters", 0) == 0
+    # Token counts stay; the experts of a layer would be 100 times as large.
+    assert even.between_steps.get("activations", 0) < 1 << 14
+
+
+def test_the_busiest_experts_are_those_of_the_rank_of_the_dry_run() -> None:
+    config = load(DEEPSEEK, "--parallelism.expert_parallel_degree", "4", "--model.flavor", "one_moe_layer", *ANY_BATCH)
+    first = with_load("worst")
+    last: Any = dry_run_ranks(config, 4, [3], "worst")[0]
+    assert first.flops == last.flops and first.sent == last.sent
+
+
+def test_traffic_of_every_all_to_all() -> None:
+    traffic, key = Traffic({}), ("world", "all_to_all")
+
+    def call(op: Any, *args: Any) -> None:
+        traffic.record(op, args, {}, op(*args))
+
+    with fake_ranks(4), fake_device():
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        x = torch.empty(8, 4)
+        call(torch.ops._dtensor.shard_dim_alltoall.default, x, 0, 1, group.group_name)
+        assert traffic.sent[key] == x.nbytes * 3 / 4
+        functional = torch.ops._c10d_functional.all_to_all_single.default
+        call(functional, x[:0], [2, 2, 2, 2], [0, 0, 0, 0], group.group_name)  # this rank only receives
+        assert traffic.sent[key] == 2 * x.nbytes * 3 / 4
+        call(functional, x[:0], [0, 0, 0, 0], [0, 0, 0, 0], group.group_name)
+        assert traffic.calls[key] == 3 and traffic.sent[key] == 2 * x.nbytes * 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("running", "name"),
+    [
+        # A module that returns its input is never seen to end.
+        (["layers.3", "layers.3._checkpoint_wrapped_module.moe", "layers.4.attention.inputs"], "layers.3.moe"),
+        (["layers.9", "layers.10"], "layers.10"),
+        (["layers.9", "layers.10", "layers.9.moe"], "layers.9.moe"),
+        (["norm"], "norm"),
+        ([], ""),
+    ],
+)
+def test_innermost_module_does_not_depend_on_the_order_of_a_set(running: list[str], name: str) -> None:
+    assert innermost({"", *running}) == name
+    assert innermost(set()) is None
+
+
+def test_where_the_peak_is(tmp_path: Path) -> None:
+    """The logits and their gradients are the peak of a small model."""
+    options = ("--training.local_batch_size", "8", "--training.seq_len", "512")
+    one = dry_run_rank(load(LLAMA, *ONE_LAYER, *options), 2)
+    assert (one.where, one.phase) == ("the loss", "backward")
+    places = {place for place in one.peaks if place[0] in ("forward", "backward")}
+    for phase in ("forward", "backward"):
+        assert places >= {(phase, name) for name in ("tok_embeddings", "layers.0", "output", "the loss")}
+    assert not {module for _, module in places} & {"forward", "backward", ""}
+    draw(tmp_path / "memory.svg", {"every rank": one}, 1 << 30, "a job")
+    assert "the loss (backward)" in (tmp_path / "memory.svg").read_text()
+
+
+@pytest.mark.parametrize("policy", ["never", "default"])
+def test_estimated_gathered_parameters_bound_those_of_a_dry_run(policy: str) -> None:
+    """Kept, all modules are gathered at once. Else two layers are; the estimate has three, one of them a gradient."""
+    config = load(LLAMA, "--model.flavor", "three_layers", *ANY_BATCH)
+    config.parallelism.fsdp_reshard_after_forward = policy
+    config.parallelism.data_parallel_shard_degree = 2
+    parameters = sizes(build_on_meta(config))
+    estimated = Estimator(parameters, [], 1, 0, None)._gathered(config, list(parameters))
+    one = dry_run_rank(config, 2)
+    most = max(point.get("gathered parameters", 0) for point in one.timeline)
+    largest = 4 * max(size.total for size in parameters.values())
+    gradients = largest if policy == "never" else 0  # those of one layer
+    assert most + gradients <= estimated * 1.01 and estimated <= most + 2 * largest
+
+
+def test_advice_is_judged_by_every_representative_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that makes the worst rank fit may leave another rank as the worst."""
+    pipeline = ["--parallelism.pipeline_parallel_degree", "2", "--model.flavor", "two_layers", *ANY_BATCH]
+    config = load(LLAMA, *pipeline)
+    config.parallelism.data_parallel_shard_degree = 1
+    swapped = copy.deepcopy(config)
+    swapped.optimizer.swap = True
+    ranks: Any = dry_run_ranks(swapped, 2, [0, 1])
+    least, most = sorted(ranks, key=lambda one: one.needed)
+    before = [least, replace(most, peak=least.peak - 1)]
+    monkeypatch.setattr(advice, "CHANGES", (advice._swap,))
+    (tried,) = advice.advise(config, 2, before, "balanced", 1 << 40)
+    assert least.needed < most.needed and (tried.peak, tried.rank) == (most.needed, most.rank)
+
+
+def test_a_parameter_without_gradient_is_an_error_of_advice_and_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+    from torchtitan.models.llama3.model.model import FeedForward
+
+    config = load(LLAMA, *ONE_LAYER)
+    config.parallelism.data_parallel_shard_degree = 1
+    before = dry_run_rank(config, 1)
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: self.w2(torch.nn.functional.silu(self.w1(x))))
+    monkeypatch.setattr(advice, "CHANGES", (advice._swap,))
+    (tried,) = advice.advise(config, 1, [before], "balanced", 1 << 40)
+    layout = Layout(config, Estimate([1], [1.0]))
+    _dry_run(layout, 1, "balanced")
+    words = "without gradient: layers.0.feed_forward.w3.weight"
+    assert tried.peak is None and tried.error == words
+    assert layout.error == f"rank 0: {words}" and not layout.fits(1 << 40)
+    console = Console(width=200, record=True)
+    tried.error = layout.error = "RuntimeError: sizes [/2] and [red]"  # not markup
+    advice.print_advice(console, [tried], before, 1 << 40)
+    print_layouts(console, [layout], 1 << 40, Rates())
+    assert console.export_text().count("RuntimeError: sizes [/2] and [red]") == 2
+
+
+@pytest.mark.slow
+def test_many_ranks() -> None:
+    degrees = ["--parallelism.tensor_parallel_degree", "8", "--parallelism.pipeline_parallel_degree", "2"]
+    config = load(LLAMA, *degrees, "--training.local_batch_size", "2", "--model.flavor", "two_layers", *ANY_BATCH)
+    run = dry_run_rank(config, 16384, 8192)
+    assert ("fsdp", "reduce_scatter") in run.sent and run.between_steps["parameters"] > 0
