@@ -7,8 +7,8 @@ Run it with the Python of the environment that torch_npu is installed in. ``impo
 
 torch_npu's libraries resolve all symbols when they are loaded. So the stub defines every symbol that they need and that
 no other library defines. ``cann.c`` defines those whose result matters; every other one returns 0. Operators
-(``aclnn...``) are not linked: torch_npu looks them up by name when it calls them. The stub has every name that torch_npu
-knows, so that its code takes the same path as on a complete CANN. The launch at the end of that path fails.
+(``aclnn...``) are not linked: torch_npu looks them up by name when it calls them. The stub has every name it
+knows, so that torch_npu takes the same path as on a complete CANN. The launch at the end of that path fails.
 """
 
 from __future__ import annotations
