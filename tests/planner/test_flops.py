@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_npu.ops  # noqa: F401  # declares torch.ops.npu
-from torchtitan_npu.planner.active_modules import in_backward
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_device
 from torchtitan_npu.planner.flops import flops
+from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 npu = torch.ops.npu
@@ -29,7 +29,7 @@ class Counted(BelowSubclasses):
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = op(*args, **kwargs)
-        if in_backward():
+        if in_backward_pass():
             self.backward += flops(op, args, kwargs, output)
         else:
             self.forward += flops(op, args, kwargs, output)

@@ -10,19 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.module_tracker import ModuleTracker
 
+from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import tree_leaves
 
 IN_A_BLOCK = re.compile(r"(.*?\blayers\.(\d+))\..*")
 """The name of a module inside a transformer block: the block's name and its number."""
-
-_tracker = ModuleTracker()
-
-
-def in_backward() -> bool:
-    """Tell whether autograd is running a backward pass on this thread."""
-    return _tracker.is_bw
 
 
 class ActiveModules:
@@ -63,14 +56,14 @@ class ActiveModules:
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._forward.append(name)
         inputs = [x for x in _with_gradient(args) if not x.is_leaf]
-        if inputs and not in_backward():  # recomputation in the backward pass needs no hooks
+        if inputs and not in_backward_pass():  # recomputation in the backward pass needs no hooks
             register_multi_grad_hook(inputs, lambda *_: self._backward.discard(name))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if name in self._forward:
             self._forward.remove(name)
         outputs = _with_gradient(output)
-        if outputs and not in_backward():
+        if outputs and not in_backward_pass():
             register_multi_grad_hook(outputs, lambda *_: self._backward.add(name), mode="any")
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.planner.active_modules import ActiveModules, in_backward
+from torchtitan_npu.planner.active_modules import ActiveModules
+from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves
 
 ALLOCATION = 512
@@ -110,7 +111,7 @@ class Memory:
 
     def record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record the memory that a call of ``op`` allocated."""
-        if not in_backward():
+        if not in_backward_pass():
             self._modules.end_backward()
         self._follow_gathered([kwargs.get("out"), args[0] if op is torch.ops.aten.copy_.default else None])
         for tensor in filter(self._is_here, tree_leaves(output)):
@@ -181,7 +182,7 @@ class Memory:
     def _purpose(self) -> str:
         if self.phase != "forward":
             return "other"
-        return "backward pass" if in_backward() else "activations"
+        return "backward pass" if in_backward_pass() else "activations"
 
     def _block(self, tensor: Tensor, purpose: str) -> Block:
         storage = tensor.untyped_storage()

@@ -1,10 +1,12 @@
-"""The state of the autograd engine. Seen on torch 2.11 to 2.13."""
+"""The state of the autograd engine."""
 
 from __future__ import annotations
 
-import torch
+from torch.utils.module_tracker import ModuleTracker
+
+_tracker = ModuleTracker()  # its ``is_bw`` is the only public way to ask the engine
 
 
 def in_backward_pass() -> bool:
     """Return whether this thread runs inside a backward pass, as the recomputation of a checkpointed forward does."""
-    return torch._C._current_graph_task_id() != -1
+    return _tracker.is_bw

@@ -217,8 +217,8 @@ class SwapAdamW(SwapStates, torch.optim.AdamW):
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return ``view`` as a tensor that begins at the start of its storage, in the same memory.
 
-    A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for asynchronous saves
-    would read beyond it.
+    A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for asynchronous
+    saves would read beyond it.
     """
     begin = view.storage_offset() * view.itemsize
     return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
