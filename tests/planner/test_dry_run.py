@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +48,7 @@ def measured(layout: dict[str, int]) -> tuple[int, int]:
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    import torchtitan_npu.train as entry
+    from torchtitan_npu.trainer import Trainer
 
     aten = torch.ops.aten
     cpu_attention = {  # torch's counter knows the attention kernels of other devices only; formulas get shapes
@@ -61,7 +60,7 @@ def measured(layout: dict[str, int]) -> tuple[int, int]:
     config = measured_job(layout)
     with tempfile.TemporaryDirectory() as folder:
         config.job.dump_folder = folder
-        trainer: Any = entry.Trainer(config)
+        trainer: Any = Trainer(config)
         batches = trainer.batch_generator(trainer.dataloader)
         trainer.step = 1
         trainer.train_step(batches)
@@ -90,23 +89,35 @@ def measured_job(layout: dict[str, int]) -> Any:
     return job_config("llama3", layout, options)
 
 
-@pytest.mark.parametrize("layout", [{}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=["FSDP2", "TP2"])
-def test_memory_and_work_match_a_real_step(layout: dict[str, int]) -> None:
-    peak, flops = run_on_ranks(2, measured, layout, process_group=False)[0]
-    os.environ["WORLD_SIZE"] = "2"
-    try:
-        run = dry_run_rank(measured_job(layout), 2)
-        modules = sizes(build_on_meta(measured_job(layout)))
-    finally:
-        del os.environ["WORLD_SIZE"]
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "FSDP2", "TP2"],
+)
+def test_memory_and_work_match_a_real_step(ranks: int, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    if ranks == 1:  # in this process, which is faster
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+            monkeypatch.setenv(name, value)
+        peak, flops = measured(layout)
+        torch.distributed.destroy_process_group()
+    else:
+        peak, flops = run_on_ranks(ranks, measured, layout, process_group=False)[0]
+    run = dry_run_rank(measured_job(layout), ranks)
+    modules = sizes(build_on_meta(measured_job(layout)))
     # A real collective holds its buffers until it ends, which varies. With FSDP one gathers a layer while another
     # reduces a gradient, both in float32. Real blocks are not rounded up.
-    in_flight = 2 * 4 * max(size.total for size in modules.values())
+    in_flight = 2 * 4 * max(size.total for size in modules.values()) if ranks > 1 else 0
     rounding = 512 * len(run.timeline)
     assert -rounding <= peak - run.peak <= in_flight, f"{peak} {run.peak} {in_flight} {rounding}"
     elements = sum(size.total for size in modules.values())
     if not layout:  # with TP torch counts the DTensor FLOPs of all ranks
         assert run.flops == flops
+    if ranks > 1 and not layout:
         unsharded = run.accumulated * 4 * elements  # float32; one half is the other rank's
         assert run.sent["fsdp", "reduce_scatter"] == unsharded // 2
         assert unsharded // 2 < run.sent["fsdp", "all_gather"] <= unsharded  # forward, and again backward
