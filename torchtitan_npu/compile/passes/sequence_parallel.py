@@ -59,7 +59,7 @@ def sequence_parallel(graph: fx.Graph, min_tokens: int = 1000, replicated_inputs
         count = token_count(value(node))
         if started is None or count is None or count < min_tokens or not value(node).is_contiguous():
             continue
-        group = started.args[2]
+        group: Any = started.args[2]
         if process_group(group).size() > 1 and count % process_group(group).size() == 0:
             layouts.setdefault((group, count), []).append(node)
     if layouts:
