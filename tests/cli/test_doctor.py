@@ -57,7 +57,8 @@ def test_this_machine_can_train() -> None:
         if name in OF_SEVERAL_RANKS:
             continue
         error = float(re.fullmatch(r"error (\S+) of the largest value", lines[name]["what"])[1])  # type: ignore[index]
-        assert error <= 2**-8
+        roundings = 2 if name == "npu_add_rms_norm" else 1  # it also rounds the sum before the norm
+        assert error <= roundings * 2**-8
     # An operator that rounds its output has an error, which the doctor shows.
     assert "error 0" not in lines["npu_swiglu"]["what"]
     assert lines["gloo all-reduce"] == {
