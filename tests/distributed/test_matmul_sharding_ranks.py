@@ -6,6 +6,7 @@ import itertools
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,8 +57,8 @@ def combinations(shapes: tuple[str, ...]) -> list[tuple[Call, tuple[Placements, 
     ]
 
 
-def test_every_combination_on_two_ranks() -> None:
-    shapes = ("2d2d", "3d2d", "1d3d")
+@pytest.mark.parametrize("shapes", [("2d2d",), pytest.param(("3d2d", "1d3d"), marks=pytest.mark.slow)])
+def test_every_combination_on_two_ranks(shapes: tuple[str, ...]) -> None:
     ranks = run_on_ranks(2, call_on_ranks, shapes)
     for (call, placements), *outcomes in zip(combinations(shapes), *ranks, strict=True):
         check(call.outputs, outcomes, (2,), placements)
@@ -108,6 +109,7 @@ def backward_of_sums_on_ranks() -> list[Outcome]:
 SUMS = [(grad, (R, R), (R, R)) for grad in ((P, P), (P, R), (R, P))]
 
 
+@pytest.mark.slow
 def test_gradients_on_a_mesh_of_two_by_two() -> None:
     ranks = run_on_ranks(4, train_on_ranks)
     expected = (*forward("2d2d").outputs, *backward("2d2d").outputs)
