@@ -8,12 +8,10 @@ argument. Any module may import this one: of this package it imports only
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers_with_moe_load_balancing
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe.utils import _permute, _unpermute
@@ -67,16 +65,6 @@ def token_dispatch_with(permute: Callable[..., Any]) -> Callable[..., Any]:
 def token_combine_with(unpermute: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``ExpertParallel._token_combine`` with ``unpermute`` in place of its ``_unpermute``."""
     return rebound(ExpertParallel._token_combine, {_unpermute: unpermute})
-
-
-def with_token_count(train_step: Callable[..., Any], count: Callable[..., Any]) -> Callable[..., Any]:
-    """Return TorchTitan's ``train_step`` with ``count`` in place of the all-reduce of the numbers of valid tokens.
-
-    ``count`` gets the arguments of ``dist_utils.dist_sum``. Metrics must not be logged in that step: they are reduced
-    by functions that the copy does not have.
-    """
-    utils = SimpleNamespace(dist_sum=count, clip_grad_norm_=dist_utils.clip_grad_norm_)
-    return rebound(train_step, {dist_utils: utils})
 
 
 def with_functions(method: Callable[..., Any], functions: Mapping[Any, Any]) -> Callable[..., Any]:
