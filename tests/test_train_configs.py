@@ -16,13 +16,14 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.preflight import build_on_meta, check_job
+from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.converters import CONVERTERS
 
 torchtitan_npu.register()
 
-FILES = sorted(file for file in (PACKAGE / "train_configs").glob("*.toml") if "debugmodel" not in file.stem)
+FILES = sorted(file for file in train_configs().glob("*.toml") if "debugmodel" not in file.stem)
 ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_permute", "npu_gmm", "npu_dsa"]
 STATES = 4 + 4
 """Bytes per parameter of AdamW's two moments, in float32."""
@@ -153,7 +154,7 @@ def test_its_header_is_correct(file: Path) -> None:
 
 def test_the_compile_keys_of_the_debug_model() -> None:
     """The file has the keys, and a job with them enabled passes the preflight."""
-    file = PACKAGE / "train_configs/deepseek_v32_debugmodel.toml"
+    file = train_configs() / "deepseek_v32_debugmodel.toml"
     sections = tomllib.loads(file.read_text())
     assert sections["compile"] == {"enable": False} and sections["npu"] == {"graph_passes": []}
     example = re.search(r"^graph_passes = \[\]  # .* for example (\[.*\])", file.read_text(), re.MULTILINE)

@@ -102,7 +102,7 @@ def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debu
 
 def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> Any:
     from torchtitan_npu.config.job_config import JobConfig
-    from torchtitan_npu.config.parser import shipped
+    from torchtitan_npu.config.shipped_files import shipped
 
     add_flavors()
     config = JobConfig()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.config import parser
+from torchtitan_npu.config import parser, shipped_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +23,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("torchtitan_npu", "train_configs"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import setuptools.build_meta as backend; backend.build_wheel('..')"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
@@ -34,13 +34,21 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
-    package = ROOT / "torchtitan_npu"
-    data = [*package.glob("assets/**/*"), *package.glob("cli/doctor/*.toml")]
-    data += [package / path.relative_to(ROOT) for path in (ROOT / "train_configs").rglob("*")]
-    files = [path for path in data if path.is_file()]
+    installed = unpacked / "torchtitan_npu"
+    expected = {
+        ROOT / "torchtitan_npu": ("assets/**/*", "cli/doctor/*.toml"),
+        ROOT: ("train_configs/**/*",),
+    }
+    files = [
+        (path, installed / path.relative_to(root))
+        for root, patterns in expected.items()
+        for pattern in patterns
+        for path in root.glob(pattern)
+        if path.is_file()
+    ]
     assert len(files) > 20
-    for path in files:
-        assert (unpacked / path.relative_to(ROOT)).read_bytes() == path.read_bytes(), path
+    for path, copy in files:
+        assert copy.read_bytes() == path.read_bytes(), path
 
 
 def test_the_wheel_installs_the_command(unpacked: Path) -> None:
@@ -63,7 +71,7 @@ def test_list_configs_shows_files_of_the_wheel(unpacked: Path, tmp_path: Path) -
 
 def test_a_job_finds_a_shipped_config(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path is the one in the docs, which does not exist below the current folder."""
-    monkeypatch.setattr(parser, "PACKAGE", unpacked / "torchtitan_npu")
+    monkeypatch.setattr(shipped_files, "PACKAGE", unpacked / "torchtitan_npu")
     monkeypatch.chdir(tmp_path)
     config = parser.JobConfigManager().parse_args(["--job.config_file", "train_configs/llama3_debugmodel.toml"])
     assert (config.model.name, config.model.flavor) == ("llama3", "debugmodel")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager, shipped
+from torchtitan_npu.config.parser import JobConfigManager
+from torchtitan_npu.config.shipped_files import PACKAGE, shipped, train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.platform import job_for
 
@@ -128,5 +129,5 @@ def test_help_needs_no_assets(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_configs_of_debug_models_parse() -> None:
     """tests/test_train_configs.py parses the others."""
-    for file in (PACKAGE / "train_configs").glob("*debugmodel.toml"):
+    for file in train_configs().glob("*debugmodel.toml"):
         JobConfigManager().parse_args(["--job.config_file", str(file)])

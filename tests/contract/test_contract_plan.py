@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests._helpers.layouts import add_flavor
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.config.shipped_files import train_configs
 
 
 def test_dry_run_with_torch_npu(
@@ -19,7 +20,7 @@ def test_dry_run_with_torch_npu(
 
     add_flavor("llama3", "two_layers", {"n_layers": 2})
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
-    out, file = tmp_path / "job.json", str(PACKAGE / "train_configs" / "llama3_debugmodel.toml")
+    out, file = tmp_path / "job.json", str(train_configs() / "llama3_debugmodel.toml")
     job = ["--model.flavor", "two_layers", "--training.global_batch_size", "-1", "--training.local_batch_size", "1"]
     assert command.main(["--config", file, "--world-size", "2", "--json", str(out), *job]) == 0
     assert "dry run with torch_npu's operators" in capsys.readouterr().out

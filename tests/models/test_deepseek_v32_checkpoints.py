@@ -19,7 +19,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.new_memory import NewMemory
 from tests._helpers.released_checkpoints import INDEX, exported, mtp_args, quantised, read_back, write
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.parser import shipped
+from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import (
     DeepSeekV32Model,

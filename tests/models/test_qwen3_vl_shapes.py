@@ -14,7 +14,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 import torchtitan_npu
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.parser import shipped
+from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import (
     Grids,

@@ -15,8 +15,9 @@ import torch
 
 from tests._helpers.layouts import add_flavor, add_flavors, job_config
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.planner import advice, fake_device, fake_ranks
 from torchtitan_npu.planner.active_modules import innermost
 from torchtitan_npu.planner.dry_run import dry_run_rank
@@ -30,7 +31,7 @@ from torchtitan_npu.planner.rates import Rates
 from torchtitan_npu.planner.search import Layout, _dry_run, print_layouts
 from torchtitan_npu.planner.traffic import Traffic
 
-CONFIGS = PACKAGE / "train_configs"
+CONFIGS = train_configs()
 LLAMA, DEEPSEEK = CONFIGS / "llama3_debugmodel.toml", CONFIGS / "deepseek_v32_debugmodel.toml"
 ANY_BATCH = ["--training.global_batch_size", "-1"]
 for layers, name in ((1, "one_layer"), (2, "two_layers"), (3, "three_layers")):

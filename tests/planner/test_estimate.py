@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests._helpers.layouts import add_flavor
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
+from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.estimated_traffic import estimated_traffic
@@ -30,9 +31,7 @@ FLAVORS = {"llama3": "two_layers", "qwen3": "one_layer"}
 
 
 def job(model: str, layout: dict[str, int], checkpointing: str = "none", batch: int = 2) -> Any:
-    config = JobConfigManager().parse_args(
-        ["--job.config_file", str(PACKAGE / f"train_configs/{model}_debugmodel.toml")]
-    )
+    config = JobConfigManager().parse_args(["--job.config_file", str(train_configs() / f"{model}_debugmodel.toml")])
     config.model.flavor = FLAVORS.get(model, "one_moe_layer")
     training, ac, p = config.training, config.activation_checkpoint, config.parallelism
     training.local_batch_size, training.global_batch_size, training.mixed_precision_param = batch, -1, "bfloat16"

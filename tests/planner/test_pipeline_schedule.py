@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests._helpers.layouts import add_flavor
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.layout import with_layout
@@ -29,7 +30,7 @@ add_flavor("deepseek_v32", "sixty_layers", {"n_layers": 60, "n_dense_layers": 3}
 
 
 def job(model: str, flavor: str, pp: int, schedule: str, batch: int) -> Any:
-    file = PACKAGE / f"train_configs/{model}_debugmodel.toml"
+    file = train_configs() / f"{model}_debugmodel.toml"
     config = JobConfigManager().parse_args(["--job.config_file", str(file), "--model.flavor", flavor])
     config.training.local_batch_size, config.training.global_batch_size = batch, -1
     p = config.parallelism

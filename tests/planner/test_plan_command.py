@@ -17,9 +17,10 @@ from torchtitan.models.llama3.model.model import FeedForward
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu import platform
 from torchtitan_npu.cli.plan import command
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
+from torchtitan_npu.config.shipped_files import train_configs
 
-CONFIGS = PACKAGE / "train_configs"
+CONFIGS = train_configs()
 LLAMA, DEEPSEEK = CONFIGS / "llama3_debugmodel.toml", CONFIGS / "deepseek_v32_debugmodel.toml"
 DEGREE = "--parallelism.{}_parallel_degree"
 TP, EP, CP, PP = (DEGREE.format(name) for name in ("tensor", "expert", "context", "pipeline"))

@@ -12,8 +12,9 @@ import pytest
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu.cli.plan import command
 from torchtitan_npu.config.parallelism import check_degrees
-from torchtitan_npu.config.parser import PACKAGE, JobConfigManager
+from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.estimate import Estimator
@@ -25,7 +26,7 @@ from torchtitan_npu.planner.rates import Rates
 from torchtitan_npu.planner.search import dividing, own_layout
 from torchtitan_npu.planner.truncated import dry_run_truncated, identical_layers
 
-CONFIGS = PACKAGE / "train_configs"
+CONFIGS = train_configs()
 for model in ("llama3", "deepseek_v32"):
     add_flavor(model, "two_layers", {"n_layers": 2})
     add_flavor(model, "six_layers", {"n_layers": 6})

@@ -20,7 +20,7 @@ platform.prepare()
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
-from torchtitan_npu.config.parser import shipped  # noqa: E402
+from torchtitan_npu.config.shipped_files import shipped  # noqa: E402
 from torchtitan_npu.planner.dry_run import dry_run_rank  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation/moe-tensor-parallel.md"

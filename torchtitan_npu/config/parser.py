@@ -8,28 +8,14 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import tomli
 from torchtitan.config import ConfigManager
 
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.errors import UsageError, nearest
-
-PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def shipped(path: str) -> str:
-    """Return ``path``, or the installed file that it names.
-
-    ``train_configs/X.toml`` and ``torchtitan_npu/assets/...`` are files of this package. If there is no such file
-    below the current folder, the installed one is meant.
-    """
-    first, *rest = Path(path).parts or ("",)
-    if os.path.exists(path) or first not in ("train_configs", PACKAGE.name):
-        return path
-    return str(PACKAGE.joinpath(*([first, *rest] if first == "train_configs" else rest)))
 
 
 class JobConfigManager(ConfigManager):

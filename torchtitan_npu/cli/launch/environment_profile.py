@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
+from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError, nearest
 
-FOLDER = Path(__file__).resolve().parents[2] / "train_configs" / "env"
+FOLDER = train_configs() / "env"
 
 
 @dataclass(frozen=True)

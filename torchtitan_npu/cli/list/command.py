@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import torchtitan_npu
 from torchtitan_npu.cli.arguments import OneLineParser
-
-CONFIGS = Path(torchtitan_npu.__file__).parent / "train_configs"
+from torchtitan_npu.config.shipped_files import train_configs
 
 
 def configs() -> Iterator[tuple[str, str]]:
     """Yield the path and the first header line of each shipped TOML file."""
-    for path in sorted(CONFIGS.glob("*.toml")):
+    for path in sorted(train_configs().glob("*.toml")):
         first = path.read_text().splitlines()[0]
         yield str(path), first.removeprefix("#").strip() if first.startswith("#") else ""
 
