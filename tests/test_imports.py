@@ -18,8 +18,8 @@ LEAVES = {"errors", "log", "platform"}
 """Imported by every layer; they import no layer, but for what :mod:`torchtitan_npu.platform` prepares."""
 CONFIG = "config"
 """Its sections are read by every layer; its preflight, which only the entry calls, asks every layer for its checks."""
-HOOKS = ("upstream.hooks",)
-"""The hooks into TorchTitan's functions. They import nothing of this package but rebinding, so any layer may."""
+HOOKS = ("upstream.hooks", "upstream.rebind")
+"""Hooks into TorchTitan's functions. They import nothing of this package but torch_internals: any layer may use them."""
 
 
 def imports(path: Path) -> list[str]:

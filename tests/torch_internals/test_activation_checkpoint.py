@@ -23,7 +23,11 @@ def test_wrapped_modules() -> None:
     assert is_checkpointed(torch.compile(outer))  # the compiled wrapper passes attributes on
 
 
-@pytest.mark.parametrize("ignored", [True, False])
+COUNTED = torch.__version__ >= "2.13"
+"""Torch 2.11 does not count profiler operators."""
+
+
+@pytest.mark.parametrize("ignored", [True, False] if COUNTED else [True])
 def test_a_recomputation_with_another_number_of_profiler_ranges(ignored: bool) -> None:
     """As FSDP's hooks set them. If torch ignores them itself, upstream/activation_checkpoint.py can be deleted."""
     ranges = [1, 2]

@@ -11,7 +11,6 @@ from torchtitan_npu.torch_internals.dtensor import (
     OpSchema,
     OpStrategy,
     StridedShard,
-    head_tail_order,
     input_specs,
     redistribution_cost,
     register_strategy,
@@ -52,7 +51,3 @@ def test_costs_order_redistributions() -> None:
         assert cost(Shard(0), Shard(0)) == cost(Replicate(), Shard(0)) == 0
         assert 0 < cost(Partial(), Shard(0)) < cost(Partial(), Replicate())
         assert cost(StridedShard(0, split_factor=2), Shard(0)) == cost(Shard(0), Replicate())
-
-
-def test_head_tail_order() -> None:
-    assert head_tail_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

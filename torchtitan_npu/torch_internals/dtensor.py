@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from torchtitan_npu.torch_internals.dispatch import OpOverload
@@ -24,7 +23,6 @@ __all__ = [
     "OpSchema",
     "OpStrategy",
     "StridedShard",
-    "head_tail_order",
     "input_specs",
     "redistribution_cost",
     "register_strategy",
@@ -85,8 +83,3 @@ def redistribution_cost(spec: DTensorSpec, target: tuple[Placement, ...]) -> flo
         spec = DTensorSpec(spec.mesh, plain, tensor_meta=spec.tensor_meta)
         target = (Replicate(),) * len(target)
     return redistribute_cost(spec, DTensorSpec(spec.mesh, target, tensor_meta=spec.tensor_meta))
-
-
-def head_tail_order(seq_len: int, ranks: int) -> Any:
-    """Return the token indices (seq_len) in the order in which head-tail load balancing gives them to the ranks."""
-    return _HeadTailLoadBalancer(seq_len, ranks, "cpu")._generate_indices()[0]

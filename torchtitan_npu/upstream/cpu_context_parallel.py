@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_npu.torch_internals.dtensor import head_tail_order
-
 SEQUENCE_DIM = 2  # (batch, heads, sequence, head_dim)
 
 
@@ -54,6 +52,15 @@ class AllGatherAttention(ScaledDotProductAttentionWrapper):
             q.to_local(), _gather(k), _gather(v), attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return DTensor.from_local(out, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+
+
+def head_tail_order(seq_len: int, ranks: int) -> torch.Tensor:
+    """Return the token indices (seq_len) in the order in which head-tail load balancing gives them to the ranks.
+
+    Of 2n chunks, rank r of n has chunk r and chunk 2n - 1 - r.
+    """
+    chunks = torch.arange(seq_len).chunk(2 * ranks)
+    return torch.cat([chunks[i] for rank in range(ranks) for i in (rank, -1 - rank)])
 
 
 def _gather(x: DTensor) -> torch.Tensor:
