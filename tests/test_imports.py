@@ -19,7 +19,7 @@ LEAVES = {"errors", "log", "platform"}
 CONFIG = "config"
 """Its sections are read by every layer; its preflight, which only the entry calls, asks every layer for its checks."""
 HOOKS = ("upstream.hooks", "upstream.rebind")
-"""Hooks into TorchTitan's functions. They import nothing of this package but torch_internals: any layer may use them."""
+"""Hooks into TorchTitan's functions. They import only torch_internals, so any layer may import them."""
 
 
 def imports(path: Path) -> list[str]:
