@@ -31,7 +31,7 @@ class DimsWithoutDataParallel(ParallelDims):
 
     def __init__(self, dims: ParallelDims) -> None:
         dims.world_mesh  # noqa: B018  # builds the meshes
-        vars(self).update(vars(dims))
+        self.__dict__.update(dims.__dict__)
 
 
 def parallelize_tied(
