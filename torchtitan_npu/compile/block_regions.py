@@ -126,7 +126,7 @@ def is_worth_compiling(part: nn.Module) -> bool:
     """Tell whether a compiled part of a block costs the host less time than an eager one.
 
     It does with DTensors, which cost several hundred µs per operator. On local tensors a norm, a router or shared
-    experts take less time than the guards of a region: docs/how-to/compile.md has the numbers.
+    experts take less time than the guards of a region: docs/results/compile.md has the numbers.
     """
     if not _has_children(part):
         return False

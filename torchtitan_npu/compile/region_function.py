@@ -1,7 +1,7 @@
 """The autograd function of a compiled region that does not need AOTAutograd's runtime.
 
 That runtime also handles in-place updates of inputs, outputs that alias inputs, tensor subclasses and dynamic sizes.
-Regions on local tensors without experts have none of these. docs/how-to/compile.md has the host time that this saves.
+Regions on local tensors without experts have none of these. docs/results/compile.md has the host time that this saves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Only the interpreter of TorchScript is used. Each FX node is written as one dispatcher operator with all of its
 arguments, optimization passes are off, and nothing is compiled. The host cost of an operator is below that of a call
-from Python: docs/how-to/compile.md has the numbers. Seen on torch 2.11 to 2.13.
+from Python: docs/results/compile.md has the numbers. Seen on torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
