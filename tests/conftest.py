@@ -1,4 +1,4 @@
-"""Every test runs in the home that the entry would prepare: here the CPU, one thread a process, no network."""
+"""Prepare every test as the entry prepares a job: backend, one thread per process, no network."""
 
 import logging
 import os

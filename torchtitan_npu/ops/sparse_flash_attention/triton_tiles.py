@@ -117,8 +117,9 @@ def place_of_products(
 ):
     """Return the part of this program in a kernel over products with keys.
 
-    That is its row in the chunk and in the batch, its key head and first column; the pointer to its selection; the
-    first key of its document and the number of keys it may attend to; the number of places up to its last key.
+    That is its row in the chunk and in the batch, its key head and first column, and the pointer to its selection.
+    Then come the first key of its document, the number of keys it may attend to, and the number of places up to its
+    last key.
 
     The blocks of one row are adjacent programs, so that they find its keys in the cache. The last rows come first,
     because they have the most keys.

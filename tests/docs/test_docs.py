@@ -1,0 +1,36 @@
+"""The docs of the repository pass tools/check_docs.py, and their examples run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import check_docs
+from tools.check_docs import ROOT
+
+PAGES = [*check_docs.pages(), ROOT / "CHANGELOG.md"]
+
+
+def test_prose() -> None:
+    blocks = [block for page in PAGES for block in check_docs.prose(page)]
+    assert not list(check_docs.sentence_errors(blocks))
+    assert not [error for page in PAGES for error in check_docs.wording_errors(check_docs.text_lines(page))]
+    counted = [block for page in check_docs.pages() for block in check_docs.prose(page)]
+    assert not list(check_docs.amount_errors(counted))
+
+
+def test_links_and_named_files() -> None:
+    assert not [error for page in PAGES for error in check_docs.link_errors(page)]
+    assert not list(check_docs.named_page_errors())
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if list(check_docs.examples(page))], ids=lambda page: page.stem
+)
+def test_examples_run(page: check_docs.Path) -> None:
+    assert not list(check_docs.run_examples([page]))
+
+
+def test_docstrings_and_comments() -> None:
+    files = check_docs.python_files()
+    blocks = [block for path in files for block in (*check_docs.docstrings(path), *check_docs.comments(path))]
+    assert not [*check_docs.sentence_errors(blocks), *check_docs.wording_errors(blocks)]
