@@ -177,7 +177,7 @@ def warn_of_synchronisation(op: str, features: tuple[int, int], dtype: torch.dty
     log_on_first_rank(
         f"{op} with {features[0]} and {features[1]} features in {dtype} has no GPU kernel: every call synchronises to "
         "read the group sizes and multiplies the groups one by one. The kernels take contiguous bfloat16 or float16 "
-        'without a bias, and sizes that are multiples of 64: see docs/reference/gpu-kernels.md',
+        "without a bias, and sizes that are multiples of 64: see docs/reference/gpu-kernels.md",
         logging.WARNING,
     )
 
