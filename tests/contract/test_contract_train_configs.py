@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.contract_step import train_step
-from tests.contract.test_contract_models import EVIDENCE, PROMISES, Promise
+from tests.contract.test_contract_models import EVIDENCE, EXPECTED, ExpectedCalls
 from tests.test_train_configs import FILES, load, world_size
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import check_job
@@ -85,12 +85,13 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
     called = set(step.calls.names)
 
     # the converters' operators and torch_npu's own, and none that the converters replace
-    mrope = Promise(PROMISES["npu_rope"].per_target, instead_of=("aten::neg",))  # training calls the same operator
-    promises = [{**PROMISES, "npu_mrope": mrope}[name] for name in config.model.converters]
+    # in training npu_mrope calls the operator of npu_rope
+    mrope = ExpectedCalls(EXPECTED["npu_rope"].per_target, instead_of=("aten::neg",))
+    expected = [{**EXPECTED, "npu_mrope": mrope}[name] for name in config.model.converters]
     routed = GATHER if "npu_permute" in config.model.converters else set()
     own = set() if "npu_dsa" in config.model.converters else TORCH_NPU
-    assert set(step.calls.count("npu")) == own.union(routed, *(promise.per_target for promise in promises))
-    assert not called & {op for promise in promises for op in promise.gone}
+    assert set(step.calls.count("npu")) == own.union(routed, *(calls.per_target for calls in expected))
+    assert not called & {op for calls in expected for op in calls.removed}
     # an operator without a kernel on the NPU would run on the CPU
     assert {name for name in called if name.startswith("aten::")} <= npu_kernels()
     parallel = {"shard": p.data_parallel_shard_degree, "tp": p.tensor_parallel_degree, "ep": p.expert_parallel_degree}
