@@ -85,7 +85,24 @@ def call_attention() -> None:
             query, key, None, indices, out, out, highest, total, *rest
         )
         lightning_indexer_kl_loss.npu_sparse_lightning_indexer_grad_kl_loss(
-            query, key, *index, indices, highest, total, *rest
+            query=query,
+            key=key,
+            query_index=index[0],
+            key_index=index[1],
+            weights=index[2],
+            sparse_indices=indices,
+            softmax_max=highest,
+            softmax_sum=total,
+            scale_value=0.1,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            actual_seq_qlen=None,
+            actual_seq_klen=None,
+            layout="BSND",
+            sparse_mode=3,
+            pre_tokens=0,
+            next_tokens=0,
+            sinks=None,
         )
     for keys in (4096, 131072):
         index = zeros(1, 16, INDEX_HEADS, INDEX_SIZE), zeros(1, keys, 1, INDEX_SIZE), zeros(1, 16, INDEX_HEADS)

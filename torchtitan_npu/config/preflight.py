@@ -116,7 +116,8 @@ class JobContext:
 
     @property
     def n_layers(self) -> int:
-        return int(getattr(self.model_args, "n_layers", self.dims.pp))
+        layers: int = getattr(self.model_args, "n_layers", self.dims.pp)
+        return layers
 
     @property
     def ties_weights(self) -> bool:

@@ -94,7 +94,7 @@ def choose_strategy(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     DTensor._op_dispatcher.sharding_propagator.propagate(call)
     chosen = call.output_sharding
     assert chosen is not None
-    outputs = chosen.output_spec if isinstance(chosen.output_spec, Sequence) else [chosen.output_spec]
+    outputs: Sequence[Any] = chosen.output_spec if isinstance(chosen.output_spec, Sequence) else [chosen.output_spec]
     return Decision(
         mesh=mesh,
         args=arg_specs,

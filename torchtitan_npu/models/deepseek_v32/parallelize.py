@@ -56,7 +56,7 @@ def compile_blocks(model: Any, config: Compile, ep_enabled: bool) -> None:
     """
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True}
     for block in model.layers.values():
-        compile_block(block, options, generating=True)
+        compile_block(block, options, codegen=True)
 
 
 def prefetch_in_order(model: Any) -> None:
