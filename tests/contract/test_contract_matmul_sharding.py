@@ -26,7 +26,7 @@ from tools.bench.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.planner import fake_device, fake_ranks
-from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
+from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache
 
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation/matmul-sharding.md").read_text()
 

@@ -1,9 +1,10 @@
-"""A DTensor strategy can be registered for some meshes, and its parts mean what we take them for."""
+"""The parts of DTensor that this package uses still mean what they meant."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.torch_internals.dtensor import (
@@ -11,12 +12,14 @@ from torchtitan_npu.torch_internals.dtensor import (
     OpSchema,
     OpStrategy,
     StridedShard,
+    clear_sharding_cache,
+    host_dtensor,
     input_specs,
     redistribution_cost,
     register_strategy,
     single_strategy,
+    uncached_propagations,
 )
-from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
 
 library = torch.library.Library("dtensor_test", "DEF")
 library.define("double(Tensor x) -> Tensor")
@@ -51,3 +54,29 @@ def test_costs_order_redistributions() -> None:
         assert cost(Shard(0), Shard(0)) == cost(Replicate(), Shard(0)) == 0
         assert 0 < cost(Partial(), Shard(0)) < cost(Partial(), Replicate())
         assert cost(StridedShard(0, split_factor=2), Shard(0)) == cost(Shard(0), Replicate())
+
+
+def test_propagations_are_cached_until_cleared() -> None:
+    with fake_ranks(2):
+        x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        clear_sharding_cache()
+        before = uncached_propagations()
+        x.sigmoid()
+        first = uncached_propagations()
+        x.sigmoid()
+        assert before < first == uncached_propagations()
+        clear_sharding_cache()
+        assert uncached_propagations() == 0
+
+
+def test_host_dtensor_keeps_the_memory_and_the_layout() -> None:
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        parameter = distribute_tensor(torch.ones(6, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        memory = torch.zeros(3, 4)
+        state = host_dtensor(memory, parameter)
+        assert isinstance(state, DTensor) and not state.requires_grad
+        assert (state.shape, state.placements) == (parameter.shape, parameter.placements)
+        assert state.to_local().data_ptr() == memory.data_ptr()
+    finally:
+        torch.distributed.destroy_process_group()

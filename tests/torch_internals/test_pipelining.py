@@ -1,8 +1,12 @@
-"""The backward pass of a pipeline stage takes the arguments that the stage passes on."""
+"""Pipeline stages and schedules of torch still mean what they meant."""
 
+from pathlib import Path
+
+import pytest
 import torch
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
 
-from torchtitan_npu.torch_internals.pipelining import full_backward
+from torchtitan_npu.torch_internals.pipelining import Action, full_backward, schedule_actions
 
 
 def test_full_backward_returns_the_gradients_of_the_inputs() -> None:
@@ -11,3 +15,27 @@ def test_full_backward_returns_the_gradients_of_the_inputs() -> None:
     (gradient,) = full_backward(arguments)
     assert gradient.tolist() == [3.0, 3.0]
     assert weight.grad is not None and weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_one_stage_per_rank() -> None:
+    first, last = schedule_actions(Schedule1F1B, ranks=2, stages=2, microbatches=3)
+    assert "".join(action.computation for action in first) == "FFBFBB"
+    assert "".join(action.computation for action in last) == "FBFBFB"
+    assert {action.stage for action in last} == {1}
+
+
+@pytest.mark.parametrize("schedule", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
+def test_a_v_schedule_has_the_first_and_the_last_stage_on_rank_0(schedule: type) -> None:
+    first, last = schedule_actions(schedule, ranks=2, stages=4, microbatches=4)
+    assert {action.stage for action in first} == {0, 3} and {action.stage for action in last} == {1, 2}
+    assert {"F", "I", "W"} <= {action.computation for action in first}
+
+
+def test_a_file_of_actions_is_read_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    first, last = schedule_actions(None, ranks=2, stages=2, microbatches=2, csv=str(file))
+    assert last == [Action(1, "F", 0), Action(1, "B", 0), Action(1, "F", 1), Action(1, "B", 1)]
+    assert first[1] == Action(0, "F", 1)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        schedule_actions(None, ranks=2, stages=2, microbatches=3, csv=str(file))

@@ -36,12 +36,12 @@ from torchtitan_npu.torch_internals.dtensor import (
     DTensorSpec,
     OpSchema,
     OpStrategy,
+    clear_sharding_cache,
     input_specs,
     redistribution_cost,
     register_strategy,
     single_strategy,
 )
-from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
 
 aten = torch.ops.aten
 OPS = (aten.matmul.default, aten.matmul_backward.default)

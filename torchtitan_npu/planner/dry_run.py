@@ -23,7 +23,7 @@ from torchtitan_npu.planner.memory import HOST, Memory
 from torchtitan_npu.planner.traffic import Traffic, hccl_buffers
 from torchtitan_npu.planner.trainer import DryRunTrainer
 from torchtitan_npu.torch_internals.dispatch import OpOverload
-from torchtitan_npu.torch_internals.sharding_propagation import uncached_propagations
+from torchtitan_npu.torch_internals.dtensor import uncached_propagations
 
 BATCHES = 2
 """Accumulated batches that are run: the first without gradients, the second with them. The others are like it."""

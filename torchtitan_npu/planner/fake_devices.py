@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, op_schema
+from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache
 from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode, is_fake_tensor_type
-from torchtitan_npu.torch_internals.sharding_propagation import clear_sharding_cache
 
 
 def fake_device() -> AbstractContextManager[Any]:

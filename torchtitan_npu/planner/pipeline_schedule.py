@@ -19,7 +19,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import pipeline_stages, stage_count
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.parameters import model_args
-from torchtitan_npu.torch_internals.pipelining_schedule import Action, schedule_actions
+from torchtitan_npu.torch_internals.pipelining import Action, schedule_actions
 
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Assumed duration of each computation, in forward passes."""

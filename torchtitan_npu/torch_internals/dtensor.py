@@ -1,4 +1,4 @@
-"""DTensor strategies: one choice of placements for a call, its cost, and where it is registered.
+"""DTensor strategies (one choice of placements for a call, its cost, its registration), their cache, and host tensors.
 
 Seen on torch 2.11 to 2.13. Rules that list all strategies of an operator over one mesh dimension, and leave the choice
 to DTensor, are in :mod:`torchtitan_npu.torch_internals.dtensor_rules`.
@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor.debug import (
+    _clear_sharding_prop_cache,
+    _get_fast_path_sharding_prop_cache_stats,
+    _get_python_sharding_prop_cache_info,
+)
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
-__all__ = [
-    "DTensorSpec",
-    "OpSchema",
-    "OpStrategy",
-    "StridedShard",
-    "input_specs",
-    "redistribution_cost",
-    "register_strategy",
-    "single_strategy",
-]
+__all__ = ["DTensorSpec", "OpSchema", "OpStrategy", "StridedShard"]
+"""Re-exported classes."""
 
 
 def register_strategy(
@@ -83,3 +81,25 @@ def redistribution_cost(spec: DTensorSpec, target: tuple[Placement, ...]) -> flo
         spec = DTensorSpec(spec.mesh, plain, tensor_meta=spec.tensor_meta)
         target = (Replicate(),) * len(target)
     return redistribute_cost(spec, DTensorSpec(spec.mesh, target, tensor_meta=spec.tensor_meta))
+
+
+def clear_sharding_cache() -> None:
+    """Drop all cached propagations. Do this when sharding rules change, or when a new mesh reuses group names."""
+    _clear_sharding_prop_cache()
+
+
+def uncached_propagations() -> int:
+    """Return how many propagations since the last clear found no cached result, in C++ and in Python.
+
+    Such a propagation also runs the operator on unsharded fake tensors, which dispatch modes see.
+    """
+    _, fast_path_misses = _get_fast_path_sharding_prop_cache_stats()
+    return fast_path_misses + _get_python_sharding_prop_cache_info().misses
+
+
+def host_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with the mesh, placements and shape of ``like`` whose local tensor is ``local``, in host memory.
+
+    ``DTensor.from_local`` would move ``local`` to the device of the mesh. Seen in torch 2.11 to 2.13.
+    """
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]

@@ -26,7 +26,7 @@ from torchtitan_npu.components.swap_optimizer.adam_update import (
 )
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
 from torchtitan_npu.components.swap_optimizer.slices import MIB, Bundle, Segment, local, plan
-from torchtitan_npu.torch_internals.optim import host_dtensor
+from torchtitan_npu.torch_internals.dtensor import host_dtensor
 
 
 class SwapStates(torch.optim.Adam):

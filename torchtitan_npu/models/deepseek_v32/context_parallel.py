@@ -16,7 +16,7 @@ from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
 from torchtitan_npu.models.sparse_attention.documents import Documents
-from torchtitan_npu.torch_internals.functional_collectives import all_gather_with_gradient
+from torchtitan_npu.torch_internals.collectives import all_gather_with_gradient
 
 
 class Span(NamedTuple):
