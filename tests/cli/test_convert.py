@@ -17,7 +17,7 @@ import torchtitan_npu.cli.convert.to_hf
 from tests._helpers import layouts
 from tests._helpers.deepseek_v32_training import SMALLER
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.new_memory import NewMemory
+from tests._helpers.peak_allocation import NewMemory
 from tests._helpers.released_checkpoints import quantised, read_back, write
 from tests._helpers.training import recording, state, train_until
 from torchtitan_npu.cli.convert.command import main

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests._helpers.both_sides import (
+from tests._helpers.contract_operators import (
     VALID,
     check_error,
     describe,

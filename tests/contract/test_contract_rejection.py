@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests._helpers.both_sides import (
+from tests._helpers.contract_operators import (
     REJECTED,
     check_error,
     meta_kernel_error,

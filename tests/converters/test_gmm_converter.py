@@ -20,7 +20,7 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import GroupedExperts
 
 from tests._helpers.converted_models import LAYOUT, assert_no_further, build_on_meta, convert, job
-from tests._helpers.moes import (
+from tests._helpers.moe_layers import (
     DIM,
     ROUNDINGS,
     build_moe,

@@ -26,7 +26,7 @@ from torchtitan.models.moe import utils
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
 from tests._helpers.converted_models import assert_no_further, convert
-from tests._helpers.moes import (
+from tests._helpers.moe_layers import (
     DIM,
     ROUNDINGS,
     build_moe,

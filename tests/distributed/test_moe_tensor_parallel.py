@@ -19,7 +19,7 @@ from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
 from tests._helpers.converted_models import assert_no_further, convert
 from tests._helpers.layouts import FUSED, job_config
-from tests._helpers.moes import DIM, ROUNDINGS, build_moe, call, call_exact, output_gradient
+from tests._helpers.moe_layers import DIM, ROUNDINGS, build_moe, call, call_exact, output_gradient
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, expert_biases, recording, train_until
 from tests.distributed.test_layouts import assert_equal_training

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests._helpers import layouts
 from tests._helpers.deepseek_v32_models import build
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.new_memory import NewMemory
+from tests._helpers.peak_allocation import NewMemory
 from tests._helpers.released_checkpoints import INDEX, exported, mtp_args, quantised, read_back, write
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped

@@ -21,14 +21,14 @@ from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.planner import advice, fake_device, fake_ranks
 from torchtitan_npu.planner.active_modules import innermost
 from torchtitan_npu.planner.dry_run import dry_run_rank
+from torchtitan_npu.planner.dry_run_ranks import assumed_load, dry_run_ranks
 from torchtitan_npu.planner.estimate import Estimate, Estimator
 from torchtitan_npu.planner.expert_load import balanced, uneven
-from torchtitan_npu.planner.job import assumed_load, dry_run_ranks
 from torchtitan_npu.planner.parameters import Size, arithmetic, sizes
 from torchtitan_npu.planner.per_rank import bytes_between_steps
 from torchtitan_npu.planner.plot import draw
-from torchtitan_npu.planner.rates import Rates
 from torchtitan_npu.planner.search import Layout, _dry_run, print_layouts
+from torchtitan_npu.planner.step_time import Rates
 from torchtitan_npu.planner.traffic import Traffic
 
 CONFIGS = train_configs()

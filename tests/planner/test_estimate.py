@@ -18,7 +18,7 @@ from torchtitan_npu.planner.layout import DEGREES, world_size
 from torchtitan_npu.planner.parameters import model_args
 from torchtitan_npu.planner.per_rank import communicators, group_names, mesh_sizes, uses_fsdp
 from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
-from torchtitan_npu.planner.replicated import sizes_under_tp
+from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
 from torchtitan_npu.planner.traffic import Traffic
 from torchtitan_npu.torch_internals.collectives import process_group
 from torchtitan_npu.upstream.parallel_dims import ParallelDims

@@ -22,9 +22,9 @@ from torchtitan_npu.planner.layout import DEGREES, degrees, layout_name, with_la
 from torchtitan_npu.planner.parameters import Size, model_args, sizes
 from torchtitan_npu.planner.per_rank import unsharded_size
 from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
-from torchtitan_npu.planner.rates import Rates
 from torchtitan_npu.planner.search import dividing, own_layout
-from torchtitan_npu.planner.truncated import dry_run_truncated, identical_layers
+from torchtitan_npu.planner.step_time import Rates
+from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated, identical_layers
 
 CONFIGS = train_configs()
 for model in ("llama3", "deepseek_v32"):

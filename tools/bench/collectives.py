@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
 
-from torchtitan_npu.distributed.collectives import SENT
+from torchtitan_npu.distributed.collective_volume import BYTES_SENT_PER_INPUT_BYTE
 from torchtitan_npu.torch_internals.collectives import AsyncCollectiveTensor, process_group
 from torchtitan_npu.torch_internals.dispatch import TorchDispatchMode, op_schema
 
@@ -33,9 +33,13 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(cls, DTensor | AsyncCollectiveTensor) for cls in types):
             return NotImplemented  # the subclass unwraps itself, and its calls come here again
         kind = op_schema(op).name.partition("::")[2]
-        if op.namespace in ("_c10d_functional", "_dtensor") and kind in SENT:
+        if op.namespace in ("_c10d_functional", "_dtensor") and kind in BYTES_SENT_PER_INPUT_BYTE:
             ranks = process_group(args[-1]).size()
-            self.calls.append(Collective(kind, tuple(args[0].shape), math.ceil(args[0].nbytes * SENT[kind](ranks))))
+            self.calls.append(
+                Collective(
+                    kind, tuple(args[0].shape), math.ceil(args[0].nbytes * BYTES_SENT_PER_INPUT_BYTE[kind](ranks))
+                )
+            )
             self.groups.append(args[-1])
         return op(*args, **(kwargs or {}))
 

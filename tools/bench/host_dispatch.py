@@ -46,7 +46,7 @@ from torchtitan_npu.compile.block_regions import OPTIONS, compile_block  # noqa:
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.converters import CONVERTERS  # noqa: E402
-from torchtitan_npu.converters.rotary_tables import PositionTables  # noqa: E402
+from torchtitan_npu.converters.rotary_table_hooks import PositionTables  # noqa: E402
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp  # noqa: E402
 from torchtitan_npu.ops import OPS  # noqa: E402
 from torchtitan_npu.ops.core.arguments import by_name  # noqa: E402

@@ -22,7 +22,7 @@ from torchtitan_npu.converters.rotary_modules import (
     takes_angles,
     takes_positions,
 )
-from torchtitan_npu.converters.rotary_tables import BufferTables, PositionTables, pass_tables_by_keyword
+from torchtitan_npu.converters.rotary_table_hooks import BufferTables, PositionTables, pass_tables_by_keyword
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.models.rotary.mrope import MRoPERotation

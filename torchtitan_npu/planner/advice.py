@@ -15,9 +15,9 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun
-from torchtitan_npu.planner.job import Failure, assumed_load, attempt
+from torchtitan_npu.planner.dry_run_ranks import Failure, assumed_load, attempt
 from torchtitan_npu.planner.report import GIB
-from torchtitan_npu.planner.truncated import dry_run_truncated
+from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
 
 
 @dataclass

@@ -18,10 +18,10 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_ranks
 from torchtitan_npu.planner.flops import flops
-from torchtitan_npu.planner.limits import check_dry_run
 from torchtitan_npu.planner.memory import HOST, Memory
 from torchtitan_npu.planner.traffic import Traffic, hccl_buffers
 from torchtitan_npu.planner.trainer import DryRunTrainer
+from torchtitan_npu.planner.unsupported_jobs import check_dry_run
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import uncached_propagations
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
+from torchtitan_npu.planner.dry_run_ranks import assumed_load
 from torchtitan_npu.planner.estimated_traffic import estimated_traffic
-from torchtitan_npu.planner.job import assumed_load
 from torchtitan_npu.planner.layout import degrees, with_layout, world_size
 from torchtitan_npu.planner.parameters import Size, model_args
 from torchtitan_npu.planner.per_rank import (
@@ -29,8 +29,8 @@ from torchtitan_npu.planner.per_rank import (
     uses_fsdp,
 )
 from torchtitan_npu.planner.pipeline_schedule import bubble, microbatches_in_flight
-from torchtitan_npu.planner.rates import Rates
-from torchtitan_npu.planner.replicated import sizes_under_tp
+from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
+from torchtitan_npu.planner.step_time import Rates
 from torchtitan_npu.planner.traffic import hccl_buffers
 
 ACTIVATIONS = ("activations", "backward pass", "other")

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from torchtitan_npu.planner.dry_run import DryRun
 from torchtitan_npu.planner.memory import CATEGORIES
-from torchtitan_npu.planner.rates import Rates, seconds
+from torchtitan_npu.planner.step_time import Rates, seconds
 
 GIB = 1 << 30
 

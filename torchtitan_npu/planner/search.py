@@ -17,14 +17,14 @@ from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun
+from torchtitan_npu.planner.dry_run_ranks import Failure, assumed_load, attempt
 from torchtitan_npu.planner.estimate import Estimate, Estimator
-from torchtitan_npu.planner.job import Failure, assumed_load, attempt
 from torchtitan_npu.planner.layout import degrees, has_valid_degrees, layout_name, with_layout
 from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
-from torchtitan_npu.planner.rates import Rates, step_seconds
-from torchtitan_npu.planner.replicated import heads
+from torchtitan_npu.planner.replicated_parameters import heads
 from torchtitan_npu.planner.report import GIB
-from torchtitan_npu.planner.truncated import dry_run_truncated
+from torchtitan_npu.planner.step_time import Rates, step_seconds
+from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
 """The largest degrees of the search, except for the file's own layout."""

@@ -13,17 +13,17 @@ from torch import Tensor
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_npu import platform
-from torchtitan_npu.distributed.collectives import SENT
+from torchtitan_npu.distributed.collective_volume import BYTES_SENT_PER_INPUT_BYTE
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.torch_internals.collectives import process_group
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema, tree_leaves
 
 COLLECTIVES: dict[str, tuple[tuple[str, ...], Callable[[int], float]]] = {
-    "all_gather": (("allgather", "all_gather"), SENT["all_gather_into_tensor"]),
-    "reduce_scatter": (("reduce_scatter",), SENT["reduce_scatter_tensor"]),
-    "all_reduce": (("allreduce", "all_reduce"), SENT["all_reduce"]),
-    "all_to_all": (("alltoall", "all_to_all"), SENT["all_to_all_single"]),
+    "all_gather": (("allgather", "all_gather"), BYTES_SENT_PER_INPUT_BYTE["all_gather_into_tensor"]),
+    "reduce_scatter": (("reduce_scatter",), BYTES_SENT_PER_INPUT_BYTE["reduce_scatter_tensor"]),
+    "all_reduce": (("allreduce", "all_reduce"), BYTES_SENT_PER_INPUT_BYTE["all_reduce"]),
+    "all_to_all": (("alltoall", "all_to_all"), BYTES_SENT_PER_INPUT_BYTE["all_to_all_single"]),
     "broadcast": (("broadcast",), lambda n: 1),
     "send": (("send",), lambda n: 1),
     "receive": (("recv",), lambda n: 0),

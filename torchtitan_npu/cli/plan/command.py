@@ -122,7 +122,7 @@ def unwritable(path: Path) -> str:
 def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     from torchtitan_npu.config.parser import JobConfigManager, import_module
     from torchtitan_npu.planner.layout import with_all_degrees, world_size_of
-    from torchtitan_npu.planner.rates import Rates
+    from torchtitan_npu.planner.step_time import Rates
 
     check_options(args)
     rates = Rates.parse(args.tflops, args.bandwidth)
@@ -148,7 +148,7 @@ def dry_run(
 ) -> int:
     """Dry-run the job, and if it does not fit, try changes that may make it fit."""
     from torchtitan_npu.config.preflight import check_job
-    from torchtitan_npu.planner.job import Failure, dry_run_ranks
+    from torchtitan_npu.planner.dry_run_ranks import Failure, dry_run_ranks
     from torchtitan_npu.planner.layout import layout_name
     from torchtitan_npu.planner.representative_ranks import selected_ranks
 
@@ -190,8 +190,8 @@ def show_ranks(
 ) -> None:
     """Print the tables, draw the plot, and add both to the report."""
     from torchtitan_npu.planner.plot import draw
-    from torchtitan_npu.planner.rates import step_seconds
     from torchtitan_npu.planner.report import as_json, print_memory, print_work
+    from torchtitan_npu.planner.step_time import step_seconds
 
     print_memory(console, runs, args.device_memory)
     print_work(console, runs, rates)
@@ -223,7 +223,7 @@ def search_layouts(
 ) -> int:
     """Estimate every layout that divides the ranks, and dry-run the best."""
     from torchtitan_npu.config.preflight import build_on_meta, check_job
-    from torchtitan_npu.planner.job import assumed_load
+    from torchtitan_npu.planner.dry_run_ranks import assumed_load
     from torchtitan_npu.planner.layout import degrees
     from torchtitan_npu.planner.parameters import Size, arithmetic, print_arithmetic, sizes
     from torchtitan_npu.planner.search import own_layout, print_layouts, search

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SENT = {
+BYTES_SENT_PER_INPUT_BYTE = {
     "all_gather_into_tensor": lambda n: n - 1,
     "reduce_scatter_tensor": lambda n: (n - 1) / n,
     "all_to_all_single": lambda n: (n - 1) / n,
