@@ -51,6 +51,7 @@ WORDING = {
     r"nobody's device": "placeholder",
     r"by whatever name": "under any name",
     r"nudged?": "perturbed",
+    r"ugly": "edge-case",
 }
 """Private metaphors, as regular expressions of whole words, and the usual word for each."""
 

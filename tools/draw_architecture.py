@@ -22,22 +22,22 @@ BLUE, GREEN, ORANGE, GRAY = "#dbe9f6", "#e0f2e0", "#fdebd3", "#f2f2f2"
 START = [
     (0.0, 7.6, 2.5, 1.15, "my_job.toml", 'converters =\n["npu_rms_norm"]', GRAY),
     (2.9, 7.6, 2.5, 1.15, "config/", "parse, preflight: a misspelt\nname is a one-line error", BLUE),
-    (5.8, 7.6, 2.5, 1.15, "train.py, upstream/", "TorchTitan's Trainer builds\nthe model on meta", BLUE),
+    (5.8, 7.6, 2.5, 1.15, "train.py, trainer.py", "subclass of TorchTitan's\nTrainer: model on meta", BLUE),
     (8.7, 7.6, 2.5, 1.15, "converters/", "nn.RMSNorm becomes\nNpuRMSNorm, same weight", BLUE),
-    (11.6, 7.6, 2.5, 1.15, "models/, distributed/", "TP, CP, EP, FSDP plans;\ncompile/ captures regions", BLUE),
+    (11.6, 7.6, 2.5, 1.15, "upstream/train_specs.py", "corrected() calls the plans\n(TP, CP, EP, FSDP, compile)", BLUE),
 ]
 STEP = [
     (0.0, 4.9, 2.5, 1.15, "x in layer 0", "(bsz, seqlen, dim)\nbfloat16", GRAY),
     (2.9, 4.9, 2.5, 1.15, "NpuRMSNorm.forward", "converters/rms_norm.py", GREEN),
-    (5.8, 4.9, 2.5, 1.15, "npu_rms_norm", "torch.ops.npu, schema and\nchecks: ops/rms_norm/op.py", GREEN),
-    (8.7, 4.9, 2.5, 1.15, "autograd", "ops/core/autograd.py:\nsaves rstd, calls backward", GREEN),
-    (11.6, 4.9, 2.5, 1.15, "DTensor rule", "ops/core/sharding.py\n(only sharded x)", GREEN),
+    (5.8, 4.9, 2.5, 1.15, "npu_rms_norm", "schema: ops/rms_norm/op.py;\nNPU: torch_npu's", GREEN),
+    (8.7, 4.9, 2.5, 1.15, "autograd", "GPU, CPU: ops/core/autograd.py;\nNPU: torch_npu's", GREEN),
+    (11.6, 4.9, 2.5, 1.15, "DTensor rule", "sharded x: ops/core/sharding.py;\nNPU: ours only if one is missing", GREEN),
 ]
 KERNELS = [
-    (0.0, 2.2, 3.2, 1.15, "Ascend NPU", "torch_npu on CANN", ORANGE),
-    (3.63, 2.2, 3.2, 1.15, "NVIDIA GPU", "ops/rms_norm/triton.py", ORANGE),
-    (7.26, 2.2, 3.2, 1.15, "CPU", "ops/rms_norm/reference.py", ORANGE),
-    (10.9, 2.2, 3.2, 1.15, "fake tensors (plan)", "shapes only: op.py or torch_npu's\nmeta kernel", ORANGE),
+    (0.0, 2.2, 3.2, 1.15, "Ascend NPU", "torch_npu: its checks,\nits kernel on CANN", ORANGE),
+    (3.63, 2.2, 3.2, 1.15, "NVIDIA GPU", "checks of op.py on the local shard,\nthen ops/rms_norm/triton.py", ORANGE),
+    (7.26, 2.2, 3.2, 1.15, "CPU", "checks of op.py on the local shard,\nthen ops/rms_norm/reference.py", ORANGE),
+    (10.9, 2.2, 3.2, 1.15, "fake tensors (plan)", "checks, then shapes only: op.py\nor torch_npu's meta kernel", ORANGE),
 ]
 BANDS = [(8.95, "once, before the first step"), (6.25, "in every step"), (3.55, "the dispatcher selects one kernel")]
 
@@ -52,7 +52,7 @@ def draw() -> plt.Figure:
             )
         )
         axes.text(x + width / 2, y + height - 0.27, title, ha="center", va="center", fontsize=10, weight="bold")
-        axes.text(x + width / 2, y + 0.40, text, ha="center", va="center", fontsize=8.5)
+        axes.text(x + width / 2, y + 0.40, text, ha="center", va="center", fontsize=8)
     for row in (START, STEP):
         for left, right in itertools.pairwise(row):
             arrow(axes, (left[0] + left[2], left[1] + 0.575), (right[0], right[1] + 0.575))
