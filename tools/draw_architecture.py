@@ -37,7 +37,7 @@ KERNELS = [
     (0.0, 2.2, 3.2, 1.15, "Ascend NPU", "torch_npu: its checks,\nits kernel on CANN", ORANGE),
     (3.63, 2.2, 3.2, 1.15, "NVIDIA GPU", "checks of op.py on the local shard,\nthen ops/rms_norm/triton.py", ORANGE),
     (7.26, 2.2, 3.2, 1.15, "CPU", "checks of op.py on the local shard,\nthen ops/rms_norm/reference.py", ORANGE),
-    (10.9, 2.2, 3.2, 1.15, "fake tensors (plan)", "checks, then shapes only: op.py\nor torch_npu's meta kernel", ORANGE),
+    (10.9, 2.2, 3.2, 1.15, "fake tensors (plan)", "checks, then shapes: op.py\nor torch_npu's meta kernel", ORANGE),
 ]
 BANDS = [(8.95, "once, before the first step"), (6.25, "in every step"), (3.55, "the dispatcher selects one kernel")]
 
