@@ -92,7 +92,7 @@ class CpuDevice(ModuleType):
         """Do nothing: ``cpu:1`` is the same processor as ``cpu:0``."""
 
     def current_device(self) -> int:
-        return 0  # distributed/utils.py:386 passes it to barrier(device_ids=...), which wants a number
+        return 0  # distributed/utils.py:386 passes it to barrier(device_ids=...), which requires an int
 
     def get_device_name(self, device: torch.device | None = None) -> str:
         return python_platform.processor() or python_platform.machine()
@@ -166,7 +166,8 @@ def _add_integer_histc() -> None:
     def histc_fake(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
         return x.new_empty(bins)
 
-    _library.impl("histc", histc, "CPU", with_keyset=True, allow_override=True)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that a kernel is overridden
+        _library.impl("histc", histc, "CPU", with_keyset=True, allow_override=True)
     torch.library.register_fake("aten::histc", histc_fake, lib=_library, allow_override=True)
 
 

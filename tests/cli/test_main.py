@@ -43,7 +43,7 @@ def listed(what: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert listed("configs", capsys).keys() >= {str(ROOT / "torchtitan_npu/train_configs/llama3_debugmodel.toml")}
+    assert listed("configs", capsys).keys() >= {str(ROOT / "train_configs/llama3_debugmodel.toml")}
     assert all(listed("configs", capsys).values())
     assert listed("converters", capsys).keys() == CONVERTERS.keys()
     assert listed("operators", capsys).keys() == OPS.keys()

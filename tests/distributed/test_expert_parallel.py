@@ -41,10 +41,10 @@ from torchtitan_npu.distributed.expert_parallel import (
     STYLES,
     NpuExpertParallel,
     NpuExpertTensorParallel,
-    NpuGptossExpertTensorParallel,
     with_fused_dispatch,
 )
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.gpt_oss_experts import NpuGptossExpertTensorParallel
 from torchtitan_npu.upstream.rebind import refers_to
 
 RANKS, EXPERTS, TOP_K = 2, 6, 2

@@ -1,9 +1,12 @@
 """The parts of DTensor that this package uses still mean what they meant."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_npu.planner import fake_ranks
@@ -80,3 +83,22 @@ def test_host_dtensor_keeps_the_memory_and_the_layout() -> None:
         assert state.to_local().data_ptr() == memory.data_ptr()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_strategy_registered_before_is_used_on_other_meshes() -> None:
+    library = torch.library.Library("test_dtensor", "FRAGMENT")
+    library.define("product(Tensor a, int n, bool flag) -> Tensor")
+    op = torch.ops.test_dtensor.product.default
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.register_op_strategy(op, lambda schema: "previous", RuntimeSchemaInfo(static_argnum=1))
+    register_strategy(
+        op, lambda schema: "ours", lambda mesh: mesh == "ours", {"static_argnum": 2, "needs_pytree": True}
+    )
+
+    def chosen(mesh: str) -> object:
+        schema = SimpleNamespace(get_mesh_from_args=lambda: mesh)
+        return propagator.op_strategy_funcs[op](schema)  # type: ignore[arg-type]
+
+    assert (chosen("ours"), chosen("other")) == ("ours", "previous")
+    info = propagator.op_to_schema_info[op]
+    assert (info.static_argnum, info.needs_pytree) == (1, True)

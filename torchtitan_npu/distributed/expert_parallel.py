@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
-from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
@@ -77,12 +76,8 @@ class NpuExpertTensorParallel(ExpertTensorParallel, NpuExpertParallel):
     """TorchTitan's ``ExpertTensorParallel`` with the fused operators."""
 
 
-class NpuGptossExpertTensorParallel(GptossExpertTensorParallel, NpuExpertParallel):
-    """TorchTitan's style for gpt_oss, whose experts have biases, with the fused operators."""
-
-
-STYLES = {
+STYLES: dict[type[ExpertParallel], type[NpuExpertParallel]] = {
     ExpertParallel: NpuExpertParallel,
     ExpertTensorParallel: NpuExpertTensorParallel,
-    GptossExpertTensorParallel: NpuGptossExpertTensorParallel,
 }
+"""The fused style for each of TorchTitan's. Styles of a single model are registered under ``upstream/``."""

@@ -43,6 +43,7 @@ class DryRunTrainer(Trainer):
         self._contexts, self._load, self._model_args = contexts, load, model_args
         with local_rank():
             super().__init__(without_outputs(job_config))
+        self.step = 2  # TorchTitan logs the first step, and logging reads the losses
         if self.parallel_dims.pp_enabled:
             set_pipeline_shapes(self.pp_schedule, self.parallel_dims, self.job_config, self.model_args)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.debug import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 __all__ = ["DTensorSpec", "OpSchema", "OpStrategy", "StridedShard"]
@@ -36,11 +37,12 @@ def register_strategy(
 ) -> None:
     """Let DTensor shard ``op`` by ``strategy`` on meshes for which ``applies`` is true.
 
-    DTensor has one strategy per operator. On other meshes, the strategy registered before is used as if nothing had
-    been registered here. ``schema_info`` tells which arguments are part of the key of DTensor's cache.
+    DTensor has one strategy per operator. On other meshes, the strategy registered before is used. ``schema_info``
+    tells which arguments are part of the key of DTensor's cache, besides those of the strategy registered before.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
-    assert op not in propagator.op_single_dim_strategy_funcs, f"{op}: DTensor prefers its single-dim strategy to ours"
+    if op in propagator.op_single_dim_strategy_funcs:  # torch prefers it to any other
+        raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {op}")
     previous = propagator.op_strategy_funcs.get(op)
 
     def choose(schema: OpSchema) -> Any:
@@ -50,7 +52,19 @@ def register_strategy(
             raise NotImplementedError(f"Operator {op} does not have a sharding strategy registered.")
         return previous(schema)
 
-    propagator.register_op_strategy(op, choose, RuntimeSchemaInfo(**schema_info))
+    propagator.register_op_strategy(op, choose, _joined(propagator.op_to_schema_info.get(op), schema_info))
+
+
+def _joined(previous: RuntimeSchemaInfo | None, schema_info: dict[str, Any]) -> RuntimeSchemaInfo:
+    """Return a cache key that contains the arguments of both."""
+    ours = RuntimeSchemaInfo(**schema_info)
+    if previous is None:
+        return ours
+    return RuntimeSchemaInfo(
+        static_argnum=min(previous.static_argnum, ours.static_argnum),
+        static_kwargkey=[*(previous.static_kwargkey or ()), *(ours.static_kwargkey or ())] or None,
+        needs_pytree=previous.needs_pytree or ours.needs_pytree,
+    )
 
 
 def input_specs(schema: OpSchema) -> list[DTensorSpec]:

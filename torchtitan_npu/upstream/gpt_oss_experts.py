@@ -1,9 +1,13 @@
-"""``npu_gmm`` for the experts of TorchTitan's gpt_oss, whose forward differs. Importing this module registers it."""
+"""``npu_gmm`` and fused expert parallel for TorchTitan's gpt_oss, whose experts have biases and a forward of their own.
+
+Importing this module registers both.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 
@@ -14,6 +18,7 @@ from torchtitan_npu.converters.gmm import (
     rows_per_expert,
     shard_degree,
 )
+from torchtitan_npu.distributed.expert_parallel import STYLES, NpuExpertParallel
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
 
@@ -41,4 +46,9 @@ class NpuGptOssGroupedExperts(GptOssGroupedExperts):
         return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
 
 
+class NpuGptossExpertTensorParallel(GptossExpertTensorParallel, NpuExpertParallel):
+    """TorchTitan's style for gpt_oss with the fused operators."""
+
+
 REPLACEMENTS[GptOssGroupedExperts.forward] = NpuGptOssGroupedExperts
+STYLES[GptossExpertTensorParallel] = NpuGptossExpertTensorParallel
