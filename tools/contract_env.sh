@@ -1,13 +1,21 @@
-# Sourced by test.sh: a second virtual environment, .venv-contract, with the real torch_npu and a stub of CANN, so that
-# torch_npu loads on a machine without an NPU (docs/explanation/contract-tests.md). It is built once, and again when its
-# sources change. CONTRACT_VENV and PYTHON choose another folder and interpreter.
-VENV=${CONTRACT_VENV:-.venv-contract}
-EXTRA=contract
+# Sourced by test.sh: the virtual environment of the contract tests, .venv-contract. It is .venv plus the real torch_npu
+# and a stub of CANN, so that torch_npu loads on a machine without an NPU (docs/explanation/contract-tests.md). It is
+# built once, and again when its sources change. CONTRACT_VENV chooses another folder.
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-stubs=$VIRTUAL_ENV/lib/cann_stub
-want="$(cat tools/contract/*.py tools/contract/*.c "$VENV/.installed" | cksum)"
-if [ "$(cat "$stubs/.built" 2>/dev/null)" != "$want" ]; then
-    python tools/contract/build_stubs.py "$stubs"
-    echo "$want" >"$stubs/.built"
+contract=$PWD/${CONTRACT_VENV:-.venv-contract}
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+want="$(cat tools/contract/*.py tools/contract/*.c tools/contract_env.sh "$VENV/.installed" | cksum)"
+if [ "$(cat "$contract/.installed" 2>/dev/null)" != "$want" ]; then
+    "$VENV/bin/python" -m venv --clear "$contract"
+    echo "import site; site.addsitedir('$(packages "$VENV")')" >"$(packages "$contract")/venv.pth"
+    # without dependencies: they are in .venv, and torch_npu may ask for another build of torch
+    "$contract/bin/pip" install -q --no-compile --no-deps --no-build-isolation \
+        "$(grep -o 'torch_npu==[0-9.]*' pyproject.toml)" -e . || {
+        echo "error: pip could not install torch_npu into $contract; is the package index reachable?" >&2
+        exit 1
+    }
+    "$contract/bin/python" tools/contract/build_stubs.py "$contract/lib/cann_stub"
+    echo "$want" >"$contract/.installed"
 fi
-export LD_LIBRARY_PATH=$stubs${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+. "$contract/bin/activate"
+export LD_LIBRARY_PATH=$contract/lib/cann_stub${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -112,7 +112,8 @@ def loss_inputs(length: int, top_k: int) -> dict[str, Any]:
 
 
 def loss(call: dict[str, Any], of: str = "cuda") -> tuple[Tensor, ...]:
-    return getattr(OPS["npu_sparse_lightning_indexer_grad_kl_loss"], of)(**call)
+    op = OPS["npu_sparse_lightning_indexer_grad_kl_loss"]
+    return getattr(op, of)(**op.complete(**call))
 
 
 def gradient_call(call: dict[str, Any]) -> dict[str, Any]:

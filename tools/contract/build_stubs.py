@@ -14,6 +14,7 @@ knows, so that torch_npu takes the same path as on a complete CANN. The launch a
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -38,7 +39,7 @@ def main() -> None:
     wheel = sorted(packages.glob("torch_npu/**/*.so"))
     if not wheel:
         sys.exit(f"error: no torch_npu in {packages}")
-    torch = sorted(packages.glob("torch/lib/*.so*"))
+    torch = sorted(find_torch().glob("lib/*.so*"))
     symbols, operators = missing_symbols(wheel, torch), operator_names(wheel)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +49,14 @@ def main() -> None:
         link.unlink(missing_ok=True)
         link.symlink_to(STUB)
     print(f"stub of CANN in {folder}: {len(symbols)} symbols, {len(operators)} operators")
+
+
+def find_torch() -> Path:
+    """Return torch's folder without importing it: torch would load torch_npu, which needs the stub."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        sys.exit("error: no torch in this environment")
+    return Path(spec.origin).parent
 
 
 def missing_libraries(wheel: list[Path], torch: list[Path]) -> set[str]:
