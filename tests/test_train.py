@@ -25,7 +25,7 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--trai
     [
         ("", ["--model.converters", "npu_rms_nrm"], "'npu_rms_nrm' is not known; did you mean 'npu_rms_norm'?"),
         ("", ["--model.converters", "npu_rms_norm,npu_rms_norm"], "lists 'npu_rms_norm' 2 times"),
-        ("[model]\nnmae = 'llama3'", [], "unknown key 'model.nmae'; did you mean 'name'?"),
+        ("[model]\nnmae = 'llama3'", [], "unknown key 'model.nmae'; did you mean 'model.name'?"),
         ("[model\n", [], "not valid TOML"),
         (None, [], "job.config_file job.toml: No such file or directory"),
         ("", ["--parallelism.tensor_parallel_degree", "3"], "1 ranks"),

@@ -10,9 +10,12 @@ class UsageError(ValueError):
     """A job cannot run as configured. The message names the key, module or argument to change, and its limit."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` if one of ``known`` is close to ``name``, else an empty string."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return ``"; did you mean 'x'?"`` if one of ``known`` is close to ``name``, else an empty string.
+
+    The suggestion starts with ``prefix``, such as the section of a key.
+    """
     by_lower_case = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     close = close or [k for k in by_lower_case if name.lower() in k][:1]
-    return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""
+    return f"; did you mean {prefix + by_lower_case[close[0]]!r}?" if close else ""

@@ -29,7 +29,7 @@ def trained(name: str, compiled: bool) -> list[Tensor]:
     """
     model: Any = build(name, *CONVERTERS, n_layers=2)
     (moe,) = moes(model)
-    moe.counts_again = False
+    moe.count_in_recomputation = False
     model.layers["1"] = checkpoint_wrapper(model.layers["1"], early_stop=False)  # as in TorchTitan
     if compiled:
         compile_block(model.layers["1"])

@@ -14,7 +14,7 @@ from tests._helpers.pass_graphs import compiled
 from torchtitan_npu.compile.passes import PASSES, GraphPasses, report
 from torchtitan_npu.errors import UsageError
 
-BROKEN_LIMIT = "npu_add_rms_norm: x1.dtype is float64, and an NPU takes float16, bfloat16, float32"
+BROKEN_LIMIT = "npu_add_rms_norm: x1.dtype is float64; the NPU kernel supports float16, bfloat16, float32"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ LATER = {
     add_and_norm: ["Graph pass add_rms_norm: 1 place changed, in 1 graph without gradients compiled later"],
     double: [
         "Graph pass add_rms_norm: 1 place changed, in 1 graph without gradients compiled later",
-        f"Graph pass add_rms_norm: in 1 place an NPU would refuse {BROKEN_LIMIT}",
+        f"Graph pass add_rms_norm: in 1 place not supported by the NPU kernel: {BROKEN_LIMIT}",
     ],
 }
 
@@ -112,9 +112,9 @@ def test_npu_limits(log: pytest.LogCaptureFixture) -> None:
     report([compiled_part(["add_rms_norm"], double)])
     assert messages(log) == [
         "Graph pass add_rms_norm: 1 place changed, in 1 graph without gradients",
-        f"Graph pass add_rms_norm: in 1 place an NPU would refuse {BROKEN_LIMIT}",
+        f"Graph pass add_rms_norm: in 1 place not supported by the NPU kernel: {BROKEN_LIMIT}",
     ]
-    with pytest.raises(UsageError, match=f"npu.graph_passes: an NPU would refuse {BROKEN_LIMIT}"):
+    with pytest.raises(UsageError, match=f"npu.graph_passes: not supported by the NPU kernel: {BROKEN_LIMIT}"):
         compiled_part(["add_rms_norm"], double, strict_limits=True)
 
 

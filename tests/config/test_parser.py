@@ -53,7 +53,7 @@ def test_a_custom_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     config = parse(tmp_path, '[job]\ncustom_config_module = "my_options"\n[mine]\ncolour = "blue"')
     assert config.mine.colour == "blue" and config.npu.layout_independent_data is True
-    with pytest.raises(UsageError, match=r"unknown key 'mine.color'; did you mean 'colour'\?"):
+    with pytest.raises(UsageError, match=r"unknown key 'mine.color'; did you mean 'mine.colour'\?"):
         parse(tmp_path, '[job]\ncustom_config_module = "my_options"\n[mine]\ncolor = "blue"')
 
 
@@ -61,9 +61,12 @@ def test_a_custom_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.Mo
     ("toml", "message"),
     [
         ("[trainig]\nsteps = 1", "unknown section 'trainig'; did you mean 'training'?"),
-        ("[training]\nsteps = 1\nseq_length = 3", "unknown key 'training.seq_length'; did you mean 'seq_len'?"),
+        (
+            "[training]\nsteps = 1\nseq_length = 3",
+            "unknown key 'training.seq_length'; did you mean 'training.seq_len'?",
+        ),
         ("[model]\ntensor_parallel_degree = 2", "there is 'parallelism.tensor_parallel_degree'"),
-        ("[npu]\nlayout_independant_data = true", "did you mean 'layout_independent_data'?"),
+        ("[npu]\nlayout_independant_data = true", "did you mean 'npu.layout_independent_data'?"),
         ("steps = 3", "unknown key 'steps'; there is 'training.steps'"),
         ("training = 3", "'training' is a section, not a key"),
         ("[training.steps]\nx = 1", "'training.steps' is a key, not a section"),

@@ -312,7 +312,7 @@ def test_invalid_options_of_a_model_that_takes_them(options: dict[str, Any], mes
 @pytest.mark.parametrize("options", [{"dsa__stage": "warmup"}, {"mtp__layers": 1}], ids=str)
 def test_a_section_of_another_model_is_an_error(options: dict[str, Any]) -> None:
     section = next(iter(options)).partition("__")[0]
-    with pytest.raises(UsageError, match=rf"\[{section}\] has no meaning for model.name 'llama3': remove the section"):
+    with pytest.raises(UsageError, match=rf"\[{section}\] does not apply to model.name 'llama3'; remove the section"):
         check_job(job(**options), world_size=1)
 
 

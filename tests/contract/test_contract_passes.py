@@ -48,10 +48,10 @@ def test_matmuls_outside_of_the_limits_are_not_fused(graphs: list[tuple[fx.Graph
     assert [calls(module.graph) for module, _ in graphs] == [{"AG": 2, "RS": 2}, {"AG": 2, "RS": 2}] * 2
     passes = step.model.graph_passes
     (gather, gathers), (scatter, scatters) = passes.limits["async_tp"].unsupported.items()  # type: ignore[union-attr]
-    text = "nothing was changed: {}: input.dtype is float32, and an NPU takes float16, bfloat16"
+    text = "nothing was changed: {}: input.dtype is float32; the NPU kernel supports float16, bfloat16"
     assert (gather, scatter) == tuple(text.format(operator.overloadpacket.__name__) for operator in FUSED)
     assert (gathers, scatters) == (8, 4)
     with pytest.raises(
-        BackendCompilerFailed, match=r"an NPU would refuse npu_all_gather_base_mm: input.dtype is float32"
+        BackendCompilerFailed, match=r"not supported by the NPU kernel: npu_all_gather_base_mm: input.dtype is float32"
     ):
         train(tp=RANKS, strict=True)

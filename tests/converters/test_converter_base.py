@@ -85,7 +85,7 @@ def test_retyping_copies_the_registries() -> None:
     new.register_buffer("mark", None)
     new.register_forward_hook(lambda *_: None)
     assert "mark" not in old._buffers and not old._forward_hooks
-    with pytest.raises(TypeError, match="LoudSiLU is no subclass of ReLU"):
+    with pytest.raises(TypeError, match="LoudSiLU is not a subclass of ReLU"):
         retyped(nn.ReLU(), LoudSiLU)
 
 

@@ -191,10 +191,10 @@ def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"n_heads": 16}, "the number of heads of query is 16, and an NPU takes 32, 64, 128"),
-        ({"kv_lora_rank": 256}, "the head size of query is 256, and an NPU takes 512"),
+        ({"n_heads": 16}, "the number of heads of query is 16; the NPU kernel supports 32, 64, 128"),
+        ({"kv_lora_rank": 256}, "the head size of query is 256; the NPU kernel supports 512"),
         ({"index_topk": 2500}, "sparse_count is 2500"),
-        ({"index_head_dim": 64}, "the head size of query is 64, and an NPU takes 128"),
+        ({"index_head_dim": 64}, "the head size of query is 64; the NPU kernel supports 128"),
         (
             {"warmup": True, "seq_len": 16384},
             "sparse_count is training.seq_len in the warm-up, 16384, and an NPU",

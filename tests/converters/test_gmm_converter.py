@@ -222,7 +222,8 @@ def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
         model = nn.Sequential(GroupedExperts(8, 8, 2000, use_grouped_mm=False))
     message = (
-        "npu_gmm: an NPU would refuse 0: npu_grouped_matmul: the number of groups is 2000, and an NPU takes 1 to 1024"
+        "npu_gmm: not supported by the NPU kernel: 0: npu_grouped_matmul: "
+        "the number of groups is 2000; the NPU kernel supports 1 to 1024"
     )
     with caplog.at_level(logging.INFO):
         convert(copy.deepcopy(model), "npu_gmm")

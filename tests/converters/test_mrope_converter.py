@@ -361,7 +361,7 @@ def test_exceeded_npu_limits_are_an_error_on_an_npu() -> None:
     ):
         with pytest.raises(UsageError) as error:
             CONVERTERS["npu_mrope"](config, ParallelDims(**LAYOUT)).convert(Rotations(section, interleaved, rotary_dim))
-        assert "an NPU would refuse first" in str(error.value) and text in str(error.value)
+        assert "not supported by the NPU kernel: first" in str(error.value) and text in str(error.value)
 
 
 def test_limits_apply_to_one_ranks_heads() -> None:
@@ -373,5 +373,5 @@ def test_limits_apply_to_one_ranks_heads() -> None:
     two_ranks = {**LAYOUT, "tp": 2, "world_size": 2}
     converter = CONVERTERS["npu_mrope"](config, ParallelDims(**two_ranks))
     assert converter.check_limits(converter.found_targets(model)) is None
-    with pytest.raises(UsageError, match=r"refuse layer: npu_rotary_mul: the larger of B and N .* is 1024"):
+    with pytest.raises(UsageError, match=r"NPU kernel: layer: npu_rotary_mul: the larger of B and N .* is 1024"):
         CONVERTERS["npu_mrope"](config, ParallelDims(**LAYOUT)).convert(model)

@@ -180,11 +180,11 @@ class ByTorch(nn.Module):
 
 @pytest.mark.parametrize("wrap", [ByTorch, full_ac])
 def test_checkpointing_counts_tokens_once(wrap: Any) -> None:
-    """Once if the optimizer that balances the experts unsets ``counts_again``, otherwise twice as upstream."""
+    """Once if the optimizer that balances the experts unsets ``count_in_recomputation``, else twice as upstream."""
     plain, x = build_moe(top_k=2), tokens(2, 7)
     converted = convert(copy.deepcopy(plain), *BOTH)
     twice = copy.deepcopy(converted)
-    converted[0].counts_again = False
+    converted[0].count_in_recomputation = False
     expected = call(converted, x)
     counts = converted[0].tokens_per_expert.clone()
     assert counts.sum() == 2 * 14
@@ -394,8 +394,8 @@ def test_matching_nothing_is_an_error() -> None:
 def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
     model = build_moe(num_experts=700, top_k=600)
     refusal = (
-        "npu_permute: an NPU would refuse 0: npu_moe_token_permute: the top-k of indices is 600, "
-        "and an NPU takes 0 to 512"
+        "npu_permute: not supported by the NPU kernel: 0: npu_moe_token_permute: the top-k of indices is 600; "
+        "the NPU kernel supports 0 to 512"
     )
     with caplog.at_level(logging.INFO):
         convert(copy.deepcopy(model), "npu_permute")
@@ -409,7 +409,7 @@ def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 TOKENS = 2**23  # with two experts per token, two pairs more than the NPU limit
-ALL_PAIRS = "the number of indices is 16777216, and an NPU takes 0 to 16777214"
+ALL_PAIRS = "the number of indices is 16777216; the NPU kernel supports 0 to 16777214"
 
 
 @pytest.mark.parametrize(

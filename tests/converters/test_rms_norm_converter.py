@@ -164,8 +164,8 @@ def test_listing_it_twice_is_an_error() -> None:
 def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.RMSNorm(8, dtype=torch.float64), nn.RMSNorm(8, dtype=torch.float64))
     refusal = (
-        "npu_rms_norm: an NPU would refuse 0: npu_rms_norm: input.dtype is float64, "
-        "and an NPU takes float16, bfloat16, float32 (and 1 more)"
+        "npu_rms_norm: not supported by the NPU kernel: 0: npu_rms_norm: input.dtype is float64; "
+        "the NPU kernel supports float16, bfloat16, float32 (and 1 more)"
     )
     with caplog.at_level(logging.INFO):
         convert(copy.deepcopy(model), "npu_rms_norm")

@@ -300,8 +300,8 @@ class Case:
         CONVERTERS["npu_rope"](self.config, self.dims).convert(self.model)
 
 
-HEAD_DIM = "the last dimension of input is 1024, and an NPU takes 0 to 895"
-BATCH_HEADS = "the larger of B and N (their product in mode interleave) is 1024, and an NPU takes 0 to 999"
+HEAD_DIM = "the last dimension of input is 1024; the NPU kernel supports 0 to 895"
+BATCH_HEADS = "the larger of B and N (their product in mode interleave) is 1024; the NPU kernel supports 0 to 999"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ BATCH_HEADS = "the larger of B and N (their product in mode interleave) is 1024,
     ids=["head_dim", "batch times heads"],
 )
 def test_reports_exceeded_npu_limits(case: tuple[int, int, int], limit: str, caplog: pytest.LogCaptureFixture) -> None:
-    refusal = f"npu_rope: an NPU would refuse layers.0.attention: npu_rotary_mul: {limit} (and 1 more)"
+    refusal = f"npu_rope: not supported by the NPU kernel: layers.0.attention: npu_rotary_mul: {limit} (and 1 more)"
     with caplog.at_level(logging.INFO):
         Case(*case).convert(strict=False)
     assert refusal in caplog.messages
@@ -325,9 +325,12 @@ def test_reports_exceeded_npu_limits_of_an_indexer(caplog: pytest.LogCaptureFixt
     """The indexer has its own heads, in mode half. In mode interleave the batch alone would exceed the limit."""
     with caplog.at_level(logging.INFO):
         build("deepseek_v32", "npu_rope", index_n_heads=999)
-        assert not [message for message in caplog.messages if "refuse" in message]
+        assert not [message for message in caplog.messages if "not supported" in message]
         build("deepseek_v32", "npu_rope", index_n_heads=1024)
-    refusal = f"npu_rope: an NPU would refuse layers.0.attention.indexer: npu_rotary_mul: {BATCH_HEADS} (and 1 more)"
+    refusal = (
+        "npu_rope: not supported by the NPU kernel: layers.0.attention.indexer: "
+        f"npu_rotary_mul: {BATCH_HEADS} (and 1 more)"
+    )
     assert refusal in caplog.messages
 
 

@@ -126,10 +126,10 @@ def dims() -> ParallelDims:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:Class", r'npu.context_parallel .* is no "module:Class": No module named'),
+        ("no_such_module:Class", r'npu.context_parallel .* is not "module:Class": No module named'),
         ("torchtitan_npu.config.job_config:NoSuchClass", "has no attribute 'NoSuchClass'"),
-        ("torchtitan_npu.config.job_config:JobConfig", "is no subclass of .*ContextParallel"),
-        ("torchtitan_npu.config.job_config", 'is no "module:Class"'),
+        ("torchtitan_npu.config.job_config:JobConfig", "is not a subclass of .*ContextParallel"),
+        ("torchtitan_npu.config.job_config", 'is not "module:Class"'),
         ("torchtitan_npu.distributed.context_parallel:ContextParallel", r"npu\.context_parallel .* has no parallelize"),
     ],
 )

@@ -96,7 +96,7 @@ def test_computes_the_formulas_of_the_report(depths: int) -> None:
 
     # routing and cross entropy are float32, on inputs that differ in the last place of float64
     assert loss.item() == pytest.approx(main.item(), rel=TOLERANCE)
-    for ours, theirs in zip([prediction.logits, *prediction.further], expected, strict=True):
+    for ours, theirs in zip([prediction.logits, *prediction.mtp_logits], expected, strict=True):
         assert (ours[:, : theirs.shape[1]] - theirs).norm() <= TOLERANCE * theirs.norm()
     assert gradients(model).keys() == trainable
     for name, grad in gradients(model).items():
@@ -134,7 +134,7 @@ def test_a_further_token_is_predicted_from_its_document() -> None:
     changed[:, 5] = (changed[:, 5] - 1) % VOCABULARY
     with torch.no_grad():
         for documents, seen in ((Documents.of(tokens, eos_id=1), False), (None, True)):
-            before, after = (model(x, attention_masks=documents).further[0][:, 12:] for x in (tokens, changed))
+            before, after = (model(x, attention_masks=documents).mtp_logits[0][:, 12:] for x in (tokens, changed))
             difference = (before - after).norm() / before.norm()
             assert difference > 1e-3 if seen else difference <= TOLERANCE
 

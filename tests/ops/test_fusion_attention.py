@@ -433,9 +433,9 @@ def test_limits_bind_only_the_npu() -> None:
     arguments = {"query": query, "key": query, "value": query, "head_num": 257, "input_layout": "BSND"}
     npu_fusion_attention(**arguments)
     assert OPS["npu_fusion_attention"].limit_errors(**arguments, actual_seq_qlen=None) == [
-        "npu_fusion_attention: query.dtype is float64, and an NPU takes float16, bfloat16, float32",
-        "npu_fusion_attention: head_num is 257, and an NPU takes 1 to 256",
-        "npu_fusion_attention: the head size is 769, and an NPU takes 1 to 768",
+        "npu_fusion_attention: query.dtype is float64; the NPU kernel supports float16, bfloat16, float32",
+        "npu_fusion_attention: head_num is 257; the NPU kernel supports 1 to 256",
+        "npu_fusion_attention: the head size is 769; the NPU kernel supports 1 to 768",
     ]
     assert OPS["npu_fusion_attention"].limit_errors(**arguments_of(TND)) == []
 

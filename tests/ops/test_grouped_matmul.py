@@ -376,20 +376,20 @@ def test_limits_bind_only_the_npu() -> None:
     arguments = call(x=[x], weight=[torch.ones(1, 3, 8).double()[..., ::2]], group_list=torch.tensor([6]))
     npu_grouped_matmul(**arguments)
     assert OPS["npu_grouped_matmul"].limit_errors(**arguments) == [
-        "npu_grouped_matmul: x.dtype is float64, and an NPU takes float16, bfloat16, float32",
-        "npu_grouped_matmul: the number of groups with group_list_type 1 is 1, and an NPU takes 2 to 1024",
-        "npu_grouped_matmul: whether x (with group_type 2: x.t()) is contiguous is False, and an NPU takes True",
-        "npu_grouped_matmul: whether weight (or, but with group_type 2, its transpose) is contiguous is False, "
-        "and an NPU takes True",
+        "npu_grouped_matmul: x.dtype is float64; the NPU kernel supports float16, bfloat16, float32",
+        "npu_grouped_matmul: the number of groups with group_list_type 1 is 1; the NPU kernel supports 2 to 1024",
+        "npu_grouped_matmul: whether x (with group_type 2: x.t()) is contiguous is False; the NPU kernel supports True",
+        "npu_grouped_matmul: whether weight (or, but with group_type 2, its transpose) is contiguous is False; "
+        "the NPU kernel supports True",
     ]
     assert OPS["npu_grouped_matmul"].limit_errors(**call()) == []
     wide = OPS["npu_grouped_matmul_add_"].limit_errors(
         input=None, x=torch.empty(2, 65536, device="meta"), weight=torch.ones(2, 4).half(), group_list=torch.ones(1025)
     )
     assert wide == [
-        "npu_grouped_matmul_add_: x.dtype is float32, and an NPU takes float16, bfloat16",
-        "npu_grouped_matmul_add_: the number of groups is 1025, and an NPU takes 1 to 1024",
-        "npu_grouped_matmul_add_: the last dimension of x is 65536, and an NPU takes 0 to 65535",
+        "npu_grouped_matmul_add_: x.dtype is float32; the NPU kernel supports float16, bfloat16",
+        "npu_grouped_matmul_add_: the number of groups is 1025; the NPU kernel supports 1 to 1024",
+        "npu_grouped_matmul_add_: the last dimension of x is 65536; the NPU kernel supports 0 to 65535",
     ]
 
 

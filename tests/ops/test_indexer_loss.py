@@ -310,13 +310,13 @@ def test_limits_bind_only_the_npu() -> None:
     call = plain(example(torch.float32))
     name = "npu_sparse_lightning_indexer_grad_kl_loss"
     assert OPS[name].limit_errors(**call) == [
-        f"{name}: query.dtype is float32, and an NPU takes float16, bfloat16",
-        f"{name}: the number of heads of query is 3, and an NPU takes 32, 64, 128",
-        f"{name}: the head size of query is 4, and an NPU takes 512",
-        f"{name}: the head size of query_rope is 2, and an NPU takes None, 64",
-        f"{name}: the number of heads of query_index is 2, and an NPU takes 8, 16, 32, 64",
-        f"{name}: the head size of query_index is 3, and an NPU takes 128",
-        f"{name}: top-k is 3, and an NPU takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192",
+        f"{name}: query.dtype is float32; the NPU kernel supports float16, bfloat16",
+        f"{name}: the number of heads of query is 3; the NPU kernel supports 32, 64, 128",
+        f"{name}: the head size of query is 4; the NPU kernel supports 512",
+        f"{name}: the head size of query_rope is 2; the NPU kernel supports None, 64",
+        f"{name}: the number of heads of query_index is 2; the NPU kernel supports 8, 16, 32, 64",
+        f"{name}: the head size of query_index is 3; the NPU kernel supports 128",
+        f"{name}: top-k is 3; the NPU kernel supports 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192",
     ]
 
 

@@ -294,10 +294,11 @@ def test_limits_bind_only_the_npu() -> None:
     npu_lightning_indexer(query, key, weights, sparse_count=2049)
     arguments = {"query": query.mT.contiguous().mT, "key": key, "weights": weights, "sparse_count": 2049}
     assert OPS["npu_lightning_indexer"].limit_errors(**arguments) == [
-        "npu_lightning_indexer: query.dtype is float32, and an NPU takes float16, bfloat16",
-        "npu_lightning_indexer: the head size of query is 4, and an NPU takes 128",
-        "npu_lightning_indexer: sparse_count is 2049, and an NPU takes 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192",
-        "npu_lightning_indexer: query's memory is not contiguous, and an NPU takes contiguous",
+        "npu_lightning_indexer: query.dtype is float32; the NPU kernel supports float16, bfloat16",
+        "npu_lightning_indexer: the head size of query is 4; the NPU kernel supports 128",
+        "npu_lightning_indexer: sparse_count is 2049; "
+        "the NPU kernel supports 1 to 2048, 3072, 4096, 5120, 6144, 7168, 8192",
+        "npu_lightning_indexer: query's memory is not contiguous; the NPU kernel supports contiguous",
     ]
     fine = torch.ones(1, 8, 64, 128, dtype=torch.bfloat16)
     arguments = {"query": fine, "key": fine[:, :, :1].contiguous(), "weights": fine[..., 0].contiguous()}

@@ -345,13 +345,14 @@ def test_limits_bind_only_the_npu() -> None:
 
     assert limit_errors(torch.ones(1, 256).bfloat16(), group_count=8) == []
     assert limit_errors(torch.ones(1, 4).double(), group_count=2, renorm=1) == [
-        "npu_moe_gating_top_k: x.dtype is float64, and an NPU takes float16, bfloat16, float32",
-        "npu_moe_gating_top_k: the number of experts in a group is 2, and an NPU takes 3 to 2048",
-        "npu_moe_gating_top_k: renorm is 1, and an NPU takes 0",
+        "npu_moe_gating_top_k: x.dtype is float64; the NPU kernel supports float16, bfloat16, float32",
+        "npu_moe_gating_top_k: the number of experts in a group is 2; the NPU kernel supports 3 to 2048",
+        "npu_moe_gating_top_k: renorm is 1; the NPU kernel supports 0",
     ]
     assert limit_errors(torch.ones(1, 33 * 63), group_count=63) == [
-        "npu_moe_gating_top_k: the number of experts is 2079, and an NPU takes 2 to 2048",
-        "npu_moe_gating_top_k: the number of experts, each group rounded up to 32 is 4032, and an NPU takes 2 to 2048",
+        "npu_moe_gating_top_k: the number of experts is 2079; the NPU kernel supports 2 to 2048",
+        "npu_moe_gating_top_k: the number of experts, each group rounded up to 32 is 4032; "
+        "the NPU kernel supports 2 to 2048",
     ]
 
 

@@ -318,15 +318,15 @@ def test_limits_bind_only_the_npu() -> None:
     tokens, indices = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 513, dtype=torch.int64)
     permute(tokens, indices)
     assert OPS["npu_moe_token_permute"].limit_errors(tokens=tokens, indices=indices) == [
-        "npu_moe_token_permute: tokens.dtype is float64, and an NPU takes float16, bfloat16, float32",
-        "npu_moe_token_permute: the top-k of indices is 513, and an NPU takes 0 to 512",
+        "npu_moe_token_permute: tokens.dtype is float64; the NPU kernel supports float16, bfloat16, float32",
+        "npu_moe_token_permute: the top-k of indices is 513; the NPU kernel supports 0 to 512",
     ]
     many = torch.zeros(16777215, dtype=torch.int32, device="meta")
     assert OPS["npu_moe_token_permute"].limit_errors(tokens=tokens.float(), indices=many) == [
-        "npu_moe_token_permute: the number of indices is 16777215, and an NPU takes 0 to 16777214"
+        "npu_moe_token_permute: the number of indices is 16777215; the NPU kernel supports 0 to 16777214"
     ]
     assert OPS["npu_moe_token_unpermute"].limit_errors(permuted_tokens=tokens.float(), probs=torch.ones(1, 513)) == [
-        "npu_moe_token_unpermute: the top-k of probs is 513, and an NPU takes 0 to 512"
+        "npu_moe_token_unpermute: the top-k of probs is 513; the NPU kernel supports 0 to 512"
     ]
 
 

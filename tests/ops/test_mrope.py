@@ -357,9 +357,9 @@ def test_limits() -> None:
 
     assert limit_errors(torch.bfloat16, 128, 128, [24, 20, 20]) == limit_errors(torch.float32, 80, 16, None) == []
     assert limit_errors(torch.bfloat16, 80, 48, [8, 8, 8]) == [
-        "npu_mrope: the remainder of head_size by 32 (by 16 in float32) is 16, and an NPU takes 0",
-        "npu_mrope: the remainder of rotary_dim by 32 (by 16 in float32) is 16, and an NPU takes 0",
-        "npu_mrope: mrope_section is [8, 8, 8], and an NPU takes "
+        "npu_mrope: the remainder of head_size by 32 (by 16 in float32) is 16; the NPU kernel supports 0",
+        "npu_mrope: the remainder of rotary_dim by 32 (by 16 in float32) is 16; the NPU kernel supports 0",
+        "npu_mrope: mrope_section is [8, 8, 8]; the NPU kernel supports "
         "[0, 0, 0], [16, 24, 24], [24, 20, 20], [8, 12, 12], [16, 16, 16, 16]",
     ]
 

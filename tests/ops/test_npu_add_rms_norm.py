@@ -103,7 +103,7 @@ def test_names_the_bad_argument(change: dict[str, Any], message: str) -> None:
 def test_limits_bind_only_the_npu() -> None:
     x1, x2, gamma = (tensor.double() for tensor in example())
     assert OPS["npu_add_rms_norm"].limit_errors(x1=x1, x2=x2, gamma=gamma, epsilon=1e-6) == [
-        "npu_add_rms_norm: x1.dtype is float64, and an NPU takes float16, bfloat16, float32"
+        "npu_add_rms_norm: x1.dtype is float64; the NPU kernel supports float16, bfloat16, float32"
     ]
 
 

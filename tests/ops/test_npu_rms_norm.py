@@ -236,8 +236,8 @@ def test_limits_bind_only_the_npu() -> None:
     x = torch.ones(8, dtype=torch.float64)
     npu_rms_norm(x, x)
     assert OPS["npu_rms_norm"].limit_errors(input=x, gamma=x, epsilon=1e-6) == [
-        "npu_rms_norm: input.dtype is float64, and an NPU takes float16, bfloat16, float32",
-        "npu_rms_norm: the number of dimensions of input is 1, and an NPU takes 2 to 8",
+        "npu_rms_norm: input.dtype is float64; the NPU kernel supports float16, bfloat16, float32",
+        "npu_rms_norm: the number of dimensions of input is 1; the NPU kernel supports 2 to 8",
     ]
     assert OPS["npu_rms_norm"].limit_errors(input=torch.ones(2, 8), gamma=torch.ones(8), epsilon=1e-6) == []
 

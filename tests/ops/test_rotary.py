@@ -240,17 +240,17 @@ def test_limits() -> None:
     assert limit_errors((2, 32, 4096, 128), (1, 1, 4096, 128), "interleave") == []
     assert limit_errors((1, 4096, 32, 128), (1, 4096, 1, 128), "interleave") == []  # one batch row: BS1D is 1S1D
     (message,) = limit_errors((2, 4096, 32, 128), (2, 4096, 1, 128), "interleave")
-    assert "the layout of r1 and r2 is interleave: (2, 4096, 1, 128), and an NPU takes half: 11SD" in message
+    assert "the layout of r1 and r2 is interleave: (2, 4096, 1, 128); the NPU kernel supports half: 11SD" in message
     (message,) = limit_errors((2, 32, 4096, 128), (1, 32, 4096, 128))
     assert "the layout of r1 and r2 is half: (1, 32, 4096, 128)" in message
     (message,) = limit_errors((2, 4096, 32, 896), (1, 4096, 1, 896))
-    assert message == "npu_rotary_mul: the last dimension of input is 896, and an NPU takes 0 to 895"
+    assert message == "npu_rotary_mul: the last dimension of input is 896; the NPU kernel supports 0 to 895"
     (message,) = limit_errors((64, 4096, 32, 128), (1, 4096, 1, 128), "interleave")
-    assert "(their product in mode interleave) is 2048, and an NPU takes 0 to 999" in message
+    assert "(their product in mode interleave) is 2048; the NPU kernel supports 0 to 999" in message
     (message,) = limit_errors((1000, 4096, 1, 128), (1, 4096, 1, 128))
     assert "the larger of B and N (their product in mode interleave) is 1000" in message
     (message,) = limit_errors((64, 4096, 32, 128), (1, 4096, 1, 128), grad=True)
-    assert message == "npu_rotary_mul: B * N with gradients for r1 and r2 is 2048, and an NPU takes 0 to 1024"
+    assert message == "npu_rotary_mul: B * N with gradients for r1 and r2 is 2048; the NPU kernel supports 0 to 1024"
 
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Placement, ...], int]

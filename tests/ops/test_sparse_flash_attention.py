@@ -257,12 +257,12 @@ def test_limits_bind_only_the_npu() -> None:
     attention(torch.ops.npu, inputs, selection())
     arguments = inputs | {"sparse_indices": selection()}
     sizes = [
-        "query.dtype is float32, and an NPU takes float16, bfloat16",
-        "the number of heads of query is 3, and an NPU takes 1, 2, 4, 8, 16, 32, 64, 128",
-        "the head size of query is 4, and an NPU takes 512",
-        "the head size of query_rope is 2, and an NPU takes None, 64",
+        "query.dtype is float32; the NPU kernel supports float16, bfloat16",
+        "the number of heads of query is 3; the NPU kernel supports 1, 2, 4, 8, 16, 32, 64, 128",
+        "the head size of query is 4; the NPU kernel supports 512",
+        "the head size of query_rope is 2; the NPU kernel supports None, 64",
     ]
-    top_k = "top-k is 3, and an NPU takes 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192"
+    top_k = "top-k is 3; the NPU kernel supports 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192"
     for op, refused in (("npu_sparse_flash_attention", sizes), ("npu_sparse_flash_attention_grad", [*sizes, top_k])):
         assert OPS[op].limit_errors(**arguments) == [f"{op}: {text}" for text in refused]
     query = torch.ones(1, 2, 16, 512, dtype=torch.bfloat16)
@@ -275,7 +275,7 @@ def test_limits_bind_only_the_npu() -> None:
     key, key_rope = both[:, :, :1].split([512, 64], -1)
     views = {"query_rope": both[..., 512:], "key": key, "value": key, "key_rope": key_rope}
     assert OPS["npu_sparse_flash_attention"].limit_errors(**arguments | views) == [
-        f"npu_sparse_flash_attention: {name}'s memory is not contiguous, and an NPU takes contiguous"
+        f"npu_sparse_flash_attention: {name}'s memory is not contiguous; the NPU kernel supports contiguous"
         for name in ("key", "value", "query_rope", "key_rope")
     ]
 

@@ -154,7 +154,7 @@ def test_backward_names_the_bad_argument() -> None:
 
 def test_limits_bind_only_the_npu() -> None:
     assert OPS["npu_swiglu"].limit_errors(input=torch.ones(2, dtype=torch.float64), dim=-1) == [
-        "npu_swiglu: input.dtype is float64, and an NPU takes float16, bfloat16, float32"
+        "npu_swiglu: input.dtype is float64; the NPU kernel supports float16, bfloat16, float32"
     ]
     assert OPS["npu_swiglu"].limit_errors(input=torch.ones(2), dim=-1) == []
 

@@ -1,4 +1,4 @@
-"""What this package takes from torch's dispatcher still means what it meant."""
+"""The wrapped dispatcher functions behave as expected."""
 
 import torch
 

@@ -53,7 +53,7 @@ def relative_differences(one: list[float], other: list[float]) -> list[float]:
 
 
 def comparable(losses: dict[str, list[float]]) -> bool:
-    """Tell whether there is an eager run and another one."""
+    """Return whether there is an eager run and another one."""
     return "eager" in losses and len(losses) > 1
 
 

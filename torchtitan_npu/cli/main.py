@@ -39,9 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
-        from torchtitan_npu.errors import nearest
+        from torchtitan_npu.errors import did_you_mean
 
-        print(f"torchtitan-npu: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
+        print(f"torchtitan-npu: unknown command {name!r}{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     # Imported only now: the doctor must run where torch does not load.
     return importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)

@@ -109,8 +109,10 @@ def _clean_and_interpret(graph_module: fx.GraphModule, any_gradient_strides: boo
 
 
 def _repeats_random_operator(graph: fx.Graph) -> bool:
-    """Tell whether a random operator occurs twice. Merging the calls would be wrong, and torch's CSE knows only aten's
-    random operators."""
+    """Return whether a random operator occurs twice.
+
+    Merging the calls would be wrong, and torch's CSE knows only aten's random operators.
+    """
     random = [
         node.target
         for node in graph.nodes

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"backend": bypass_codegen, "fullgraph": True}
 
 
 def compiles_blocks(job_config: JobConfig) -> bool:
-    """Tell whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
+    """Return whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
     npu = npu_options(job_config)
     return job_config.compile.enable and (npu.bypass_codegen or bool(npu.graph_passes))
 
@@ -42,8 +42,8 @@ def without_compile(job_config: JobConfig) -> JobConfig:
 def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:
     """Compile the blocks in ``layers`` of each model part, after the parallelism has been applied.
 
-    A rank with several pipeline stages has several parts. They use one backend, so equal blocks share graphs. The loss
-    is not compiled: it has only two operators.
+    A rank with several pipeline stages has several parts. They use one backend, so identical blocks reuse graphs. The
+    loss is not compiled: it has only two operators.
     """
     if not models or "model" not in job_config.compile.components:
         return
@@ -109,7 +109,7 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, codegen: bool =
 
 
 def has_static_sizes(moe: Any) -> bool:
-    """Tell whether the sizes in a MoE module are independent of the routing, so that one graph can hold it.
+    """Return whether the sizes in a MoE module are independent of the routing, so that one graph can hold it.
 
     They are with ``npu_permute`` and ``npu_gmm``, which pass the token counts as a tensor. With expert parallel, the
     number of tokens of a rank depends on the routing, and FSDP adds hooks inside the module.
@@ -123,7 +123,7 @@ def _set_whether_tokens_count(moe: Any, block: nn.Module, args: Any) -> None:
 
 
 def is_worth_compiling(part: nn.Module) -> bool:
-    """Tell whether a compiled part of a block costs the host less time than an eager one.
+    """Return whether a compiled part of a block costs the host less time than an eager one.
 
     It does with DTensors, which cost several hundred µs per operator. On local tensors a norm, a router or shared
     experts take less time than the guards of a region: docs/results/compile.md has the numbers.
@@ -134,7 +134,7 @@ def is_worth_compiling(part: nn.Module) -> bool:
 
 
 def _has_children(part: nn.Module) -> bool:
-    """Tell whether ``part`` has submodules. ``Module.compile`` has no effect on torch.nn's own modules (norms)."""
+    """Return whether ``part`` has submodules. ``Module.compile`` has no effect on torch.nn's own modules (norms)."""
     return next(part.children(), None) is not None
 
 

@@ -53,7 +53,7 @@ def clean_up(graph_module: fx.GraphModule, any_gradient_strides: bool = False) -
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tell whether ``node`` only returns a view of its first argument."""
+    """Return whether ``node`` only returns a view of its first argument."""
     target = node.target
     if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
@@ -67,7 +67,7 @@ def _redirect_users(node: fx.Node, replacement: Any) -> None:
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    """Tell whether the node's example value is contiguous. False for symbolic sizes, on which this would guard."""
+    """Return whether the node's example value is contiguous. False for symbolic sizes, on which this would guard."""
     value = node.meta["val"]
     return all(isinstance(number, int) for number in (*value.shape, *value.stride())) and value.is_contiguous()
 

@@ -29,7 +29,7 @@ class CompileProgress:
         if self.regions == 1 or time.monotonic() - self._logged_at >= INTERVAL:
             self._logged_at = time.monotonic()
             graphs = "1 graph" if self.regions == 1 else f"{self.regions} graphs"
-            logger.info(f"Compiling: {graphs} so far, {self.seconds:.1f} s; equal blocks share their graphs")
+            logger.info(f"Compiling: {graphs} so far, {self.seconds:.1f} s; identical blocks reuse graphs")
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def _may_need_contiguous(target: Any) -> bool:
 
 
 def _makes_contiguous(node: Any) -> bool:
-    """Tell whether ``node`` is the copy that ``contiguous()`` makes."""
+    """Return whether ``node`` is the copy that ``contiguous()`` makes."""
     return (
         isinstance(node, fx.Node)
         and node.target in (aten.clone.default, aten.contiguous.default)
@@ -139,7 +139,7 @@ def select_by_gradient_strides(
 
 
 def has_strides(tensor: Tensor, stride: tuple[int, ...]) -> bool:
-    """Tell whether ``tensor`` has these strides. The stride of a dimension of size 1 is ignored."""
+    """Return whether ``tensor`` has these strides. The stride of a dimension of size 1 is ignored."""
     own = tensor.stride()
     return own == stride or all(
         size == 1 or here == there for size, here, there in zip(tensor.shape, own, stride, strict=True)

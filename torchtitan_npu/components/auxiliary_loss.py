@@ -29,7 +29,7 @@ class AuxiliaryLoss(nn.Module):
         self.name = name
         self.weight = weight
         self.of_labels = of_labels
-        """Whether only tokens with a label have this loss, like the main loss; otherwise all tokens have it."""
+        """True if only tokens with a label have this loss, like the main loss; otherwise all tokens have it."""
         self.rank_weight = 1.0
         """Weight of this rank's loss: less than 1 if the tensor-parallel ranks average theirs."""
         self.tokens: Tensor | None = None

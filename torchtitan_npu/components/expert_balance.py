@@ -35,7 +35,7 @@ def build_balancing_optimizers(
     blocks = [block for part in model_parts for block in part.get_submodule("layers").values() if block.moe_enabled]  # type: ignore[operator]
     for block in blocks:
         if isinstance(block.moe, NpuMoE):
-            block.moe.counts_again = False
+            block.moe.count_in_recomputation = False
     if blocks and blocks[0].moe.load_balance_coeff:  # the same for all blocks
         optimizers.register_step_pre_hook(lambda *args, **kwargs: update_expert_biases(blocks, parallel_dims))
     return optimizers
@@ -67,5 +67,5 @@ def sum_over_tensor_parallel(layers: list[Any]) -> None:
 
 def _counted_once(block: Any) -> torch.Tensor:
     counts = block.moe.tokens_per_expert
-    counts_again = getattr(block.moe, "counts_again", True)  # TorchTitan's own layers do
-    return counts // 2 if counts_again and is_checkpointed(block) else counts
+    count_in_recomputation = getattr(block.moe, "count_in_recomputation", True)  # TorchTitan's own layers do
+    return counts // 2 if count_in_recomputation and is_checkpointed(block) else counts

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu import platform
-from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
@@ -17,7 +17,7 @@ def check_known(key: str, value: str, known: Iterable[str]) -> None:
     names = sorted(known)
     if value not in names:
         listed = ", ".join(name or '""' for name in names)
-        raise UsageError(f"{key} {value!r} is not known{nearest(value, names)} (known: {listed})")
+        raise UsageError(f"{key} {value!r} is not known{did_you_mean(value, names)} (known: {listed})")
 
 
 def check_at_least(key: str, value: float, minimum: float) -> None:
@@ -53,5 +53,5 @@ def takes_section(job: JobContext, section: str) -> bool:
     if section in getattr(type(job.flavor_args), "config_sections", ()):
         return True
     if options != type(options)():
-        raise UsageError(f"[{section}] has no meaning for model.name {job.config.model.name!r}: remove the section")
+        raise UsageError(f"[{section}] does not apply to model.name {job.config.model.name!r}; remove the section")
     return False

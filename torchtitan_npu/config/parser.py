@@ -15,7 +15,7 @@ from torchtitan.config import ConfigManager
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
-from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.errors import UsageError, did_you_mean
 
 
 class JobConfigManager(ConfigManager):
@@ -111,7 +111,7 @@ def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: st
             kind = "section" if isinstance(value, dict) else "key"
             if name not in known:
                 elsewhere = [k for k in all_keys if k.split(".")[-1] == name]
-                hint = nearest(name, known) or (f"; there is {elsewhere[0]!r}" if elsewhere else "")
+                hint = did_you_mean(name, known, section) or (f"; there is {elsewhere[0]!r}" if elsewhere else "")
                 raise UsageError(f"{file}: unknown {kind} {key!r}{hint}")
             expected = known[name][-1]  # a class later in the list overrides
             if is_dataclass(expected) != isinstance(value, dict):
@@ -121,7 +121,7 @@ def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: st
                 sections = [cls for cls in known[name] if isinstance(cls, type) and is_dataclass(cls)]
                 check(sections, value, key + ".")
             elif not _fits(value, expected):
-                hint = nearest(value, _choices(expected)) if isinstance(value, str) else ""
+                hint = did_you_mean(value, _choices(expected)) if isinstance(value, str) else ""
                 raise UsageError(f"{file}: {key} = {value!r} is not {_name(expected)}{hint}")
 
     check(list(config_classes), table, "")

@@ -65,7 +65,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
 
 
 class JobContext:
-    """A job, and what its checks need to know of it, computed on first use."""
+    """A job and the values derived from it that several checks use, computed on first use."""
 
     def __init__(self, config: JobConfig, world_size: int) -> None:
         self.config = config
@@ -80,7 +80,7 @@ class JobContext:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether the train spec is one of this package's, with its data, loss and optimizers."""
+        """True if the train spec is one of this package's, with its data, loss and optimizers."""
         return isinstance(self.train_spec, AdaptedTrainSpec)
 
     @property
@@ -135,7 +135,7 @@ class JobContext:
 
     @property
     def context_parallel_class(self) -> type[ContextParallel] | None:
-        """The class for the model's attention; ``None`` if TorchTitan's context parallelism serves."""
+        """The class for the model's attention; ``None`` if TorchTitan's context parallelism applies."""
         return context_class(self.config, getattr(self.model_args, "context_parallel", None))
 
     @property

@@ -116,7 +116,7 @@ class Converter(ABC):
         errors = [f"{fqn}: {text}" for fqn, module in targets for text in self.limit_errors(fqn, module)]
         if not errors:
             return None
-        message = f"{self.name}: an NPU would refuse {errors[0]}"
+        message = f"{self.name}: not supported by the NPU kernel: {errors[0]}"
         if len(errors) > 1:
             message += f" (and {len(errors) - 1} more)"
         if npu_options(self.job_config).strict_limits or platform.job_backend() == "npu":
@@ -148,7 +148,7 @@ def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
     ``cls`` is a subclass of ``module``'s class that computes the same result. ``module`` itself does not change.
     """
     if not issubclass(cls, type(module)):
-        raise TypeError(f"{cls.__name__} is no subclass of {type(module).__name__}")
+        raise TypeError(f"{cls.__name__} is not a subclass of {type(module).__name__}")
     new = cls.__new__(cls)
     # copy the registries (parameters, hooks, ...), which are dicts and sets, and share their contents
     state: dict[str, Any] = {

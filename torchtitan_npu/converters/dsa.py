@@ -29,7 +29,7 @@ LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
 class NpuSparseAttention(SparseAttention):
     """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
 
-    any_strides = False
+    supports_strided_queries = False
     """The kernels accept strided queries, as the einsum before stores them: true on a GPU."""
 
     @property
@@ -38,7 +38,7 @@ class NpuSparseAttention(SparseAttention):
 
     def prepare_queries(self, q: Tensor) -> Tensor:
         # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
-        return q if self.any_strides else q.contiguous()
+        return q if self.supports_strided_queries else q.contiguous()
 
     def forward(
         self,
@@ -65,7 +65,7 @@ class NpuSparseAttention(SparseAttention):
             """Also make contiguous, which an NPU requires."""
             return typed(tensor).contiguous()
 
-        query = typed(q) if self.any_strides else prepared(q)
+        query = typed(q) if self.supports_strided_queries else prepared(q)
         query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
         value = key if v is k else prepared(v)
         query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(2))
@@ -139,7 +139,7 @@ class DsaConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         attention = retyped(module, NpuSparseAttention)
-        attention.any_strides = platform.job_backend() == "cuda"
+        attention.supports_strided_queries = platform.job_backend() == "cuda"
         return attention
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:

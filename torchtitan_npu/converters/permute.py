@@ -39,7 +39,7 @@ class NpuTokenReorderer(TokenReorderer):
 class NpuMoE(MoE):
     """TorchTitan's ``MoE`` on ``npu_moe_token_permute`` and ``npu_moe_token_unpermute``."""
 
-    counts_again = True
+    count_in_recomputation = True
     """Count tokens also in the recomputation of a checkpointed forward, as TorchTitan's optimizer hook expects.
     :mod:`torchtitan_npu.components.expert_balance` unsets it."""
     counts_tokens: bool | None = None
@@ -92,7 +92,7 @@ class NpuMoE(MoE):
 
     def is_counted(self) -> bool:
         """Return whether a forward that runs now counts its tokens."""
-        return self.counts_again or not in_backward_pass()
+        return self.count_in_recomputation or not in_backward_pass()
 
 
 def deepep_error(name: str, job_config: JobConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Context parallel for attention that TorchTitan does not know: the base class to write one on.
+"""Base class for context parallelism of custom attention.
 
 TorchTitan exchanges keys and values inside its own scaled dot-product attention. For another attention, the job names
 a subclass of :class:`ContextParallel` that defines the communication:
@@ -138,9 +138,9 @@ def _load_class(name: str) -> type[ContextParallel]:
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f'npu.context_parallel {name!r} is no "module:Class": {error}') from error
+        raise UsageError(f'npu.context_parallel {name!r} is not "module:Class": {error}') from error
     if not (isinstance(cls, type) and issubclass(cls, ContextParallel)):
-        raise UsageError(f"npu.context_parallel {name!r} is no subclass of {__name__}.ContextParallel")
+        raise UsageError(f"npu.context_parallel {name!r} is not a subclass of {__name__}.ContextParallel")
     if cls.parallelize is ContextParallel.parallelize:
         raise UsageError(
             f"npu.context_parallel {name!r} does not define how attention communicates: it has no parallelize"

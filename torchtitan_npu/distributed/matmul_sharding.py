@@ -53,9 +53,9 @@ _uses_ours: dict[DeviceMesh, bool] = {}
 def use_matmul_sharding(mesh: DeviceMesh, ours: bool) -> None:
     """Let DTensor shard the two operators on ``mesh`` by these strategies, or if not ``ours``, by those it had.
 
-    The first job that wants ours registers them. They answer for meshes of such jobs, and delegate every other call to
-    the strategy registered before, which is torch_npu's on an NPU. A second job on an equal mesh may change the choice;
-    but an autograd thread of a device keeps the decisions that it has cached for the first.
+    Registered on first use. They apply to meshes of such jobs and delegate other calls to the strategy registered
+    before, which is torch_npu's on an NPU. A second job on an equal mesh may change the choice; but an autograd thread
+    of a device keeps the decisions that it has cached for the first.
     """
     if ours:
         _register()

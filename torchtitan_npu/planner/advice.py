@@ -97,14 +97,14 @@ CHANGES: tuple[Callable[[JobConfig], str | None], ...] = (
 
 def advise(config: JobConfig, world_size: int, runs: list[DryRun], expert_load: str, device_memory: int) -> list[Tried]:
     """Try every change alone, then all that lowered the peak together, on the ranks of ``runs``."""
-    needy = sorted(runs, key=lambda one: -one.needed)
-    job = _Job(world_size, [one.rank for one in needy], expert_load, device_memory)
+    by_memory = sorted(runs, key=lambda one: -one.needed)
+    job = _Job(world_size, [one.rank for one in by_memory], expert_load, device_memory)
     tried, helping = [], []
     for change in CHANGES:
         changed = copy.deepcopy(config)
         if (name := change(changed)) is not None:
             tried.append(job.attempt(name, changed))
-            if tried[-1].peak is not None and tried[-1].peak < needy[0].needed:
+            if tried[-1].peak is not None and tried[-1].peak < by_memory[0].needed:
                 helping.append(change)
     if _full in helping and _selective in helping:
         helping.remove(_selective)
@@ -142,7 +142,7 @@ class _Job:
                 if most > self.device_memory:
                     break
         except UsageError as error:
-            return Tried(change, None, most_rank, f"refused: {error}")
+            return Tried(change, None, most_rank, f"invalid: {error}")
         return Tried(change, most, most_rank)
 
 

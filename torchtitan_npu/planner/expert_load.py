@@ -50,7 +50,7 @@ def uneven(factor: float, ep: int, top_k: int, busiest: int = 0) -> Load:
 
 
 class AssumedLoad(BelowSubclasses):
-    """Answer the host's reads of token counts with an assumed expert load.
+    """Return token counts of an assumed expert load when the host reads them.
 
     A MoE layer counts the tokens of each expert on the device. The host reads sums of these counts to split tensors and
     all-to-alls. Fake tensors have no values to read. In this mode the counts (``torch.histc``) get the values of
@@ -84,11 +84,11 @@ class AssumedLoad(BelowSubclasses):
                 if isinstance(tensor, Tensor):
                     self._values[tensor] = value
         elif op_schema(op).is_mutable:
-            self._forget(op, args, kwargs)
+            self._invalidate(op, args, kwargs)
         return output
 
-    def _forget(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Drop the values of every tensor that shares memory with what ``op`` overwrote by an unknown value."""
+    def _invalidate(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remove the known values of all tensors that share memory with the outputs that ``op`` mutates."""
         arguments = by_name(op, args, kwargs)
         written = [
             arguments[x.name] for x in op_schema(op).arguments if x.alias_info is not None and x.alias_info.is_write

@@ -31,7 +31,7 @@ def layout_name(config: JobConfig) -> str:
 
 
 def has_valid_degrees(config: JobConfig) -> bool:
-    """Tell whether every degree is a number of ranks. If not, :func:`check_job` names the wrong one."""
+    """Return whether every degree is a number of ranks. If not, :func:`check_job` names the wrong one."""
     found = degrees(config) | {"etp": config.parallelism.expert_tensor_parallel_degree}
     return all(degree >= 1 or (name, degree) == ("dp_shard", -1) for name, degree in found.items())
 

@@ -42,7 +42,7 @@ def communicators(config: JobConfig, balances_experts: bool) -> int:
 
 
 def uses_fsdp(config: JobConfig) -> bool:
-    """Tell whether FSDP wraps the model. It also replicates a TP or PP model: see :mod:`.upstream.parallel_dims`."""
+    """Return whether FSDP wraps the model. It also replicates a TP or PP model: see :mod:`.upstream.parallel_dims`."""
     sizes = mesh_sizes(config)
     return sizes["fsdp"] > 1 or sizes["ep"] > 1 or (sizes["dp_replicate"] > 1 and max(sizes["tp"], sizes["pp"]) > 1)
 
@@ -79,7 +79,7 @@ def module_gathers(config: JobConfig, module: str, stage: int) -> int:
 
 
 def recomputed(config: JobConfig, layer: int) -> tuple[bool, bool]:
-    """Tell whether the backward pass repeats the gathers of a rank's ``layer``-th layer, and its other collectives.
+    """Return whether the backward pass repeats the gathers of a rank's ``layer``-th layer, and its other collectives.
 
     Selective checkpointing takes every n-th layer, or single operators. With operators, the results of reduce-scatters
     and all-to-alls are kept, and the matrix products of experts are repeated.

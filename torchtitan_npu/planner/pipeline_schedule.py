@@ -37,7 +37,7 @@ def has_one_stage_per_rank(config: JobConfig) -> bool:
 
 
 def is_v_schedule(config: JobConfig) -> bool:
-    """Tell whether the first rank has the first and the last stage."""
+    """Return whether the first rank has the first and the last stage."""
     schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
     return config.parallelism.pipeline_parallel_degree > 1 and schedule in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 

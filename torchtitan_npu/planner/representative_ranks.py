@@ -1,4 +1,4 @@
-"""The ranks of a job that are dry-run, because they stand for all the others."""
+"""Choose the ranks to dry-run, which represent all ranks of the job."""
 
 from __future__ import annotations
 

@@ -152,14 +152,14 @@ def search(
         estimate = estimator.of_layout(own, modules_per_rank(own, args.n_layers), rates, expert_load)
         found.append(Layout(own, estimate))
     found.sort(key=lambda one: one.microseconds(rates))
-    hopeful = [one for one in found if one.peak <= MARGIN * device_memory]
+    estimated_to_fit = [one for one in found if one.peak <= MARGIN * device_memory]
     most = ", ".join(f"{name.upper()}{degree}" for name, degree in LARGEST.items())
     console.print(
         f"{len(found) + refused} layouts divide {world_size} ranks, up to {most}; {refused} have no pipeline schedule; "
-        f"{len(hopeful)} may fit by the estimate; dry runs of the file's own and of the best, until {top} fit"
+        f"{len(estimated_to_fit)} may fit by the estimate; dry runs of the file's own and of the best, until {top} fit"
     )
     first = [one for one in found if degrees(one.config) == degrees(own)]
-    queue = first + [one for one in hopeful if one not in first][: MAX_ATTEMPTS * top]
+    queue = first + [one for one in estimated_to_fit if one not in first][: MAX_ATTEMPTS * top]
     fitting = 0
     for one in queue:
         if fitting == top and one not in first:
@@ -190,7 +190,7 @@ def _dry_run(one: Layout, world_size: int, expert_load: str) -> None:
                 one.error = f"rank {rank}: without gradient: {', '.join(result.without_gradient)}"
                 return
     except UsageError as error:
-        one.error = f"refused: {error}"
+        one.error = f"invalid: {error}"
 
 
 def print_layouts(

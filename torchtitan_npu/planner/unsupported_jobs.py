@@ -30,5 +30,5 @@ def check_dry_run(config: JobConfig) -> None:
 
 
 def compiles_model(config: JobConfig) -> bool:
-    """Tell whether the model itself is compiled, not only the loss."""
+    """Return whether the model itself is compiled, not only the loss."""
     return config.compile.enable and "model" in config.compile.components

@@ -50,12 +50,12 @@ def takes_list(launch: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
 
 
 def is_tensor_subclass(value: Any) -> bool:
-    """Tell whether ``value``, a tensor or its type, is unwrapped by AOTAutograd, as a DTensor is."""
+    """Return whether ``value``, a tensor or its type, is unwrapped by AOTAutograd, as a DTensor is."""
     return hasattr(value, "__tensor_flatten__")
 
 
 def is_input_of_region(placeholder: fx.Node) -> bool:
-    """Tell whether a placeholder is a tensor that the region's caller passes, or the gradient of an output.
+    """Return whether a placeholder is a tensor that the region's caller passes, or the gradient of an output.
 
     The local tensor of a DTensor is not, nor is an activation that the forward graph saved.
     """
@@ -98,7 +98,7 @@ def accept_any_gradient_strides(metadata: Any) -> None:
 
 
 def graphs_match_region(metadata: Any, inputs: Sequence[Any], graph_inputs: int) -> bool:
-    """Tell whether a region's graphs can be called without AOTAutograd's runtime.
+    """Return whether a region's graphs can be called without AOTAutograd's runtime.
 
     The inputs and outputs of the graphs must be those of the region: tensors that do not alias each other. ``inputs``
     are example inputs of the region, and ``graph_inputs`` is the number of inputs of its forward graph.

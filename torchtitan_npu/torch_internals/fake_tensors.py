@@ -34,7 +34,7 @@ def real_tensor_mode() -> AbstractContextManager[Any]:
 
 
 def is_fake_tensor_type(cls: type) -> bool:
-    """Tell whether ``cls`` is the type of fake tensors."""
+    """Return whether ``cls`` is the type of fake tensors."""
     return issubclass(cls, FakeTensor)
 
 

@@ -108,7 +108,7 @@ def _category(placeholder: fx.Node) -> str:
 
 
 def _is_object_attribute(graph_module: fx.GraphModule, node: Any) -> bool:
-    """Tell whether ``node`` reads an attribute that is neither a tensor nor a subgraph."""
+    """Return whether ``node`` reads an attribute that is neither a tensor nor a subgraph."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return False
     return not isinstance(getattr(graph_module, str(node.target), None), (torch.Tensor, fx.GraphModule))

@@ -85,7 +85,7 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
         backend = platform.backend()
         _require_our_trainer(dims)
         if backend != "cuda":
-            _multiply_experts_one_by_one(model)
+            _disable_grouped_mm(model)
         parallelize = original
         if context := context_parallel(job_config, dims, _own_context(model)):
             context.parallelize(model)
@@ -94,7 +94,7 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
             if backend == "cpu":
                 gather_keys_and_values(model, job_config.parallelism.context_parallel_load_balancer)
             if dims.tp_enabled:
-                _take_local_heads(model)
+                _pass_local_tensors_to_attention(model)
         sequence_parallel_moe = uses_sequence_parallel_moe(parallelize, dims, job_config)
         if sequence_parallel_moe:
             parallelize = with_sequence_parallel_moe(parallelize, with_fused_dispatch(apply_moe_ep_tp, model))
@@ -169,14 +169,14 @@ def _require_our_trainer(dims: ParallelDims) -> None:
         )
 
 
-def _multiply_experts_one_by_one(model: nn.Module) -> None:
+def _disable_grouped_mm(model: nn.Module) -> None:
     """Disable ``torch._grouped_mm``, which only CUDA has. All models but qwen3 do so themselves."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.use_grouped_mm = False
 
 
-def _take_local_heads(model: Any) -> None:
+def _pass_local_tensors_to_attention(model: Any) -> None:
     """Pass local tensors to the attention. qwen3 passes DTensors, which torch's context parallel does not take."""
 
     def to_local(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Tell whether the exit code is 0."""
+        """Return whether the exit code is 0."""
         return self.verdict in (IDENTICAL, IDENTICAL_PRINTED, WITHIN)
 
     @property

@@ -44,7 +44,7 @@ class Curve:
 
     @property
     def printed(self) -> bool:
-        """Tell whether any value was read from printed digits, which cannot show bit equality."""
+        """Return whether any value was read from printed digits, which cannot show bit equality."""
         return any(point.resolution > 0 for points in self.metrics.values() for point in points.values())
 
 
@@ -65,7 +65,7 @@ def build_curve(source: str, kind: str, rows: Iterable[tuple[int, str, Point]]) 
 
 
 def is_placeholder(loss: float) -> bool:
-    """Tell whether a pipeline stage without the loss logged this value.
+    """Return whether a pipeline stage without the loss logged this value.
 
     Such a stage logs -1.0 per microbatch, summed over gradient accumulation and data-parallel ranks: a negative
     integer.

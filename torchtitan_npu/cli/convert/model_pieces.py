@@ -21,7 +21,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import build_on_meta
-from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.upstream.registries import known_models
 
 
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
     @property
     def tied(self) -> bool:
-        """Tell whether the output shares the embedding's weights, which Hugging Face's files then contain once."""
+        """Return whether the output shares the embedding's weights, which Hugging Face's files then contain once."""
         return getattr(self.args, "enable_weight_tying", False)
 
     def from_hf(self, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def build(name: str, flavor: str, mtp_layers: int) -> Model:
 
 def _require(option: str, value: str, known: set[str]) -> None:
     if value not in known:
-        raise UsageError(f"{option} {value} is unknown{nearest(value, known)} (known: {', '.join(sorted(known))})")
+        raise UsageError(f"{option} {value} is unknown{did_you_mean(value, known)} (known: {', '.join(sorted(known))})")
 
 
 def cut(model: Model) -> list[Piece]:
@@ -127,7 +127,7 @@ def _is_view_of(view: Tensor, tensor: Tensor) -> bool:
 
 
 def _are_slices(views: list[Tensor], tensor: Tensor) -> bool:
-    """Tell whether ``views`` are ``tensor[0]``, ``tensor[1]``, ..."""
+    """Return whether ``views`` are ``tensor[0]``, ``tensor[1]``, ..."""
     return (
         tensor.ndim > 1
         and len(views) == tensor.shape[0]

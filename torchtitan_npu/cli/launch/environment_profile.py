@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
 from torchtitan_npu.config.shipped_files import train_configs
-from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.errors import UsageError, did_you_mean
 
 FOLDER = train_configs() / "env"
 
@@ -36,7 +36,7 @@ def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
     if not path.is_file():
         known = [*names(), "none"]
         raise UsageError(
-            f"PROFILE={profile}: no such profile{nearest(profile, known)} (choose from {', '.join(known)})"
+            f"PROFILE={profile}: no such profile{did_you_mean(profile, known)} (choose from {', '.join(known)})"
         )
     if path in within:
         raise UsageError(f"{path} includes itself: {' -> '.join(map(str, (*within, path)))}")

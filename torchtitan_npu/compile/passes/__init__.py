@@ -21,7 +21,7 @@ from torchtitan_npu.compile.passes.graph_utils import has_backward
 from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
 from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
-from torchtitan_npu.errors import UsageError, nearest
+from torchtitan_npu.errors import UsageError, did_you_mean
 
 Pass = Callable[[fx.Graph], int]
 
@@ -56,7 +56,7 @@ class GraphPasses:
         for name in names:
             if name not in PASSES:
                 known = ", ".join(PASSES)
-                raise UsageError(f"npu.graph_passes: no pass {name!r}{nearest(name, PASSES)}; there are {known}")
+                raise UsageError(f"npu.graph_passes: no pass {name!r}{did_you_mean(name, PASSES)}; there are {known}")
         if sp_min_tokens < 1:
             raise UsageError(f"npu.sp_min_tokens is {sp_min_tokens}; it must be at least 1")
         self.limits = {name: KernelLimits(strict_limits) for name in WITH_LIMITS if name in names}

@@ -110,7 +110,7 @@ def _matmuls_of(left: fx.Node) -> list[Matmul]:
 
 
 def _depends_on(node: Any, other: fx.Node) -> bool:
-    """Tell whether ``node`` is computed from ``other``."""
+    """Return whether ``node`` is computed from ``other``."""
     seen = {node: None}
     for one in (ahead := [node]):
         if one is other:
@@ -122,7 +122,7 @@ def _depends_on(node: Any, other: fx.Node) -> bool:
 
 
 def _is_only_use(started: fx.Node, result: fx.Node) -> bool:
-    """Tell whether no node between an all-gather and its ``result`` has another user."""
+    """Return whether no node between an all-gather and its ``result`` has another user."""
     if len(started.users) != 1:
         return False
     (waiting,) = started.users

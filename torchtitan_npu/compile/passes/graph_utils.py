@@ -118,7 +118,7 @@ def as_matrix(node: fx.Node, rows: int, like: fx.Node) -> fx.Node:
 
 
 def has_backward(graph: fx.Graph) -> bool:
-    """Tell whether ``graph`` is a joint or a backward graph."""
+    """Return whether ``graph`` is a joint or a backward graph."""
     return bool(gradients(graph))
 
 
@@ -147,7 +147,7 @@ def static_shape(tensor: Any) -> tuple[int, ...] | None:
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Tell whether the graph returns ``node`` or a view of it.
+    """Return whether the graph returns ``node`` or a view of it.
 
     AOTAutograd has recorded which outputs are aliases of inputs, so an output must not become one.
     """

@@ -22,12 +22,12 @@ class KernelLimits:
     """The number of places by consequence and broken limit."""
 
     def allow(self, operator: str, device: torch.device, **arguments: Any) -> bool:
-        """Tell whether ``operator`` may be called on ``device``. Only an NPU's kernels have limits."""
+        """Return whether ``operator`` may be called on ``device``. Only an NPU's kernels have limits."""
         broken = OPS[operator].limit_errors(**arguments)
         if broken and self.strict:
-            raise UsageError(f"npu.graph_passes: an NPU would refuse {broken[0]}")
+            raise UsageError(f"npu.graph_passes: not supported by the NPU kernel: {broken[0]}")
         on_npu = device.type == "npu"
         self.unsupported.update(
-            f"{'nothing was changed:' if on_npu else 'an NPU would refuse'} {why}" for why in broken
+            f"{'nothing was changed:' if on_npu else 'not supported by the NPU kernel:'} {why}" for why in broken
         )
         return not (broken and on_npu)

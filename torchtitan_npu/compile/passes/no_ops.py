@@ -43,7 +43,7 @@ def no_ops(graph: fx.Graph) -> int:
 
 
 def _is_same(given: Any, returned: Any) -> bool:
-    """Tell whether two example values have equal layouts. Sizes are compared by their text, which adds no guards."""
+    """Return whether two example values have equal layouts. Sizes are compared by their text, which adds no guards."""
     if not isinstance(given, Tensor) or not isinstance(returned, Tensor):
         return False
     here, there = (

@@ -48,14 +48,14 @@ def token_count(tensor: Any) -> int | None:
 
 
 def is_norm(node: fx.Node) -> bool:
-    """Tell whether ``node`` is a norm, its gradient, or a reduction over the last dimension as in a decomposed norm."""
+    """Return whether ``node`` is a norm, its gradient, or a reduction over the last dimension (a decomposed norm)."""
     if node.target in REDUCTIONS:
         return _dims(node) == {value(node.args[0]).dim() - 1}
     return node.target in (*NORMS, *NORM_GRADIENTS)
 
 
 def is_sum_over_tokens(node: fx.Node, tokens: Tokens) -> bool:
-    """Tell whether ``node`` sums over tokens, so that the ranks' results add up to it, as in gradients of weights."""
+    """Return whether ``node`` sums over tokens, so that the ranks' results add up to it, as in gradients of weights."""
     given: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and given.target in NORM_GRADIENTS:
         return bool(node.args[1] != 0) and is_token_wise(given, tokens)
@@ -65,7 +65,7 @@ def is_sum_over_tokens(node: fx.Node, tokens: Tokens) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Tell whether ``node`` is pointwise, a copy or a reshape."""
+    """Return whether ``node`` is pointwise, a copy or a reshape."""
     if not isinstance(node.target, OpOverload) or op_schema(node.target).is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -74,7 +74,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_own_chunk(node: fx.Node, tokens: Tokens) -> bool:
-    """Tell whether ``node`` selects exactly this rank's tokens from a value with all tokens."""
+    """Return whether ``node`` selects exactly this rank's tokens from a value with all tokens."""
     chunk = chunk_of(node)
     if chunk is None or token_count(value(chunk.source)) != tokens.count:
         return False
@@ -84,12 +84,12 @@ def is_own_chunk(node: fx.Node, tokens: Tokens) -> bool:
 
 
 def is_own_split(node: fx.Node, tokens: Tokens) -> bool:
-    """Tell whether ``node`` is a split of which only this rank's tokens are used."""
+    """Return whether ``node`` is a split of which only this rank's tokens are used."""
     return node.target is aten.split.Tensor and all(is_own_chunk(user, tokens) for user in node.users)
 
 
 def is_token_wise(node: fx.Node, tokens: Tokens) -> bool:
-    """Tell whether ``node`` can be computed on one rank's tokens from the same tokens of its inputs."""
+    """Return whether ``node`` can be computed on one rank's tokens from the same tokens of its inputs."""
     target, result = node.target, value(node)
     if target is operator.getitem:
         outputs: Any = node.args[0]
@@ -134,7 +134,7 @@ def write_local(node: fx.Node, tokens: Tokens, local: dict[fx.Node, fx.Node]) ->
 
 
 def _normalises_last(node: fx.Node) -> bool:
-    """Tell whether a norm or its gradient is over one dimension, by its ``normalized_shape`` or by gamma."""
+    """Return whether a norm or its gradient is over one dimension, by its ``normalized_shape`` or by gamma."""
     for argument in node.args:
         if isinstance(argument, (list, tuple)) and all(isinstance(size, int) for size in argument):
             return len(argument) == 1
@@ -142,7 +142,7 @@ def _normalises_last(node: fx.Node) -> bool:
 
 
 def _is_aligned(tensor: Tensor, result: Tensor, tokens: Tokens) -> bool:
-    """Tell whether ``tensor`` has the tokens of ``result`` in the same order, or one value for all tokens."""
+    """Return whether ``tensor`` has the tokens of ``result`` in the same order, or one value for all tokens."""
     shape = static_shape(tensor)
     if shape is None:
         return False

@@ -62,10 +62,10 @@ class Bundle:
 
     def add(self, parameter: torch.Tensor) -> None:
         self.offsets[parameter] = self.numel
-        self.numel += _round_up(local(parameter).numel())
+        self.numel += _round_up(local_shard_no_grad(parameter).numel())
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard_no_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``tensor``, without autograd."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -92,7 +92,7 @@ def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) 
         for parameter in group["params"]:
             if parameter not in chosen:
                 continue
-            size = _round_up(local(parameter).numel())
+            size = _round_up(local_shard_no_grad(parameter).numel())
             limit = _slice_numel(group, parameter.dtype, slice_bytes)
             bundle = collecting.get(parameter.dtype)
             if bundle is None or size > limit or bundle.numel + size > limit:
@@ -111,7 +111,7 @@ def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) 
 
 def _largest(param_groups: list[dict[str, Any]], fraction: float) -> set[torch.Tensor]:
     sizes = {
-        parameter: local(parameter).nbytes * len(state_names(group))
+        parameter: local_shard_no_grad(parameter).nbytes * len(state_names(group))
         for group in param_groups
         for parameter in group["params"]
         if parameter.requires_grad
@@ -140,7 +140,7 @@ def _slice_numel(group: dict[str, Any], dtype: torch.dtype, slice_bytes: int) ->
 
 def _cut(bundle: Bundle, limit: int) -> Iterator[Slice]:
     if len(bundle.offsets) > 1 or bundle.numel <= limit:
-        segments = [Segment(p, 0, local(p).numel(), offset) for p, offset in bundle.offsets.items()]
+        segments = [Segment(p, 0, local_shard_no_grad(p).numel(), offset) for p, offset in bundle.offsets.items()]
         yield Slice(0, bundle.numel, segments)
         return
     (parameter,) = bundle.offsets
@@ -149,7 +149,7 @@ def _cut(bundle: Bundle, limit: int) -> Iterator[Slice]:
     )  # equal slices: copying a short last one is inefficient
     for begin in range(0, bundle.numel, size):
         end = min(begin + size, bundle.numel)
-        yield Slice(begin, end, [Segment(parameter, begin, min(end, local(parameter).numel()), 0)])
+        yield Slice(begin, end, [Segment(parameter, begin, min(end, local_shard_no_grad(parameter).numel()), 0)])
 
 
 def _round_up(numel: int) -> int:

@@ -25,7 +25,7 @@ from torchtitan_npu.components.swap_optimizer.adam_update import (
     update,
 )
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
-from torchtitan_npu.components.swap_optimizer.slices import MIB, Bundle, Segment, local, plan
+from torchtitan_npu.components.swap_optimizer.slices import MIB, Bundle, Segment, local_shard_no_grad, plan
 from torchtitan_npu.torch_internals.dtensor import host_dtensor
 
 
@@ -53,11 +53,11 @@ class SwapStates(torch.optim.Adam):
         self._bundles = plan(self.param_groups, slice_mib * MIB, fraction)
         self._swapped = {parameter: bundle for bundle in self._bundles for parameter in bundle.offsets}
         for parameter in self._swapped:
-            if not local(parameter).is_contiguous():
+            if not local_shard_no_grad(parameter).is_contiguous():
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} cannot be sliced: it is not contiguous"
                 )
-        self._device = next((local(p).device for p in self._swapped), torch.device("cpu"))
+        self._device = next((local_shard_no_grad(p).device for p in self._swapped), torch.device("cpu"))
         regions = iter(host_memory.allocate(host_regions(self._bundles), self._device, fraction))
         # (numel of the bundle,) in its dtype, for each state of each bundle
         self._host = {b: [next(regions).view(b.dtype) for _ in b.states] for b in self._bundles}
@@ -90,7 +90,7 @@ class SwapStates(torch.optim.Adam):
         return loss
 
     def is_swapped(self, parameter: torch.Tensor) -> bool:
-        """Tell whether the states of ``parameter`` are in host memory."""
+        """Return whether the states of ``parameter`` are in host memory."""
         return parameter in self._swapped
 
     def host_tensors(self) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ class SwapStates(torch.optim.Adam):
             self._counts[parameter] = int(states[key]["step"])
             made["step"].fill_(self._counts[parameter])
             for name in self._swapped[parameter].states:
-                ours, theirs = local(made[name]), local(states[key][name])
+                ours, theirs = local_shard_no_grad(made[name]), local_shard_no_grad(states[key][name])
                 if ours.shape != theirs.shape:  # copy_ would broadcast
                     raise ValueError(
                         f"{name} of parameter {key} has shape {tuple(theirs.shape)} in the state dict, "
@@ -155,7 +155,7 @@ class SwapStates(torch.optim.Adam):
     def _new_state(self, parameter: torch.Tensor, group: dict[str, Any], zero: bool) -> dict[str, Any]:
         """Return ``step`` and views of host memory as this parameter's states; DTensors if the parameter is one."""
         bundle = self._swapped[parameter]
-        shape, offset = local(parameter).shape, bundle.offsets[parameter]
+        shape, offset = local_shard_no_grad(parameter).shape, bundle.offsets[parameter]
         state: dict[str, Any] = {"step": torch.zeros((), dtype=step_dtype(group))}
         for name, host in zip(bundle.states, self._host[bundle], strict=True):
             view = host[offset : offset + shape.numel()].view(shape)
@@ -192,7 +192,7 @@ class SwapStates(torch.optim.Adam):
             views = [[state[s.offset : s.offset + s.end - s.begin] for s in filled] for state in states]
             largest = views[2] if group["amsgrad"] else []
             lists = [
-                [elements(local(s.parameter), s) for s in filled],
+                [elements(local_shard_no_grad(s.parameter), s) for s in filled],
                 [elements(gradients[s.parameter], s) for s in filled],
                 views[0],
                 views[1],
@@ -201,7 +201,7 @@ class SwapStates(torch.optim.Adam):
             ]
             update(group, lists)
         for segment in (s for alike in by_step.values() for s in alike):
-            if segment.end == local(segment.parameter).numel():
+            if segment.end == local_shard_no_grad(segment.parameter).numel():
                 self._counts[segment.parameter] += 1
                 self.state[segment.parameter]["step"] += 1
 

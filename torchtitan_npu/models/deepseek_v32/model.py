@@ -16,7 +16,7 @@ from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
-from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, predict_further
+from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, run_mtp_layers
 from torchtitan_npu.models.sparse_attention.documents import Documents
 
 
@@ -48,22 +48,22 @@ class DeepSeekV32Model(DeepSeekV3Model):
     def forward(
         self, tokens: Tensor, attention_masks: Documents | None = None, positions: Tensor | None = None
     ) -> Tensor | MultiTokenLogits:
-        """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training also further ones."""
+        """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``."""
         if self.model_args.n_mtp_layers == 0:
             return super().forward(tokens, attention_masks, positions)
         blocks = list(self.layers.values())
-        main, further = blocks[: self.model_args.n_layers], blocks[self.model_args.n_layers :]
+        main, mtp_blocks = blocks[: self.model_args.n_layers], blocks[self.model_args.n_layers :]
 
         h = embeddings = self.tok_embeddings(tokens)  # (bsz, seqlen, dim)
         for block in main:
             h = block(h, self.freqs_cis, attention_masks, positions)
         if not self.training:
             return self.output(self.norm(h))
-        states = predict_further(further, h, embeddings, self.freqs_cis, attention_masks, positions)
+        states = run_mtp_layers(mtp_blocks, h, embeddings, self.freqs_cis, attention_masks, positions)
         # in one call: FSDP gathers the output's weights and reduces their gradients once per call
         all_logits = self.output(torch.cat([self.norm(h), *states]))  # ((1 + depths) * bsz, seqlen, vocab_size)
-        logits, *further_logits = all_logits.chunk(1 + len(states))
-        return MultiTokenLogits(logits, tuple(further_logits), self.mtp_loss)
+        logits, *mtp_logits = all_logits.chunk(1 + len(states))
+        return MultiTokenLogits(logits, tuple(mtp_logits), self.mtp_loss)
 
     def freeze_all_but_indexers(self) -> None:
         """Freeze the model for the warm-up stage, in which indexers are added to a model trained without them."""

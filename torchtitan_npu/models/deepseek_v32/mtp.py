@@ -50,7 +50,7 @@ class MTPBlock(Block):
         trunc_normal_(self.eh_proj.weight, mean=0.0, std=0.02)
 
 
-def predict_further(
+def run_mtp_layers(
     blocks: list[Any],
     h: Tensor,
     embeddings: Tensor,
@@ -77,18 +77,18 @@ class MultiTokenLogits(NamedTuple):
 
     logits: Tensor
     """Logits of the next token, (bsz, seqlen, vocab_size)."""
-    further: tuple[Tensor, ...]
+    mtp_logits: tuple[Tensor, ...]
     """Logits of the tokens after it, one tensor per depth."""
     account: AuxiliaryLoss
-    """Counts the loss of the further logits."""
+    """Counts the loss of ``mtp_logits``."""
 
     def with_loss(self, loss_fn: LossFunction, labels: Tensor) -> Tensor:
-        """Return ``logits``, whose backward pass also runs that of the mean loss of the ``further`` logits.
+        """Return ``logits``, whose backward pass also runs that of the mean loss of ``mtp_logits``.
 
         Depth k predicts at place i what the model predicts at place i + k. ``labels`` are (bsz, seqlen).
         """
         losses = []
-        for depth, logits in enumerate(self.further, start=1):
+        for depth, logits in enumerate(self.mtp_logits, start=1):
             targets = F.pad(labels[:, depth:], (0, depth), value=IGNORE_INDEX)
             losses.append(loss_fn(logits, targets))
         return self.account.attach(self.logits, torch.stack(losses).mean())

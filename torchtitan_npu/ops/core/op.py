@@ -41,7 +41,7 @@ class Limit:
     value: Callable[..., Any]
     """Return the limited quantity, given the operator's arguments by name."""
     allowed: Container[Any]
-    """The values that an NPU takes. The message lists them."""
+    """The values that the NPU kernel supports. The message lists them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Op:
     localize: Localize | None = None
     """Return the arguments that are not tensors and differ on a rank."""
     autograd: Autograd | Through | None = None
-    """The gradients. ``None`` if torch_npu has none: there they are silently missing, and so they are here."""
+    """The gradients. ``None`` if torch_npu has no gradient; then no gradient flows here either."""
     limits: tuple[Limit, ...] = ()
     sample: Callable[[], dict[str, Any]] | None = None
     """Return the arguments, by name, of one call within the limits. Random tensors are bfloat16, on the CPU.
@@ -91,7 +91,7 @@ class Op:
     def limit_errors(self, **arguments: Any) -> list[str]:
         """Return a message for each limit of the NPU kernel that these ``arguments`` exceed."""
         return [
-            f"{self.name}: {limit.what} is {_text(value)}, and an NPU takes {_text(limit.allowed)}"
+            f"{self.name}: {limit.what} is {_text(value)}; the NPU kernel supports {_text(limit.allowed)}"
             for limit in self.limits
             if (value := limit.value(**arguments)) not in limit.allowed
         ]

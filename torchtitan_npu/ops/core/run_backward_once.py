@@ -31,7 +31,7 @@ def gradients_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Seque
         computed = compute(*saved)
         ctx.gradients = [None if node is None else grad for node, grad in zip(next_nodes, computed, strict=True)]
     if any(wanted) and all(grad is None for grad in ctx.gradients):
-        raise RuntimeError("an auxiliary loss has gradients for one backward pass, and this is a second")
+        raise RuntimeError("backward called a second time through an auxiliary loss")
     given = [grad if now else None for now, grad in zip(wanted, ctx.gradients, strict=True)]
     ctx.gradients = [None if now else grad for now, grad in zip(wanted, ctx.gradients, strict=True)]
     return given
