@@ -197,7 +197,7 @@ def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
         ({"index_head_dim": 64}, "the head size of query is 64; the NPU kernel supports 128"),
         (
             {"warmup": True, "seq_len": 16384},
-            "sparse_count is training.seq_len in the warm-up, 16384, and an NPU",
+            "sparse_count is training.seq_len in the warm-up, 16384; the NPU kernel",
         ),
         ({"index_topk": 512, "indexer_loss": False}, "npu_sparse_flash_attention_grad: top-k is 512"),
     ],
