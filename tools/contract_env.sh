@@ -6,10 +6,10 @@ contract=$PWD/${CONTRACT_VENV:-.venv-contract}
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 want="$(cat tools/contract/*.py tools/contract/*.c tools/contract_env.sh "$VENV/.installed" | cksum)"
 if [ "$(cat "$contract/.installed" 2>/dev/null)" != "$want" ]; then
-    "$VENV/bin/python" -m venv --clear "$contract"
+    "$VENV/bin/python" -m venv --clear --without-pip "$contract"
     echo "import site; site.addsitedir('$(packages "$VENV")')" >"$(packages "$contract")/venv.pth"
     # without dependencies: they are in .venv, and torch_npu may ask for another build of torch
-    "$contract/bin/pip" install -q --no-compile --no-deps --no-build-isolation \
+    "$VENV/bin/pip" --python "$contract/bin/python" install -q --no-compile --no-deps --no-build-isolation \
         "$(grep -o 'torch_npu==[0-9.]*' pyproject.toml)" -e . || {
         echo "error: pip could not install torch_npu into $contract; is the package index reachable?" >&2
         exit 1

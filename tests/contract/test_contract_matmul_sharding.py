@@ -91,7 +91,7 @@ def test_frozen_operands(frozen: str | None) -> None:
         assert [name for name, x in operands.items() if x.grad is None] == ([frozen] if frozen else [])
 
 
-@pytest.mark.parametrize(("model", "norms"), [("llama3", 13), ("qwen3", 33)])
+@pytest.mark.parametrize(("model", "norms"), [("llama3", 13), pytest.param("qwen3", 33, marks=pytest.mark.slow)])
 def test_every_collective_of_a_step(model: str, norms: int) -> None:
     (_, theirs), (parallel, calls) = (step(model, ours) for ours in (False, True))
     # the sequence is gathered before attention, feed-forward and output, and reduce-scattered after embedding,

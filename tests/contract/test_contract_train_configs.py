@@ -33,7 +33,14 @@ REPLICATED_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".ind
 
 LONG = "deepseek_v32_671b_32k"
 CASES = [
-    pytest.param(file, cp, half, last, id=f"{file.stem}-cp{cp}{'-half' if half else ''}-{'last' if last else 'first'}")
+    pytest.param(
+        file,
+        cp,
+        half,
+        last,
+        id=f"{file.stem}-cp{cp}{'-half' if half else ''}-{'last' if last else 'first'}",
+        marks=[pytest.mark.slow] if half else [],  # the same job on fewer ranks
+    )
     for file in FILES
     for cp, half in ([(1, False), (8, False), (1, True)] if file.stem == LONG else [(1, False)])
     for last in ([False, True] if load(file).parallelism.pipeline_parallel_degree > 1 else [False])
