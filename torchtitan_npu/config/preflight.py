@@ -116,8 +116,7 @@ class JobContext:
 
     @property
     def n_layers(self) -> int:
-        layers: int = getattr(self.model_args, "n_layers", self.dims.pp)
-        return layers
+        return self.model_args.n_layers if hasattr(self.model_args, "n_layers") else self.dims.pp
 
     @property
     def ties_weights(self) -> bool:
