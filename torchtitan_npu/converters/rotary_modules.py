@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchtitan_npu.converters.rotary_functions import replacements
 from torchtitan_npu.models.rotary.registry import PASSTHROUGH_PACKAGES, ROTATIONS
 from torchtitan_npu.models.rotary.tables import FROM_COMPLEX, Pairing, RotaryTables
-from torchtitan_npu.upstream.hooks import with_functions
+from torchtitan_npu.upstream.hooks import with_rotations
 from torchtitan_npu.upstream.rebind import refers_to
 
 
@@ -42,7 +42,7 @@ def rotating(cls: type[nn.Module]) -> type[nn.Module]:
         return ", ".join(filter(None, (cls.extra_repr(self), "rotation=npu_rotary_mul")))
 
     names = rotating_methods(cls)  # type: ignore[arg-type] # mypy takes the modules' __hash__ for that of their class
-    methods = {name: with_functions(inspect.getattr_static(cls, name), replacements()) for name in names}
+    methods = {name: with_rotations(inspect.getattr_static(cls, name), replacements()) for name in names}
     if "forward" in methods:
         methods["forward"] = taking_tables(methods["forward"])
     return type(f"Npu{cls.__name__}", (cls,), {**methods, "extra_repr": extra_repr})

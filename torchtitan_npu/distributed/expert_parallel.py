@@ -17,7 +17,7 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.hooks import token_combine_with, token_dispatch_with, with_steps
+from torchtitan_npu.upstream.hooks import token_combine_with, token_dispatch_with, with_expert_parallel_styles
 from torchtitan_npu.upstream.rebind import refers_to
 
 
@@ -36,7 +36,7 @@ def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> P
             f"model.converters: npu_permute does not support expert parallel of {parallelize.__qualname__}, which uses "
             f"none of TorchTitan's styles ({', '.join(style.__name__ for style in STYLES)}); remove npu_permute"
         )
-    return with_steps(parallelize, STYLES)
+    return with_expert_parallel_styles(parallelize, STYLES)
 
 
 def sort_by_expert(

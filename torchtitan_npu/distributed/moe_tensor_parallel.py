@@ -29,13 +29,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.upstream.hooks import with_steps
-from torchtitan_npu.upstream.rebind import refers_to
+from torchtitan_npu.upstream.hooks import calls_moe_parallel, with_moe_parallel
 
 
 def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:
@@ -45,7 +43,7 @@ def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelD
     ``apply_moe_ep_tp``, which this layout replaces. gpt_oss has another plan.
     """
     spans = dims.tp_enabled and dims.ep_enabled and not dims.etp_enabled
-    return spans and npu_options(job_config).moe_sequence_parallel and bool(refers_to(parallelize, [apply_moe_ep_tp]))
+    return spans and npu_options(job_config).moe_sequence_parallel and calls_moe_parallel(parallelize)
 
 
 def with_sequence_parallel_moe(
@@ -60,7 +58,7 @@ def with_sequence_parallel_moe(
                 parallelize_module(block, tp_mesh, layer_plan(block.moe))
                 block.moe.counts_mesh = tp_mesh  # read by components/expert_balance.py
 
-    return with_steps(parallelize, {apply_moe_ep_tp: apply})
+    return with_moe_parallel(parallelize, apply)
 
 
 def layer_plan(moe: MoE) -> dict[str, ParallelStyle]:

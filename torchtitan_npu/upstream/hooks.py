@@ -1,4 +1,4 @@
-"""Hooks that TorchTitan 0.2.2 lacks: replace one call inside one of its functions, in a copy of that function.
+"""Hooks that TorchTitan 0.2.2 lacks: replace a call inside one of its functions, in a copy of that function.
 
 Each hook names the call and why it has to be replaced. A hook can be deleted when TorchTitan passes the callee as an
 argument. Any module may import this one: of this package it imports only
@@ -12,22 +12,60 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers_with_moe_load_balancing
+from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as apply_deepseek_v3_tp
+from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp, apply_moe_ep_tp
 from torchtitan.models.moe.utils import _permute, _unpermute
+from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_qwen3_tp
 from torchtitan.protocols.train_spec import OptimizersBuilder, ParallelizeFunction, PipeliningFunction
 
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
-from torchtitan_npu.upstream.rebind import rebound
+from torchtitan_npu.upstream.rebind import rebound, refers_to
 
 
-def with_steps(parallelize: ParallelizeFunction, steps: Mapping[Any, Any]) -> ParallelizeFunction:
-    """Return ``parallelize`` with ``steps[x]`` in place of its step or parallel style ``x``.
+def with_tensor_parallel(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``apply`` in place of ``apply_non_moe_tp`` of DeepSeek-V3 or Qwen3.
 
-    A parallel plan of TorchTitan calls its steps (``apply_fsdp``, ``apply_ac``, …) by global name. A model that needs
-    one step changed would otherwise have to copy the plan.
+    Its plan names the modules of that one model.
     """
-    return rebound(parallelize, steps)
+    return rebound(parallelize, {apply_deepseek_v3_tp: apply, apply_qwen3_tp: apply})
+
+
+def with_activation_checkpoint(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``apply`` in place of ``apply_ac``.
+
+    It wraps only the blocks in ``model.layers``, and saves only the operators that the plan's module lists.
+    """
+    return rebound(parallelize, {apply_ac: apply})
+
+
+def with_compile(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``apply`` in place of ``apply_compile``, which compiles whole attention modules."""
+    return rebound(parallelize, {apply_compile: apply})
+
+
+def with_fsdp(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``apply`` in place of ``apply_fsdp``, which shards only ``model.layers`` by block."""
+    return rebound(parallelize, {apply_fsdp: apply})
+
+
+def with_moe_parallel(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``apply`` in place of ``apply_moe_ep_tp``, which gathers tokens before the router."""
+    return rebound(parallelize, {apply_moe_ep_tp: apply})
+
+
+def calls_moe_parallel(parallelize: ParallelizeFunction) -> bool:
+    """Return whether :func:`with_moe_parallel` would change ``parallelize``."""
+    return bool(refers_to(parallelize, [apply_moe_ep_tp]))
+
+
+def with_expert_parallel_styles(
+    parallelize: ParallelizeFunction, styles: Mapping[type[ExpertParallel], type[ExpertParallel]]
+) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``styles[x]`` in place of the expert-parallel style ``x``, which needs Triton."""
+    return rebound(parallelize, styles)
 
 
 def without_attention_context_parallel(parallelize: ParallelizeFunction) -> ParallelizeFunction:
@@ -67,9 +105,11 @@ def token_combine_with(unpermute: Callable[..., Any]) -> Callable[..., Any]:
     return rebound(ExpertParallel._token_combine, {_unpermute: unpermute})
 
 
-def with_functions(method: Callable[..., Any], functions: Mapping[Any, Any]) -> Callable[..., Any]:
-    """Return a model's ``method`` with ``functions[x]`` in place of the function ``x`` that it calls.
+def with_rotations(
+    method: Callable[..., Any], rotations: Mapping[Callable[..., Any], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return an attention's ``method`` with ``rotations[x]`` in place of the function ``x`` that rotates.
 
     TorchTitan's attention modules call ``apply_rotary_emb`` by global name.
     """
-    return rebound(method, functions)
+    return rebound(method, rotations)

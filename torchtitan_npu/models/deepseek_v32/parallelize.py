@@ -12,24 +12,20 @@ from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as titan_tp
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
-from torchtitan.models.llama4.infra.parallelize import apply_compile
 
 from torchtitan_npu.compile.block_regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
-from torchtitan_npu.upstream.hooks import with_steps
+from torchtitan_npu.upstream.hooks import with_activation_checkpoint, with_compile, with_tensor_parallel
 
 
 def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    changes = {
-        titan_tp: apply_non_moe_tp,
-        apply_ac: apply_ac_that_saves_attention,
-        apply_compile: compile_blocks,
-    }
+    parallelize = with_tensor_parallel(parallelize_deepseekv3, apply_non_moe_tp)
+    parallelize = with_activation_checkpoint(parallelize, apply_ac_that_saves_attention)
+    parallelize = with_compile(parallelize, compile_blocks)
     args = model.model_args
     model.model_args = args.for_torchtitan()  # its context parallel takes no attention with documents
-    model = with_steps(parallelize_deepseekv3, changes)(model, parallel_dims, job_config)
+    model = parallelize(model, parallel_dims, job_config)
     model.model_args = args
     if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
         prefetch_in_order(model)

@@ -20,16 +20,14 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama4.infra.parallelize import apply_fsdp
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp, parallelize_qwen3
 
-from torchtitan_npu.upstream.hooks import with_steps
+from torchtitan_npu.upstream.hooks import with_activation_checkpoint, with_fsdp, with_tensor_parallel
 
 
 def parallelize_qwen3_vl(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    changes = {
-        apply_non_moe_tp: apply_tp_with_tower,
-        apply_ac: apply_ac_with_tower,
-        apply_fsdp: apply_fsdp_with_tower,
-    }
-    return with_steps(parallelize_qwen3, changes)(model, parallel_dims, job_config)
+    parallelize = with_tensor_parallel(parallelize_qwen3, apply_tp_with_tower)
+    parallelize = with_activation_checkpoint(parallelize, apply_ac_with_tower)
+    parallelize = with_fsdp(parallelize, apply_fsdp_with_tower)
+    return parallelize(model, parallel_dims, job_config)
 
 
 def apply_tp_with_tower(model: Any, tp_mesh: DeviceMesh, **kwargs: Any) -> None:
