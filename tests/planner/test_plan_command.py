@@ -144,6 +144,12 @@ def test_an_error_of_the_model_is_what_the_start_would_fail_with(
     assert plan("--config", LLAMA, "--world-size", "1", "--json", out, *ONE_LAYER) == 2
     assert "rank 0 (every rank): this start would fail with: RuntimeError" in capsys.readouterr().out
     assert json.loads(out.read_text())["failures"][0]["rank"] == 0
+
+
+def test_an_error_of_the_model_ends_the_search_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: self.w2(x))
     assert plan("--config", LLAMA, "--world-size", "2", "--search", *ONE_LAYER) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(
