@@ -53,6 +53,8 @@ class PositionTables(AllPositionTables):
         if not isinstance(positions, RotaryTables):  # the hook of an outer model may have run
             tables = self.tables(model)
             chosen = tables.unsqueeze(1) if positions is None else rows(tables, 1, positions)
+            # not as an argument of its own: TorchTitan's models pass their blocks no other, and an attribute of the
+            # layers would have a later microbatch's tables when activation checkpointing recomputes an earlier one
             call.arguments["positions"] = RotaryTables(chosen, self.modes, "positions", positions)
         return call.args, call.kwargs
 
