@@ -50,7 +50,7 @@ class Trainer(TitanTrainer):
             input_dict,
             labels,
             model=self.model_parts[0],
-            attn_type=getattr(self.model_args, "attn_type", "sdpa"),
+            model_args=self.model_args,
             tokenizer=self.tokenizer,
             dims=self.parallel_dims,
             job_config=self.job_config,

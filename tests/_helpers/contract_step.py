@@ -153,7 +153,7 @@ def train_step(config: JobConfig, args: Any) -> Step:
             tokens = torch.zeros(batch, config.training.seq_len + 1, dtype=torch.int64, device=device)
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
             extra: dict[str, Any] = dict(masks)
-            if getattr(args, "attn_type", "sdpa") == "varlen":
+            if getattr(args, "takes_attention_masks", False):
                 extra["attention_masks"] = _documents(batch, config.training.seq_len, device)
             if dims.cp_enabled:
                 own = context_parallel(config, dims, getattr(args, "context_parallel", None))

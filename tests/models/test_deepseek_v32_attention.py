@@ -263,6 +263,13 @@ def test_a_job_does_not_affect_the_next_one() -> None:
     assert dataclasses.asdict(args) == before
 
 
+def test_a_trainer_that_passes_no_documents_is_an_error() -> None:
+    model = build(args := model_args())
+    args.takes_attention_masks = True
+    with pytest.raises(UsageError, match=r"dsa\.document_mask needs"):
+        model(tokens())
+
+
 @pytest.mark.parametrize("key", ["tensor_parallel_degree", "context_parallel_degree"])
 def test_layouts_that_are_not_supported_are_an_error(key: str) -> None:
     config = JobConfig()

@@ -51,7 +51,7 @@ class Validator(TitanValidator):
             input_dict,
             labels,
             model=model,
-            attn_type=getattr(model_args, "attn_type", "sdpa"),
+            model_args=model_args,
             tokenizer=self.tokenizer,
             dims=dims,
             job_config=self.job_config,

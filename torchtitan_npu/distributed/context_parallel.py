@@ -101,7 +101,7 @@ def model_inputs(
     labels: Tensor,
     *,
     model: Any,
-    attn_type: str,
+    model_args: Any,
     tokenizer: Any,
     dims: ParallelDims,
     job_config: JobConfig,
@@ -111,12 +111,12 @@ def model_inputs(
 
     This is ``post_dataloading_process`` of TorchTitan's Trainer, with ``context`` in place of its context parallel
     unless that is None. TorchTitan's Validator makes attention masks for scaled dot-product attention too, and models
-    refuse them; here they are made only for an ``attn_type`` that takes masks.
+    refuse them; here they are made only for a model that takes them.
     """
     inputs = input_dict["input"]
     extra_inputs = {name: value for name, value in input_dict.items() if name != "input"}
     extra_kwargs: dict[str, Any] = {}
-    if attn_type in ("flex", "varlen"):
+    if takes_attention_masks(model_args):
         extra_kwargs["attention_masks"] = model.get_attention_masks(
             input_batch=inputs, tokenizer=tokenizer, extra_inputs=extra_inputs
         )
@@ -131,6 +131,12 @@ def model_inputs(
             job_config.parallelism.context_parallel_load_balancer,
         )
     return inputs, labels, extra_inputs, extra_kwargs
+
+
+def takes_attention_masks(model_args: Any) -> bool:
+    """Return whether the model takes attention masks: its arguments say so, those of TorchTitan by ``attn_type``."""
+    by_type = getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen")
+    return getattr(model_args, "takes_attention_masks", by_type)
 
 
 def _load_class(name: str) -> type[ContextParallel]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,6 +52,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     warmup: bool = False
     """Train only the indexer, with attention to all keys. Otherwise train everything, with sparse attention."""
 
+    takes_attention_masks: bool = False
+    """Pass the documents of a batch to the model, as ``attention_masks`` (``dsa.document_mask``)."""
+
     microbatches: int | None = None
     """Number of microbatches of a pipeline, ``None`` without pipeline parallel."""
 
@@ -82,12 +84,6 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         """Return the elements per token that context parallel exchanges: latent, rotated and indexer keys."""
         return self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim
 
-    def for_torchtitan(self) -> DeepSeekV32ModelArgs:
-        """Return a copy for TorchTitan's modules, which mask documents only with flex attention."""
-        args = copy.copy(self)
-        args.attn_type = "sdpa"
-        return args
-
     def attended_keys(self) -> int:
         """Return the largest number of keys that a query attends to."""
         return self.seq_len if self.warmup else self.index_topk
@@ -111,8 +107,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         parallelism, batch = job_config.parallelism, job_config.training.local_batch_size
         piped = parallelism.pipeline_parallel_degree > 1
         self.microbatches = batch // parallelism.pipeline_parallel_microbatch_size if piped else None
-        # with "varlen" TorchTitan calls the model's get_attention_masks, which returns the documents
-        self.attn_type = "varlen" if dsa.document_mask else "sdpa"
+        self.takes_attention_masks = dsa.document_mask
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the training FLOPs per token, by TorchTitan's rules.

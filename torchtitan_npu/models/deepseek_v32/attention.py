@@ -45,7 +45,7 @@ class Attention(DeepSeekV3Attention):
     """
 
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
-        super().__init__(args.for_torchtitan())
+        super().__init__(args)
         self.absorb = args.absorb
         self.warmup = args.warmup
         # frozen without its loss: a trainable parameter that gets no gradient has no optimizer state, and a checkpoint

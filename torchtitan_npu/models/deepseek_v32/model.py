@@ -28,14 +28,13 @@ class DeepSeekV32Model(DeepSeekV3Model):
     """
 
     def __init__(self, model_args: DeepSeekV32ModelArgs) -> None:
-        args = model_args.for_torchtitan()
-        without_layers = copy.copy(args)
+        without_layers = copy.copy(model_args)
         without_layers.n_layers = 0  # built below
         super().__init__(without_layers)
         self.model_args = model_args
         for layer_id in range(model_args.n_layers + model_args.n_mtp_layers):
             block_cls = Block if layer_id < model_args.n_layers else MTPBlock
-            self.layers[str(layer_id)] = block_cls(layer_id, args)
+            self.layers[str(layer_id)] = block_cls(layer_id, model_args)
         if model_args.n_mtp_layers:
             self.mtp_loss = AuxiliaryLoss("mtp_loss", model_args.mtp_loss_weight, of_labels=True)
         # TorchTitan leaves this epsilon unset, and torch then uses 8e-3 in bfloat16
@@ -49,6 +48,8 @@ class DeepSeekV32Model(DeepSeekV3Model):
         self, tokens: Tensor, attention_masks: Documents | None = None, positions: Tensor | None = None
     ) -> Tensor | MultiTokenLogits:
         """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``."""
+        if self.model_args.takes_attention_masks and attention_masks is None:
+            raise UsageError("dsa.document_mask needs `-m torchtitan_npu.train`: TorchTitan's entry passes none")
         if self.model_args.n_mtp_layers == 0:
             return super().forward(tokens, attention_masks, positions)
         blocks = list(self.layers.values())

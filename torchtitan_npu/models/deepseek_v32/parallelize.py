@@ -23,13 +23,10 @@ def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config:
     parallelize = with_tensor_parallel(parallelize_deepseekv3, apply_non_moe_tp)
     parallelize = with_activation_checkpoint(parallelize, apply_ac_that_saves_attention)
     parallelize = with_compile(parallelize, compile_blocks)
-    args = model.model_args
-    model.model_args = args.for_torchtitan()  # its context parallel takes no attention with documents
     model = parallelize(model, parallel_dims, job_config)
-    model.model_args = args
     if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
         prefetch_in_order(model)
-    if args.warmup:
+    if model.model_args.warmup:
         model.freeze_all_but_indexers()  # again: TorchTitan's expert parallel makes new, trainable parameters
     return model
 
