@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan_npu.converters.rotary_functions import replacements
-from torchtitan_npu.models.rotary.registry import PASSTHROUGH_PACKAGES, ROTATIONS
+from torchtitan_npu.models.rotary.registry import PASSTHROUGH_PACKAGES, ROTATIONS, Rotation
 from torchtitan_npu.models.rotary.tables import FROM_COMPLEX, Pairing, RotaryTables
 from torchtitan_npu.upstream.hooks import with_rotations
 from torchtitan_npu.upstream.rebind import refers_to
@@ -28,10 +28,10 @@ def method_names(cls: type[nn.Module]) -> list[str]:
 
 
 @functools.cache
-def rotating_methods(cls: type[nn.Module]) -> dict[str, frozenset[Pairing]]:
-    """Return the pairings of each method of ``cls`` that calls a registered rotation."""
+def rotating_methods(cls: type[nn.Module]) -> dict[str, frozenset[Rotation]]:
+    """Return the rotations of each method of ``cls`` that calls a registered one."""
     found = {name: refers_to(inspect.getattr_static(cls, name), ROTATIONS) for name in method_names(cls)}
-    return {name: frozenset(ROTATIONS[f].pairing for f in functions) for name, functions in found.items() if functions}
+    return {name: frozenset(ROTATIONS[f] for f in functions) for name, functions in found.items() if functions}
 
 
 @functools.cache
@@ -66,9 +66,8 @@ def taking_tables(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def pairings_of(module: nn.Module) -> frozenset[Pairing]:
     """Return how ``module`` rotates; nothing if it does not."""
-    if not getattr(module, "use_rope", True):  # llama4 has layers that skip their rotations
-        return frozenset()
-    return frozenset().union(*rotating_methods(type(module)).values())  # type: ignore[arg-type]
+    rotations = frozenset[Rotation]().union(*rotating_methods(type(module)).values())  # type: ignore[arg-type]
+    return frozenset(rotation.pairing for rotation in rotations if rotation.runs_in(module))
 
 
 def takes_angles(module: nn.Module) -> bool:

@@ -16,7 +16,12 @@ from torchtitan_npu.models.rotary.registry import register_passthrough_package, 
 from torchtitan_npu.models.rotary.tables import HALF, INTERLEAVE
 
 register_rotation(llama3.apply_rotary_emb, INTERLEAVE, tensors=2)
-register_rotation(llama4.apply_rotary_emb, INTERLEAVE, tensors=2)
+register_rotation(
+    llama4.apply_rotary_emb,
+    INTERLEAVE,
+    tensors=2,
+    runs_in=lambda module: getattr(module, "use_rope", True),  # every n-th layer has no rotation
+)
 register_rotation(deepseek_v3.apply_rotary_emb, INTERLEAVE, tensors=1)
 register_rotation(qwen3.apply_rotary_emb, HALF, tensors=2)
 register_rotation(gpt_oss.apply_rotary_emb, HALF, tensors=2)

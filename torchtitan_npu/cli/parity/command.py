@@ -38,7 +38,7 @@ from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.cli.parity.compare_converters import compare_converters
 from torchtitan_npu.cli.parity.compare_layouts import LAYOUTS, compare_layouts
 from torchtitan_npu.cli.parity.thresholds import find_failures
-from torchtitan_npu.cli.parity.training import MODELS, NEEDS_CUDA
+from torchtitan_npu.cli.parity.training import MODELS, needs_cuda
 from torchtitan_npu.errors import UsageError
 
 PROG = "torchtitan-npu parity"
@@ -78,7 +78,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("--ranks applies only to --layouts without names")
     if args.samples is not None and args.dtype == "float32":
         parser.error("--samples requires --dtype bfloat16")
-    here = [name for name in MODELS if platform.backend() == "cuda" or name not in NEEDS_CUDA]
+    here = [name for name in MODELS if platform.backend() == "cuda" or not needs_cuda(name)]
     if elsewhere := [name for name in args.models or () if name not in here]:
         parser.error(f"--models {' '.join(elsewhere)}: trains only on CUDA, because of flex attention")
     args.models = args.models or (["deepseek_v32"] if layouts else here)

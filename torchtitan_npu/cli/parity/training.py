@@ -35,8 +35,6 @@ MODELS = {
     "gpt_oss": ("gpt_oss", "debugmodel"),
 }
 """Model and flavor by name."""
-NEEDS_CUDA = ("gpt_oss",)
-"""Models with flex attention, which has no backward on a CPU."""
 FLAVOR = "parity"
 GLOBAL_BATCH = 4
 
@@ -57,17 +55,23 @@ def largest_difference(ours: list[float], theirs: list[float]) -> float:
     return ((a - b) / b).abs().max().item()
 
 
+def needs_cuda(name: str) -> bool:
+    """Return whether the model has flex attention, which has no backward on a CPU."""
+    model, flavor = MODELS[name]
+    return getattr(get_train_spec(model).model_args[flavor], "attn_type", "sdpa") == "flex"
+
+
 def add_flavor(name: str) -> None:
-    """Add a debug flavor that loops over experts: TorchTitan's grouped matmul on CUDA supports only bfloat16."""
+    """Add a float32 debug flavor that loops over experts: TorchTitan's grouped matmul on CUDA takes only bfloat16."""
     model, flavor = MODELS[name]
     spec = get_train_spec(model)
     args: Any = copy.deepcopy(spec.model_args[flavor])
     if hasattr(args, "moe_args"):
         args.moe_args.use_grouped_mm = False
     spec.model_args[FLAVOR] = args  # type: ignore[index]
-    if model == "gpt_oss":  # builds its blocks in bfloat16
-        model_cls = spec.model_cls
-        spec.model_cls = lambda args: model_cls(args).float()  # type: ignore[assignment, attr-defined]
+    model_cls = spec.model_cls
+    # some of TorchTitan's models build their blocks in bfloat16
+    spec.model_cls = lambda args: model_cls(args).float()  # type: ignore[assignment, attr-defined]
 
 
 def applicable_converters(name: str) -> list[str]:

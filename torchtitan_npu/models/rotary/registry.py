@@ -10,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from torchtitan_npu.models.rotary.tables import Pairing
+
+
+def _always(module: nn.Module) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -19,18 +25,23 @@ class Rotation:
 
     pairing: Pairing
     tensors: int
+    runs_in: Callable[[nn.Module], bool] = _always
+    """Return whether a module whose code calls the function does so in its forward pass."""
 
 
 ROTATIONS: dict[Callable[..., Any], Rotation] = {}
 PASSTHROUGH_PACKAGES: list[str] = []
 
 
-def register_rotation(function: Callable[..., Any], pairing: Pairing, tensors: int) -> None:
+def register_rotation(
+    function: Callable[..., Any], pairing: Pairing, tensors: int, runs_in: Callable[[nn.Module], bool] = _always
+) -> None:
     """Declare that ``function`` rotates its first ``tensors`` arguments, so that ``npu_rope`` can replace it.
 
-    The next arguments are the angles, as ``pairing`` describes them, and optionally the tokens' positions.
+    The next arguments are the angles, as ``pairing`` describes them, and optionally the tokens' positions. Modules for
+    which ``runs_in`` is false are not converted: some of a model's layers may skip their rotation.
     """
-    ROTATIONS[function] = Rotation(pairing, tensors)
+    ROTATIONS[function] = Rotation(pairing, tensors, runs_in)
 
 
 def register_passthrough_package(name: str) -> None:
