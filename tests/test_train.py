@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_a_configuration_error_is_one_line_and_leaves_no_files(
     assert exit.value.code == 2
     assert len(errors) == 1 and errors[0].startswith("torchtitan_npu: error: ") and message in errors[0]
     assert [file.name for file in tmp_path.iterdir()] == (["job.toml"] if toml is not None else [])
+
+
+def test_a_misspelt_key_on_the_command_line_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", TRAINER, "--job.config_file", str(CONFIG), "--training.stepz", "3"]
+    run = subprocess.run([*command, "--job.dump_folder", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    line = "torchtitan_npu: error: command line: unknown key 'training.stepz'; did you mean 'training.steps'?"
+    assert run.stderr.splitlines() == [line]
 
 
 @pytest.mark.parametrize("option", ["--model.nmae=x", "--parallelism.tensor_parallel_degree=3"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import redirect_stderr
 
 from torchtitan_npu import platform
 from torchtitan_npu.errors import UsageError
@@ -19,7 +18,6 @@ platform.prepare()
 
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
-from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.config.preflight import check_job  # noqa: E402
 from torchtitan_npu.trainer import train  # noqa: E402
@@ -34,7 +32,7 @@ the group."""
 def main() -> None:
     init_logger()
     try:
-        config = parse_config()
+        config = JobConfigManager().parse_args()
         if config.experimental.custom_import:  # before the checks: it may register models and converters
             import_module("experimental.custom_import", config.experimental.custom_import)
         # without real communication, TorchTitan takes the number of ranks from NGPU
@@ -45,16 +43,6 @@ def main() -> None:
         wait_for_local_rank_0()  # a rank that survives the wait is the only one with this error, and prints it
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def parse_config() -> JobConfig:
-    """Return the job's config. The parser prints its own error messages and exits."""
-    try:
-        with open(os.devnull, "w") as devnull, redirect_stderr(sys.stderr if IS_LOCAL_RANK_0 else devnull):
-            return JobConfigManager().parse_args()
-    except SystemExit:
-        wait_for_local_rank_0()
-        raise
 
 
 def wait_for_local_rank_0() -> None:

@@ -106,12 +106,24 @@ def test_integers_are_floats_and_nested_sections_work(tmp_path: Path) -> None:
             "job.custom_config_module 'nix': No module named 'nix'",
         ),
         (["--model.hf_assets_path", "no/such/folder"], "model.hf_assets_path no/such/folder: no such folder"),
+        ([*TOKENIZER, "--training.stepz", "3"], "unknown key 'training.stepz'; did you mean 'training.steps'?"),
+        (
+            [*TOKENIZER, "--training.seq-length=3"],
+            "unknown key 'training.seq_length'; did you mean 'training.seq_len'?",
+        ),
+        ([*TOKENIZER, "--npu.no-bypas-codegen"], "did you mean 'npu.bypass_codegen'?"),
+        ([*TOKENIZER, "--trainig.steps", "3"], "unknown section 'trainig'; did you mean 'training'?"),
+        ([*TOKENIZER, "--steps=3"], "unknown key 'steps'; there is 'training.steps'"),
+        ([*TOKENIZER, "--training.steps", "ten"], "Error parsing --training.steps: invalid literal for int()"),
+        ([*TOKENIZER, "--activation_checkpoint.mode", "ful"], "invalid choice 'ful' for argument "),
+        ([*TOKENIZER, "--compile.no-enable", "yes"], "Unrecognized options: yes"),
     ],
 )
-def test_errors_on_the_command_line(args: list[str], message: str) -> None:
+def test_errors_on_the_command_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError) as error:
         JobConfigManager().parse_args(args)
-    assert message in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert capsys.readouterr().err == ""
 
 
 def test_shipped_files_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -25,7 +28,7 @@ class JobConfigManager(ConfigManager):
         super().__init__(JobConfig)
 
     def parse_args(self, args: list[str] | None = None) -> JobConfig:
-        """Return the job's config; raise :class:`UsageError` for a file that cannot be read or an unknown key."""
+        """Return the job's config; raise :class:`UsageError` for an unreadable file, an unknown key or a bad value."""
         args = list(sys.argv[1:] if args is None else args)
         table: dict[str, Any] = {}
         if (file := _option(args, "job.config_file")) is not None:
@@ -34,9 +37,17 @@ class JobConfigManager(ConfigManager):
         custom = _option(args, "job.custom_config_module") or _lookup(table, "job", "custom_config_module")
         sections = [JobConfig, import_module("job.custom_config_module", custom).JobConfig] if custom else [JobConfig]
         _check_table(sections, table, file or "")
-        if not {"-h", "--help"} & set(args):
-            args = _with_assets_path(args, table)
-        config: Any = super().parse_args(args)
+        if {"-h", "--help"} & set(args):
+            return super().parse_args(args)  # prints and exits
+        args = _with_assets_path(args, table)
+        printed = io.StringIO()
+        try:
+            with redirect_stdout(printed), redirect_stderr(printed):
+                config: Any = super().parse_args(args)
+        except SystemExit:
+            _check_options(sections, args)
+            raise UsageError(f"command line: {_message_of_tyro(printed.getvalue())}") from None
+        sys.stderr.write(printed.getvalue())
         config.model.converters = [name for name in config.model.converters if name]  # `--model.converters=` is [""]
         return config
 
@@ -125,6 +136,24 @@ def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: st
                 raise UsageError(f"{file}: {key} = {value!r} is not {_name(expected)}{hint}")
 
     check(list(config_classes), table, "")
+
+
+def _check_options(config_classes: Sequence[type], args: Sequence[str]) -> None:
+    """Raise for the first option of the command line that is not a key, as :func:`_check_table` does for a file."""
+    known = {key for cls in config_classes for key in _keys(cls)}
+    for name in (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")):
+        *sections, key = name.split(".")
+        if not {name, ".".join([*sections, key.removeprefix("no_")])} & known:  # tyro's --section.no-key is false
+            table: dict[str, Any] = {key: None}
+            for section in reversed(sections):
+                table = {section: table}
+            _check_table(config_classes, table, "command line")
+
+
+def _message_of_tyro(text: str) -> str:
+    """Return the first paragraph of the text that tyro prints, in one line: title, rule, paragraph, rule, ..."""
+    title, *paragraphs = re.split(r"^ *-+ *$", text, flags=re.MULTILINE)
+    return " ".join((paragraphs or [title])[0].split())
 
 
 def _keys(cls: type, section: str = "") -> Iterator[str]:
