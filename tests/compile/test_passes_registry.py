@@ -27,7 +27,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
 
 
 def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"npu.graph_passes: no pass 'sequence_paralel'; did you mean 'sequence_par"):
+    with pytest.raises(ValueError, match="'sequence_paralel'"):
         GraphPasses(["sequence_paralel"])
 
 

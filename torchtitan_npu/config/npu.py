@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchtitan_npu import platform
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.config.check_helpers import check_at_least
+from torchtitan_npu.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
@@ -77,11 +78,15 @@ class Npu:
 
 def check_npu(job: "JobContext") -> None:
     """Check the keys for graph passes. Other sections check the keys that concern them."""
-    npu, compile_enabled = job.config.npu, job.config.compile.enable
-    if npu.graph_passes and not compile_enabled:
+    npu, known = job.config.npu, job.graph_pass_names
+    if npu.graph_passes and not job.config.compile.enable:
         raise UsageError("npu.graph_passes needs compile.enable = true")
-    if compile_enabled:
-        job.build_graph_passes()  # raises for an unknown pass and for sp_min_tokens below 1
+    for name in npu.graph_passes:
+        if name not in known:
+            raise UsageError(
+                f"npu.graph_passes: no pass {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
+            )
+    check_at_least("npu.sp_min_tokens", npu.sp_min_tokens, 1)
     defaults = Npu()
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:

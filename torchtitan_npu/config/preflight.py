@@ -13,7 +13,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
-from torchtitan_npu.compile.passes import GraphPasses
+from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
 from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.compile import check_compile
@@ -73,6 +73,7 @@ class JobContext:
         self.model_names = known_models()
         self.converter_names = known_converters()
         self.datasets = DATASETS
+        self.graph_pass_names = list(PASSES)
 
     @cached_property
     def train_spec(self) -> TrainSpec:
@@ -142,9 +143,6 @@ class JobContext:
         """The class for the model's attention if the job uses it and it takes no attention masks, else ``None``."""
         cls = self.context_parallel_class if self.dims.cp_enabled else None
         return cls if cls is not None and cls.masks is ContextParallel.masks else None
-
-    def build_graph_passes(self) -> GraphPasses:
-        return GraphPasses(self.config.npu.graph_passes, self.config.npu.sp_min_tokens)
 
     def check_dataset_path(self, name: str, section: Any) -> None:
         """Raise if ``section.dataset_path`` is not readable by the loader of this package's corpora."""

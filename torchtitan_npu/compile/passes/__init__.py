@@ -21,7 +21,6 @@ from torchtitan_npu.compile.passes.graph_utils import has_backward
 from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
 from torchtitan_npu.compile.passes.no_ops import no_ops
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
-from torchtitan_npu.errors import UsageError, did_you_mean
 
 Pass = Callable[[fx.Graph], int]
 
@@ -53,17 +52,11 @@ class GraphPasses:
         sp_whole_inputs: bool = False,
         strict_limits: bool = False,
     ) -> None:
-        for name in names:
-            if name not in PASSES:
-                known = ", ".join(PASSES)
-                raise UsageError(f"npu.graph_passes: no pass {name!r}{did_you_mean(name, PASSES)}; there are {known}")
-        if sp_min_tokens < 1:
-            raise UsageError(f"npu.sp_min_tokens is {sp_min_tokens}; it must be at least 1")
         self.limits = {name: KernelLimits(strict_limits) for name in WITH_LIMITS if name in names}
         options: dict[str, dict[str, Any]] = {name: {"limits": limits} for name, limits in self.limits.items()}
         options["sequence_parallel"] = {"min_tokens": sp_min_tokens, "replicated_inputs": sp_whole_inputs}
         self.passes: dict[str, Pass] = {
-            name: partial(function, **options.get(name, {})) for name, function in PASSES.items() if name in names
+            name: partial(PASSES[name], **options.get(name, {})) for name in sorted(set(names), key=[*PASSES].index)
         }
         self.replicated_inputs = sp_whole_inputs
         self.changed: Counter[str] = Counter()
