@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
 
+import torchtitan_npu
 from tests._helpers.deepseek_v32_models import (
     BATCH,
     POSITIONS,
@@ -27,6 +28,7 @@ from tests._helpers.deepseek_v32_models import (
     tokens,
 )
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
@@ -271,12 +273,17 @@ def test_a_trainer_that_passes_no_documents_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_degree", "context_parallel_degree"])
-def test_layouts_that_are_not_supported_are_an_error(key: str) -> None:
+def test_layouts_that_are_not_supported_are_an_error(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchtitan_npu.register()
+    not_absorbed = dataclasses.replace(deepseekv32_args["debugmodel"], absorb=False)
+    monkeypatch.setitem(deepseekv32_args, "not_absorbed", not_absorbed)
     config = JobConfig()
+    config.model.name, config.training.dataset = "deepseek_v32", "tiny_corpus"
     setattr(config.parallelism, key, 2)
-    model_args().update_from_config(config)
+    check_job(config, 2)
+    config.model.flavor = "not_absorbed"
     with pytest.raises(UsageError, match=f"parallelism.{key} must be 1 for a flavor with absorb=False"):
-        model_args(absorb=False).update_from_config(config)
+        check_job(config, 2)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import math
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -16,7 +16,7 @@ from tests._helpers import layouts
 from tests._helpers.converted_models import full
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, assert_same_gradients, recording
-from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import Qwen3VLStateDictAdapter, qwen3_vl_args
 
@@ -117,20 +117,34 @@ def test_converters_give_the_same_curve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("layout", "options", "message"),
     [
-        ({"cp": 2}, "parallelism.context_parallel_degree is 2; it must be 1 for qwen3_vl"),
-        ({"pp": 2}, "parallelism.pipeline_parallel_degree is 2; it must be 1 for qwen3_vl"),
-        ({"tp": 3}, "does not divide the 4 heads of the vision tower"),
+        ({"cp": 2}, {}, "parallelism.context_parallel_degree is 2; it must be 1 for qwen3_vl"),
+        ({"pp": 2}, {}, "parallelism.pipeline_parallel_degree is 2; it must be 1 for qwen3_vl"),
+        ({"tp": 3}, {}, "does not divide the 4 heads of the vision tower"),
+        (
+            {},
+            {"npu.layout_independent_data": False},
+            r"npu\.layout_independent_data must be true with training.dataset 'shapes'",
+        ),
+        (
+            {},
+            {"npu.layout_independent_data": False, "training.dataset": "tiny_corpus", "validation.enable": True},
+            r"npu\.layout_independent_data must be true with validation.dataset 'shapes_validation'",
+        ),
+        ({}, {"validation.enable": True, "validation.steps": -1}, "validation.steps must be at least 1"),
     ],
     ids=str,
 )
-def test_unsupported_layouts_are_an_error(layout: dict[str, int], message: str) -> None:
-    config = JobConfig()
-    for name, degree in layout.items():
-        setattr(config.parallelism, layouts.DEGREES[name], degree)
+def test_unsupported_options_are_an_error(
+    layout: dict[str, int], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = math.prod(layout.values())
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    lengths = {"training.seq_len": 96, "validation.seq_len": 96}
+    config = layouts.job_config(add_flavor("dense"), layout, {**DATA, **lengths, **options})
     with pytest.raises(UsageError, match=message):
-        copy.deepcopy(qwen3_vl_args["debugmodel"]).update_from_config(config)
+        check_job(config, ranks)
 
 
 @pytest.mark.parametrize(

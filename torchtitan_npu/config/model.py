@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu import platform
 from torchtitan_npu.config.check_helpers import check_known
@@ -11,6 +12,10 @@ from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+
+JobChecks = tuple[Callable[[Any, Any], None], ...]
+"""Checks of a model, in ``job_checks`` of its arguments' class. Each takes these arguments and the job's config."""
 
 
 def check_model(job: JobContext) -> None:
@@ -33,6 +38,12 @@ def check_attention(job: JobContext) -> None:
         f"model.flavor {job.config.model.flavor!r} has {job.attention} attention, which trains on CUDA only; "
         f"flavors of {job.config.model.name} that train here: {', '.join(others) or 'none'}"
     )
+
+
+def check_model_options(job: JobContext) -> None:
+    """Let the model check the job."""
+    for check in getattr(type(job.flavor_args), "job_checks", ()):
+        check(job.flavor_args, job.config)
 
 
 def check_converters(job: JobContext) -> None:

@@ -19,7 +19,13 @@ from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.compile import check_compile
 from torchtitan_npu.config.dsa import check_dsa
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.model import check_attention, check_converter_targets, check_converters, check_model
+from torchtitan_npu.config.model import (
+    check_attention,
+    check_converter_targets,
+    check_converters,
+    check_model,
+    check_model_options,
+)
 from torchtitan_npu.config.mtp import check_mtp
 from torchtitan_npu.config.npu import check_npu
 from torchtitan_npu.config.optimizer import check_optimizer
@@ -54,6 +60,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_attention,
     check_converters,
     check_mtp,
+    check_model_options,
     # the following build the model on the meta device
     check_model_divides,
     check_pipeline,

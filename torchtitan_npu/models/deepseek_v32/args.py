@@ -11,7 +11,9 @@ from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options
+from torchtitan_npu.config.model import JobChecks
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.deepseek_v32.checks import check_parallelism
 
 
 @dataclass
@@ -21,6 +23,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
     config_sections: ClassVar[tuple[str, ...]] = ("dsa", "mtp")
     """Sections of the job's config that apply to this model."""
+
+    job_checks: ClassVar[JobChecks] = (check_parallelism,)
+    """Called before the start with these arguments and the job's config."""
 
     norm_eps: float = 1e-6
     """The released value; TorchTitan's deepseek_v3 has 1e-5."""
@@ -89,9 +94,6 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         return self.seq_len if self.warmup else self.index_topk
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        for key in ("tensor_parallel_degree", "context_parallel_degree"):
-            if getattr(job_config.parallelism, key) > 1 and not self.absorb:
-                raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")
         super().update_from_config(job_config, **kwargs)
         self.seq_len = job_config.training.seq_len
         # TorchTitan skips YaRN up to original_seq_len tokens; the released model always applies it

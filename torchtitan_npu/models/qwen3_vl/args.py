@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from torch import nn
-from torchtitan.config import JobConfig
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
+from torchtitan_npu.config.model import JobChecks
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.qwen3_vl.checks import check_parallelism, check_pictures
 from torchtitan_npu.ops.mrope.op import section_problem
 
 
@@ -51,6 +52,9 @@ class VisionArgs:
 
 @dataclass
 class Qwen3VLModelArgs(Qwen3ModelArgs):
+    job_checks: ClassVar[JobChecks] = (check_parallelism, check_pictures)
+    """Called before the start with these arguments and the job's config."""
+
     rope_theta: float = 5000000.0
 
     mrope_section: tuple[int, ...] = (24, 20, 20)
@@ -83,25 +87,6 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
             raise UsageError(
                 f"vision.deepstack_layers {self.vision.deepstack_layers} must be below the tower's "
                 f"{self.vision.n_layers} layers, and at most as many as the decoder's {self.n_layers} layers"
-            )
-
-    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        super().update_from_config(job_config, **kwargs)
-        parallelism = job_config.parallelism
-        if parallelism.context_parallel_degree > 1:
-            raise UsageError(
-                f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; it must be 1 for "
-                "qwen3_vl: context parallel does not split images and their three-axis positions"
-            )
-        if parallelism.pipeline_parallel_degree > 1:
-            raise UsageError(
-                f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; it must be 1 for "
-                "qwen3_vl: images are not split into microbatches, and later stages would need their features"
-            )
-        if self.vision.n_heads % parallelism.tensor_parallel_degree:
-            raise UsageError(
-                f"parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree} does not divide the "
-                f"{self.vision.n_heads} heads of the vision tower"
             )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

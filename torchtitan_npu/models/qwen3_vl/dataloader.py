@@ -27,9 +27,9 @@ from torchtitan_npu.components.dataloader import (
     build_text_validation_dataloader,
     worker_options,
 )
-from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
+from torchtitan_npu.models.qwen3_vl.checks import check_pictures
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, patch_places
 from torchtitan_npu.models.qwen3_vl.position_ids import check_visual_tokens, position_ids
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import SECONDS_PER_FRAME, SEEDS, Picture, draw
@@ -50,21 +50,15 @@ def build_image_text_validation_dataloader(
     """Build the validation batches of one data-parallel rank, the same at every validation."""
     if job_config.validation.dataset.lower() not in SEEDS:
         return build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
-    if not infinite:
-        raise UsageError("validation.steps must be at least 1: the dataset of pictures is infinite")
     return _build("validation", dp_world_size, dp_rank, tokenizer, job_config)
 
 
 def _build(section: str, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> Any:
     config = getattr(job_config, section)
-    if not npu_options(job_config).layout_independent_data:
-        raise UsageError(
-            f"npu.layout_independent_data must be true with {section}.dataset {config.dataset!r}: every rank "
-            "draws its own rows, and TorchTitan's loader splits a stream"
-        )
     options = worker_options(section, job_config)
-    args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
-    rows = PackedRows(config.dataset.lower(), tokenizer, args, config.seq_len)  # type: ignore[arg-type]
+    args: Any = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
+    check_pictures(args, job_config)  # again: TorchTitan's own entry has no checks before the start
+    rows = PackedRows(config.dataset.lower(), tokenizer, args, config.seq_len)
     batches = ImageTextBatches(rows, dp_rank, dp_world_size, config.local_batch_size)
     return LayoutIndependentDataLoader(batches, restart=section == "validation", **options)
 
