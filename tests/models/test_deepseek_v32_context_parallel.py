@@ -17,7 +17,7 @@ from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_parallel
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
+from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel, GatheredKeys
 from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.planner import Calls
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
@@ -81,6 +81,15 @@ def test_spans_cover_the_tokens_of_a_rank(load_balancer: str | None, ranks: int)
         assert [span.first for span in spans] == [sum(s.length for s in spans[:n]) for n in range(len(spans))]
         everything += places
     assert sorted(everything) == list(range(SEQUENCE))
+
+
+@pytest.mark.parametrize("load_balancer", ["headtail", None])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gathered_keys_are_in_the_order_of_one_rank(load_balancer: str | None, ranks: int) -> None:
+    keys = torch.arange(BATCH * SEQUENCE * 2).view(BATCH, SEQUENCE, 2)
+    gathered = torch.stack([keys[:, context(r, ranks, load_balancer).token_indices(SEQUENCE)] for r in range(ranks)])
+    exchange = GatheredKeys(Rank(0, ranks), load_balancer == "headtail")  # type: ignore[arg-type]
+    assert torch.equal(exchange.in_order(gathered), keys)
 
 
 def test_a_part_of_the_documents() -> None:

@@ -10,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3.model.model import precompute_freqs_cis
 from transformers import AutoModelForCausalLM, DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer, DeepseekV32RotaryEmbedding
 
+import torchtitan_npu
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, hugging_face_config, model_args, tokens
 from tests._helpers.random_weights import randomise
 from torchtitan_npu.config.job_config import JobConfig
@@ -23,6 +27,10 @@ from torchtitan_npu.models.deepseek_v32 import (
     DeepSeekV32StateDictAdapter,
     deepseekv32_args,
 )
+from torchtitan_npu.models.deepseek_v32.indexer import Indexer
+from torchtitan_npu.models.sparse_attention.attention import index_scores
+
+torchtitan_npu.register()
 
 TOLERANCE = 1e-5
 """Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and
@@ -95,6 +103,28 @@ def test_computes_the_same_with_converters(name: str) -> None:
     with torch.no_grad():
         assert distance(model(tokens()), released().logits) <= TOLERANCE
         assert distance(model(tokens(), positions=STRETCHED), released().stretched_logits) <= TOLERANCE
+
+
+class TopKInput(TorchFunctionMode):
+    """Keeps the tensor of which the largest elements are selected."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.topk:
+            self.tensor: Tensor = args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def test_index_scores_are_hugging_faces() -> None:
+    """The selected keys do not depend on the scale of the scores, but the indexer's loss does."""
+    config, args = hugging_face_config(), model_args()
+    theirs, ours = DeepseekV32Indexer(config, 0), Indexer(args)
+    ours.load_state_dict(theirs.state_dict())
+    x, q_latent = torch.randn(BATCH, SEQUENCE, args.dim), torch.randn(BATCH, SEQUENCE, args.q_lora_rank)
+    positions, mask = torch.arange(SEQUENCE).expand(BATCH, -1), torch.zeros(SEQUENCE, SEQUENCE)
+    with torch.no_grad(), TopKInput() as selected:
+        theirs(x, q_latent, DeepseekV32RotaryEmbedding(config)(x, positions), mask, positions)
+        scores = index_scores(*ours(x, q_latent, precompute_freqs_cis(args), None))
+    assert distance(scores, selected.tensor) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

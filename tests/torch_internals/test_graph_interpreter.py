@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import struct
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +44,25 @@ def test_arguments(what: str) -> None:
     launch = interpret(make_fx(function, tracing_mode="fake")(x))
     for ours, theirs in zip(launch([x]), function(x), strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+
+
+def test_float_arguments_are_bit_identical() -> None:
+    """A graph pass may write an integer for a float; the operator gets a float."""
+    values = [1, 0.1, -0.0, 1e-38, 5e-324, 1 + 2**-52, math.inf, -math.inf]
+    received: list[float] = []
+
+    @torch.library.custom_op("torchtitan_npu_test::receive", mutates_args=())
+    def receive(x: Tensor, value: float) -> Tensor:
+        received.append(value)
+        return x.clone()
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2)
+    graph.output(tuple(graph.call_function(torch.ops.torchtitan_npu_test.receive.default, (x, v)) for v in values))
+    interpret(fx.GraphModule({}, graph))([torch.ones(2)])
+    assert [struct.pack("d", value) for value in received] == [struct.pack("d", value) for value in values]
+    assert all(isinstance(value, float) for value in received)
 
 
 def test_tensors_are_freed_after_their_last_use() -> None:
