@@ -24,12 +24,3 @@ def test_every_weight_of_gpt_oss_gets_a_value() -> None:
             parameter.fill_(torch.nan)
         model.init_weights(torch.device("cpu"))
     assert [name for name, parameter in model.named_parameters() if parameter.isnan().any()] == []
-
-
-def test_the_large_deepseek_v3_has_flavors_without_flex_attention() -> None:
-    torchtitan_npu.register()
-    flavors = get_train_spec("deepseek_v3").model_args
-    for name in ("16B", "236B", "671B"):
-        flex, sdpa = vars(flavors[name]), vars(flavors[f"{name}_sdpa"])
-        assert flex["attn_type"] == "flex" and sdpa["attn_type"] == "sdpa"
-        assert {key for key in flex if flex[key] != sdpa[key]} <= {"attn_type", "attn_mask_type"}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.components.optimizer import OptimizersContainer
 
 from tests.config.test_preflight import job
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
-from torchtitan_npu.config.job_config import Optimizer
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.swap_optimizers import with_swap, with_swap_if_enabled
 
 
 @pytest.mark.parametrize(
@@ -42,20 +39,6 @@ def test_invalid_options(options: dict[str, Any], message: str) -> None:
 def test_a_train_spec_that_is_not_adapted_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"model.name 'simple_fsdp.llama3' to be registered as"):
         check_job(job(optimizer__swap=True, model__name="simple_fsdp.llama3"), world_size=1)
-
-
-def test_a_builder_of_other_optimizers_is_an_error() -> None:
-    with pytest.raises(UsageError, match="does not use TorchTitan's OptimizersContainer"):
-        with_swap(lambda parts, config: None, Optimizer(swap=True))  # type: ignore[arg-type,return-value]
-
-
-def test_on_the_cpu_the_states_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(3, 3)
-    with caplog.at_level(logging.INFO):
-        assert with_swap_if_enabled(build_optimizers, [model], Optimizer(swap=False)) is build_optimizers
-        assert not caplog.messages
-        assert with_swap_if_enabled(build_optimizers, [model], Optimizer(swap=True)) is build_optimizers
-    assert caplog.messages == ["optimizer.swap has no effect: the parameters are on the CPU, and so are the states"]
 
 
 def test_host_memory_too_small_for_the_model() -> None:
