@@ -3,13 +3,15 @@
 An operator is one :class:`Op`: torch_npu's schema, verbatim, and a few plain functions. Each function receives the
 operator's arguments **by name**, with defaults from the schema. It names those it uses and takes the rest as ``**_``.
 
-To add an operator:
+Adding an operator touches five files (docs/how-to/add-an-operator.md):
 
 1. ``ops/<family>/reference.py``: the kernel in plain PyTorch, with the formula in its docstring.
-2. ``ops/<family>/op.py``: ``declare(Op(...))``. A new family also needs its name in ``ops/__init__.py``.
+2. ``ops/<family>/op.py``: ``declare(Op(...))``.
 3. ``tests/_helpers/op_cases/<family>.py``: valid and invalid calls, for the contract tests.
-4. ``tests/ops/test_op.py``: the schema in the table; ``tests/ops/test_<family>.py``: the tests of its numbers.
+4. ``tests/ops/test_op.py``: the schema, a line of its table.
+5. ``tests/ops/test_<family>.py``: the tests of its numbers.
 
+A new family also needs its ``__init__.py``, and its name in ``ops/__init__.py``.
 A kernel for GPUs (``triton.py``), autograd, limits and FLOPs are optional fields of the same :class:`Op`.
 """
 
