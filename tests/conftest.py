@@ -1,5 +1,6 @@
 """Prepare every test as the entry prepares a job: backend, one thread per process, no network."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -31,3 +32,9 @@ def _logs_go_where_they_went() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the imported modules and the collected tests out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
