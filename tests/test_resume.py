@@ -36,7 +36,7 @@ def straight(model: str) -> list[float]:
         pytest.param("llama3", (2, "shard2", FUSED["llama3"]), (1, "", []), marks=pytest.mark.slow),
         ("llama3", (2, "tp2", []), (2, "pp2", FUSED["llama3"])),
         pytest.param("llama3", (2, "tp2", []), (4, "shard2 pp2", FUSED["llama3"]), marks=pytest.mark.slow),
-        ("qwen3", (2, "shard2", FUSED["qwen3"]), (2, "tp2", [])),
+        pytest.param("qwen3", (2, "shard2", FUSED["qwen3"]), (2, "tp2", []), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", (2, "shard2", []), (2, "tp2", FUSED["qwen3_moe"]), marks=pytest.mark.slow),
         ("deepseek_v3", (2, "ep2", FUSED["deepseek_v3"]), (2, "tp2", [])),
         pytest.param("deepseek_v3", (2, "ep2", FUSED["deepseek_v3"]), (4, "shard2 tp2", []), marks=pytest.mark.slow),

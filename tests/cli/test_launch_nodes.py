@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests._helpers.nodes import ROOT, run_on_two_nodes
 
 FAULT = """
@@ -48,6 +50,7 @@ echo $code > "$OUT/code$NODE_RANK"
 """Run on each node, with its console output in a file."""
 
 
+@pytest.mark.slow
 def test_every_node_reports_the_first_failure_first(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(FAULT)
     launch_on_two_nodes(tmp_path)

@@ -95,6 +95,7 @@ def test_gradients_are_not_copied_for_their_strides(name: str, converters: tuple
     assert_no_more_copies(compare(name, converters))
 
 
+@pytest.mark.slow
 def test_blocks_with_experts() -> None:
     """Two values that eager mode updates in-place are copied: token counts, and zeros for the router's gradient."""
     assert_no_more_copies(compare("deepseek_v32", WITH_EXPERTS), unchanged=2, transposed=2, expanded=2)

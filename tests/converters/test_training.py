@@ -40,6 +40,7 @@ def test_converted_training_follows_the_eager_curve(model: str, converters: tupl
     assert converted.norms == pytest.approx(eager.norms, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_sparse_attention_follows_the_eager_curves() -> None:
     """The learning rate is large, so small differences grow."""
     eager, (converted,) = one_rank(), train_on(1, {}, {"model.converters": CONVERTERS}, STEPS)

@@ -27,13 +27,11 @@ FUSED_LAYOUTS = {
     2: {
         "llama3": ["replicate2 shard1", "pp2"],
         "qwen3": ["shard2", "tp2"],
-        "deepseek_v3": ["tp2", "cp2", "pp2", "ep2", "tp2 ep2"],
+        "deepseek_v3": ["tp2", "cp2", "pp2", "ep2"],
     },
     4: {
-        "llama3": ["tp2 pp2"],
         "qwen3": ["replicate2 shard2", "tp2 cp2"],
         "qwen3_moe": ["shard2 tp2 ep2"],
-        "deepseek_v3": ["shard2 tp2 ep2 etp2", "shard2 cp2"],
     },
 }
 EAGER_LAYOUTS = {2: {"llama3": ["shard2"], "llama4": ["tp2"]}}

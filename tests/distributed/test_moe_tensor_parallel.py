@@ -151,7 +151,7 @@ THEIRS = {"npu.moe_sequence_parallel": False}
     ("fused", "options"),
     [
         pytest.param(False, OPERATORS, id="selective"),
-        pytest.param(True, FULL, id="converted, full"),
+        pytest.param(True, FULL, id="converted, full", marks=pytest.mark.slow),
         pytest.param(True, THEIRS, id="converted, TorchTitan's layout"),
         pytest.param(False, THEIRS, id="TorchTitan's layout", marks=pytest.mark.slow),
     ],

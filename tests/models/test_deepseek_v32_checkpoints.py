@@ -136,7 +136,9 @@ def load_and_export(layout: dict[str, int], source: str, folder: str) -> tuple[i
     return memory.peak, sum(weight.nbytes for weight in weights)
 
 
-@pytest.mark.parametrize("layout", [{}, {"ep": 2}], ids=["one rank", "fsdp2 and ep2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, marks=pytest.mark.slow), {"ep": 2}], ids=["one rank", "fsdp2 and ep2"]
+)
 def test_loads_into_the_models_own_memory_and_exports_the_same(layout: dict[str, int], tmp_path: Path) -> None:
     """The release has one more layer of multi-token prediction than the model."""
     args = dataclasses.replace(copy.deepcopy(deepseekv32_args["debugmodel"]), **TINY)

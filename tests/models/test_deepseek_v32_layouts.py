@@ -32,7 +32,7 @@ def slow(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "layout", "options"),
     [
-        (2, {"shard": 2}, FUSED),
+        slow(2, {"shard": 2}, FUSED),
         slow(2, {"tp": 2}, {}),
         (2, {"tp": 2}, {**FUSED, **FULL}),
         slow(2, {"cp": 2}, {BALANCER: "headtail"}),
@@ -41,7 +41,7 @@ def slow(*case: Any) -> Any:
         (2, {"tp": 2, "ep": 2}, FUSED),
         slow(2, {"cp": 2}, {**COMPILED, **FULL}),
         slow(4, {"replicate": 2, "shard": 2}, {}),
-        (4, {"tp": 2, "cp": 2}, FUSED),
+        slow(4, {"tp": 2, "cp": 2}, FUSED),
         slow(4, {"pp": 2, "cp": 2}, {**FUSED, SCHEDULE: "1F1B"}),
         slow(4, {"shard": 2, "cp": 2, "ep": 2}, FUSED),
         slow(4, {"pp": 2, "tp": 2}, {**FUSED, **FULL}),

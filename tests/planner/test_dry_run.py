@@ -260,6 +260,7 @@ def test_estimated_gathered_parameters_bound_those_of_a_dry_run(policy: str) -> 
     assert most + gradients <= estimated * 1.01 and estimated <= most + 2 * largest
 
 
+@pytest.mark.slow
 def test_advice_is_judged_by_every_representative_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that makes the worst rank fit may leave another rank as the worst."""
     pipeline = ["--parallelism.pipeline_parallel_degree", "2", "--model.flavor", "two_layers", *ANY_BATCH]

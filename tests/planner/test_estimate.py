@@ -67,6 +67,7 @@ def test_a_pipeline_stage(policy: str) -> None:
     compare(config)
 
 
+@pytest.mark.slow
 def test_every_second_layer_is_recomputed() -> None:
     compare(job("llama3", {"dp_shard": 2, "tp": 2, "cp": 2}, "selective 2"))
 
@@ -90,7 +91,7 @@ MOE = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if "replicas" in name else []) for name in MOE]
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if "split by TP" in name else []) for name in MOE]
 )
 def test_experts(layout: str) -> None:
     degrees, checkpointing = MOE[layout]

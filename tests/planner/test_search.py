@@ -106,7 +106,7 @@ def compare_truncated(config: Any, ranks: int, rank: int) -> None:
     assert short.between_steps == full.between_steps
 
 
-@pytest.mark.parametrize(("pp", "rank"), [(1, 0), (2, 1)], ids=["FSDP2", "PP2"])
+@pytest.mark.parametrize(("pp", "rank"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)], ids=["FSDP2", "PP2"])
 def test_a_truncated_dry_run_equals_a_full_one(pp: int, rank: int) -> None:
     compare_truncated(truncated_job("llama3", pp), 2, rank)
 
@@ -156,6 +156,7 @@ def test_a_busier_expert_makes_the_estimate_larger() -> None:
     assert even.memory[0] < worst.memory[0] and even.seconds[0] < worst.seconds[0]
 
 
+@pytest.mark.slow
 def test_replicas_of_a_pipeline_are_estimated_as_shards() -> None:
     """A dry run does not support replicas alone, which the truncated models without a pipeline would have."""
     config = with_layout(load("llama3_debugmodel"), {"dp_replicate": 2, "dp_shard": 1, "pp": 2})
