@@ -9,8 +9,10 @@ import pytest
 from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.deepseek_v3.infra.parallelize import apply_fsdp, parallelize_deepseekv3
+from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
+from torchtitan.models.llama3.infra.parallelize import parallelize_llama
 from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
+from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.upstream import hooks
@@ -21,13 +23,25 @@ def replacement(*args: Any) -> None: ...
 
 
 HOOKS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "steps": (parallelize_deepseekv3, lambda f: hooks.with_steps(f, {apply_fsdp: replacement})),
+    "tensor parallel of deepseek_v3": (
+        parallelize_deepseekv3,
+        lambda f: hooks.with_tensor_parallel(f, replacement),
+    ),
+    "tensor parallel of qwen3": (parallelize_qwen3, lambda f: hooks.with_tensor_parallel(f, replacement)),
+    "checkpointing": (parallelize_qwen3, lambda f: hooks.with_activation_checkpoint(f, replacement)),
+    "compile": (parallelize_deepseekv3, lambda f: hooks.with_compile(f, replacement)),
+    "FSDP": (parallelize_qwen3, lambda f: hooks.with_fsdp(f, replacement)),
+    "experts": (parallelize_deepseekv3, lambda f: hooks.with_moe_parallel(f, replacement)),
+    "expert styles": (
+        parallelize_deepseekv3,
+        lambda f: hooks.with_expert_parallel_styles(f, {ExpertParallel: replacement}),  # type: ignore[dict-item]
+    ),
     "checkpoint wrapper": (parallelize_deepseekv3, lambda f: hooks.with_checkpoint_wrapper(f, replacement)),
     "pipeline stage": (pipeline_llm, lambda f: hooks.with_pipeline_stage(f, replacement)),  # type: ignore[arg-type]
     "optimizers": (build_optimizers, lambda f: hooks.with_optimizers_container(f, replacement)),
     "dispatch": (ExpertParallel._token_dispatch, lambda _: hooks.token_dispatch_with(replacement)),
     "combine": (ExpertParallel._token_combine, lambda _: hooks.token_combine_with(replacement)),
-    "functions": (Attention.forward, lambda f: hooks.with_functions(f, {apply_rotary_emb: replacement})),
+    "rotations": (Attention.forward, lambda f: hooks.with_rotations(f, {apply_rotary_emb: replacement})),
 }
 
 
@@ -37,6 +51,10 @@ def test_the_call_is_replaced_in_a_copy(name: str) -> None:
     copy = hook(function)
     assert copy is not function
     assert refers_to(copy, [replacement]) and not refers_to(function, [replacement])
+
+
+def test_which_plans_have_experts() -> None:
+    assert hooks.calls_moe_parallel(parallelize_deepseekv3) and not hooks.calls_moe_parallel(parallelize_llama)
 
 
 def test_torchtitans_context_parallel_is_not_applied() -> None:
