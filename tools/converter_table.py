@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
+import pkgutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ def table() -> str:
     """Return the table. A cell has the replaced modules of a debug model and their number."""
     from torchtitan_npu.converters import CONVERTERS
     from torchtitan_npu.models import OWN_MODELS
-    from torchtitan_npu.upstream.registries import titan_models
 
     rows = {name: job(name) for name in titan_models() | set(OWN_MODELS)}
     rows["flux"] = job("flux", "flux-debug")
@@ -29,6 +30,14 @@ def table() -> str:
         model = built(config)
         lines.append(f"| {title} | {' | '.join(cell(name, config, model) for name in names)} |")
     return "\n".join(lines) + "\n"
+
+
+def titan_models() -> set[str]:
+    """Return the names of TorchTitan's own models, without its experiments."""
+    from torchtitan import models
+
+    names = (module.name for module in pkgutil.iter_modules(models.__path__) if module.ispkg)
+    return {name for name in names if hasattr(importlib.import_module(f"{models.__name__}.{name}"), "get_train_spec")}
 
 
 def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> Any:

@@ -65,6 +65,7 @@ LAYOUTS = {
     "one, other batches": Layout(1, {}, {**VALIDATED, "validation.local_batch_size": 3}),
     "ep2, converted": Layout(2, {"ep": 2}, converted=True),
     "ep2": Layout(2, {"ep": 2}),  # the number of a rank's tokens changes from step to step
+    "tp2 ep2": Layout(2, {"tp": 2, "ep": 2}, {"npu.moe_sequence_parallel": False}),
     "cp2": Layout(2, {"cp": 2}),
     "pp2": Layout(2, {"pp": 2}, MICROBATCHES),
     "pp2 interleaved": Layout(2, {"pp": 2}, INTERLEAVED, layers=4),

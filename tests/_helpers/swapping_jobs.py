@@ -28,7 +28,7 @@ def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]
 
     torchtitan_npu.register()
     name = f"{TINY[model][0]}_swapping"
-    if name not in known_models():
+    if name not in known_models(name):
         spec = get_train_spec(TINY[model][0])
         register_train_spec(name, AdaptedTrainSpec(**{**vars(spec), "build_optimizers_fn": build}))
     swap = {"model.name": name, "optimizer.swap": True, "optimizer.swap_slice_mib": SLICE_MIB}

@@ -4,13 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.torch_internals.collectives import (
     AsyncCollectiveTensor,
-    all_gather_with_gradient,
     hccl_communicator,
     process_group,
 )
@@ -34,18 +31,3 @@ def ask_gloo_for_hccl() -> None:
 
 def test_the_backend_of_a_group() -> None:
     run_on_ranks(1, ask_gloo_for_hccl)
-
-
-def gather() -> tuple[Tensor, Tensor]:
-    """On a rank: gather its number, and weight each gathered number by its place plus this rank's number."""
-    rank = dist.get_rank()
-    x = torch.tensor([float(rank)], requires_grad=True)
-    gathered = all_gather_with_gradient(x, 0, init_device_mesh("cpu", (2,)))
-    (gathered * torch.tensor([1.0, 2.0]) * (rank + 1)).sum().backward()
-    return gathered.detach().clone(), x.grad
-
-
-def test_gathers_and_reduces_the_gradient() -> None:
-    for rank, (gathered, gradient) in enumerate(run_on_ranks(2, gather)):
-        assert gathered.tolist() == [0.0, 1.0]
-        assert gradient.tolist() == [(rank + 1) * 3.0]

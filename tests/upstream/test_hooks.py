@@ -36,6 +36,7 @@ HOOKS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         parallelize_deepseekv3,
         lambda f: hooks.with_expert_parallel_styles(f, {ExpertParallel: replacement}),  # type: ignore[dict-item]
     ),
+    "reorderer style": (parallelize_deepseekv3, lambda f: hooks.with_reorderer_style(f, replacement)),  # type: ignore[arg-type]
     "checkpoint wrapper": (parallelize_deepseekv3, lambda f: hooks.with_checkpoint_wrapper(f, replacement)),
     "pipeline stage": (pipeline_llm, lambda f: hooks.with_pipeline_stage(f, replacement)),  # type: ignore[arg-type]
     "optimizers": (build_optimizers, lambda f: hooks.with_optimizers_container(f, replacement)),

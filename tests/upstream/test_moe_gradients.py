@@ -11,7 +11,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from tests._helpers.moe_layers import build_moe, output_gradient, tokens
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients
+from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients, splitting_by_sequence
 
 BATCH, SEQUENCE, RANKS = 2, 8, 2
 
@@ -37,7 +37,8 @@ def step(ranks: int, split: bool, fixed: bool) -> dict[str, Tensor]:
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         experts = {"ep_mesh": mesh if split else None, "etp_mesh": None, "ep_etp_mesh": None}
-        apply_moe_ep_tp(model, tp_mesh=mesh, **experts)
+        parallelize = splitting_by_sequence(apply_moe_ep_tp) if fixed else apply_moe_ep_tp  # type: ignore[arg-type]
+        parallelize(model, tp_mesh=mesh, **experts)
         if fixed:
             fix_moe_gradients(model, mesh, tokens_are_split=split)
         rank = mesh.get_local_rank()

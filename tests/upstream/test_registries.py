@@ -1,19 +1,22 @@
-"""TorchTitan's registries of models, read through private names."""
+"""The models and converters that a job can name."""
 
 from __future__ import annotations
 
-import pytest
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
-from torchtitan_npu.upstream.registries import known_models, titan_models
+from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.upstream.registries import known_converters, known_models, package_models
 
 
-def test_known_models_are_those_that_get_train_spec_accepts() -> None:
+def test_models() -> None:
     torchtitan_npu.register()
-    assert {"llama3", "deepseek_v3", "qwen3"} <= titan_models() <= known_models()
-    assert {"deepseek_v32", "simple_fsdp.llama3"} <= known_models() - titan_models()
-    for name in ("llama3", "deepseek_v32"):
-        get_train_spec(name)
-    with pytest.raises(ValueError, match="is not registered"):
-        get_train_spec("no_such_model")
+    assert all(isinstance(get_train_spec(name), AdaptedTrainSpec) for name in package_models())
+    assert known_models("llama3") == package_models() == known_models("no_such_model")
+    assert known_models("flux") == package_models() | {"flux"}
+
+
+def test_converters() -> None:
+    torchtitan_npu.register()
+    assert set(CONVERTERS) <= set(known_converters())

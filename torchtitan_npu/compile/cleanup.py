@@ -58,7 +58,7 @@ def is_view(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     # composite operators (reshape, contiguous) may copy, although their schemas say view
-    views = target.is_view and not has_kernel(target.name(), "CompositeImplicitAutograd")
+    views = target.is_view and not has_kernel(target, "CompositeImplicitAutograd")
     return target in VIEWS or (views and isinstance(node.args[0], fx.Node))
 
 

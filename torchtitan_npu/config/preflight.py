@@ -77,7 +77,7 @@ class JobContext:
     def __init__(self, config: JobConfig, world_size: int) -> None:
         self.config = config
         self.world_size = world_size
-        self.model_names = known_models()
+        self.model_names = known_models(config.model.name)
         self.converter_names = known_converters()
         self.datasets = DATASETS
         self.graph_pass_names = list(PASSES)

@@ -15,7 +15,7 @@ from torchtitan_npu.torch_internals.dispatch import has_kernel
 _AUTOCAST_TO_FLOAT32 = frozenset(
     device_type
     for device_type, key in (("cuda", "AutocastCUDA"), ("npu", "AutocastPrivateUse1"), ("cpu", "AutocastCPU"))
-    if has_kernel("aten::rms_norm", key)
+    if has_kernel(torch.ops.aten.rms_norm.default, key)
 )
 
 

@@ -11,8 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.fake_devices import BelowSubclasses
+from torchtitan_npu.pytree import tree_leaves, tree_map
 from torchtitan_npu.torch_internals.collectives import process_group
-from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema, tree_flatten, tree_map_only
+from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
 from torchtitan_npu.torch_internals.fake_tensors import real_tensor_mode
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ class AssumedLoad(BelowSubclasses):
         self._values = WeakTensorKeyDictionary()  # fake tensor -> its value, on the CPU
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         known = bool(tensors) and all(x in self._values for x in tensors)
         if op is aten._local_scalar_dense.default and known:
             with real_tensor_mode():
@@ -79,13 +80,16 @@ class AssumedLoad(BelowSubclasses):
                 self._values[output] = self._compute(op, args, kwargs)
         elif known:
             with real_tensor_mode():
-                values = self._compute(op, *tree_map_only(Tensor, self._values.__getitem__, (args, kwargs)))
-            for tensor, value in zip(tree_flatten(output)[0], tree_flatten(values)[0], strict=True):
+                values = self._compute(op, *tree_map(self._value, (args, kwargs)))
+            for tensor, value in zip(tree_leaves(output), tree_leaves(values), strict=True):
                 if isinstance(tensor, Tensor):
                     self._values[tensor] = value
         elif op_schema(op).is_mutable:
             self._invalidate(op, args, kwargs)
         return output
+
+    def _value(self, argument: Any) -> Any:
+        return self._values[argument] if isinstance(argument, Tensor) else argument
 
     def _invalidate(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remove the known values of all tensors that share memory with the outputs that ``op`` mutates."""
@@ -93,7 +97,7 @@ class AssumedLoad(BelowSubclasses):
         written = [
             arguments[x.name] for x in op_schema(op).arguments if x.alias_info is not None and x.alias_info.is_write
         ]
-        storages = {id(x.untyped_storage()) for x in tree_flatten(written)[0] if isinstance(x, Tensor)}
+        storages = {id(x.untyped_storage()) for x in tree_leaves(written) if isinstance(x, Tensor)}
         for tensor in list(self._values):
             if id(tensor.untyped_storage()) in storages:
                 del self._values[tensor]

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, op_schema
 from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache
-from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode, is_fake_tensor_type
+from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode
 
 
 def fake_device() -> AbstractContextManager[Any]:
@@ -35,8 +34,8 @@ class BelowSubclasses(TorchDispatchMode):
     """A dispatch mode that sees what reaches the device: the operators of a DTensor on its local tensors."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(cls is Tensor or is_fake_tensor_type(cls) for cls in types):
-            return NotImplemented  # the subclass unwraps itself, and its calls arrive here again
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # such a subclass unwraps itself, and its calls arrive here again
         return self.call(op, args, kwargs or {})
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.active_modules import ActiveModules
+from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
-from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 ALLOCATION = 512
 """Bytes. The allocators of CUDA and NPU round up to a multiple of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
@@ -27,9 +27,15 @@ DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 def modules_per_rank(config: JobConfig, layers: int) -> list[list[str]]:
     """Return the modules of each pipeline rank, split as TorchTitan does: ``tok_embeddings``, ``layers.0``, ..."""
-    pp, parts = config.parallelism.pipeline_parallel_degree, pipeline_stages(config, layers)
-    stages = [[rank, 2 * pp - 1 - rank] if is_v_schedule(config) else range(rank, len(parts), pp) for rank in range(pp)]
-    return [[name for stage in of_rank for name in parts[stage]] for of_rank in stages]
+    parts = pipeline_stages(config, layers)
+    ranks = range(config.parallelism.pipeline_parallel_degree)
+    return [[name for stage in stages_of_rank(config, rank, len(parts)) for name in parts[stage]] for rank in ranks]
+
+
+def stages_of_rank(config: JobConfig, rank: int, stages: int) -> Sequence[int]:
+    """Return the indices of the stages of a pipeline rank, as TorchTitan assigns them."""
+    pp = config.parallelism.pipeline_parallel_degree
+    return (rank, 2 * pp - 1 - rank) if is_v_schedule(config) else range(rank, stages, pp)
 
 
 def has_one_stage_per_rank(config: JobConfig) -> bool:

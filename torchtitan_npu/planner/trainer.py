@@ -19,7 +19,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.expert_load import AssumedLoad, Load, balanced
 from torchtitan_npu.planner.fake_devices import fake_device
-from torchtitan_npu.planner.pipeline_stages import set_pipeline_shapes
+from torchtitan_npu.planner.pipeline_stages import schedule_with_shapes
 from torchtitan_npu.planner.unsupported_jobs import compiles_model
 from torchtitan_npu.trainer import Trainer
 from torchtitan_npu.upstream.dry_run_trainer import local_rank, train_step
@@ -45,7 +45,9 @@ class DryRunTrainer(Trainer):
             super().__init__(without_outputs(job_config))
         self.step = 2  # TorchTitan logs the first step, and logging reads the losses
         if self.parallel_dims.pp_enabled:
-            set_pipeline_shapes(self.pp_schedule, self.parallel_dims, self.job_config, self.model_args)
+            self.pp_schedule = schedule_with_shapes(
+                self.model_parts, self.parallel_dims, self.job_config, self.model_args, self.device, self.loss_fn
+            )
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
@@ -25,12 +21,12 @@ __all__ = [
 
 def without_checkpoint_wrapper(module: Any) -> Any:
     """Return the module inside a checkpoint wrapper, or ``module`` itself if it has no wrapper."""
-    return module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
+    return next(module.children()) if isinstance(module, CheckpointWrapper) else module
 
 
 def is_checkpointed(module: Any) -> bool:
     """Return whether the backward pass recomputes the forward of ``module``, which may be a compiled wrapper."""
-    return getattr(module, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
+    return hasattr(module, "checkpoint_impl")  # an attribute of the wrapper, which a compiled one passes on
 
 
 class _SavingMode(_CachingTorchDispatchMode):

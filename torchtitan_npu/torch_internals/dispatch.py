@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "OpOverload",
@@ -17,10 +16,6 @@ __all__ = [
     "has_kernel",
     "op_schema",
     "parse_schema",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
     "without_autocast",
 ]
 
@@ -45,6 +40,6 @@ def without_autocast() -> AbstractContextManager[None]:
     return torch._C._DisableAutocast()
 
 
-def has_kernel(name: str, dispatch_key: str) -> bool:
-    """Return whether the operator ``name`` (``"npu::npu_rms_norm"``) has a kernel of its own for ``dispatch_key``."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
+def has_kernel(op: OpOverload, dispatch_key: str) -> bool:
+    """Return whether ``op`` has a kernel of its own for ``dispatch_key`` (``"CPU"``, ``"AutocastCUDA"``)."""
+    return op.has_kernel_for_dispatch_key(dispatch_key)  # type: ignore[arg-type]  # the name of a key is accepted too

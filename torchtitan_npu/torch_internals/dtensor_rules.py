@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy, RuntimeSchemaInfo, TupleStrategy
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-from torchtitan_npu.torch_internals.dispatch import OpOverload, tree_leaves
+from torchtitan_npu.pytree import tree_leaves
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 Strategy: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement]]
 """Placements over one mesh dimension: of the outputs (``None`` for one that is not a tensor) and of the tensor
@@ -107,10 +107,10 @@ def choose_strategy(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def local_tensor(tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
     """Return this rank's part of ``tensor`` under ``placements``, redistributed if they differ from its own."""
-    if placements == tensor.placements:
-        return tensor._local_tensor
-    target = DTensorSpec(tensor.device_mesh, placements, tensor_meta=tensor._spec.tensor_meta)
-    return redistribute_local_tensor(tensor._local_tensor, tensor._spec, target)
+    with torch.no_grad():  # a handler runs below autograd, which would record these two calls nevertheless
+        if placements != tensor.placements:
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
 
 
 def wrap_outputs(results: Any, output_spec: Any) -> Any:

@@ -8,9 +8,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
@@ -18,7 +16,6 @@ from torch._subclasses.fake_tensor import (
 _LIMITS: dict[type[Exception], str] = {
     DataDependentOutputException: "the model reads a tensor's value",
     DynamicOutputShapeException: "the model reads a tensor's value",
-    UnsupportedFakeTensorException: "a tensor of the model cannot be a fake tensor",
     UnsupportedOperatorException: "an operator has no fake kernel",
 }
 
@@ -31,11 +28,6 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
 def real_tensor_mode() -> AbstractContextManager[Any]:
     """Suspend the fake tensor mode in this context: operators compute values again."""
     return unset_fake_temporarily()
-
-
-def is_fake_tensor_type(cls: type) -> bool:
-    """Return whether ``cls`` is the type of fake tensors."""
-    return issubclass(cls, FakeTensor)
 
 
 def fake_tensor_limit(error: Exception) -> str:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers_with_moe_load_balancing
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
-from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.distributed.expert_parallel import ExpertParallel, ReordererSequenceParallel
 from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as apply_deepseek_v3_tp
 from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp, apply_moe_ep_tp
 from torchtitan.models.moe.utils import _permute, _unpermute
@@ -66,6 +67,11 @@ def with_expert_parallel_styles(
 ) -> ParallelizeFunction:
     """Return ``parallelize`` with ``styles[x]`` in place of the expert-parallel style ``x``, which needs Triton."""
     return rebound(parallelize, styles)
+
+
+def with_reorderer_style(parallelize: ParallelizeFunction, style: type[ParallelStyle]) -> ParallelizeFunction:
+    """Return ``parallelize`` with ``style`` in place of TorchTitan's ``ReordererSequenceParallel``."""
+    return rebound(parallelize, {ReordererSequenceParallel: style})
 
 
 def without_attention_context_parallel(parallelize: ParallelizeFunction) -> ParallelizeFunction:

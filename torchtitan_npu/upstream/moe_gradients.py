@@ -21,11 +21,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.models.moe.moe import MoE
+from torchtitan.protocols.train_spec import ParallelizeFunction
+
+from torchtitan_npu.upstream.hooks import with_reorderer_style
+
+
+def splitting_by_sequence(parallelize: ParallelizeFunction) -> ParallelizeFunction:
+    """Return ``parallelize`` with MoE layers in which each rank routes its part of the sequence."""
+    return with_reorderer_style(parallelize, _SplitBySequence)
 
 
 def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: bool) -> None:
-    """Correct both gradients in every MoE layer of ``model``, which TorchTitan has parallelized.
+    """Correct both gradients in every MoE layer of ``model``, parallelized by :func:`splitting_by_sequence`.
 
     ``tokens_are_split`` tells whether expert parallel spans the tensor-parallel ranks.
     """
@@ -33,7 +42,7 @@ def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: b
         if not isinstance(moe, MoE):
             continue
         if tokens_are_split:
-            _split_by_sequence(moe, tp_mesh)
+            moe.register_forward_pre_hook(_record_batch)
         # TorchTitan sums the gradient of scores that multiply the experts' input
         if tokens_are_split or not moe.score_before_experts:
             _sum_gradient_of_scores(moe.router, tp_mesh)
@@ -48,29 +57,28 @@ def _sum_gradient_of_scores(router: nn.Module, tp_mesh: DeviceMesh) -> None:
     router.register_forward_hook(hook)
 
 
-def _split_by_sequence(moe: MoE, tp_mesh: DeviceMesh) -> None:
-    """Let each rank route its part of the sequence, instead of TorchTitan's ReordererSequenceParallel."""
-    rank, ranks, top_k = tp_mesh.get_local_rank(), tp_mesh.size(), moe.router.top_k
-    batch = sequence = 0
+def _record_batch(moe: MoE, args: tuple[torch.Tensor, ...]) -> None:
+    moe.reorderer.batch = args[0].shape[0]  # type: ignore[assignment]  # (batch, sequence, dim)
 
-    def record_shape(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        nonlocal batch, sequence
-        batch, sequence, _ = args[0].shape  # (batch, sequence, dim), gathered over the ranks
 
-    def take_own_part(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        # (batch * sequence, top_k) -> (batch * sequence / ranks, top_k)
-        return tuple(x.view(batch, ranks, -1, top_k)[:, rank].reshape(-1, top_k) for x in args)
+class _SplitBySequence(ParallelStyle):
+    """In place of TorchTitan's ``ReordererSequenceParallel``, which splits batch and sequence as one dimension."""
 
-    def use_global_indices(
-        module: nn.Module, args: Any, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scores, indices, tokens_per_expert = outputs
-        part = sequence // ranks * top_k  # pairs of one sequence on this rank
-        return scores, (indices // part * ranks + rank) * part + indices % part, tokens_per_expert
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
 
-    # the hooks of ReordererSequenceParallel; distribute_module returns no handles
-    moe.reorderer._forward_pre_hooks.clear()
-    moe.reorderer._forward_hooks.clear()
-    moe.register_forward_pre_hook(record_shape)
-    moe.reorderer.register_forward_pre_hook(take_own_part)
-    moe.reorderer.register_forward_hook(use_global_indices)
+        def take_own_part(reorderer: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            # (batch * sequence, top_k) -> (batch * sequence / ranks, top_k)
+            top_k = reorderer.top_k
+            return tuple(x.view(reorderer.batch, ranks, -1, top_k)[:, rank].reshape(-1, top_k) for x in args)
+
+        def use_global_indices(
+            reorderer: Any, args: Any, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            scores, indices, tokens_per_expert = outputs
+            part = scores.shape[0] // reorderer.batch  # pairs of one sequence on this rank
+            return scores, (indices // part * ranks + rank) * part + indices % part, tokens_per_expert
+
+        module.register_forward_pre_hook(take_own_part)
+        module.register_forward_hook(use_global_indices)
+        return module

@@ -1,26 +1,28 @@
-"""TorchTitan's registries of models and converters, which it has no public function to list."""
+"""The models and converters that a job can name. TorchTitan 0.2.2 has no public function to list them."""
 
 from __future__ import annotations
 
-from torchtitan.experiments import _supported_experiments
-from torchtitan.models import _supported_models
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
-from torchtitan.protocols.train_spec import _extra_train_specs
+from torchtitan.protocols.train_spec import get_train_spec
+
+from torchtitan_npu.models import OWN_MODELS
+
+ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
+"""Models of TorchTitan that this package adapts. Its other models and its experiments run as TorchTitan has them."""
 
 
-def known_models() -> set[str]:
-    """Return every name that TorchTitan's ``get_train_spec`` accepts. Seen in TorchTitan 0.2.2."""
-    return titan_models() | set(_supported_experiments) | set(_extra_train_specs)
+def package_models() -> set[str]:
+    """Return the models that ``torchtitan_npu.register()`` registers."""
+    return {*ADAPTED_MODELS, *OWN_MODELS}
 
 
-def titan_models() -> set[str]:
-    """Return the names of TorchTitan's own models, without its experiments. Seen in TorchTitan 0.2.2."""
-    return set(_supported_models)
-
-
-def plugin_models() -> set[str]:
-    """Return the models registered by plug-ins: after ``torchtitan_npu.register()``, those that this package adapts."""
-    return set(_extra_train_specs)
+def known_models(name: str) -> set[str]:
+    """Return this package's models, and ``name`` if ``model.name`` accepts it."""
+    try:
+        get_train_spec(name)
+    except ValueError:
+        return package_models()
+    return package_models() | {name}
 
 
 def known_converters() -> list[str]:

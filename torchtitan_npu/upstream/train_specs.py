@@ -50,14 +50,13 @@ from torchtitan_npu.upstream.hooks import (
     without_attention_context_parallel,
 )
 from torchtitan_npu.upstream.initial_weights import initialize_as_one_rank
-from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients
+from torchtitan_npu.upstream.moe_gradients import fix_moe_gradients, splitting_by_sequence
 from torchtitan_npu.upstream.parallel_dims import ParallelDims as OurParallelDims
 from torchtitan_npu.upstream.pipeline_stage import PipelineStage
+from torchtitan_npu.upstream.registries import ADAPTED_MODELS
 from torchtitan_npu.upstream.sdpa_flavors import with_sdpa_flavors
 from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
 from torchtitan_npu.upstream.tied_weights import parallelize_tied, ties_weights
-
-ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 
 
 def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
@@ -99,7 +98,7 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
         if sequence_parallel_moe:
             parallelize = with_sequence_parallel_moe(parallelize, with_fused_dispatch(apply_moe_ep_tp, model))
         elif dims.ep_enabled:
-            parallelize = with_fused_dispatch(parallelize, model)
+            parallelize = splitting_by_sequence(with_fused_dispatch(parallelize, model))
         if dims.fsdp_enabled and ties_weights(model):
             model = parallelize_tied(model, dims, job_config, parallelize)
         else:

@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 def build(name: str, flavor: str, mtp_layers: int) -> Model:
     """Build a model on the meta device, with ``mtp_layers`` layers of multi-token prediction."""
-    _require("--model", name, known_models())
+    _require("--model", name, known_models(name))
     spec = get_train_spec(name)
     if spec.state_dict_adapter is None:
         raise UsageError(f"--model {name} has no state-dict adapter for Hugging Face's format")

@@ -13,7 +13,8 @@ from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, 
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import args_and_kwargs
 from torchtitan_npu.platform import Backend
-from torchtitan_npu.torch_internals.dispatch import has_kernel, op_schema, parse_schema, tree_flatten, tree_map
+from torchtitan_npu.pytree import tree_leaves, tree_map
+from torchtitan_npu.torch_internals.dispatch import has_kernel, op_schema, parse_schema
 
 KEYS = {"npu": "PrivateUse1", "cuda": "CUDA", "cpu": "CPU"}
 """The dispatch key of each backend's kernels."""
@@ -57,7 +58,7 @@ def samples() -> Iterator[Sample]:
 def _registration(op: Op, backend: Backend) -> Finding | None:
     """Return what is wrong with the registration of the operator, or None."""
     advice = "install the torch_npu that docs/how-to/install.md names"
-    if not has_kernel(f"npu::{op.name}", KEYS[backend]):
+    if not has_kernel(op.overload(), KEYS[backend]):
         return red(op.name, f"no kernel for {backend}", advice)
     found, expected = op_schema(op.overload()), parse_schema(op.schema)
     if str(found) == op.schema:
@@ -107,7 +108,7 @@ def largest_error(found: Any, expected: Any, any_order: bool = False) -> float:
 
     Return infinity if they differ in shape, in an integer, or in the position of a NaN.
     """
-    pairs = zip(*(tree_flatten(x)[0] for x in (found, expected)), strict=True)
+    pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
     return max(_error(a, b, any_order) for a, b in pairs if isinstance(b, Tensor))
 
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
 from torchtitan_npu.models.sparse_attention.documents import Documents
-from torchtitan_npu.torch_internals.collectives import all_gather_with_gradient
 
 
 class Span(NamedTuple):
@@ -70,7 +70,10 @@ class GatheredKeys(OwnKeys):
         """Start the all-gather of keys (bsz, tokens, widths), packed as one tensor (ranks, bsz, tokens, width)."""
         tensors = (kv, k_rope.squeeze(2), index_k)
         packed = torch.cat(tensors, dim=-1).unsqueeze(0)
-        return all_gather_with_gradient(packed, 0, self.mesh), [tensor.shape[-1] for tensor in tensors]
+        own = DTensor.from_local(packed, self.mesh, [Shard(0)], run_check=False)
+        # the first operator on the gathered keys waits for them
+        gathered = own.redistribute(placements=[Replicate()], async_op=True)
+        return gathered.to_local(grad_placements=[Partial()]), [tensor.shape[-1] for tensor in tensors]
 
     def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         gathered, widths = pending
