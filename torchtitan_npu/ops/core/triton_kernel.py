@@ -12,18 +12,19 @@ import torch
 from torchtitan_npu.errors import UsageError
 
 
-def kernel(module: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function ``name`` of ``torchtitan_npu/ops/<module>.py``, imported at its first call.
+def kernel(reference: Callable[..., Any], module: str = "triton") -> Callable[..., Any]:
+    """Return the function of the same name in ``module`` of the same family, imported at its first call.
 
     A float64 argument selects the ``reference``: float64 is for oracles, not for training.
     """
+    family, name = reference.__module__.rpartition(".")[0], reference.__name__
 
     def run(**arguments: Any) -> Any:
         for value in arguments.values():
             if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
                 return reference(**arguments)
         try:
-            return _imported(module, name)(**arguments)
+            return _imported(f"{family}.{module}", name)(**arguments)
         except _out_of_resources() as lack:
             raise UsageError(
                 f"{name}: the kernel needs more {lack.name} than this GPU has ({lack.required} needed, {lack.limit} "
@@ -43,4 +44,4 @@ def _out_of_resources() -> type[Any]:
 
 @cache
 def _imported(module: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"torchtitan_npu.ops.{module}"), name)
+    return getattr(importlib.import_module(module), name)

@@ -182,7 +182,7 @@ def warn_of_synchronisation(op: str, features: tuple[int, int], dtype: torch.dty
     )
 
 
-fused = kernel("grouped_matmul.triton", "npu_grouped_matmul", reference.npu_grouped_matmul)
+fused = kernel(reference.npu_grouped_matmul)
 
 
 def cuda(
@@ -321,7 +321,7 @@ def add_sharding(**_: Any) -> Iterator[Strategy]:
     yield [Shard(2)], {"input": Shard(2), "weight": Shard(1)}
 
 
-add_fused = kernel("grouped_matmul.triton", "npu_grouped_matmul_add_", reference.npu_grouped_matmul_add_)
+add_fused = kernel(reference.npu_grouped_matmul_add_)
 
 
 def add_cuda(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:

@@ -107,11 +107,7 @@ declare(
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, Tensor? sinks=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_lightning_indexer_grad_kl_loss,
-        cuda=kernel(
-            "indexer_kl_loss.triton",
-            "npu_sparse_lightning_indexer_grad_kl_loss",
-            reference.npu_sparse_lightning_indexer_grad_kl_loss,
-        ),
+        cuda=kernel(reference.npu_sparse_lightning_indexer_grad_kl_loss),
         fake=fake,
         checks=checks,
         sharding=sharding,

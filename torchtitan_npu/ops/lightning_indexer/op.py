@@ -144,7 +144,7 @@ def fits_triton(keys: int, count: int) -> bool:
     return keys <= SEGMENT or 2 * count <= SEGMENT
 
 
-fused = kernel("lightning_indexer.triton", "npu_lightning_indexer", reference.npu_lightning_indexer)
+fused = kernel(reference.npu_lightning_indexer)
 
 
 def cuda(key: Tensor, layout_query: str, sparse_count: int, **others: Any) -> tuple[Tensor, Tensor]:
@@ -242,9 +242,7 @@ declare(
         'str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, '
         "int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_lightning_indexer_grad,
-        cuda=kernel(
-            "lightning_indexer.triton_grad", "npu_lightning_indexer_grad", reference.npu_lightning_indexer_grad
-        ),
+        cuda=kernel(reference.npu_lightning_indexer_grad, "triton_grad"),
         fake=grad_fake,
         checks=grad_checks,
         sharding=grad_sharding,

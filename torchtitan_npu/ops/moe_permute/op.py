@@ -94,7 +94,7 @@ declare(
         schema="npu::npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, "
         "bool padded_mode=False) -> (Tensor, Tensor)",
         reference=reference.npu_moe_token_permute,
-        cuda=kernel("moe_permute.triton", "npu_moe_token_permute", reference.npu_moe_token_permute),
+        cuda=kernel(reference.npu_moe_token_permute),
         fake=permute_fake,
         checks=permute_checks,
         sharding=permute_sharding,
@@ -151,7 +151,7 @@ declare(
         schema="npu::npu_moe_token_permute_grad_v2(Tensor grad_permuted_tokens, Tensor sorted_indices, "
         "SymInt tokens_size_0, ScalarType tokens_dtype, SymInt num_topK, bool padded_mode=False) -> Tensor",
         reference=reference.npu_moe_token_permute_grad_v2,
-        cuda=kernel("moe_permute.triton", "npu_moe_token_permute_grad_v2", reference.npu_moe_token_permute_grad_v2),
+        cuda=kernel(reference.npu_moe_token_permute_grad_v2),
         fake=permute_grad_fake,
         checks=permute_grad_checks,
         sharding=lambda **_: [([Shard(1)], {"grad_permuted_tokens": Shard(1)})],
@@ -220,7 +220,7 @@ declare(
         schema="npu::npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
         "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
         reference=reference.npu_moe_token_unpermute,
-        cuda=kernel("moe_permute.triton", "npu_moe_token_unpermute", reference.npu_moe_token_unpermute),
+        cuda=kernel(reference.npu_moe_token_unpermute),
         fake=unpermute_fake,
         checks=unpermute_checks,
         sharding=lambda **_: [([Shard(1)], {"permuted_tokens": Shard(1)})],
@@ -268,7 +268,7 @@ declare(
         "bool padded_mode=False, int[]? restore_shape=None) -> "
         "(Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)",
         reference=reference.unpermute_and_rows,
-        cuda=kernel("moe_permute.triton", "unpermute_and_rows", reference.unpermute_and_rows),
+        cuda=kernel(reference.unpermute_and_rows),
         fake=unpermute_and_rows_fake,
         checks=unpermute_checks,
         sharding=lambda **_: [([Shard(1), Shard(1)], {"permuted_tokens": Shard(1)})],
@@ -338,7 +338,7 @@ declare(
         "SymInt permuted_tokens_size_0, ScalarType permuted_tokens_dtype, Tensor? probs=None, "
         "bool padded_mode=False, int[]? restore_shape=None, Tensor? permuted_tokens=None) -> (Tensor, Tensor)",
         reference=reference.npu_moe_token_unpermute_grad_v2,
-        cuda=kernel("moe_permute.triton", "npu_moe_token_unpermute_grad_v2", reference.npu_moe_token_unpermute_grad_v2),
+        cuda=kernel(reference.npu_moe_token_unpermute_grad_v2),
         fake=unpermute_grad_fake,
         checks=unpermute_grad_checks,
         sharding=unpermute_grad_sharding,

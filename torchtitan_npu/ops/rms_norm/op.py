@@ -72,13 +72,12 @@ def sample() -> dict[str, Any]:
 MAX_CUDA_WIDTH = 16384
 
 
-def on_cuda(name: str) -> Callable[..., Any]:
-    """Return the Triton kernel of the operator ``name``, which holds a row in registers.
+def on_cuda(reference_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the Triton kernel, which holds a row in registers.
 
     The reference runs for rows that are too wide for that, and for empty tensors.
     """
-    reference_kernel = getattr(reference, name)
-    fused = kernel("rms_norm.triton", name, reference_kernel)
+    fused = kernel(reference_kernel)
 
     def run(gamma: Tensor, **arguments: Any) -> Any:
         x = arguments["x1" if "x1" in arguments else "input"]
@@ -98,7 +97,7 @@ declare(
         schema="npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor)",
         reference=reference.npu_rms_norm,
-        cuda=on_cuda("npu_rms_norm"),
+        cuda=on_cuda(reference.npu_rms_norm),
         fake=fake,
         checks=checks,
         sharding=sharding,
@@ -135,7 +134,7 @@ declare(
     Op(
         schema="npu::npu_rms_norm_backward(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
         reference=reference.npu_rms_norm_backward,
-        cuda=on_cuda("npu_rms_norm_backward"),
+        cuda=on_cuda(reference.npu_rms_norm_backward),
         fake=backward_fake,
         checks=backward_checks,
         sharding=backward_sharding,
@@ -165,7 +164,7 @@ declare(
         schema="npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
         "-> (Tensor, Tensor, Tensor)",
         reference=reference.npu_add_rms_norm,
-        cuda=on_cuda("npu_add_rms_norm"),
+        cuda=on_cuda(reference.npu_add_rms_norm),
         fake=add_fake,
         checks=add_checks,
         sharding=add_sharding,

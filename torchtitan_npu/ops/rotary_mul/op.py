@@ -70,7 +70,7 @@ def backward(npu: Any, ctx: Any, grad: Tensor) -> dict[str, Tensor]:
     return {"input": dx, "r1": dr1, "r2": dr2}
 
 
-fused = kernel("rotary_mul.triton", "npu_rotary_mul", reference.npu_rotary_mul)
+fused = kernel(reference.npu_rotary_mul)
 
 
 def cuda(rotate: Tensor | None, **arguments: Any) -> Tensor:
@@ -180,7 +180,7 @@ declare(
         schema="npu::npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, "
         'str rotary_mode="half") -> (Tensor, Tensor, Tensor)',
         reference=reference.npu_rotary_mul_backward,
-        cuda=kernel("rotary_mul.triton", "npu_rotary_mul_backward", reference.npu_rotary_mul_backward),
+        cuda=kernel(reference.npu_rotary_mul_backward),
         fake=backward_fake,
         checks=backward_checks,
         sharding=backward_sharding,

@@ -246,9 +246,7 @@ FORWARD = declare(
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0, "
         "bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_flash_attention,
-        cuda=kernel(
-            "sparse_flash_attention.triton", "npu_sparse_flash_attention", reference.npu_sparse_flash_attention
-        ),
+        cuda=kernel(reference.npu_sparse_flash_attention),
         fake=fake,
         checks=checks,
         sharding=sharding,
@@ -337,11 +335,7 @@ declare(
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, int? attention_mode=0) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_flash_attention_grad,
-        cuda=kernel(
-            "sparse_flash_attention.triton_grad",
-            "npu_sparse_flash_attention_grad",
-            reference.npu_sparse_flash_attention_grad,
-        ),
+        cuda=kernel(reference.npu_sparse_flash_attention_grad, "triton_grad"),
         fake=grad_fake,
         checks=grad_checks,
         sharding=grad_sharding,

@@ -62,7 +62,7 @@ declare(
     Op(
         schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
         reference=reference.npu_swiglu,
-        cuda=kernel("swiglu.triton", "npu_swiglu", reference.npu_swiglu),
+        cuda=kernel(reference.npu_swiglu),
         fake=fake,
         checks=checks,
         sharding=sharding,
@@ -97,7 +97,7 @@ declare(
     Op(
         schema="npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
         reference=reference.npu_swiglu_backward,
-        cuda=kernel("swiglu.triton", "npu_swiglu_backward", reference.npu_swiglu_backward),
+        cuda=kernel(reference.npu_swiglu_backward),
         fake=backward_fake,
         checks=backward_checks,
         sharding=backward_sharding,
