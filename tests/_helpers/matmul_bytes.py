@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from tests._helpers.collectives import Collectives
 from tests._helpers.matmul_brute_force import Valid, every_valid
 from tests._helpers.matmul_calls import Call, aten, backward, choice, specs
 from tests._helpers.matmul_costs import cheapest_valid, reductions_left
 from tests._helpers.shards import Placements, every_placement
-from tools.bench.collectives import Collectives
-from tools.bench.undecomposed_matmul import our_matmul_sharding
+from tests._helpers.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.planner import fake_device, fake_ranks
 
 TOKENS = (16, 4096)

@@ -15,7 +15,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
 
 from tests._helpers.shards import Placements, integers
-from tools.bench.undecomposed_matmul import matmul_backward
+from tests._helpers.undecomposed_matmul import matmul_backward
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()

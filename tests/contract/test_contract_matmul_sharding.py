@@ -21,8 +21,8 @@ from tests._helpers.matmul_brute_force import is_valid
 from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
 from tests._helpers.matmul_calls import Call, R, backward, choice, forward
 from tests._helpers.shards import every_placement
+from tests._helpers.undecomposed_matmul import our_matmul_sharding
 from tools.bench.matmul_sharding import SIZES, aten, bytes_moved, step, step_row
-from tools.bench.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.planner import fake_device, fake_ranks

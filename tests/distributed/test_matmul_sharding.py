@@ -15,7 +15,7 @@ from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
 from tests._helpers.matmul_calls import SHAPES, Call, backward, choice, chosen_for, forward
 from tests._helpers.matmul_costs import Placed, cost_later, costs_from, least_costs, placed_everywhere
 from tests._helpers.shards import Placements, every_placement
-from tools.bench.undecomposed_matmul import our_matmul_sharding
+from tests._helpers.undecomposed_matmul import our_matmul_sharding
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.torch_internals import dtensor

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests._helpers.matmul_calls import Call, Choice, P, R, choice
 from tests._helpers.shards import Placements, integers
-from tools.bench.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
+from tests._helpers.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.distributed.matmul_placements import Strategy
 from torchtitan_npu.planner import fake_ranks

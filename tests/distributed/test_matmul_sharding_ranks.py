@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests._helpers.matmul_calls import Call, P, R, backward, choice, forward
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.shards import Placements, assemble, every_placement, integers, split
-from tools.bench.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
+from tests._helpers.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
 
 Outcome = list[tuple[Tensor, Placements] | None]
 """The local tensors and placements of the outputs of one call on one rank."""

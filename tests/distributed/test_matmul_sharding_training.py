@@ -10,9 +10,9 @@ import pytest
 
 from tests._helpers import deepseek_v32_training as deepseek_v32
 from tests._helpers import layouts
+from tests._helpers.collectives import Collective, Collectives
 from tests._helpers.multirank import run_on_ranks
-from tools.bench.collectives import Collective, Collectives
-from tools.bench.undecomposed_matmul import undecomposed_matmul
+from tests._helpers.undecomposed_matmul import undecomposed_matmul
 from torchtitan_npu.distributed import matmul_sharding
 
 MIN_CHOICES = 8

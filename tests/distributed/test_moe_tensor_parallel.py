@@ -17,14 +17,14 @@ from torchtitan.models.gpt_oss.infra.parallelize import parallelize_gptoss
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp, parallelize_llama
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
+from tests._helpers.collectives import Collectives
 from tests._helpers.converted_models import assert_no_further, convert
 from tests._helpers.layouts import FUSED, job_config
 from tests._helpers.moe_layers import DIM, ROUNDINGS, build_moe, call, call_exact, output_gradient
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, expert_biases, recording, train_until
 from tests.distributed.test_layouts import assert_equal_training
-from tools.bench.collectives import Collectives
-from tools.bench.moe_traffic import END, HEAD, MODELS, PAGE, START, rows
+from tools.moe_traffic_table import END, HEAD, MODELS, PAGE, START, rows
 from torchtitan_npu.components.expert_balance import sum_over_tensor_parallel
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
@@ -189,4 +189,4 @@ def test_the_page_has_the_table_that_the_code_gives() -> None:
     """Only the last model's rows are computed; they are the quickest."""
     table = PAGE.read_text().partition(START)[2].partition(END)[0]
     assert table.startswith(HEAD) and all(f"| {name} " in table for name in MODELS)
-    assert table.endswith(rows(list(MODELS)[-1])), "run python tools/bench/moe_traffic.py"
+    assert table.endswith(rows(list(MODELS)[-1])), "run python tools/moe_traffic_table.py"

@@ -44,8 +44,8 @@ torchtitan_npu.register()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from tools.bench.collectives import Collective, Collectives  # noqa: E402
-from tools.bench.undecomposed_matmul import undecomposed_matmul  # noqa: E402
+from tests._helpers.collectives import Collective, Collectives  # noqa: E402
+from tests._helpers.undecomposed_matmul import undecomposed_matmul  # noqa: E402
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402

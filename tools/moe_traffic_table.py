@@ -1,6 +1,6 @@
 """Compute the traffic of a training step under tensor and expert parallelism, in TorchTitan's MoE layout and in ours.
 
-``python tools/bench/moe_traffic.py`` runs a dry run of one of 64 ranks on fake tensors of real sizes, and writes the
+``python tools/moe_traffic_table.py`` runs a dry run of one of 64 ranks on fake tensors of real sizes, and writes the
 table of docs/explanation/moe-tensor-parallel.md. It takes a minute.
 """
 
@@ -23,8 +23,8 @@ from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.shipped_files import shipped  # noqa: E402
 from torchtitan_npu.planner.dry_run import dry_run_rank  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation/moe-tensor-parallel.md"
-START, END = "<!-- made by tools/bench/moe_traffic.py -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "explanation/moe-tensor-parallel.md"
+START, END = "<!-- made by tools/moe_traffic_table.py -->\n", "<!-- end -->\n"
 HEAD = f"| model | group | collective | TorchTitan's | GiB | ours | GiB |\n|{'---|' * 7}\n"
 
 RANKS, TP, SEQUENCE = 64, 4, 4096
