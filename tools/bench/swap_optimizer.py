@@ -2,8 +2,6 @@
 
     python tools/bench/swap_optimizer.py --json out.json --picture out.png     # 1e9 and 4e9 parameters, float32
     python tools/bench/swap_optimizer.py --draw out.json out.png               # draw the recorded trace again
-    python tools/bench/swap_optimizer.py --check                               # correctness on this device
-    python tools/bench/swap_optimizer.py --check-resume                        # correctness of resumed jobs
 
 Each row is a median of steps, each timed from an idle device to an idle device. The limit is 8 bytes per parameter in
 each direction at the bandwidth of the link with both directions busy, measured in the same process before and after
@@ -25,11 +23,10 @@ from typing import Any
 
 import torch
 from harness import machine, write, write_partial
-from swap_check import check, check_resume, memory_of_a_step
 
 from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
-from torchtitan_npu.components.swap_optimizer.slices import MIB
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 LANES = {"load": "tab:blue", "update": "tab:orange", "store": "tab:green"}
@@ -123,6 +120,25 @@ def timed(
         module.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
+
+
+def memory_of_a_step(
+    device: torch.device, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], slice_mib: int
+) -> dict[str, int]:
+    """Return the bytes beyond parameters and gradients: held between steps, the peak of a step, and its bound.
+
+    These are requested bytes: the allocator rounds large tensors up to 2 MiB. ``optimizer`` has already made a step,
+    and nothing else is on the device.
+    """
+    module = torch.get_device_module(device)
+    needed = sum(p.nbytes + p.grad.nbytes for p in parameters if p.grad is not None)
+    module.synchronize()
+    held = module.memory_stats()["requested_bytes.all.current"] - needed
+    module.reset_peak_memory_stats()
+    optimizer.step()
+    module.synchronize()
+    peak = module.memory_stats()["requested_bytes.all.peak"] - needed
+    return {"held_beyond_bytes": held, "peak_bytes": peak, "peak_bound_bytes": BUFFERS * slice_mib * MIB}
 
 
 class SerialPipeline(SlicePipeline):
@@ -251,8 +267,6 @@ def benchmark(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="check correctness on this device")
-    parser.add_argument("--check-resume", action="store_true", help="check that resumed jobs give equal losses")
     parser.add_argument("--draw", nargs=2, metavar=("JSON", "PNG"), help="draw a recorded trace")
     parser.add_argument("--parameters", type=lambda text: [int(float(n)) for n in text.split(",")], default="1e9,4e9")
     parser.add_argument("--slice-mib", type=int, default=64)
@@ -263,11 +277,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=("ours", "torchao", "slices"), help="measure in this process")
     parser.add_argument("--trace", action="store_true", help="with --measure=ours: record a step")
     args = parser.parse_args()
-    if args.check:
-        check(args.device)
-    elif args.check_resume:
-        check_resume()
-    elif args.draw:
+    if args.draw:
         draw_trace(json.loads(Path(args.draw[0]).read_text())["rows"][0]["trace"], args.draw[1])
     elif args.measure == "ours":
         (number,) = args.parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests._helpers.swap_training import DEVICE
 from torchtitan_npu.components.swap_optimizer.host_memory import GIB, allocate, check
 from torchtitan_npu.errors import UsageError
 
@@ -30,9 +31,9 @@ def test_too_little_memory(fraction: float, ranks: int, message: str) -> None:
 
 
 def test_allocation_that_fails() -> None:
-    """One PiB always fails; with a device, pinned memory fails in the same way."""
+    """One PiB always fails, as pinned memory does with a device."""
     with pytest.raises(UsageError) as raised:
-        allocate([1 << 50], torch.device("cpu"), fraction=1.0)
+        allocate([1 << 50], DEVICE, fraction=1.0)
     message = str(raised.value)
     assert "after 0.00 of the 1048576.00 GiB" in message and "no optimizer.swap_fraction would fit" in message
     assert "RLIMIT_MEMLOCK" in message and "\n" not in message

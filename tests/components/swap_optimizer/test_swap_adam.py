@@ -1,17 +1,30 @@
-"""SwapAdam and SwapAdamW are bit-identical to torch's, on the CPU; tools/bench/swap_check.py also checks a device."""
+"""SwapAdam and SwapAdamW are bit-identical to torch's, on the device of this machine."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from tools.bench import swap_check
+from tests._helpers.swap_training import (
+    DEVICE,
+    IMPLEMENTATIONS,
+    PAIRS,
+    SLICE_MIB,
+    STEPS,
+    assert_equal,
+    give_gradients,
+    groups,
+    make_parameters,
+    needs_device,
+    train,
+)
 from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -26,20 +39,93 @@ CPU = torch.device("cpu")
 )
 def test_swapped_equals_plain(pair: int, implementation: str, flags: dict[str, Any], fraction: float) -> None:
     """With groups, clipping, a changing learning rate, a NaN, missing gradients, frozen parameters and two dtypes."""
-    options = {**swap_check.IMPLEMENTATIONS.get(implementation, {}), **flags}
-    swap_check.check_combination(CPU, swap_check.PAIRS[pair], options, fraction)
+    check_combination(pair, {**IMPLEMENTATIONS.get(implementation, {}), **flags}, fraction)
 
 
-def test_save_and_load_with_and_without_swap() -> None:
-    swap_check.check_save_and_load(CPU)
+@needs_device
+@pytest.mark.slow
+def test_every_combination_of_options() -> None:
+    flags: list[dict[str, Any]] = [{}, {"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}]
+    for pair, implementation, options, fraction in itertools.product((0, 1), IMPLEMENTATIONS, flags, (1.0, 0.5)):
+        check_combination(pair, {**IMPLEMENTATIONS[implementation], **options}, fraction)
 
 
-def test_sharded_through_dcp() -> None:
-    swap_check.check_sharded(CPU)
+def check_combination(pair: int, options: dict[str, Any], fraction: float) -> None:
+    """Check that both optimizers of the pair agree over 50 steps; the first one swaps."""
+    parameters, copies = make_parameters(), make_parameters()
+    common = {"lr": 1e-2, "weight_decay": 0.1, **options}
+    ours = PAIRS[pair][0](groups(parameters), slice_mib=SLICE_MIB, fraction=fraction, **common)
+    theirs = PAIRS[pair][1](groups(copies), **common)
+    train(ours, parameters, 0, STEPS)
+    train(theirs, copies, 0, STEPS)
+    assert_equal((ours, parameters), (theirs, copies))
+
+
+@needs_device
+def test_slices_that_overlap() -> None:
+    """Slices are large: without synchronization, an update would read old values."""
+    torch.manual_seed(5)
+    parameters = [torch.nn.Parameter(torch.randn(4096, 4096, device=DEVICE)) for _ in range(4)]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    ours, theirs = SwapAdamW(parameters, lr=1e-2, fused=True, slice_mib=32), torch.optim.AdamW(copies, 1e-2, fused=True)
+    for _ in range(5):
+        for parameter, copied in zip(parameters, copies, strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            copied.grad = parameter.grad.clone()
+        torch.get_device_module(DEVICE).synchronize()  # let the host run ahead of the device
+        ours.step()
+        theirs.step()
+    assert_equal((ours, parameters), (theirs, copies))
+
+
+@needs_device
+@pytest.mark.parametrize("flags", [{}, {"amsgrad": True, "maximize": True}], ids=["", "amsgrad"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_device_memory(implementation: str, flags: dict[str, bool]) -> None:
+    """Nothing is held between steps, and at most three slices within a step.
+
+    These are requested bytes: the allocator rounds large tensors up to 2 MiB.
+    """
+    module = torch.get_device_module(DEVICE)
+    before = module.memory_stats().get("requested_bytes.all.current", 0)
+    parameters = [torch.nn.Parameter(torch.randn(4096, 4096, device=DEVICE)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = SwapAdamW(parameters, slice_mib=16, **IMPLEMENTATIONS[implementation], **flags)
+    optimizer.step()
+    module.synchronize()
+    held = module.memory_stats()["requested_bytes.all.current"] - before
+    assert held == 2 * sum(p.nbytes for p in parameters)
+    module.reset_peak_memory_stats()
+    optimizer.step()
+    module.synchronize()
+    assert 0 < module.memory_stats()["requested_bytes.all.peak"] - before - held <= BUFFERS * 16 * MIB
 
 
 def test_a_step_that_raises_leaves_consistent_states() -> None:
-    swap_check.check_exception(CPU)
+    """The first group is updated, the second, where the error is, unchanged, and the optimizer is usable."""
+    parameters, copies = make_parameters(), make_parameters()
+    ours = SwapAdamW(groups(parameters), lr=1e-2, fused=True, slice_mib=SLICE_MIB)
+    theirs = torch.optim.AdamW(groups(copies), lr=1e-2, fused=True)
+    train(ours, parameters, 0, 4)
+    train(theirs, copies, 0, 4)
+    betas = ours.param_groups[1]["betas"]
+    counts = {p: theirs.state[p]["step"].clone() for p in theirs.param_groups[1]["params"] if p in theirs.state}
+    for optimizer, mine in ((ours, parameters), (theirs, copies)):
+        give_gradients(mine, 4, loop=False)
+        optimizer.param_groups[1]["betas"] = ("no", "number")
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[1]["betas"] = betas
+    for parameter, count in counts.items():
+        # torch increments its step before the kernel raises; ours counts complete updates
+        theirs.state[parameter]["step"].copy_(count)
+    assert_equal((ours, parameters), (theirs, copies))
+    loaded = SwapAdamW(groups(parameters), lr=1e-2, fused=True, slice_mib=SLICE_MIB)
+    loaded.load_state_dict(copy.deepcopy(ours.state_dict()))
+    train(loaded, parameters, 5, 9)
+    train(theirs, copies, 5, 9)
+    assert_equal((loaded, parameters), (theirs, copies))
 
 
 def test_an_update_that_raises() -> None:
@@ -52,7 +138,7 @@ def test_an_update_that_raises() -> None:
             raise RuntimeError("here")
 
     with pytest.raises(RuntimeError, match="here"):
-        SlicePipeline(CPU).run([SliceUpdate([state], update) for state in states], lambda: None)
+        SlicePipeline(torch.device("cpu")).run([SliceUpdate([state], update) for state in states], lambda: None)
     assert [state.unique().item() for state in states] == [100.0, 101.0, 102.0, 103.0, 4.0, 5.0]
 
 
@@ -65,7 +151,7 @@ def test_a_parameter_whose_first_gradient_comes_late() -> None:
             both[0].grad = torch.full((40,), 1.0 + number)
             both[1].grad = torch.full((40,), 2.0) if number >= 2 else None
             optimizer.step()
-    swap_check.assert_equal((ours, parameters), (theirs, copies))
+    assert_equal((ours, parameters), (theirs, copies))
     assert [ours.state[p]["step"].item() for p in parameters] == [4, 2]
 
 
