@@ -12,15 +12,26 @@ Until it succeeds, its rows are in PART.partial.json and the docs are unchanged.
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
-from harness import partial_file
-from render import HOST_MODES, NUMBERS, render
+import matplotlib
+import matplotlib.pyplot as plt
+from harness import best_peer, partial_file
 
+matplotlib.use("Agg")
 HERE = Path(__file__).resolve().parent
+DOCS = HERE.parents[1] / "docs"
+NUMBERS = DOCS / "benchmarks"
+GIB = 1 << 30
+HOST_MODES = ("eager", "bypassed", "inductor", "lite")
 PARTS = {
     "ops": ["basic_kernels.py"],
     "attention": ["sparse_attention.py"],
@@ -33,6 +44,330 @@ PARTS = {
         *("host_dispatch.py", "--device", "cuda", "--modes", "eager", "bypassed", "inductor", "--operators", "fused")
     ],
 }
+
+
+Numbers = dict[str, Any]
+"""The content of a file of docs/benchmarks."""
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def not_measured(names: list[str]) -> list[str]:
+    """Return a line that names missing results."""
+    return [f"Not measured: {'; '.join(names)}."] if names else []
+
+
+CURVES = {
+    "eager": "eager",
+    "absorbed": "eager, absorbed",
+    "nudged 1": "eager, perturbed 1",
+    "nudged 2": "eager, perturbed 2",
+    "fused": "fused",
+    "fused 1": "fused, perturbed 1",
+    "fused 2": "fused, perturbed 2",
+    "fused 3": "fused, perturbed 3",
+}
+LINES = {"fused": "-", "fused 1": "--", "fused 2": "-.", "fused 3": ":"}
+"""Line styles of the fused runs."""
+
+
+def losses_of(numbers: Numbers) -> dict[str, list[float]]:
+    """Return the losses of each run."""
+    return {row["variant"]: row["losses"] for row in numbers["rows"] if "losses" in row}
+
+
+def relative_differences(one: list[float], other: list[float]) -> list[float]:
+    """Return the difference of two runs at each step, relative to their mean."""
+    return [2 * abs(a - b) / (a + b) for a, b in zip(one, other, strict=True)]
+
+
+def comparable(losses: dict[str, list[float]]) -> bool:
+    """Return whether there is an eager run and another one."""
+    return "eager" in losses and len(losses) > 1
+
+
+def curves(numbers: Numbers) -> str:
+    """Return the table of differences between runs."""
+    losses = losses_of(numbers)
+    failed = {row["variant"]: f" ({row['failed']})" for row in numbers["rows"] if "failed" in row}
+    missing = not_measured([CURVES[name] + failed.get(name, "") for name in CURVES if name not in losses])
+    if not comparable(losses):
+        return "\n\n".join(missing)
+    fused = [name for name in losses if name.startswith("fused")]
+    eager = [name for name in losses if name not in fused]
+    pairs = {
+        "two eager runs": list(combinations(eager, 2)),
+        "two fused runs": list(combinations(fused, 2)),
+        "an eager and a fused run": list(product(eager, fused)),
+    }
+    rows = []
+    for what, of_pairs in pairs.items():
+        distances = [relative_differences(losses[one], losses[other]) for one, other in of_pairs]
+        if distances:
+            far = [max(each) for each in distances]
+            mean = statistics.mean(map(statistics.mean, distances))
+            rows.append([what, str(len(distances)), f"{mean:.1e}", f"{min(far):.1e} to {max(far):.1e}"])
+    head = ["", "pairs", "mean difference", "largest difference over the steps"]
+    picture = "![losses of the runs, and their differences from the first](../images/performance_curves.png)"
+    return "\n\n".join([table(head, rows), *permutation_test(losses, fused), *missing, picture])
+
+
+def permutation_test(losses: dict[str, list[float]], fused: list[str]) -> list[str]:
+    """Return a permutation test: how often a random division of the runs differs as much as eager and fused."""
+    if 2 * len(fused) != len(losses):
+        return []
+    distance = {
+        frozenset(pair): statistics.mean(relative_differences(*(losses[name] for name in pair)))
+        for pair in combinations(losses, 2)
+    }
+
+    def across(half: tuple[str, ...]) -> float:
+        others = [name for name in losses if name not in half]
+        return statistics.mean(distance[frozenset(pair)] for pair in product(half, others))
+
+    halves = [half for half in combinations(losses, len(fused)) if fused[0] in half]
+    as_far = sum(across(half) >= across(tuple(fused)) for half in halves)
+    divisions = f"Of the {len(halves)} divisions of these runs into two halves"
+    return [f"{divisions}, {as_far} have a mean difference at least as large as eager and fused, itself included."]
+
+
+def curves_picture(losses: dict[str, list[float]], file: Path) -> None:
+    """Plot the losses and their differences from the eager run."""
+    steps = range(1, len(losses["eager"]) + 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    for place, name in enumerate(losses):
+        fused = {"color": "black", "linestyle": LINES.get(name)}
+        style: Any = fused if name in LINES else {"color": f"C{place}"}  # the same colour in both panels
+        left.plot(steps, losses[name], label=CURVES[name], **style)
+        if name != "eager":
+            distances = relative_differences(losses[name], losses["eager"])
+            right.semilogy(steps, [max(d, 1e-9) for d in distances], label=CURVES[name], **style)
+    left.set(xlabel="step", ylabel="loss")
+    right.set(xlabel="step", ylabel="relative difference from eager")
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+VARIANTS = {
+    "eager": "eager",
+    "dsa": "+ absorbed attention with `npu_dsa`",
+    "basic": "+ `npu_rms_norm`, `npu_rope`, `npu_permute`, `npu_gmm`",
+    "compile": "+ compile (`npu.bypass_codegen`)",
+    "swap": "+ swap optimizer",
+}
+SAVED = {
+    "rms_norm forward": "RMSNorm",
+    "permute forward": "Permute",
+    "unpermute forward": "Unpermute with scores",
+    "grouped_matmul forward": "GMM",
+}
+"""The operators in the table of saved time."""
+
+
+def source(numbers: Numbers) -> str:
+    """Return the caption with machine, versions, date and command."""
+    versions = {"torch": numbers["torch"], "Triton": numbers["triton"], **numbers.get("peers", {})}
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"*One {numbers['machine']}, {named}, {numbers['date']}: `{numbers['command'].strip()}`.*"
+
+
+def rates(numbers: Numbers) -> str:
+    """Return the measured rates of the GPU."""
+    copy, product = numbers["copy_GB_s"], numbers["matmul_TFLOP_s"]
+    return f"In the same run: copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s."
+
+
+def ops(numbers: Numbers) -> str:
+    """Return the tables of operators."""
+    rows = []
+    for row in numbers["rows"]:
+        peer = best_peer(row["peers"])
+        rows.append(
+            [
+                row["op"].replace("_", " "),
+                row["shape"],
+                f"{row['eager']:.3f}",
+                f"{peer[1]:.3f} ({peer[0]})" if peer else "",
+                f"{row['ours']:.3f}",
+                f"{row['limit']:.3f}",
+                f"{row['limit'] / row['ours']:.1%}",
+                f"{row['eager'] / row['ours']:.1f} ×",
+            ]
+        )
+    head = [
+        "op",
+        "shape",
+        "eager, ms",
+        "best public kernel, ms",
+        "ours, ms",
+        "limit, ms",
+        "of the limit",
+        "speed-up",
+    ]
+    measured = {row["op"]: row for row in reversed(numbers["rows"])}  # the first of several shapes
+    saved = []
+    for op, title in SAVED.items():
+        if op in measured:
+            row = measured[op]
+            times = [f"{1e3 * ms:.1f} µs" for ms in (row["eager"], row["ours"], row["eager"] - row["ours"])]
+            saved.append([f"{title} ({row['shape']})", *times, f"{1 - row['ours'] / row['eager']:.1%}"])
+    parts = [table(head, rows), rates(numbers)]
+    if saved:
+        parts.append(table(["", "eager", "ours", "saved", "saved"], saved))
+    return "\n\n".join([*parts, *not_measured([op.replace("_", " ") for op in SAVED if op not in measured])])
+
+
+def limit_cells(row: Numbers) -> list[str]:
+    """Return the cells of the hardware limit."""
+    if "limit_ms" not in row:
+        return ["", ""]
+    limit = row["limit_ms"]
+    return [f"{limit:.2f}" if limit >= 0.01 else f"{limit:.4f}", f"{limit / row['ms']:.0%}"]
+
+
+def first_words(error: str) -> str:
+    """Shorten an error to complete sentences within 100 characters, or to 100 characters."""
+    text = error.removeprefix("[rank0]: ")
+    sentences = text[:101].rpartition(". ")[0]
+    return text if len(text) <= 100 else f"{sentences}." if sentences else text[:100]
+
+
+def kernel_cells(row: Numbers) -> list[str]:
+    """Return the cells of one measurement."""
+    if "failed" in row:
+        return [f"failed: `{first_words(row['failed'])}`", *[""] * 5]
+    return [
+        f"{row['ms']:.2f}" if row["ms"] >= 0.1 else f"{row['ms']:.3f}",
+        f"{1e6 * row['ms'] / row['length']:.0f}",
+        f"{row['tflops']:.0f}" if row["tflops"] else "",
+        *limit_cells(row),
+        f"{row['peak_mib']:.0f}",
+    ]
+
+
+def kernels(numbers: Numbers) -> str:
+    """Return the table of sparse attention or of the indexer, one row per measurement."""
+    errors = [f"{row['what']} {row['error']:.1e}" for row in numbers["rows"] if "error" in row]
+    rows = [[row["what"], str(row["length"]), *kernel_cells(row)] for row in numbers["rows"] if "length" in row]
+    head = ["", "tokens", "ms", "ns per token", "TFLOP/s", "limit, ms", "of the limit", "additional memory, MiB"]
+    distances = [f"Relative error against float64 on a small case: {', '.join(errors)}."] if errors else []
+    measured = [rates(numbers)] if "copy_GB_s" in numbers else []  # older results have no rates
+    return "\n\n".join([table(head, rows), *measured, *distances])
+
+
+def models(numbers: Numbers) -> str:
+    """Return the table of training speed and memory."""
+    rows, eager = [], {}
+    for row in numbers["rows"]:
+        name, layers = VARIANTS[row["variant"]], str(row["layers"])
+        if "failed" in row:
+            rows.append(
+                [layers, str(row["seq_len"]), name, f"does not run: `{first_words(row['failed'])}`", "", "", ""]
+            )
+            continue
+        speed, memory = row["tokens_per_second"], row["memory"] / GIB
+        if row["variant"] == "eager":
+            eager[layers] = speed, memory
+        base = eager.get(layers)
+        ratios = [f"{speed / base[0]:.2f}", f"{memory / base[1]:.2f}"] if base else ["", ""]
+        rows.append([layers, str(row["seq_len"]), name, f"{speed:.0f}", ratios[0], f"{memory:.1f}", ratios[1]])
+    head = ["layers", "sequence", "", "tokens per second", "of eager", "memory, GiB", "of eager"]
+    return table(head, rows)
+
+
+HOST_PARTS = {
+    "prolog": "prolog",
+    "epilog": "epilog with dense feed-forward",
+    "moe_epilog": "epilog, up to the experts",
+    "feed_forward": "dense feed-forward",
+    "block": "block",
+    "moe_block": "block with experts",
+    "llama3": "Llama 3 block",
+    "linear": "linear layer, from a profile",
+}
+
+
+def host_dispatch(numbers: Numbers) -> str:
+    """Return the table of host times in µs: forward; forward and backward."""
+    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for row in numbers["rows"]:
+        cells = lines.setdefault((row["weights"], row["operators"], row["part"]), {})
+        for mode, us in row["us"].items():
+            eager = None if mode == "eager" else row["us"].get("eager")
+            ratio = f" ({eager / us:.2f})" if eager else ""
+            cells.setdefault(mode, []).append(f"{us:.0f}{ratio}")
+    names = {"tp": "tensor parallel", "local": "local", "fused": "with converters", "small": "without"}
+    rows = [
+        [
+            f"{names[weights]}, {names[operators]}",
+            HOST_PARTS[part],
+            *("; ".join(cells.get(mode, [])) for mode in HOST_MODES),
+        ]
+        for (weights, operators, part), cells in lines.items()
+    ]
+    costs = ", ".join(f"{what} {us:.0f}" for what, us in numbers["launch_costs"].items())
+    return f"{table(['', '', *HOST_MODES], rows)}\n\nSingle launches, µs: {costs}."
+
+
+def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
+    """Plot the time per token over the sequence length."""
+    figure, axes = plt.subplots(figsize=(6.5, 4.2))
+    for numbers, what, label in (
+        (indexer, "indexer", "indexer and top 2048"),
+        (indexer, "attn_gym", "indexer and top 2048, attn_gym"),
+        (attention, "forward", "sparse attention, forward"),
+        (attention, "backward", "sparse attention, backward"),
+    ):
+        rows = [row for row in numbers["rows"] if row["what"] == what and "ms" in row]
+        axes.loglog(
+            [row["length"] for row in rows], [1e3 * row["ms"] / row["length"] for row in rows], "o-", label=label
+        )
+    lengths = [2048 << n for n in range(7)]
+    axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths], minor=False)
+    axes.set_yticks(marks := [0.005, 0.02, 0.1, 0.5, 2, 5], [f"{mark:g}" for mark in marks])
+    axes.minorticks_off()
+    axes.set(xlabel="tokens", ylabel="µs per token")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+RENDER: dict[str, Callable[[Numbers], str]] = {
+    "ops": ops,
+    "attention": kernels,
+    "indexer": kernels,
+    "models": models,
+    "long": models,
+    "curves": curves,
+    "host_dispatch_cpu": host_dispatch,
+    "host_dispatch_cuda": host_dispatch,
+}
+
+
+def render(folder: Path = NUMBERS, docs: Path = DOCS) -> None:
+    """Write the table of each part with results in ``folder`` between its two marks in the docs, and draw the plots."""
+    numbers = {part: json.loads(file.read_text()) for part in RENDER if (file := folder / f"{part}.json").exists()}
+    pages = {path: path.read_text() for path in sorted(docs.rglob("*.md"))}
+    for part in numbers:
+        begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+        (path,) = (path for path, text in pages.items() if begin in text)
+        before, rest = pages[path].split(begin)
+        _, after = rest.split(end)
+        text, caption = RENDER[part](numbers[part]), source(numbers[part])
+        pages[path] = f"{before}{begin}\n\n{text}\n\n{caption}\n\n{end}{after}"
+        path.write_text(pages[path])
+    images = docs / "images"
+    if {"attention", "indexer"} <= numbers.keys():
+        scaling_picture(numbers["attention"], numbers["indexer"], images / "performance_scaling.png")
+    if "curves" in numbers and comparable(losses := losses_of(numbers["curves"])):
+        curves_picture(losses, images / "performance_curves.png")
 
 
 def measure(part: str, folder: Path) -> bool:
