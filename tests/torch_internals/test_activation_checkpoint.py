@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_npu.torch_internals.activation_checkpoint import (
@@ -37,3 +38,17 @@ def test_a_recomputation_with_another_number_of_profiler_ranges() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     checkpoint(forward, x, use_reentrant=False, context_fn=contexts).sum().backward()
     assert x.grad is not None
+
+
+def test_a_higher_order_operator_in_a_recomputed_forward() -> None:
+    """TorchTitan wraps compiled flex attention in one, so that it can be saved."""
+    q, weight = torch.ones(1, 1, 16, 16), torch.ones(16, requires_grad=True)
+
+    def contexts() -> tuple[object, object]:
+        return without_profiler_operators(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))
+
+    output = checkpoint(
+        lambda weight: (flex_attention(q, q, q) * weight).sin(), weight, use_reentrant=False, context_fn=contexts
+    )
+    output.sum().backward()
+    assert weight.grad is not None

@@ -5,10 +5,10 @@ Seen on torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "CheckpointWrapper",
@@ -29,18 +29,20 @@ def is_checkpointed(module: Any) -> bool:
     return hasattr(module, "checkpoint_impl")  # an attribute of the wrapper, which a compiled one passes on
 
 
-class _SavingMode(_CachingTorchDispatchMode):
+class _WithoutProfilerOperators:
+    """Mixin for a dispatch mode, which then sees every operator but the profiler's."""
+
+    supports_higher_order_operators = True  # torch registers these for its own two modes, not for subclasses
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "profiler":
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
 
 
-class _ReturningMode(_CachedTorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "profiler":
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+@functools.cache
+def _without_profiler_operators(mode_class: Any) -> Any:
+    return type(mode_class.__name__, (_WithoutProfilerOperators, mode_class), {})
 
 
 def without_profiler_operators(modes: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -48,8 +50,6 @@ def without_profiler_operators(modes: tuple[Any, Any]) -> tuple[Any, Any]:
 
     The first saves outputs in the forward pass, the second returns them in the recomputation.
     """
-    saving, returning = modes
-    return (
-        _SavingMode(saving.policy_fn, saving.storage),
-        _ReturningMode(getattr(returning, "policy_fn", None), returning.storage, returning.allow_cache_entry_mutation),
-    )
+    for mode in modes:  # they keep their state
+        mode.__class__ = _without_profiler_operators(mode.__class__)
+    return modes
