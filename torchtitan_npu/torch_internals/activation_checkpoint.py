@@ -5,10 +5,10 @@ Seen on torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "CheckpointWrapper",
@@ -40,9 +40,12 @@ class _WithoutProfilerOperators:
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
 
 
-@functools.cache
-def _without_profiler_operators(mode_class: Any) -> Any:
-    return type(mode_class.__name__, (_WithoutProfilerOperators, mode_class), {})
+class _SavingMode(_WithoutProfilerOperators, _CachingTorchDispatchMode):
+    pass
+
+
+class _ReturningMode(_WithoutProfilerOperators, _CachedTorchDispatchMode):
+    pass
 
 
 def without_profiler_operators(modes: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -50,6 +53,8 @@ def without_profiler_operators(modes: tuple[Any, Any]) -> tuple[Any, Any]:
 
     The first saves outputs in the forward pass, the second returns them in the recomputation.
     """
-    for mode in modes:  # they keep their state
-        mode.__class__ = _without_profiler_operators(mode.__class__)
-    return modes
+    saving, returning = modes
+    return (
+        _SavingMode(saving.policy_fn, saving.storage),
+        _ReturningMode(getattr(returning, "policy_fn", None), returning.storage, returning.allow_cache_entry_mutation),
+    )
