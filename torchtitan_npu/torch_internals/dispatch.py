@@ -17,6 +17,7 @@ __all__ = [
     "op_schema",
     "parse_schema",
     "without_autocast",
+    "without_function_modes",
 ]
 
 
@@ -43,3 +44,8 @@ def without_autocast() -> AbstractContextManager[None]:
 def has_kernel(op: OpOverload, dispatch_key: str) -> bool:
     """Return whether ``op`` has a kernel of its own for ``dispatch_key`` (``"CPU"``, ``"AutocastCUDA"``)."""
     return op.has_kernel_for_dispatch_key(dispatch_key)  # type: ignore[arg-type]  # the name of a key is accepted too
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Ignore function modes inside this context, such as the one of ``torch.set_default_device``."""
+    return torch._C.DisableTorchFunction()

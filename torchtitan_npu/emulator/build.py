@@ -1,0 +1,213 @@
+"""Compile the emulator of CANN for the torch_npu of this environment.
+
+torch_npu's libraries resolve their symbols when they are loaded. The emulator defines those that matter
+(``runtime/*.c``); every other one returns 0. Operators (``aclnn…``) are looked up by name when they are called; their C
+functions are generated from the prototypes in ``prototypes.json``.
+
+The result is a folder as ``ASCEND_HOME_PATH`` points to. It is cached by everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+RUNTIME_FOLDER = Path(__file__).with_name("runtime")
+PROTOTYPES = Path(__file__).with_name("prototypes.json")
+RUNTIME = "libascendcl.so"
+"""The emulator's library. CANN's other libraries are links to it, so that the loader maps it once."""
+
+OPERATORS = "libopapi.so"
+"""The library in which torch_npu looks up operators."""
+
+OPENED_AT_RUN_TIME = (OPERATORS, "libhcomm.so", "libms_tools_ext.so")
+"""Libraries that torch_npu opens by name, besides those it links to."""
+
+MEMORY_TOOL = "libascend_kernel_hook.so"
+"""A preloaded library of this name makes torch_npu's allocator report its blocks (``runtime/memory.c``)."""
+
+PACKAGES = ("lib64", "opp", "runtime", "compiler")
+"""Folders of a CANN installation. torch_npu checks that they exist."""
+
+C_TYPES = {
+    **dict.fromkeys("tTsSIFBzpo", "void *"),
+    "d": "double",
+    "f": "float",
+    "q": "int64_t",
+    "Q": "uint64_t",
+    "i": "int32_t",
+    "u": "uint32_t",
+    "b": "int8_t",
+    "c": "uint8_t",
+    "h": "int16_t",
+    "?": "_Bool",
+    "e": "int",
+}
+"""The C type of each kind of argument, a letter of ``kinds`` in the prototypes."""
+
+FIELDS = {"d": "real", "f": "single", **dict.fromkeys("tTsSIFBzpo", "pointer")}
+"""The field of ``union argument`` that holds it; integers otherwise."""
+
+
+class BuildError(Exception):
+    """The emulator cannot be built here; the message says what to install."""
+
+
+def build(report: Callable[[str], None] = print) -> Path:
+    """Return the folder of the emulator; compile it if it is not cached. ``report`` is called before a compilation."""
+    wheel = _libraries_of("torch_npu")
+    folder = _cache_folder() / _key(wheel)
+    if (folder / "complete").exists():
+        return folder
+    report(f"building the emulator of CANN in {folder} (once, about 20 s)")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        _compile(Path(temporary) / "built", wheel, _libraries_of("torch"))
+        (Path(temporary) / "built" / "complete").touch()
+        try:
+            (Path(temporary) / "built").rename(folder)
+        except OSError:  # another process was first
+            if not (folder / "complete").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                (Path(temporary) / "built").rename(folder)
+    return folder
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_npu" / "emulator"
+
+
+def _key(wheel: list[Path]) -> str:
+    compiler = _run("gcc", "--version").splitlines()[0]
+    version = importlib.metadata.version("torch_npu")
+    content = hashlib.sha256(f"{compiler} {sys.version} {wheel[0].parent} {platform.machine()}".encode())
+    for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, Path(__file__))):
+        if path.is_file():
+            content.update(path.read_bytes())
+    return f"torch_npu-{version}-{content.hexdigest()[:16]}"
+
+
+def _libraries_of(package: str) -> list[Path]:
+    """Return the shared libraries of an installed package, without importing it: torch would load torch_npu."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise BuildError(f"{package} is not installed: pip install torchtitan-npu[npu]")
+    return sorted(Path(spec.origin).parent.glob("**/*.so*"))
+
+
+def _compile(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
+    libraries = folder / "lib64"
+    for name in PACKAGES:
+        (folder / name).mkdir(parents=True)
+    objects = [_compile_one(source, folder) for source in sorted(RUNTIME_FOLDER.glob("*.c")) if source.stem != "bridge"]
+    defined = {line.split()[-1] for line in _run("nm", "--defined-only", *objects).splitlines() if line.strip()}
+    missing = missing_symbols(wheel, torch)
+    rest = folder / "rest.c"
+    # Mangled C++ names are valid C names.
+    rest.write_text("\n".join(f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)))
+    shared = ("gcc", "-shared", "-fPIC", "-O1", "-w")
+    _run(*shared, "-fno-builtin", rest, *objects, f"-Wl,-soname,{RUNTIME}", "-lm", "-lpthread", "-ldl", "-o", libraries / RUNTIME)
+
+    entries = folder / "operators.c"
+    entries.write_text(operator_entries(operator_names(wheel)))
+    link = ("-L", libraries, "-lascendcl", "-Wl,-rpath,$ORIGIN")
+    _run(*shared, "-I", RUNTIME_FOLDER, entries, *link, "-o", libraries / OPERATORS)
+    include = sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
+        raise BuildError(f"Python's headers are not in {include}: install them (python3-dev)")
+    _run(*shared, "-I", include, "-I", RUNTIME_FOLDER, RUNTIME_FOLDER / "bridge.c", *link, "-o", libraries / "_bridge.so")
+    nothing = folder / "nothing.c"
+    nothing.touch()
+    _run(*shared, nothing, "-o", libraries / MEMORY_TOOL)
+    for name in {*missing_libraries(wheel, torch), *OPENED_AT_RUN_TIME} - {RUNTIME, OPERATORS}:
+        (libraries / name).symlink_to(RUNTIME)
+
+
+def _compile_one(source: Path, folder: Path) -> Path:
+    made = folder / f"{source.stem}.o"
+    _run("gcc", "-c", "-fPIC", "-O2", "-w", source, "-o", made)
+    return made
+
+
+def operator_entries(names: Iterable[str]) -> str:
+    """Return the C source of every operator: ``aclnnXGetWorkspaceSize`` keeps the arguments, ``aclnnX`` launches."""
+    prototypes = json.loads(PROTOTYPES.read_text())
+    lines = ['#include "runtime.h"']
+    for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names}):
+        if name in prototypes:
+            lines += _entry(name, prototypes[name]["kinds"])
+        else:
+            lines += [f'int {which}(void) {{ return operator_without_prototype("{name}"); }}' for which in (name, f"{name}GetWorkspaceSize")]
+    return "\n".join(lines)
+
+
+def _entry(name: str, kinds: str) -> list[str]:
+    parameters = "".join(f"{C_TYPES[kind]} a{i}, " for i, kind in enumerate(kinds))
+    values = ", ".join(f"{{.{FIELDS.get(kind, 'integer')} = a{i}}}" for i, kind in enumerate(kinds)) or "{0}"
+    return [
+        f'static const operator {name}_operator = {{"{name}", "{kinds}"}};',
+        f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
+        f" argument all[] = {{{values}}};"
+        f" return operator_prepare(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
+        f"int {name}(void *workspace, uint64_t size, void *executor, void *on) {{ return operator_launch(executor, on); }}",
+    ]
+
+
+def missing_libraries(wheel: list[Path], torch: list[Path]) -> set[str]:
+    """Return CANN's libraries that ``wheel`` links to. Unlike the system's, their names have no version number."""
+    shipped = {path.name for path in (*wheel, *torch)}
+    # "... (NEEDED)  Shared library: [libascendcl.so]"
+    lines = _run("readelf", "--dynamic", "--wide", *wheel).splitlines()
+    needed = {line.partition("[")[2].rstrip("]") for line in lines if "(NEEDED)" in line}
+    return {name for name in needed - shipped if name.endswith(".so")}
+
+
+def missing_symbols(wheel: list[Path], torch: list[Path]) -> set[str]:
+    """Return the symbols that ``wheel`` needs and that torch, torch_npu, Python and the C library do not define."""
+    # The system's symbols have a version: "memcpy@GLIBC_2.17".
+    wanted = {name for name in _dynamic_symbols(wheel, "--undefined-only", types="U") if "@" not in name}
+    shipped = {name.partition("@")[0] for name in _dynamic_symbols([*wheel, *torch], "--defined-only")}
+    this_process = ctypes.CDLL(None)
+    return {name for name in wanted - shipped if not hasattr(this_process, name)}
+
+
+def _dynamic_symbols(paths: list[Path], which: str, types: str = "") -> set[str]:
+    """Return the symbols of these libraries that the loader sees; ``types`` are nm's ("U"; weak ones are "w")."""
+    # "                 U aclInit" or "0000000000123abc T aclInit"
+    lines = (line.split() for line in _run("nm", "--dynamic", which, *paths).splitlines())
+    return {fields[-1] for fields in lines if len(fields) >= 2 and (not types or fields[-2] in types)}
+
+
+def operator_names(wheel: list[Path]) -> set[str]:
+    """Return the functions of operators that ``wheel`` may look up. Their names are strings in its libraries."""
+    names = (re.findall(rb"\0(aclnn[A-Z]\w*)(?=\0)", path.read_bytes()) for path in wheel)
+    return {name.decode() for found in names for name in found}
+
+
+def _run(*command: str | Path) -> str:
+    """Run the command and return its standard output."""
+    words = [str(word) for word in command]
+    try:
+        return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    except FileNotFoundError:
+        raise BuildError(f"{words[0]} is needed to build the emulator: install gcc and binutils") from None
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{shlex.join(words)} failed with exit code {error.returncode}") from None
+
+
+if __name__ == "__main__":
+    print(build())

@@ -1,0 +1,64 @@
+"""Run a kernel for the runtime: find it, call it, and turn what goes wrong into an error of ACL."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+from torch.utils.dlpack import from_dlpack
+
+from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, Refused, describe
+from torchtitan_npu.torch_internals.dispatch import without_function_modes
+
+PARAMETER_ERROR = 161002
+"""ACLNN_ERR_PARAM_INVALID: the arguments are refused."""
+
+INTERNAL_ERROR = 561000
+"""ACLNN_ERR_INNER: the operator failed."""
+
+
+def run(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
+    """Compute one call. Return sizes of outputs that depend on the data, None, or (error code, message)."""
+    function = KERNELS.get(name)
+    if function is None:
+        return INTERNAL_ERROR, _missing(name, arguments)
+    try:
+        with without_function_modes():
+            return function(*arguments)
+    except Exception:  # anything that a kernel raises becomes an error of the device, with its traceback
+        return INTERNAL_ERROR, f"{_call(name, arguments)} failed in the emulator's kernel:\n{traceback.format_exc()}"
+
+
+def check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
+    """Check the arguments of a call. Return bytes of workspace, or (error code, message)."""
+    try:
+        return CHECKS[name](*arguments) or 0
+    except Refused as error:
+        return PARAMETER_ERROR, f"{_call(name, arguments)}: {error}"
+    except Exception:
+        return INTERNAL_ERROR, f"{_call(name, arguments)} failed in the emulator's check:\n{traceback.format_exc()}"
+
+
+def _call(name: str, arguments: tuple[Any, ...]) -> str:
+    return f"{name}({', '.join(map(describe, arguments))})"
+
+
+def _missing(name: str, arguments: tuple[Any, ...]) -> str:
+    return (
+        f"the emulator has no kernel for {_call(name, arguments)}; add one in torchtitan_npu/emulator/kernels:\n"
+        f'@kernel("{name}")\ndef compute(...): ...'
+    )
+
+
+def install() -> None:
+    """Give the runtime these functions."""
+    path = str(Path(os.environ["ASCEND_HOME_PATH"], "lib64", "_bridge.so"))
+    spec = importlib.util.spec_from_file_location("_bridge", path, loader=importlib.machinery.ExtensionFileLoader("_bridge", path))
+    assert spec is not None and spec.loader is not None
+    bridge = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bridge)
+    bridge.install(from_dlpack, run, check, CHECKS)

@@ -1,0 +1,110 @@
+/* Shared declarations of the CANN emulator. Each .c file begins with what it emulates. */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Result codes of ACL that torch_npu tests for or prints. */
+enum {
+    ACL_SUCCESS = 0,
+    ACL_ERROR_RT_PARAM_INVALID = 107000,
+    ACL_ERROR_RT_MEMORY_ALLOCATION = 207001,
+    ACL_ERROR_RT_FEATURE_NOT_SUPPORT = 207000,
+    ACL_ERROR_RT_STREAM_SYNC_TIMEOUT = 507046,
+    ACL_ERROR_RT_AICORE_EXCEPTION = 507015,
+    ACLNN_ERR_PARAM_INVALID = 161002,
+    ACLNN_ERR_INNER = 561000,
+};
+
+/* Settings, read from the environment once (settings.c). */
+const char *setting(const char *name, const char *otherwise);
+long long setting_number(const char *name, long long otherwise);
+
+/* The message of the last error of this thread, which aclGetRecentErrMsg returns. */
+void set_message(const char *format, ...) __attribute__((format(printf, 1, 2)));
+const char *message(void);
+
+/* Streams (streams.c). A task is tried until its step does not answer PENDING. */
+enum { PENDING = -1 };
+typedef struct stream stream;
+typedef struct task {
+    struct task *next;
+    int (*step)(struct task *);     /* ACL_SUCCESS, PENDING or an error code */
+    void (*release)(struct task *); /* frees the task; NULL stands for free() */
+    const char *name;
+    uint64_t order; /* in which tasks were launched, over all streams */
+    stream *on;
+} task;
+int launch(stream *on, task *one);
+int stream_id(const stream *one);
+bool order_is_seeded(void);
+
+/* Release the GIL if this thread holds it, before it blocks; a kernel on another thread may need it. */
+void *release_gil(void);
+void take_gil(void *released);
+
+/* Memory (memory.c). */
+int charge_device(size_t bytes); /* count bytes that the device would hold besides tensors; an error code if there are too many */
+void discharge_device(size_t bytes);
+void poison_if_fresh(const void *address, stream *on);
+
+/* Arguments of operators (arguments.c): what aclCreateTensor and its relatives return. */
+typedef struct {
+    uint32_t magic;
+    int32_t references;
+    char kind; /* 't' tensor, 's' scalar, 'T' and 'S' lists of them, 'I' 'F' 'B' arrays of int64, float, bool */
+} object;
+typedef struct {
+    object head;
+    int32_t dtype, format, rank;
+    int64_t offset; /* in elements */
+    void *data;
+    int64_t shape[8], stride[8];
+} tensor;
+typedef struct {
+    object head;
+    int32_t dtype;
+    unsigned char value[16];
+} scalar;
+typedef struct {
+    object head;
+    uint64_t length;
+    object **items;
+} list;
+typedef struct {
+    object head;
+    uint64_t length;
+    void *items;
+} array;
+bool is_object(const void *pointer, char kind); /* whether the pointer is a live object of this kind */
+void retain(void *pointer);
+void release(void *pointer);
+
+/* Operators (operators.c). The table and the functions that call operator_prepare are generated (build.py). */
+typedef union {
+    void *pointer;
+    double real;
+    float single;
+    int64_t integer;
+} argument;
+typedef struct {
+    const char *name;
+    const char *kinds; /* one letter an argument, see prototypes.py */
+} operator;
+typedef struct {
+    task head;
+    const operator *which;
+    int count;
+    argument arguments[];
+} call;
+int operator_prepare(const operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor);
+int operator_launch(void *executor, void *on);
+int operator_without_prototype(const char *name);
+
+/* The Python side (bridge.c) sets these when it is imported. */
+typedef struct {
+    int (*run)(call *);                             /* compute; an error code */
+    int (*check)(call *, uint64_t *workspace);      /* refuse arguments, state the workspace */
+    bool (*has_check)(const operator *which);
+} python_side;
+void set_python_side(const python_side *side);

@@ -1,0 +1,407 @@
+/* Streams and events.
+ *
+ * A stream is a queue of tasks. A task on an idle stream runs at once, in the thread that launches it: that is fast,
+ * and an error has the traceback of its cause. A task that has to wait (for an event, for other ranks), and every task
+ * behind it, is queued; the device thread runs queued tasks, and so does any thread that synchronises.
+ *
+ * With NPU_EMULATOR_SEED set, every task is queued and none runs before a thread synchronises (or the device has been
+ * left alone for a while). Which stream goes on is then drawn from the seed, with priorities that last for several
+ * tasks. So whatever no event orders is reordered, and a missing wait gives a wrong number.
+ */
+#define _GNU_SOURCE
+#include "runtime.h"
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+struct stream {
+    stream *next;
+    task *first, *last;
+    uint64_t launched, done;
+    uint64_t priority; /* of a seeded order */
+    int id, error;
+    bool busy; /* a thread runs its first task */
+    char *message;
+};
+
+typedef struct {
+    int references;
+    uint64_t recorded, done; /* how often it was recorded, and the last record that was reached */
+    struct timespec at;
+} event;
+
+enum { IDLE_BEFORE_DEVICE_THREAD_MS = 20, POLL_US = 50, TASKS_PER_PRIORITY = 8 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed; /* a task was queued or finished */
+static pthread_once_t started = PTHREAD_ONCE_INIT;
+static stream *streams, default_stream;
+static uint64_t launches, seed, state;
+static int stream_count, queued;
+static struct timespec last_call;
+
+/* The order of a seed: xorshift numbers. */
+static uint64_t draw(void) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+}
+
+bool order_is_seeded(void) { return seed != 0; }
+int stream_id(const stream *one) { return one ? one->id : 0; }
+
+static struct timespec now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time;
+}
+
+static double milliseconds(struct timespec from, struct timespec to) {
+    return (to.tv_sec - from.tv_sec) * 1e3 + (to.tv_nsec - from.tv_nsec) * 1e-6;
+}
+
+static void wait_for_change(long microseconds) {
+    struct timespec until = now();
+    until.tv_nsec += microseconds * 1000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_cond_timedwait(&changed, &lock, &until);
+}
+
+/* The lock is held: this task of the stream has ended. */
+static void finish(stream *on, int result) {
+    on->done++;
+    if (result && !on->error) {
+        on->error = result;
+        on->message = strdup(message());
+    }
+    pthread_cond_broadcast(&changed);
+}
+
+static void free_task(task *one) {
+    if (one->release) one->release(one);
+    else free(one);
+}
+
+/* The lock is held: try the first task of the stream. Return whether it ended. */
+static bool try_first(stream *on) {
+    task *one = on->first;
+    on->busy = true;
+    pthread_mutex_unlock(&lock);
+    int result = one->step(one);
+    pthread_mutex_lock(&lock);
+    on->busy = false;
+    if (result == PENDING) return false;
+    on->first = one->next;
+    if (!on->first) on->last = NULL;
+    queued--;
+    finish(on, result);
+    pthread_mutex_unlock(&lock);
+    free_task(one);
+    pthread_mutex_lock(&lock);
+    return true;
+}
+
+/* The lock is held: run one queued task, the first launched one or the one that the seed chooses. */
+static bool run_one(void) {
+    if (seed && draw() % TASKS_PER_PRIORITY == 0)
+        for (stream *on = streams; on; on = on->next) on->priority = draw();
+    uint64_t tried = 0; /* streams whose first task is pending, by order or priority below which to go on */
+    for (bool first = true;; first = false) {
+        stream *best = NULL;
+        for (stream *on = streams; on; on = on->next) {
+            if (!on->first || on->busy) continue;
+            uint64_t rank = seed ? on->priority : UINT64_MAX - on->first->order;
+            if (!first && rank >= tried) continue;
+            if (!best || rank > (seed ? best->priority : UINT64_MAX - best->first->order)) best = on;
+        }
+        if (!best) return false;
+        tried = seed ? best->priority : UINT64_MAX - best->first->order;
+        if (try_first(best)) return true;
+    }
+}
+
+static void *device_thread(void *unused) {
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        if (!queued) pthread_cond_wait(&changed, &lock);
+        else if (seed && milliseconds(last_call, now()) < IDLE_BEFORE_DEVICE_THREAD_MS) wait_for_change(1000);
+        else if (!run_one()) wait_for_change(POLL_US);
+    }
+    return NULL;
+}
+
+static void start(void) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&changed, &attributes);
+    seed = (uint64_t)setting_number("NPU_EMULATOR_SEED", 0);
+    state = seed * 0x9E3779B97F4A7C15ull | 1;
+    default_stream.priority = draw();
+    streams = &default_stream;
+    pthread_t thread;
+    pthread_create(&thread, NULL, device_thread, NULL);
+    pthread_detach(thread);
+}
+
+/* A forked child has no device thread, and may find the lock taken. */
+static void in_child(void) {
+    pthread_mutex_init(&lock, NULL);
+    if (!streams) return;
+    for (stream *on = streams; on; on = on->next) on->first = on->last = NULL, on->busy = false, on->done = on->launched;
+    queued = 0;
+    streams = NULL;
+    start();
+}
+
+__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, in_child); }
+
+int launch(stream *on, task *one) {
+    pthread_once(&started, start);
+    if (!on) on = &default_stream;
+    pthread_mutex_lock(&lock);
+    one->next = NULL;
+    one->on = on;
+    one->order = ++launches;
+    on->launched++;
+    last_call = now();
+    if (!seed && !on->first && !on->busy) {
+        on->busy = true;
+        pthread_mutex_unlock(&lock);
+        int result = one->step(one);
+        pthread_mutex_lock(&lock);
+        on->busy = false;
+        if (result != PENDING) {
+            finish(on, ACL_SUCCESS); /* the caller has the error */
+            pthread_mutex_unlock(&lock);
+            free_task(one);
+            return result;
+        }
+        one->next = on->first; /* in front of what other threads have queued meanwhile */
+        on->first = one;
+        if (!on->last) on->last = one;
+    } else {
+        if (on->last) on->last->next = one;
+        else on->first = one;
+        on->last = one;
+    }
+    queued++;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    return ACL_SUCCESS;
+}
+
+/* The GIL, without linking to Python: the emulator also loads in programs without it. */
+
+void *release_gil(void) {
+    static int (*held)(void);
+    static void *(*save)(void);
+    if (!held) {
+        held = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+        save = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    }
+    return held && save && held() ? save() : NULL;
+}
+
+void take_gil(void *released) {
+    static void (*restore)(void *);
+    if (!restore) restore = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+    if (released) restore(released);
+}
+
+/* Block until `counter` reaches `value`; help to run what is queued. */
+static int wait_until(const uint64_t *counter, uint64_t value, int timeout_ms) {
+    pthread_once(&started, start);
+    void *released = release_gil();
+    struct timespec began = now();
+    int result = ACL_SUCCESS;
+    pthread_mutex_lock(&lock);
+    while (*counter < value) {
+        if (timeout_ms >= 0 && milliseconds(began, now()) > timeout_ms) {
+            result = ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
+            break;
+        }
+        last_call = now();
+        if (!run_one()) wait_for_change(POLL_US);
+    }
+    pthread_mutex_unlock(&lock);
+    take_gil(released);
+    return result;
+}
+
+static int error_of(stream *on) {
+    if (!on->error) return ACL_SUCCESS;
+    set_message("%s", on->message);
+    return on->error;
+}
+
+int aclrtSynchronizeStreamWithTimeout(stream *on, int32_t timeout_ms) {
+    if (!on) on = &default_stream;
+    int result = wait_until(&on->done, on->launched, timeout_ms);
+    return result ? result : error_of(on);
+}
+
+int aclrtSynchronizeStream(stream *on) { return aclrtSynchronizeStreamWithTimeout(on, -1); }
+
+int aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
+    int result = ACL_SUCCESS;
+    pthread_once(&started, start);
+    for (stream *on = streams; on && !result; on = on->next) result = aclrtSynchronizeStreamWithTimeout(on, timeout_ms);
+    return result;
+}
+
+int aclrtSynchronizeDevice(void) { return aclrtSynchronizeDeviceWithTimeout(-1); }
+
+/* Streams */
+
+int aclrtCreateStreamWithConfig(stream **out, uint32_t priority, uint32_t flags) {
+    pthread_once(&started, start);
+    stream *made = calloc(1, sizeof *made);
+    pthread_mutex_lock(&lock);
+    made->id = ++stream_count;
+    made->priority = seed ? draw() : 0;
+    made->next = streams;
+    streams = made;
+    pthread_mutex_unlock(&lock);
+    *out = made;
+    return ACL_SUCCESS;
+}
+
+int aclrtCreateStream(stream **out) { return aclrtCreateStreamWithConfig(out, 0, 0); }
+
+/* A destroyed stream stays in the list: its tasks still run, and a handle that is used afterwards does not crash. */
+int aclrtDestroyStream(stream *on) { return ACL_SUCCESS; }
+int aclrtDestroyStreamForce(stream *on) { return ACL_SUCCESS; }
+
+int aclrtStreamGetId(stream *on, int32_t *id) {
+    *id = stream_id(on);
+    return ACL_SUCCESS;
+}
+
+enum { STREAM_COMPLETE = 0, STREAM_NOT_READY = 1 };
+int aclrtStreamQuery(stream *on, int *status) {
+    if (!on) on = &default_stream;
+    pthread_mutex_lock(&lock);
+    *status = on->done == on->launched ? STREAM_COMPLETE : STREAM_NOT_READY;
+    last_call = now();
+    if (seed && *status == STREAM_NOT_READY && draw() % 4 == 0) run_one(); /* a loop of queries ends */
+    pthread_mutex_unlock(&lock);
+    return ACL_SUCCESS;
+}
+
+/* Events */
+
+static void drop_event(event *one) {
+    if (__atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL) == 0) free(one);
+}
+
+int aclrtCreateEvent(event **out) {
+    *out = calloc(1, sizeof **out);
+    (*out)->references = 1;
+    return ACL_SUCCESS;
+}
+int aclrtCreateEventWithFlag(event **out, uint32_t flags) { return aclrtCreateEvent(out); }
+int aclrtCreateEventExWithFlag(event **out, uint32_t flags) { return aclrtCreateEvent(out); }
+
+int aclrtDestroyEvent(event *one) {
+    drop_event(one);
+    return ACL_SUCCESS;
+}
+
+typedef struct {
+    task head;
+    event *of;
+    uint64_t record;
+} event_task;
+
+static void release_event_task(task *one) {
+    drop_event(((event_task *)one)->of);
+    free(one);
+}
+
+static int reach(task *one) {
+    event *of = ((event_task *)one)->of;
+    of->at = now();
+    __atomic_store_n(&of->done, ((event_task *)one)->record, __ATOMIC_RELEASE);
+    return ACL_SUCCESS;
+}
+
+static int wait(task *one) {
+    event_task *waiting = (event_task *)one;
+    return __atomic_load_n(&waiting->of->done, __ATOMIC_ACQUIRE) >= waiting->record ? ACL_SUCCESS : PENDING;
+}
+
+static int launch_event_task(event *of, stream *on, const char *name, int (*step)(task *), uint64_t record) {
+    event_task *made = calloc(1, sizeof *made);
+    made->head = (task){.step = step, .release = release_event_task, .name = name};
+    made->of = of;
+    made->record = record;
+    __atomic_add_fetch(&of->references, 1, __ATOMIC_RELAXED);
+    return launch(on, &made->head);
+}
+
+int aclrtRecordEvent(event *of, stream *on) {
+    return launch_event_task(of, on, "record event", reach, __atomic_add_fetch(&of->recorded, 1, __ATOMIC_RELAXED));
+}
+
+/* The wait is for the last record before it. An event that was never recorded is no reason to wait. */
+int aclrtStreamWaitEvent(stream *on, event *of) { return launch_event_task(of, on, "wait for event", wait, of->recorded); }
+int aclrtResetEvent(event *of, stream *on) { return ACL_SUCCESS; }
+
+int aclrtSynchronizeEvent(event *of) { return wait_until(&of->done, of->recorded, -1); }
+
+enum { EVENT_NOT_READY = 0, EVENT_COMPLETE = 1 };
+int aclrtQueryEventStatus(event *of, int *status) {
+    *status = __atomic_load_n(&of->done, __ATOMIC_ACQUIRE) >= of->recorded ? EVENT_COMPLETE : EVENT_NOT_READY;
+    if (*status == EVENT_NOT_READY) {
+        int unused;
+        aclrtStreamQuery(NULL, &unused);
+    }
+    return ACL_SUCCESS;
+}
+
+int aclrtQueryEventWaitStatus(event *of, int *status) {
+    *status = 0; /* complete */
+    return ACL_SUCCESS;
+}
+
+int aclrtEventElapsedTime(float *out, event *from, event *to) {
+    *out = (float)milliseconds(from->at, to->at);
+    return ACL_SUCCESS;
+}
+
+int aclrtEventGetTimestamp(event *of, uint64_t *microseconds) {
+    *microseconds = (uint64_t)of->at.tv_sec * 1000000 + of->at.tv_nsec / 1000;
+    return ACL_SUCCESS;
+}
+
+/* Host functions on a stream */
+
+typedef struct {
+    task head;
+    void (*function)(void *);
+    void *data;
+} host_task;
+
+static int call_host(task *one) {
+    host_task *host = (host_task *)one;
+    host->function(host->data);
+    return ACL_SUCCESS;
+}
+
+int aclrtLaunchHostFunc(stream *on, void (*function)(void *), void *data) {
+    host_task *made = calloc(1, sizeof *made);
+    made->head = (task){.step = call_host, .name = "host function"};
+    made->function = function;
+    made->data = data;
+    return launch(on, &made->head);
+}
+
+int aclrtLaunchCallback(void (*function)(void *), void *data, int blocking, stream *on) {
+    return aclrtLaunchHostFunc(on, function, data);
+}
