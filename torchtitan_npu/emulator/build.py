@@ -120,7 +120,18 @@ def _compile(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
     # Mangled C++ names are valid C names.
     rest.write_text("\n".join(f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)))
     shared = ("gcc", "-shared", "-fPIC", "-O1", "-w")
-    _run(*shared, "-fno-builtin", rest, *objects, f"-Wl,-soname,{RUNTIME}", "-lm", "-lpthread", "-ldl", "-o", libraries / RUNTIME)
+    _run(
+        *shared,
+        "-fno-builtin",
+        rest,
+        *objects,
+        f"-Wl,-soname,{RUNTIME}",
+        "-lm",
+        "-lpthread",
+        "-ldl",
+        "-o",
+        libraries / RUNTIME,
+    )
 
     entries = folder / "operators.c"
     entries.write_text(operator_entries(operator_names(wheel)))
@@ -129,7 +140,9 @@ def _compile(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
         raise BuildError(f"Python's headers are not in {include}: install them (python3-dev)")
-    _run(*shared, "-I", include, "-I", RUNTIME_FOLDER, RUNTIME_FOLDER / "bridge.c", *link, "-o", libraries / "_bridge.so")
+    _run(
+        *shared, "-I", include, "-I", RUNTIME_FOLDER, RUNTIME_FOLDER / "bridge.c", *link, "-o", libraries / "_bridge.so"
+    )
     nothing = folder / "nothing.c"
     nothing.touch()
     _run(*shared, nothing, "-o", libraries / MEMORY_TOOL)
@@ -151,7 +164,10 @@ def operator_entries(names: Iterable[str]) -> str:
         if name in prototypes:
             lines += _entry(name, prototypes[name]["kinds"])
         else:
-            lines += [f'int {which}(void) {{ return operator_without_prototype("{name}"); }}' for which in (name, f"{name}GetWorkspaceSize")]
+            lines += [
+                f'int {which}(void) {{ return operator_without_prototype("{name}"); }}'
+                for which in (name, f"{name}GetWorkspaceSize")
+            ]
     return "\n".join(lines)
 
 

@@ -57,7 +57,9 @@ def _missing(name: str, arguments: tuple[Any, ...]) -> str:
 def install() -> None:
     """Give the runtime these functions."""
     path = str(Path(os.environ["ASCEND_HOME_PATH"], "lib64", "_bridge.so"))
-    spec = importlib.util.spec_from_file_location("_bridge", path, loader=importlib.machinery.ExtensionFileLoader("_bridge", path))
+    spec = importlib.util.spec_from_file_location(
+        "_bridge", path, loader=importlib.machinery.ExtensionFileLoader("_bridge", path)
+    )
     assert spec is not None and spec.loader is not None
     bridge = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bridge)
