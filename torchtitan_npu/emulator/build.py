@@ -179,7 +179,8 @@ def _entry(name: str, kinds: str) -> list[str]:
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
         f" argument all[] = {{{values}}};"
         f" return operator_prepare(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
-        f"int {name}(void *workspace, uint64_t size, void *executor, void *on) {{ return operator_launch(executor, on); }}",
+        f"int {name}(void *workspace, uint64_t size, void *executor, void *on)"
+        " { return operator_launch(executor, on); }",
     ]
 
 
