@@ -9,6 +9,7 @@ COMMANDS = {
     "list": "list the configs, models, converters and operators of this package",
     "doctor": "check whether this machine can train",
     "plan": "predict memory, traffic and time of a job, or search for a layout that fits",
+    "emulate": "run a command on emulated NPUs, with the real torch_npu",
     "launch": "start a job with torchrun, with one log per rank",
     "compare": "compare two loss curves, or train and compare them",
     "convert": "convert a checkpoint between Hugging Face and DCP",

@@ -1,0 +1,114 @@
+"""The command ``torchtitan-npu emulate`` without the emulator: arguments, messages, exit codes and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_npu.cli.emulate import command
+from torchtitan_npu.emulator.build import BuildError
+from torchtitan_npu.emulator.environment import Machine, parse_bytes, process_variables
+from torchtitan_npu.errors import UsageError
+
+SHOW = "import os; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n')"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Replace the build: the command starts its child without compiling anything."""
+    monkeypatch.setattr(command, "build", lambda report: tmp_path / "cann")
+    return tmp_path / "cann"
+
+
+def test_the_child_gets_the_emulated_machine(built: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--chip", "Ascend910_9362", "--devices", "2", "--memory", "1.5GiB", "--cann", "8.5", "--seed", "7"]
+    assert command.main([*options, "--", "python", "-c", SHOW]) == 0
+    seen = dict(line.split("=", 1) for line in capfd.readouterr().out.splitlines() if "=" in line)
+    assert seen["NPU_EMULATOR_CHIP"] == "Ascend910_9362" and seen["NPU_EMULATOR_DEVICES"] == "2"
+    assert seen["NPU_EMULATOR_MEMORY"] == str(3 * 2**29) and seen["NPU_EMULATOR_CANN"].startswith("8.5")
+    assert seen["ASCEND_HOME_PATH"] == str(built) and seen["LD_LIBRARY_PATH"].startswith(str(built / "lib64"))
+    assert seen["NPU_EMULATOR_SEED"] == "7" and str(built) in seen["LD_PRELOAD"]
+    assert not Path(seen["NPU_EMULATOR_FOLDER"]).exists(), "the folder of the collectives is removed"
+
+
+def test_the_users_task_queue_setting_is_kept() -> None:
+    assert process_variables(Path("/x"), {})["TASK_QUEUE_ENABLE"] == "0"
+    assert process_variables(Path("/x"), {"TASK_QUEUE_ENABLE": "2"})["TASK_QUEUE_ENABLE"] == "2"
+    assert process_variables(Path("/x"), {"LD_LIBRARY_PATH": "/y"})["LD_LIBRARY_PATH"] == "/x/lib64:/y"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_the_childs(built: Path, code: int) -> None:
+    assert command.main(["--", "python", "-c", f"raise SystemExit({code})"]) == code
+
+
+def test_a_signal_reaches_the_child() -> None:
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    run = (
+        "import os, sys; from torchtitan_npu.cli.emulate.command import run; "
+        f"sys.exit(run([sys.executable, '-c', {program!r}], dict(os.environ)))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 42 and time.monotonic() - began < 30
+
+
+def test_a_child_that_a_signal_ends_is_128_and_its_number() -> None:
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert command.run(killed, dict(os.environ)) == 137
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["python", "x.py"], "unrecognized arguments"),
+        (["--devices", "2"], "no command: write it after --"),
+        (["--memory", "much", "--", "true"], "much is not a size"),
+        (["--cann", "7", "--", "true"], "invalid choice: '7'"),
+        (["--devices", "0", "--", "true"], "--devices must be at least 1"),
+        (["--seed", "0", "--", "true"], "--seed must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(argv)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_what_is_missing_is_one_line(
+    built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--", "no-such-program"]) == 2
+    assert capsys.readouterr().err == "emulate: error: there is no program no-such-program\n"
+
+    def fail(report: object) -> Path:
+        raise BuildError("gcc is needed to build the emulator: install gcc and binutils")
+
+    monkeypatch.setattr(command, "build", fail)
+    assert command.main(["--", "true"]) == 2
+    assert "install gcc" in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert parse_bytes("60.9GiB") == int(60.9 * 2**30) and parse_bytes("512M") == 2**29 and parse_bytes("7") == 7
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_bytes("7 cats")
+
+
+def test_the_command_does_not_import_torch() -> None:
+    text = "import sys, torchtitan_npu.cli.emulate.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text]).returncode == 0
+    assert Machine().variables()["NPU_EMULATOR_DEVICES"] == "8"

@@ -1,0 +1,1 @@
+"""``torchtitan-npu emulate``: run a command on emulated NPUs."""

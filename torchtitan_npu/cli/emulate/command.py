@@ -1,0 +1,133 @@
+"""Run a command on emulated NPUs: the real torch_npu, whose operators are computed on the CPU.
+
+    torchtitan-npu emulate [--chip Ascend910B3] [--devices 8] [--memory 64GiB] [--cann 9.1] [--seed N]
+        [--launches] [--log calls.json] [--trace trace.json] [--check-nan] [--null-kernels] -- COMMAND ...
+
+    torchtitan-npu emulate -- python script.py
+    torchtitan-npu emulate -- torchrun --nproc_per_node=2 -m torchtitan_npu.train --job.config_file X.toml
+
+The first use compiles the emulator (20 s, needs gcc). The exit code is that of the command; 2: it was not started.
+See docs/how-to/emulate-an-npu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.emulator.build import BuildError, build
+from torchtitan_npu.emulator.environment import CANN_VERSIONS, Machine, parse_bytes, process_variables
+from torchtitan_npu.errors import UsageError
+
+SHARED_MEMORY = Path("/dev/shm")
+ROOM_FOR_COLLECTIVES = 2**30
+"""Bytes that must be free in shared memory; otherwise ranks exchange their data in the temporary folder."""
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command in ``argv`` on the emulator and return its exit code."""
+    args = parse_args(argv)
+    machine = Machine(args.chip, args.devices, args.memory, args.cann, args.seed)
+    try:
+        home = build(lambda text: print(f"emulate: {text}", file=sys.stderr, flush=True))
+        with temporary_folder() as folder:
+            environment = {
+                **os.environ,
+                **process_variables(home, os.environ, seeded=args.seed is not None),
+                **machine.variables(),
+                "NPU_EMULATOR_FOLDER": str(folder),
+                # The emulator is built for this Python: `python` and `torchrun` are those of its environment.
+                "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))),
+            }
+            return run(args.command, environment)
+    except (BuildError, UsageError) as error:
+        print(f"emulate: error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        "torchtitan-npu emulate",
+        usage="torchtitan-npu emulate [options] -- COMMAND ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--chip", default=Machine.chip, help="name of the emulated chip (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=Machine.devices, help="devices of this host (default: 8)")
+    parser.add_argument(
+        "--memory", type=size, default=Machine.memory, metavar="64GiB", help="memory of each device (default: 64GiB)"
+    )
+    parser.add_argument(
+        "--cann", choices=CANN_VERSIONS, default=Machine.cann, help="version of CANN (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="reorder whatever no event orders, to find a missing synchronization"
+    )
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end], argparse.Namespace(command=argv[end + 1 :]))
+    if not args.command:
+        parser.error("no command: write it after --")
+    if args.devices < 1:  # torch's autograd engine aborts without a device
+        parser.error("--devices must be at least 1")
+    if args.seed is not None and args.seed < 1:  # 0 turns the seeded order off
+        parser.error("--seed must be at least 1")
+    return args
+
+
+def size(text: str) -> int:
+    """Return the bytes of ``60.9GiB``, for the parser."""
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a folder for the data of collectives, in shared memory if it has room. Remove it afterwards."""
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= ROOM_FOR_COLLECTIVES
+    folder = Path(tempfile.mkdtemp(prefix="npu_emulator_", dir=SHARED_MEMORY if in_memory else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """Run the command, forward signals to it, and return its exit code; 128 + N if signal N ended it."""
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        raise UsageError(f"there is no program {command[0]}")
+    with subprocess.Popen([program, *command[1:]], env=environment) as child:
+
+        def forward(number: int, _: FrameType | None) -> None:
+            # A terminal sends its signals to the whole foreground group, hence to the child as well.
+            if number not in (signal.SIGINT, signal.SIGQUIT) or not in_foreground():
+                child.send_signal(number)
+
+        previous = {number: signal.signal(number, forward) for number in FORWARDED}
+        code = child.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def in_foreground() -> bool:
+    """Return whether a terminal controls this process."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

@@ -1,0 +1,74 @@
+"""The environment variables with which a process runs on the emulator."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_npu.emulator.build import MEMORY_TOOL
+from torchtitan_npu.errors import UsageError
+
+CANN_VERSIONS = {"8.5": "8.5.0", "9.0": "9.0.0", "9.1": "9.1.0", "master": "9.2.0"}
+"""Versions of CANN by their short names. ``master`` answers the version after the last release."""
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The emulated machine."""
+
+    chip: str = "Ascend910B3"
+    """The name that ``torch_npu.npu.get_device_name`` returns."""
+    devices: int = 8
+    memory: int = 64 * 2**30
+    """Bytes of each device."""
+    cann: str = "9.1"
+    """A key of ``CANN_VERSIONS``."""
+    seed: int | None = None
+    """Draw the order of everything that no event orders from this seed."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that the emulator's runtime reads (``runtime/settings.c``)."""
+        found = {
+            "NPU_EMULATOR_CHIP": self.chip,
+            "NPU_EMULATOR_DEVICES": str(self.devices),
+            "NPU_EMULATOR_MEMORY": str(self.memory),
+            "NPU_EMULATOR_CANN": CANN_VERSIONS[self.cann],
+        }
+        if self.seed is not None:
+            found["NPU_EMULATOR_SEED"] = str(self.seed)
+        return found
+
+
+def process_variables(home: Path, environment: Mapping[str, str], seeded: bool = False) -> dict[str, str]:
+    """Return the variables of a process whose CANN is the emulator in ``home``, in addition to ``environment``.
+
+    A ``seeded`` process preloads a library that makes torch_npu's allocator report its blocks.
+    """
+    libraries = home / "lib64"
+    found = {
+        "ASCEND_HOME_PATH": str(home),
+        "ASCEND_OPP_PATH": str(home / "opp"),
+        "LD_LIBRARY_PATH": _prepend(libraries, environment.get("LD_LIBRARY_PATH")),
+        # Kernels are Python: torch_npu's launch thread would only wait for the GIL.
+        "TASK_QUEUE_ENABLE": environment.get("TASK_QUEUE_ENABLE", "0"),
+    }
+    if seeded:
+        found["LD_PRELOAD"] = _prepend(libraries / MEMORY_TOOL, environment.get("LD_PRELOAD"))
+    return found
+
+
+def _prepend(path: Path, paths: str | None) -> str:
+    return f"{path}{os.pathsep}{paths}" if paths else str(path)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes of a size such as ``60.9GiB``, ``512M`` or ``1024``."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(?:i?B)?", text)
+    if match is None:
+        raise UsageError(f"{text} is not a size: write 60.9GiB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
