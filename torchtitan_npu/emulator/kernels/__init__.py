@@ -1,8 +1,14 @@
-"""The Python side of the emulator. The runtime imports this package when the first operator is called."""
+"""The Python side of the emulator. The runtime imports this package when the first operator is called.
 
-from torchtitan_npu.emulator.kernels import matmul, pointwise
+Every module of this package registers the kernels that it defines.
+"""
+
+import pkgutil
+from importlib import import_module
+
 from torchtitan_npu.emulator.kernels.dispatch import install
 
-__all__ = ["matmul", "pointwise"]
+for _module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
+    import_module(_module.name)
 
 install()
