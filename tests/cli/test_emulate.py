@@ -22,7 +22,7 @@ SHOW = "import os; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n'
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Replace the build: the command starts its child without compiling anything."""
-    monkeypatch.setattr(command, "build", lambda report: tmp_path / "cann")
+    monkeypatch.setattr(command, "build", lambda report, cann: tmp_path / "cann")
     return tmp_path / "cann"
 
 
@@ -94,7 +94,7 @@ def test_what_is_missing_is_one_line(
     assert command.main(["--", "no-such-program"]) == 2
     assert capsys.readouterr().err == "emulate: error: there is no program no-such-program\n"
 
-    def fail(report: object) -> Path:
+    def fail(report: object, cann: str) -> Path:
         raise BuildError("gcc is needed to build the emulator: install gcc and binutils")
 
     monkeypatch.setattr(command, "build", fail)

@@ -2,7 +2,8 @@
 
 torch_npu's libraries resolve their symbols when they are loaded. The emulator defines those that matter
 (``runtime/*.c``); every other one returns 0. Operators (``aclnn…``) are looked up by name when they are called; their C
-functions are generated from the prototypes in ``prototypes.json``.
+functions are generated from the prototypes in ``prototypes.json``. An operator that the emulated version of CANN does
+not have is not defined: torch_npu takes another path, or reports that the symbol is missing.
 
 The result is a folder as ``ASCEND_HOME_PATH`` points to. It is cached by everything that it depends on.
 """
@@ -43,6 +44,11 @@ MEMORY_TOOL = "libascend_kernel_hook.so"
 PACKAGES = ("lib64", "opp", "runtime", "compiler")
 """Folders of a CANN installation. torch_npu checks that they exist."""
 
+CANN_VERSIONS = {"8.5": "8.5.0", "9.0": "9.0.0", "9.1": "9.1.0", "master": "9.2.0"}
+"""Versions of CANN by their short names, oldest first. ``master`` answers the version after the last release."""
+
+DEFAULT_CANN_VERSION = "9.1"
+
 C_TYPES = {
     **dict.fromkeys("tTsSIFBzpo", "void *"),
     "d": "double",
@@ -67,16 +73,20 @@ class BuildError(Exception):
     """The emulator cannot be built here; the message says what to install."""
 
 
-def build(report: Callable[[str], None] = print) -> Path:
-    """Return the folder of the emulator; compile it if it is not cached. ``report`` is called before a compilation."""
+def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
+    """Return the folder of the emulator; compile it if it is not cached. ``report`` is called before a compilation.
+
+    ``cann`` is the version of CANN to emulate, ``"9.1"`` or ``"9.1.0"`` (default: ``NPU_EMULATOR_CANN``).
+    """
+    version = _short_name(cann or os.environ.get("NPU_EMULATOR_CANN") or DEFAULT_CANN_VERSION)
     wheel = _libraries_of("torch_npu")
-    folder = _cache_folder() / _key(wheel)
+    folder = _cache_folder() / _key(wheel, version)
     if (folder / "complete").exists():
         return folder
     report(f"building the emulator of CANN in {folder} (once, about 20 s)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        _compile(Path(temporary) / "built", wheel, _libraries_of("torch"))
+        _compile(Path(temporary) / "built", version, wheel, _libraries_of("torch"))
         (Path(temporary) / "built" / "complete").touch()
         try:
             (Path(temporary) / "built").rename(folder)
@@ -87,18 +97,25 @@ def build(report: Callable[[str], None] = print) -> Path:
     return folder
 
 
+def _short_name(cann: str) -> str:
+    for name, version in CANN_VERSIONS.items():
+        if cann in (name, version):
+            return name
+    raise BuildError(f"the emulator has no CANN {cann}; it has {', '.join(CANN_VERSIONS)}")
+
+
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_npu" / "emulator"
 
 
-def _key(wheel: list[Path]) -> str:
+def _key(wheel: list[Path], cann: str) -> str:
     compiler = _run("gcc", "--version").splitlines()[0]
     version = importlib.metadata.version("torch_npu")
     content = hashlib.sha256(f"{compiler} {sys.version} {wheel[0].parent} {platform.machine()}".encode())
     for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, Path(__file__))):
         if path.is_file():
             content.update(path.read_bytes())
-    return f"torch_npu-{version}-{content.hexdigest()[:16]}"
+    return f"torch_npu-{version}-cann-{cann}-{content.hexdigest()[:16]}"
 
 
 def _libraries_of(package: str) -> list[Path]:
@@ -109,7 +126,7 @@ def _libraries_of(package: str) -> list[Path]:
     return sorted(Path(spec.origin).parent.glob("**/*.so*"))
 
 
-def _compile(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
+def _compile(folder: Path, cann: str, wheel: list[Path], torch: list[Path]) -> None:
     libraries = folder / "lib64"
     for name in PACKAGES:
         (folder / name).mkdir(parents=True)
@@ -118,7 +135,8 @@ def _compile(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
     missing = missing_symbols(wheel, torch)
     rest = folder / "rest.c"
     # Mangled C++ names are valid C names.
-    rest.write_text("\n".join(f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)))
+    lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)]
+    rest.write_text("\n".join([f'const char cann_version[] = "{CANN_VERSIONS[cann]}";', *lines]))
     shared = ("gcc", "-shared", "-fPIC", "-O1", "-w")
     _run(
         *shared,
@@ -134,7 +152,7 @@ def _compile(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
     )
 
     entries = folder / "operators.c"
-    entries.write_text(operator_entries(operator_names(wheel)))
+    entries.write_text(operator_entries(operator_names(wheel), cann))
     link = ("-L", libraries, "-lascendcl", "-Wl,-rpath,$ORIGIN")
     _run(*shared, "-I", RUNTIME_FOLDER, entries, *link, "-o", libraries / OPERATORS)
     include = sysconfig.get_paths()["include"]
@@ -156,18 +174,18 @@ def _compile_one(source: Path, folder: Path) -> Path:
     return made
 
 
-def operator_entries(names: Iterable[str]) -> str:
-    """Return the C source of every operator: ``aclnnXGetWorkspaceSize`` keeps the arguments, ``aclnnX`` launches."""
+def operator_entries(names: Iterable[str], cann: str) -> str:
+    """Return the C source of every operator that this version of CANN has.
+
+    ``aclnnXGetWorkspaceSize`` keeps the arguments, ``aclnnX`` launches.
+    """
     prototypes = json.loads(PROTOTYPES.read_text())
+    versions = list(CANN_VERSIONS)
     lines = ['#include "runtime.h"']
-    for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names}):
-        if name in prototypes:
+    for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
+        since = prototypes[name].get("since", versions[0])
+        if versions.index(since) <= versions.index(cann):
             lines += _entry(name, prototypes[name]["kinds"])
-        else:
-            lines += [
-                f'int {which}(void) {{ return operator_without_prototype("{name}"); }}'
-                for which in (name, f"{name}GetWorkspaceSize")
-            ]
     return "\n".join(lines)
 
 

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_npu.emulator.build import MEMORY_TOOL
+from torchtitan_npu.emulator.build import CANN_VERSIONS, DEFAULT_CANN_VERSION, MEMORY_TOOL
 from torchtitan_npu.errors import UsageError
-
-CANN_VERSIONS = {"8.5": "8.5.0", "9.0": "9.0.0", "9.1": "9.1.0", "master": "9.2.0"}
-"""Versions of CANN by their short names. ``master`` answers the version after the last release."""
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -26,7 +23,7 @@ class Machine:
     devices: int = 8
     memory: int = 64 * 2**30
     """Bytes of each device."""
-    cann: str = "9.1"
+    cann: str = DEFAULT_CANN_VERSION
     """A key of ``CANN_VERSIONS``."""
     seed: int | None = None
     """Draw the order of everything that no event orders from this seed."""

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan_npu.cli.arguments import OneLineParser
-from torchtitan_npu.emulator.build import BuildError, build
-from torchtitan_npu.emulator.environment import CANN_VERSIONS, Machine, parse_bytes, process_variables
+from torchtitan_npu.emulator.build import CANN_VERSIONS, BuildError, build
+from torchtitan_npu.emulator.environment import Machine, parse_bytes, process_variables
 from torchtitan_npu.errors import UsageError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     machine = Machine(args.chip, args.devices, args.memory, args.cann, args.seed)
     try:
-        home = build(lambda text: print(f"emulate: {text}", file=sys.stderr, flush=True))
+        home = build(lambda text: print(f"emulate: {text}", file=sys.stderr, flush=True), args.cann)
         with temporary_folder() as folder:
             environment = {
                 **os.environ,

@@ -22,9 +22,11 @@ int aclGetDeviceCapability(uint32_t device, int which, int64_t *value) {
     return ACL_SUCCESS;
 }
 
+extern const char cann_version[]; /* defined by build.py */
+
 int aclsysGetCANNVersion(int package, char *version) {
     memset(version, 0, VERSION_LENGTH);
-    strncpy(version, setting("NPU_EMULATOR_CANN", "9.1.0"), VERSION_LENGTH - 1);
+    strncpy(version, cann_version, VERSION_LENGTH - 1);
     return ACL_SUCCESS;
 }
 

@@ -87,12 +87,6 @@ int operator_launch(void *executor, void *on) {
     return launch(on, executor);
 }
 
-int operator_without_prototype(const char *name) {
-    set_message("%s has no public prototype, so the emulator cannot read its arguments; add it to "
-                "torchtitan_npu/emulator/prototypes.json", name);
-    return ACLNN_ERR_INNER;
-}
-
 /* Older operators, by name and attributes, are not emulated. */
 int aclopCompileAndExecute(const char *type, int inputs, void **descriptions, void **buffers, int outputs, void **out_descriptions,
                            void **out_buffers, void *attributes, int engine, int flags, const char *path, void *on) {

@@ -89,7 +89,7 @@ typedef union {
 } argument;
 typedef struct {
     const char *name;
-    const char *kinds; /* one letter an argument, see prototypes.py */
+    const char *kinds; /* one letter an argument, see C_TYPES in build.py */
 } operator;
 typedef struct {
     task head;
@@ -99,7 +99,6 @@ typedef struct {
 } call;
 int operator_prepare(const operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor);
 int operator_launch(void *executor, void *on);
-int operator_without_prototype(const char *name);
 
 /* The Python side (bridge.c) sets these when it is imported. */
 typedef struct {

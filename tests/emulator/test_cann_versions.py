@@ -1,0 +1,95 @@
+"""A version of CANN is a set of symbols: torch_npu does not find the operators of a later version."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_npu.emulator.build import C_TYPES, CANN_VERSIONS, PROTOTYPES, BuildError, build, operator_entries
+from torchtitan_npu.emulator.environment import process_variables
+
+GATING = "aclnnMoeGatingTopKBackward"
+"""The gradient of ``npu_moe_gating_top_k``, of CANN 9.1."""
+SINKS = "aclnnSparseFlashAttentionV2"
+"""``npu_sparse_flash_attention`` with ``sinks``, after CANN 9.1."""
+DSA = (
+    "aclnnLightningIndexer",
+    "aclnnLightningIndexerGrad",
+    "aclnnSparseFlashAttention",
+    "aclnnSparseFlashAttentionGrad",
+    "aclnnSparseLightningIndexerGradKLLoss",
+)
+
+CALLS = """
+import torch, torch_npu
+from torch_npu.npu.utils import get_cann_version
+
+print(get_cann_version())
+scores, grad, experts = torch.ones(4, 8), torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32)
+query, indices = torch.ones(1, 1, 8, 512, dtype=torch.float16), torch.zeros(1, 1, 1, 2048, dtype=torch.int32)
+query, indices, key = query.npu(), indices.npu(), query[:, :, :1].npu()
+for call in (
+    lambda: torch_npu.npu_moe_gating_top_k_backward(scores.npu(), grad.npu(), experts.npu()),
+    lambda: torch_npu.npu_sparse_flash_attention(query, key, key, indices, 1.0, sinks=torch.ones(8).npu()),
+):
+    try:
+        call()
+        print("computed")
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def test_a_missing_operator_is_torch_npus_error() -> None:
+    version, gating, sinks = _run("8.5")
+    assert version == "8.5.0"
+    assert gating.startswith(f"{GATING} or {GATING}GetWorkspaceSize not in libopapi.so")
+    assert sinks.startswith(f"{SINKS} or {SINKS}GetWorkspaceSize not in libopapi.so")
+    version, gating, sinks = _run("9.1")
+    assert version == "9.1.0"
+    assert "not in libopapi.so" not in gating
+    assert sinks.startswith(f"{SINKS} or {SINKS}GetWorkspaceSize not in libopapi.so")
+
+
+def _run(cann: str) -> list[str]:
+    home = build(cann=cann)
+    environment = {**os.environ, **process_variables(home, {})}
+    ran = subprocess.run([sys.executable, "-c", CALLS], env=environment, capture_output=True, text=True, check=True)
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("cann", "present", "absent"),
+    [
+        ("8.5", DSA, (GATING, SINKS)),
+        ("9.0", DSA, (GATING, SINKS)),
+        ("9.1", (GATING,), (SINKS,)),
+        ("master", (SINKS,), ()),
+    ],
+)
+def test_operators_of_a_version(cann: str, present: tuple[str, ...], absent: tuple[str, ...]) -> None:
+    entries = operator_entries([*DSA, GATING, SINKS, "aclnnOfNoVersion"], cann)
+    assert all(f"int {name}GetWorkspaceSize(" in entries for name in present)
+    assert not any(f"int {name}GetWorkspaceSize(" in entries for name in (*absent, "aclnnOfNoVersion"))
+
+
+def test_a_version_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_EMULATOR_CANN", "7.0")
+    with pytest.raises(BuildError, match=r"no CANN 7\.0; it has 8\.5, 9\.0, 9\.1, master"):
+        build()
+
+
+def test_the_table_of_prototypes() -> None:
+    text = Path(PROTOTYPES).read_text()
+    table = json.loads(text)
+    assert len(text.splitlines()) == len(table) + 2, "one line an operator"
+    assert list(table) == sorted(table)
+    for name, entry in table.items():
+        assert len(entry["kinds"]) == len(entry["arguments"]) and set(entry["kinds"]) <= C_TYPES.keys(), name
+        assert entry.get("since", "9.0") in list(CANN_VERSIONS)[1:], name
+        assert entry["source"], name
