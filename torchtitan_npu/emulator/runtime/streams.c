@@ -31,6 +31,8 @@ typedef struct {
     int references;
     uint64_t recorded, done; /* how often it was recorded, and the last record that was reached */
     struct timespec at;
+    int error; /* of the stream that reached it: whoever waits for a failed task fails */
+    const char *message;
 } event;
 
 enum { IDLE_BEFORE_DEVICE_THREAD_MS = 20, POLL_US = 50, TASKS_PER_PRIORITY = 8 };
@@ -327,13 +329,20 @@ static void release_event_task(task *one) {
 static int reach(task *one) {
     event *of = ((event_task *)one)->of;
     of->at = now();
+    of->error = one->on->error;
+    of->message = one->on->message;
     __atomic_store_n(&of->done, ((event_task *)one)->record, __ATOMIC_RELEASE);
     return ACL_SUCCESS;
 }
 
+static int event_error(const event *of) {
+    if (of->error) set_message("%s", of->message);
+    return of->error;
+}
+
 static int wait(task *one) {
     event_task *waiting = (event_task *)one;
-    return __atomic_load_n(&waiting->of->done, __ATOMIC_ACQUIRE) >= waiting->record ? ACL_SUCCESS : PENDING;
+    return __atomic_load_n(&waiting->of->done, __ATOMIC_ACQUIRE) >= waiting->record ? event_error(waiting->of) : PENDING;
 }
 
 static int launch_event_task(event *of, stream *on, const char *name, int (*step)(task *), uint64_t record) {
@@ -353,7 +362,10 @@ int aclrtRecordEvent(event *of, stream *on) {
 int aclrtStreamWaitEvent(stream *on, event *of) { return launch_event_task(of, on, "wait for event", wait, of->recorded); }
 int aclrtResetEvent(event *of, stream *on) { return ACL_SUCCESS; }
 
-int aclrtSynchronizeEvent(event *of) { return wait_until(&of->done, of->recorded, -1); }
+int aclrtSynchronizeEvent(event *of) {
+    int result = wait_until(&of->done, of->recorded, -1);
+    return result ? result : event_error(of);
+}
 
 enum { EVENT_NOT_READY = 0, EVENT_COMPLETE = 1 };
 int aclrtQueryEventStatus(event *of, int *status) {

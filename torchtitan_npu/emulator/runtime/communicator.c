@@ -1,0 +1,514 @@
+/* HCCL's communicators: processes of one host that share a folder.
+ *
+ * The folder holds the board (counters of each rank) and a file with the data of each rank and of each pair of ranks. It
+ * lies in NPU_EMULATOR_FOLDER. Each process keeps a lock on the board; who finds no other lock removes the folder. So a
+ * killed process leaves files only until the next communicator is made.
+ */
+#define _GNU_SOURCE
+#include "hccl.h"
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { ROOT_INFO_BYTES = 4108, SMALLEST_FILE = 1 << 16, CONNECT_POLL_US = 200, ROOTS = 64 };
+static const char BOARD[] = "board";
+static const uint64_t ENOUGH_SHARED_MEMORY = 1ull << 30; /* bytes free in /dev/shm to use it */
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static communicator *communicators;
+static struct {
+    char folder[FOLDER_LENGTH];
+    int lock;
+} roots[ROOTS]; /* made by HcclGetRootInfo and not yet joined by this process */
+
+int aclrtGetDevice(int32_t *device);
+int aclrtSetDevice(int32_t device);
+
+int64_t milliseconds_now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000ll + time.tv_nsec / 1000000;
+}
+
+/* Folders */
+
+static const char *base_folder(void) {
+    static char made[FOLDER_LENGTH / 2];
+    const char *given = setting("NPU_EMULATOR_FOLDER", NULL);
+    struct statvfs room;
+    if (given) snprintf(made, sizeof made, "%s", given);
+    else {
+        bool shared = !statvfs("/dev/shm", &room) && room.f_bavail * room.f_frsize >= ENOUGH_SHARED_MEMORY;
+        snprintf(made, sizeof made, "%s/npu_emulator-%d", shared ? "/dev/shm" : setting("TMPDIR", "/tmp"), (int)getuid());
+    }
+    mkdir(made, 0700);
+    return made;
+}
+
+static void remove_folder(const char *folder) {
+    DIR *open_folder = opendir(folder);
+    for (struct dirent *entry; open_folder && (entry = readdir(open_folder));)
+        unlinkat(dirfd(open_folder), entry->d_name, 0); /* fails for . and .. */
+    if (open_folder) closedir(open_folder);
+    rmdir(folder);
+}
+
+static int open_board(const char *folder) {
+    char path[FOLDER_LENGTH + 16];
+    snprintf(path, sizeof path, "%s/%s", folder, BOARD);
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+/* Remove a folder that no process uses. `board` is an open file of this process without a lock. */
+static void remove_if_unused(const char *folder, int board) {
+    if (!flock(board, LOCK_EX | LOCK_NB)) remove_folder(folder);
+}
+
+static void remove_unused_folders(const char *base) {
+    DIR *folders = opendir(base);
+    for (struct dirent *entry; folders && (entry = readdir(folders));) {
+        if (strncmp(entry->d_name, "comm-", 5)) continue;
+        char folder[FOLDER_LENGTH];
+        snprintf(folder, sizeof folder, "%s/%s", base, entry->d_name);
+        int board = open_board(folder);
+        if (board < 0) continue;
+        remove_if_unused(folder, board);
+        close(board);
+    }
+    if (folders) closedir(folders);
+}
+
+/* Open the locked board of a folder. The folder appears together with its lock: it is made aside and renamed. */
+static int open_or_make(const char *folder) {
+    int found = open_board(folder);
+    if (found >= 0) {
+        flock(found, LOCK_SH);
+        return found;
+    }
+    static int counter;
+    char aside[FOLDER_LENGTH], path[FOLDER_LENGTH + 16];
+    snprintf(aside, sizeof aside, "%s/new-%d-%d", base_folder(), (int)getpid(), __atomic_add_fetch(&counter, 1, __ATOMIC_RELAXED));
+    mkdir(aside, 0700);
+    snprintf(path, sizeof path, "%s/%s", aside, BOARD);
+    int made = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (made < 0) return made;
+    flock(made, LOCK_SH);
+    if (!rename(aside, folder)) return made;
+    close(made);
+    remove_folder(aside); /* another rank was first */
+    found = open_board(folder);
+    if (found >= 0) flock(found, LOCK_SH);
+    return found;
+}
+
+/* Files */
+
+static void file_path(char *out, size_t size, communicator *one, const char *name, uint32_t version) {
+    snprintf(out, size, "%s/%s.%u", one->folder, name, version);
+}
+
+static char *map_file(mapping *file, int open_file, uint64_t size, int protection) {
+    void *at = mmap(NULL, size, protection, MAP_SHARED, open_file, 0);
+    close(open_file);
+    if (at == MAP_FAILED) return NULL;
+    file->at = at;
+    file->size = size;
+    return at;
+}
+
+static void unmap(mapping *file) {
+    if (file->at) munmap(file->at, file->size);
+    file->at = NULL;
+    file->size = 0;
+}
+
+char *map_to_write(communicator *one, mapping *file, const char *name, uint64_t size) {
+    if (file->at && file->size >= size) return file->at;
+    char path[FOLDER_LENGTH + 64];
+    file_path(path, sizeof path, one, name, file->version);
+    if (file->at) unlink(path);
+    unmap(file);
+    uint64_t room = SMALLEST_FILE;
+    while (room < size) room *= 2;
+    file_path(path, sizeof path, one, name, ++file->version);
+    int made = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    int result = made < 0 ? errno : posix_fallocate(made, 0, (off_t)room); /* reserved: a full folder is no SIGBUS later */
+    if (result) {
+        if (made >= 0) close(made);
+        unlink(path);
+        fail(one, HCCL_E_MEMORY, "%s has no room for %llu bytes (%s); name another folder in NPU_EMULATOR_FOLDER", one->folder,
+             (unsigned long long)room, strerror(result));
+        return NULL;
+    }
+    return map_file(file, made, room, PROT_READ | PROT_WRITE);
+}
+
+char *map_to_read(communicator *one, mapping *file, const char *name, uint64_t size, uint32_t version) {
+    if (file->at && file->version == version) return file->at;
+    unmap(file);
+    char path[FOLDER_LENGTH + 64];
+    struct stat status;
+    file_path(path, sizeof path, one, name, version);
+    int found = open(path, O_RDONLY | O_CLOEXEC);
+    char *at = NULL;
+    if (found >= 0 && !fstat(found, &status) && (uint64_t)status.st_size >= size)
+        at = map_file(file, found, (uint64_t)status.st_size, PROT_READ);
+    if (!at) fail(one, HCCL_E_SYSCALL, "%s cannot be read: %s", path, strerror(errno));
+    file->version = version;
+    return at;
+}
+
+channel *channel_between(communicator *one, uint32_t from, uint32_t to) {
+    return (channel *)(one->shared->members + one->ranks) + (size_t)from * one->ranks + to;
+}
+
+static size_t board_size(uint32_t ranks) {
+    return sizeof(board) + ranks * sizeof(member) + (size_t)ranks * ranks * sizeof(channel);
+}
+
+/* Life of a communicator */
+
+bool usable(communicator *one) {
+    if (one && one->process == getpid()) return true;
+    set_message("%s", one ? "a forked process cannot use a communicator of its parent" : "the communicator is NULL");
+    return false;
+}
+
+void hold(communicator *one) { __atomic_add_fetch(&one->references, 1, __ATOMIC_RELAXED); }
+
+/* The rank uses the folder no more. Others may still read its data, so that the last one removes it. */
+static void leave(communicator *one) {
+    if (one->left || one->process != getpid()) return; /* a child has inherited the lock and must not release it */
+    one->left = true;
+    flock(one->lock, LOCK_UN);
+    remove_if_unused(one->folder, one->lock);
+    close(one->lock);
+}
+
+void drop(communicator *one) {
+    if (__atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL)) return;
+    pthread_mutex_lock(&lock);
+    for (communicator **at = &communicators; *at; at = &(*at)->next)
+        if (*at == one) {
+            *at = one->next;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    leave(one);
+    for (uint32_t rank = 0; rank < one->ranks; rank++) {
+        unmap(&one->data[rank]);
+        unmap(&one->out[rank]);
+        unmap(&one->in[rank]);
+    }
+    munmap(one->shared, board_size(one->ranks));
+    free(one->data);
+    free(one->sent);
+    free(one->message);
+    free(one);
+}
+
+__attribute__((destructor)) static void leave_all(void) {
+    for (communicator *one = communicators; one; one = one->next) leave(one);
+}
+
+static void in_child(void) { pthread_mutex_init(&lock, NULL); }
+__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, in_child); }
+
+int fail(communicator *one, int code, const char *format, ...) {
+    char text[2048];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(text, sizeof text, format, values);
+    va_end(values);
+    pthread_mutex_lock(&lock);
+    if (!one->message) one->message = strdup(text);
+    if (!one->error) __atomic_store_n(&one->error, code, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&lock);
+    set_message("%s", one->message);
+    return one->error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_TASK_TIMEOUT : ACL_ERROR_RT_PARAM_INVALID;
+}
+
+const char *list_ranks(communicator *one, const bool *missing) {
+    static __thread char text[1024];
+    size_t length = 0;
+    *text = 0;
+    for (uint32_t rank = 0; rank < one->ranks && length + 64 < sizeof text; rank++) {
+        if (!missing[rank]) continue;
+        pid_t process = one->shared->members[rank].process;
+        length += (size_t)snprintf(text + length, sizeof text - length, "%s%u", length ? ", " : "", rank);
+        if (!__atomic_load_n(&one->shared->members[rank].joined, __ATOMIC_ACQUIRE)) continue;
+        bool ended = kill(process, 0) && errno == ESRCH;
+        length += (size_t)snprintf(text + length, sizeof text - length, ended ? " (process %d has ended)" : " (process %d)", (int)process);
+    }
+    return text;
+}
+
+typedef struct {
+    size_t size;
+    char reserved[16];
+    uint32_t buffer_megabytes, deterministic;
+    char name[NAME_LENGTH], unique_device[128];
+    uint32_t expansion_mode, traffic_class, service_level, world_rank;
+    uint64_t job;
+    uint8_t zero_copy;
+    int32_t timeout;
+} configuration; /* the beginning of HcclCommConfig; an older torch_npu passes a smaller size */
+
+static const uint32_t NOT_SET = 0xffffffff;
+
+/* Charge the buffers for sending and receiving. */
+static int charge_buffers(communicator *one, const configuration *given) {
+    uint64_t megabytes = (uint64_t)setting_number("HCCL_BUFFSIZE", 200);
+    if (given && given->buffer_megabytes != NOT_SET) megabytes = given->buffer_megabytes;
+    one->charged = 2 * megabytes << 20;
+    aclrtGetDevice(&one->device);
+    if (!charge_device(one->charged)) return HCCL_SUCCESS;
+    /* torch_npu raises OutOfMemoryError for the code EL0004 */
+    set_message("EL0004: Failed to allocate 2 x %llu MB for the buffers of communicator %s (HCCL_BUFFSIZE)",
+                (unsigned long long)megabytes, one->name);
+    return HCCL_E_OOM;
+}
+
+static void discharge_buffers(communicator *one) {
+    int32_t current;
+    aclrtGetDevice(&current);
+    aclrtSetDevice(one->device);
+    discharge_device(one->charged);
+    aclrtSetDevice(current);
+}
+
+static int take_root(const char *folder) {
+    int found = -1;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < ROOTS && found < 0; i++)
+        if (roots[i].lock && !strcmp(roots[i].folder, folder)) {
+            found = roots[i].lock;
+            roots[i].lock = 0;
+        }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+static void keep_root(const char *folder, int board) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < ROOTS; i++)
+        if (!roots[i].lock) {
+            snprintf(roots[i].folder, sizeof roots[i].folder, "%s", folder);
+            roots[i].lock = board;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+}
+
+/* Map the board and enter this rank. */
+static int enter(communicator *one) {
+    size_t size = board_size(one->ranks);
+    if (ftruncate(one->lock, (off_t)size)) return HCCL_E_SYSCALL;
+    one->shared = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, one->lock, 0);
+    if (one->shared == MAP_FAILED) return HCCL_E_SYSCALL;
+    uint32_t ranks = 0;
+    if (!__atomic_compare_exchange_n(&one->shared->ranks, &ranks, one->ranks, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) && ranks != one->ranks) {
+        set_message("communicator %s: rank %u expects %u ranks, others expect %u", one->name, one->rank, one->ranks, ranks);
+        return HCCL_E_PARA;
+    }
+    member *own = &one->shared->members[one->rank];
+    if (__atomic_load_n(&own->joined, __ATOMIC_ACQUIRE)) {
+        set_message("communicator %s: rank %u has joined twice", one->name, one->rank);
+        return HCCL_E_PARA;
+    }
+    own->process = one->process;
+    __atomic_store_n(&own->joined, 1, __ATOMIC_RELEASE);
+    return HCCL_SUCCESS;
+}
+
+static int join(const char *folder, uint32_t ranks, uint32_t rank, const configuration *given, communicator **out) {
+    if (!ranks || rank >= ranks) {
+        set_message("a communicator of %u ranks has no rank %u", ranks, rank);
+        return HCCL_E_PARA;
+    }
+    communicator *made = calloc(1, sizeof *made);
+    made->references = 1;
+    made->ranks = ranks;
+    made->rank = rank;
+    made->process = getpid();
+    made->timeout = setting_number("HCCL_EXEC_TIMEOUT", 1836);
+    if (given && given->size >= sizeof *given && given->timeout >= 0) made->timeout = given->timeout;
+    snprintf(made->folder, sizeof made->folder, "%s", folder);
+    bool named = given && given->size > 32 && *given->name;
+    snprintf(made->name, sizeof made->name, "%.127s", named ? given->name : strrchr(folder, '/') + 1);
+    int result = charge_buffers(made, given);
+    if (result) {
+        free(made);
+        return result;
+    }
+    made->lock = take_root(folder);
+    if (made->lock < 0) made->lock = open_or_make(folder);
+    if (made->lock < 0) {
+        set_message("the folder of communicator %s, %s, cannot be opened: %s", made->name, folder, strerror(errno));
+        result = HCCL_E_SYSCALL;
+    } else result = enter(made);
+    if (result) {
+        discharge_buffers(made);
+        if (made->lock >= 0) close(made->lock);
+        free(made);
+        return result;
+    }
+    made->data = calloc(3 * ranks, sizeof *made->data);
+    made->out = made->data + ranks;
+    made->in = made->out + ranks;
+    made->sent = calloc(2 * ranks, sizeof *made->sent);
+    made->received = made->sent + ranks;
+    pthread_mutex_lock(&lock);
+    made->next = communicators;
+    communicators = made;
+    pthread_mutex_unlock(&lock);
+    *out = made;
+    return HCCL_SUCCESS;
+}
+
+int HcclCommDestroy(communicator *one) {
+    if (!one || one->process != getpid()) return HCCL_SUCCESS;
+    discharge_buffers(one);
+    drop(one);
+    return HCCL_SUCCESS;
+}
+
+/* Block until all ranks have joined, as HCCL does. */
+static int wait_for_ranks(communicator *one) {
+    int64_t seconds = setting_number("HCCL_CONNECT_TIMEOUT", 120), began = milliseconds_now();
+    bool *missing = calloc(one->ranks, sizeof *missing);
+    void *released = release_gil();
+    int result = HCCL_SUCCESS;
+    for (bool complete = false; !complete && !result;) {
+        complete = true;
+        for (uint32_t rank = 0; rank < one->ranks; rank++) {
+            missing[rank] = !__atomic_load_n(&one->shared->members[rank].joined, __ATOMIC_ACQUIRE);
+            complete &= !missing[rank];
+        }
+        if (complete) break;
+        if (milliseconds_now() - began > seconds * 1000) result = HCCL_E_TIMEOUT;
+        else usleep(CONNECT_POLL_US);
+    }
+    take_gil(released);
+    if (result)
+        set_message("communicator %s: rank %u of %u has waited %lld s (HCCL_CONNECT_TIMEOUT) for ranks that did not join: %s", one->name,
+                    one->rank, one->ranks, (long long)seconds, list_ranks(one, missing));
+    free(missing);
+    return result;
+}
+
+static int join_and_wait(const char *folder, uint32_t ranks, uint32_t rank, const configuration *given, communicator **out) {
+    int result = join(folder, ranks, rank, given, out);
+    if (result) return result;
+    result = wait_for_ranks(*out);
+    if (result) {
+        HcclCommDestroy(*out);
+        *out = NULL;
+    }
+    return result;
+}
+
+/* A root info is the path of the folder. */
+int HcclGetRootInfo(char *info) {
+    static int counter;
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    const char *base = base_folder();
+    remove_unused_folders(base);
+    memset(info, 0, ROOT_INFO_BYTES);
+    snprintf(info, FOLDER_LENGTH, "%s/comm-%d-%llx-%d", base, (int)getpid(), (unsigned long long)time.tv_sec * 1000000000ull + time.tv_nsec,
+             __atomic_add_fetch(&counter, 1, __ATOMIC_RELAXED));
+    int board = open_or_make(info);
+    if (board < 0) {
+        set_message("%s cannot be made: %s; name another folder in NPU_EMULATOR_FOLDER", info, strerror(errno));
+        return HCCL_E_SYSCALL;
+    }
+    keep_root(info, board);
+    return HCCL_SUCCESS;
+}
+
+int HcclCommInitRootInfoConfig(uint32_t ranks, const char *info, uint32_t rank, const configuration *given, communicator **out) {
+    return join_and_wait(info, ranks, rank, given, out);
+}
+
+int HcclCommInitRootInfo(uint32_t ranks, const char *info, uint32_t rank, communicator **out) {
+    return join_and_wait(info, ranks, rank, NULL, out);
+}
+
+int HcclCreateSubCommConfig(communicator **parent, uint32_t ranks, uint32_t *members, uint64_t id, uint32_t rank,
+                            const configuration *given, communicator **out) {
+    if (!usable(*parent)) return HCCL_E_UNAVAIL;
+    *out = NULL;
+    if (!members) return HCCL_SUCCESS; /* this rank is not a member */
+    char folder[FOLDER_LENGTH];
+    snprintf(folder, sizeof folder, "%.480s-%llx", (*parent)->folder, (unsigned long long)id);
+    return join_and_wait(folder, ranks, rank, given, out);
+}
+
+/* One process with several devices: all ranks join before any of them waits. */
+int HcclCommInitAll(uint32_t ranks, const int32_t *devices, communicator **out) {
+    char info[ROOT_INFO_BYTES];
+    int32_t current;
+    aclrtGetDevice(&current);
+    int result = HcclGetRootInfo(info);
+    for (uint32_t rank = 0; rank < ranks && !result; rank++) {
+        aclrtSetDevice(devices[rank]);
+        result = join(info, ranks, rank, NULL, &out[rank]);
+    }
+    aclrtSetDevice(current);
+    return result;
+}
+
+/* Questions about a communicator */
+
+int HcclGetCommName(communicator *one, char *name) {
+    memcpy(name, one->name, NAME_LENGTH);
+    return HCCL_SUCCESS;
+}
+
+int HcclGetRankSize(communicator *one, uint32_t *ranks) {
+    *ranks = one->ranks;
+    return HCCL_SUCCESS;
+}
+
+int HcclGetRankId(communicator *one, uint32_t *rank) {
+    *rank = one->rank;
+    return HCCL_SUCCESS;
+}
+
+int HcclGetCommAsyncError(communicator *one, int *error) {
+    *error = __atomic_load_n(&one->error, __ATOMIC_ACQUIRE);
+    if (*error) set_message("%s", one->message); /* torch_npu's watchdog prints it */
+    return HCCL_SUCCESS;
+}
+
+const char *HcclGetErrorString(int code) {
+    switch (code) {
+    case HCCL_SUCCESS: return "no error";
+    case HCCL_E_PARA: return "parameter error";
+    case HCCL_E_MEMORY: return "memory error";
+    case HCCL_E_NOT_SUPPORT: return "not supported";
+    case HCCL_E_UNAVAIL: return "resource unavailable";
+    case HCCL_E_SYSCALL: return "system call error";
+    case HCCL_E_TIMEOUT: return "timeout";
+    case HCCL_E_OOM: return "out of memory";
+    default: return "unknown error";
+    }
+}
+
+/* The first feature of HcclCommConfigCapability that is not there. */
+uint32_t HcclGetCommConfigCapability(void) { return 12; }
+
+int HcclSetConfig(int which, int64_t value) { return HCCL_SUCCESS; } /* reductions are always deterministic */
