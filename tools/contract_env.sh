@@ -1,10 +1,10 @@
-# Sourced by test.sh: the virtual environment of the contract tests, .venv-contract. It is .venv plus the real torch_npu
-# and a stub of CANN, so that torch_npu loads on a machine without an NPU (docs/explanation/contract-tests.md). It is
-# built once, and again when its sources change. CONTRACT_VENV chooses another folder.
+# Sourced by test.sh: the virtual environment of the contract tests and of the emulator's, .venv-contract. It is .venv
+# plus the real torch_npu, which loads the emulator in place of CANN (docs/explanation/emulator.md). It is built once, and
+# again when its sources change. CONTRACT_VENV chooses another folder.
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 contract=$PWD/${CONTRACT_VENV:-.venv-contract}
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-want="$(cat tools/contract/*.py tools/contract/*.c tools/contract_env.sh "$VENV/.installed" | cksum)"
+want="$(cat tools/contract_env.sh "$VENV/.installed" | cksum)"
 if [ "$(cat "$contract/.installed" 2>/dev/null)" != "$want" ]; then
     "$VENV/bin/python" -m venv --clear --without-pip "$contract"
     echo "import site; site.addsitedir('$(packages "$VENV")')" >"$(packages "$contract")/venv.pth"
@@ -14,8 +14,9 @@ if [ "$(cat "$contract/.installed" 2>/dev/null)" != "$want" ]; then
         echo "error: pip could not install torch_npu into $contract; is the package index reachable?" >&2
         exit 1
     }
-    "$contract/bin/python" tools/contract/build_stubs.py "$contract/lib/cann_stub"
     echo "$want" >"$contract/.installed"
 fi
 . "$contract/bin/activate"
-export LD_LIBRARY_PATH=$contract/lib/cann_stub${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+# the newest CANN: torch_npu takes the paths of all operators that it knows
+variables="$(python -m torchtitan_npu.emulator.environment --cann master)" || exit 1
+eval "$variables"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Set up and run everything that CI runs: ruff, mypy, pytest (with the docs check), and contract tests with torch_npu.
-# --all adds the tests marked slow. Other arguments go to pytest, and the contract tests are left out.
+# Set up and run everything that CI runs: ruff, mypy, pytest (with the docs check), and with the real torch_npu the
+# contract tests and those of the emulator.
+# --all adds the tests marked slow. Other arguments go to pytest, and the tests with torch_npu are left out.
 set -euo pipefail
 marked=()
 if [ "${1:-}" = --all ]; then
@@ -22,6 +23,6 @@ if [ $# = 0 ]; then
     trap - EXIT
     (
         . tools/contract_env.sh
-        OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" tests/contract
+        OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" tests/contract tests/emulator
     )
 fi

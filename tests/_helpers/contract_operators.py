@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,8 @@ define("npu_contract")
 VALID = [case for case in all_cases() if case.rejected_by is None]
 REJECTED = [case for case in all_cases() if case.rejected_by is not None]
 
-STUB_ERROR = "this is the stub of CANN"
-"""Part of the error of a call that passed every check of torch_npu: the stub of CANN has no device."""
+OPERATOR_ERROR = re.compile(r"call aclnn\w+ failed")
+"""Part of the error of a call that passed every check of torch_npu and reached CANN, here the emulator."""
 
 
 def torch_npu_s(case: Case) -> OpOverload:
@@ -59,7 +60,8 @@ def meta_kernel_error(case: Case) -> str | None:
 def check_error(case: Case) -> str | None:
     """Return the error of torch_npu's C++ checks, if they reject the call, on real npu tensors.
 
-    The tensors are zero: torch_npu reads group sizes, and no kernel writes.
+    The tensors are zero: torch_npu reads group sizes. A call that reaches CANN has passed the checks, also if the
+    emulator refuses its sizes (the limits of the NPU's kernels are another test) or has no kernel.
     """
 
     def real_tensor(fake: Tensor) -> Tensor:
@@ -71,8 +73,7 @@ def check_error(case: Case) -> str | None:
         arguments = case.arguments("npu")
     args, kwargs = tree_map_only(Tensor, real_tensor, arguments)
     error = _error_of(lambda: torch_npu_s(case)(*args, **kwargs))
-    assert error is not None, "a kernel ran although there is no device"
-    return None if STUB_ERROR in error else error
+    return None if error is None or OPERATOR_ERROR.search(error) else error
 
 
 def _error_of(call: Callable[[], Any]) -> str | None:

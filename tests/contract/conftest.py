@@ -1,4 +1,4 @@
-"""Contract tests run in a second environment, in which torch loads the real torch_npu on a stub of CANN."""
+"""Contract tests run in a second environment, in which torch loads the real torch_npu on the emulator of CANN."""
 
 import pytest
 

@@ -1,14 +1,22 @@
-"""The environment variables with which a process runs on the emulator."""
+"""The environment variables with which a process runs on the emulator.
+
+    eval "$(python -m torchtitan_npu.emulator.environment [--cann 9.1])"
+
+prints them for a shell, and compiles the emulator if need be. ``torchtitan-npu emulate`` sets them for one command.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_npu.emulator.build import CANN_VERSIONS, DEFAULT_CANN_VERSION, MEMORY_TOOL
+from torchtitan_npu.emulator.build import CANN_VERSIONS, DEFAULT_CANN_VERSION, MEMORY_TOOL, BuildError, build
 from torchtitan_npu.errors import UsageError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -69,3 +77,19 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise UsageError(f"{text} is not a size: write 60.9GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cann", choices=CANN_VERSIONS, default=Machine.cann)
+    args = parser.parse_args()
+    try:
+        home = build(lambda text: print(text, file=sys.stderr), args.cann)
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+    for name, value in (process_variables(home, os.environ) | Machine(cann=args.cann).variables()).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()
