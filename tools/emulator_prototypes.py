@@ -91,9 +91,22 @@ VERSION = re.compile(r"\.Version\((\w+)\)")
 ITEM = re.compile(r'this->(Input|Attr|Output)\("(\w+)"\)([^;]*);')
 
 
+WRITTEN = {
+    "aclnnApplyAdam": ["varRef", "m", "v"],
+    "aclnnForeachNonFiniteCheckAndUnscale": ["scaledGrads", "foundInf"],
+    "aclnnSparseFlashAttentionV2": ["attentionOut", "softmaxMax", "softmaxSum"],
+}
+"""What operators write whose declarations tell something else, or nothing."""
+
+OUTPUT = re.compile(r"^out|(?:Out|_out)(?:put)?\d?(?:Optional)?$")
+GRADIENT = re.compile(r"^(?:grad|d)_?out(?:put)?\d?(?:Optional)?$", re.IGNORECASE)
+
+
 class Prototype(NamedTuple):
     kinds: str
     arguments: list[str]
+    outputs: list[str]
+    """Arguments that the operator writes."""
     source: str
 
 
@@ -101,6 +114,7 @@ WITHOUT_SOURCE = {
     "aclnnTopkV2": Prototype(
         "tqq??qtt",
         ["self", "k", "dim", "largest", "sorted", "unknown", "values", "indices"],
+        ["values", "indices"],
         "read from calls of torch_npu 2.13.0",
     )
 }
@@ -179,7 +193,26 @@ def declared(text: str, source: str) -> Iterator[tuple[str, Prototype]]:
             print(f"{source}: {match[1]} has a parameter {unknown}", file=sys.stderr)
             continue
         kinds = "".join(KINDS[kind] for kind, _ in types_and_names)
-        yield match[1], Prototype(kinds, [name for _, name in types_and_names], source)
+        names = [name for _, name in types_and_names]
+        constant = {
+            name for name, parameter in zip(names, parameters, strict=False) if re.search(r"\bconst\b", parameter)
+        }
+        yield match[1], Prototype(kinds, names, written(kinds, names, constant), source)
+
+
+def written(kinds: str, names: list[str], constant: set[str]) -> list[str]:
+    """Return the tensors that are not ``const``, or nothing if no output is among them.
+
+    Many declarations have ``const`` everywhere, or everywhere but at tensors that are written in place (``…Ref``).
+    """
+    free = [name for name in tensors(kinds, names) if name not in constant]
+    if all(name.endswith("Ref") for name in free):
+        return []
+    return [name for name in tensors(kinds, names) if name in free or name.endswith("Ref")]
+
+
+def tensors(kinds: str, names: list[str]) -> list[str]:
+    return [name for name, kind in zip(names, kinds, strict=True) if kind in "tTo"]
 
 
 def type_and_name(parameter: str) -> tuple[str, str]:
@@ -198,6 +231,7 @@ def defined(text: str, source: str) -> Iterator[tuple[str, Prototype]]:
         return
     items = ITEM.findall(COMMENT.sub("", text))
     inputs = {name for which, name, _ in items if which == "Input"}
+    results = {name for which, name, _ in items if which == "Output"}
     constants = dict(re.findall(r"(\w+) = (\d+);", text))
     versions = [int(constants[found[1]]) if (found := VERSION.search(item)) else 1 for _, _, item in items]
     for version in range(1, max(versions, default=1) + 1):
@@ -210,7 +244,8 @@ def defined(text: str, source: str) -> Iterator[tuple[str, Prototype]]:
         ]
         suffix = f"V{version}" if version > 1 else ""
         names = [camel_case(name) for name, _ in arguments]
-        yield f"aclnn{match[1]}{suffix}", Prototype("".join(kind for _, kind in arguments), names, source)
+        outputs = [camel_case(name) for name, _ in arguments if name in results]
+        yield f"aclnn{match[1]}{suffix}", Prototype("".join(kind for _, kind in arguments), names, outputs, source)
 
 
 def attribute_kind(properties: str) -> str:
@@ -238,12 +273,35 @@ def table(found: dict[str, list[Prototype]], versions: dict[str, set[str]]) -> s
         best = found[name][0]
         for kinds, source in sorted({(p.kinds, p.source) for p in found[name] if p.kinds != best.kinds}):
             print(f"{name}: {best.kinds} in {best.source}, {kinds} in {source}", file=sys.stderr)
-        entry: dict[str, object] = best._asdict()
+        entry: dict[str, object] = best._asdict() | {"outputs": outputs(name, found[name])}
         since = first(versions[name])
         if since != next(iter(VERSIONS)):
             entry["since"] = since
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def outputs(operator: str, declarations: list[Prototype]) -> list[str]:
+    """Return the arguments that an operator writes.
+
+    The first declaration that tells counts. Otherwise the names tell: ``…Ref`` is written in place, ``out`` and
+    ``…Out`` are outputs, unless they are the gradient of one. Otherwise it is the last tensor.
+    """
+    if operator in WRITTEN:
+        return WRITTEN[operator]
+    names = tensors(declarations[0].kinds, declarations[0].arguments)
+    for declaration in declarations:
+        others = tensors(declaration.kinds, declaration.arguments)
+        if declaration.outputs and len(others) == len(names):
+            return [names[others.index(output)] for output in declaration.outputs]
+    in_place = [name for name in names if name.endswith("Ref")]
+    if not in_place and "Inplace" in operator:
+        in_place = names[:1]
+    named = [name for name in names if OUTPUT.search(name)]
+    found = in_place + ([name for name in named if not GRADIENT.match(name)] or ([] if in_place else named[-1:]))
+    if not found:
+        print(f"{operator}: no declaration says what it writes", file=sys.stderr)
+    return [name for name in names if name in found] or names[-1:]
 
 
 def first(versions: Iterable[str]) -> str:
