@@ -240,17 +240,31 @@ int fail(communicator *one, int code, const char *format, ...) {
     return one->error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_TASK_TIMEOUT : ACL_ERROR_RT_PARAM_INVALID;
 }
 
+/* A process that was killed stays until its parent has waited for it, in state Z. */
+static bool has_ended(pid_t process) {
+    char path[64], state = 'Z';
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)process);
+    FILE *status = fopen(path, "r");
+    if (!status) return kill(process, 0) && errno == ESRCH;
+    fscanf(status, "%*d (%*[^)]) %c", &state);
+    fclose(status);
+    return state == 'Z';
+}
+
 const char *list_ranks(communicator *one, const bool *missing) {
     static __thread char text[1024];
-    size_t length = 0;
-    *text = 0;
+    uint32_t count = 0;
+    for (uint32_t rank = 0; rank < one->ranks; rank++) count += missing[rank];
+    size_t length = (size_t)snprintf(text, sizeof text, "%s", count == 1 ? "rank" : "ranks");
+    const char *separator = " ";
     for (uint32_t rank = 0; rank < one->ranks && length + 64 < sizeof text; rank++) {
         if (!missing[rank]) continue;
-        pid_t process = one->shared->members[rank].process;
-        length += (size_t)snprintf(text + length, sizeof text - length, "%s%u", length ? ", " : "", rank);
-        if (!__atomic_load_n(&one->shared->members[rank].joined, __ATOMIC_ACQUIRE)) continue;
-        bool ended = kill(process, 0) && errno == ESRCH;
-        length += (size_t)snprintf(text + length, sizeof text - length, ended ? " (process %d has ended)" : " (process %d)", (int)process);
+        length += (size_t)snprintf(text + length, sizeof text - length, "%s%u", separator, rank);
+        separator = ", ";
+        const member *of = &one->shared->members[rank];
+        if (__atomic_load_n(&of->joined, __ATOMIC_ACQUIRE))
+            length += (size_t)snprintf(text + length, sizeof text - length, " (process %d%s)", (int)of->process,
+                                       has_ended(of->process) ? " has ended" : "");
     }
     return text;
 }
@@ -403,7 +417,7 @@ static int wait_for_ranks(communicator *one) {
     }
     take_gil(released);
     if (result)
-        set_message("communicator %s: rank %u of %u has waited %lld s (HCCL_CONNECT_TIMEOUT) for ranks that did not join: %s", one->name,
+        set_message("communicator %s: rank %u of %u has waited %lld s (HCCL_CONNECT_TIMEOUT) in vain for %s to join", one->name,
                     one->rank, one->ranks, (long long)seconds, list_ranks(one, missing));
     free(missing);
     return result;

@@ -56,9 +56,9 @@ static bool is_late(operation *one) {
 }
 
 static int time_out(operation *one, const bool *missing) {
-    return fail(one->of, HCCL_E_TIMEOUT, "communicator %s: %s %llu of rank %u has waited %lld s (HCCL_EXEC_TIMEOUT) for %s %s",
+    return fail(one->of, HCCL_E_TIMEOUT, "communicator %s: %s %llu of rank %u has waited %lld s (HCCL_EXEC_TIMEOUT) in vain for %s",
                 one->of->name, one->what.name, (unsigned long long)one->number, one->of->rank, (long long)one->of->timeout,
-                one->of->ranks > 2 ? "ranks" : "rank", list_ranks(one->of, missing));
+                list_ranks(one->of, missing));
 }
 
 /* Return 0 if the counter of every rank has reached the value. */

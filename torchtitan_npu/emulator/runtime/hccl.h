@@ -69,7 +69,7 @@ bool usable(communicator *one); /* false in a forked child */
 void hold(communicator *one);
 void drop(communicator *one);
 int fail(communicator *one, int code, const char *format, ...) __attribute__((format(printf, 3, 4))); /* return ACL's code */
-const char *list_ranks(communicator *one, const bool *missing); /* "1 (process 17 has ended), 3" */
+const char *list_ranks(communicator *one, const bool *missing); /* "ranks 1 (process 17 has ended), 3" */
 int64_t milliseconds_now(void);
 
 /* Map the file `name` of the folder with at least this size, to write (a new version if it is too small) or to read. */
