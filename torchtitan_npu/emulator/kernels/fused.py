@@ -1,0 +1,134 @@
+"""Fused NPU operators: reference kernels and limits of :mod:`torchtitan_npu.ops` behind the arguments of ``aclnn``.
+
+One function per family translates the arguments of an ``aclnn`` prototype to those of torch_npu's operator::
+
+    @fused("npu_swiglu", "aclnnSwiGlu")
+    def swiglu(x, dim, out, **_):
+        return {"input": x, "dim": dim}, (out,)
+
+It gets the arguments by name, as :func:`argument_names` spells them, so that it serves every version of an operator:
+later versions add arguments in the middle. It returns torch_npu's arguments by name, defaults left out, and the outputs
+in the order of torch_npu's.
+
+The same translation gives the kernel and the check: what the operator's checks and limits reject is refused with CANN's
+code for invalid parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torchtitan_npu.emulator.build import PROTOTYPES
+from torchtitan_npu.emulator.kernels.registry import Refused, check, kernel
+
+if TYPE_CHECKING:
+    from torchtitan_npu.ops import Op
+
+Translation = Callable[..., tuple[dict[str, Any], Sequence[Tensor | None]]]
+Workspace = Callable[..., int]
+
+SYSTEM_WORKSPACE = 16 << 20
+"""Bytes that the tiling of fused operators reserves for the runtime on Ascend910B and Ascend910_93."""
+
+
+def fused(op: str, *names: str, workspace: Workspace | None = None) -> Callable[[Translation], Translation]:
+    """Register a translation: the ``aclnn`` operators ``names`` compute torch_npu's operator ``op``.
+
+    ``workspace`` returns the bytes of the operator's workspace, given torch_npu's arguments by name.
+    """
+
+    def register(translate: Translation) -> Translation:
+        for name in names:
+
+            def compute(*values: Any, name: str = name) -> None:
+                arguments, outputs = translate(**by_name(name, values))
+                results = _op(op).reference(**_complete(op, arguments))
+                write(outputs, results)
+
+            def refuse(*values: Any, name: str = name) -> int:
+                arguments, _ = translate(**by_name(name, values))
+                arguments = _complete(op, arguments)
+                for problem in _op(op).checks(**arguments):
+                    raise Refused(problem)
+                for problem in _op(op).limit_errors(**arguments):
+                    raise Refused(problem)
+                return workspace(**arguments) if workspace else 0
+
+            kernel(name)(compute)
+            check(name)(refuse)
+        return translate
+
+    return register
+
+
+def kernel_by_name(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a kernel that gets its arguments by name."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        for name in names:
+            kernel(name)(lambda *values, name=name: function(**by_name(name, values)))
+        return function
+
+    return register
+
+
+def by_name(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the ``aclnn`` operator ``name`` by name."""
+    return dict(zip(argument_names(name), values, strict=True))
+
+
+@cache
+def argument_names(name: str) -> list[str]:
+    """Return the names of an operator's arguments as Python writes them: ``attenMaskOptional`` is ``atten_mask``."""
+    names = (argument.removesuffix("Optional") for argument in _prototypes()[name]["arguments"])
+    return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", argument).lower() for argument in names]
+
+
+@cache
+def _prototypes() -> dict[str, Any]:
+    return json.loads(PROTOTYPES.read_text())
+
+
+def _op(name: str) -> Op:
+    # Imported when the first fused operator is called: the package registers sharding rules with DTensor.
+    from torchtitan_npu.ops import OPS
+
+    return OPS[name]
+
+
+def _complete(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return _op(op).complete(**arguments)
+
+
+def write(outputs: Sequence[Tensor | None], results: Any) -> None:
+    """Copy the results of a reference kernel to the outputs of the operator. ``None`` is an output nobody asked for."""
+    if isinstance(results, Tensor):
+        results = (results,)
+    for output, result in zip(outputs, results, strict=False):
+        if output is not None and result is not None and output.numel():
+            output.copy_(result.view(output.shape) if output.numel() == result.numel() else result)
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether an optional argument was not given: ``None``, an empty tensor, or a list of such."""
+    if isinstance(value, list):
+        return all(isinstance(item, Tensor) and is_absent(item) for item in value)
+    return value is None or (isinstance(value, Tensor) and value.numel() == 0)
+
+
+def or_none(value: Any) -> Any:
+    """Return the value of an optional argument, ``None`` if it was not given."""
+    return None if is_absent(value) else value
+
+
+def without(**arguments: Any) -> None:
+    """Raise for arguments that CANN takes and that the emulator's kernel does not have."""
+    for name, value in arguments.items():
+        if not is_absent(value):
+            raise NotImplementedError(f"the emulator's kernel does not have the argument {name}")
