@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchtitan_npu.emulator.build import PROTOTYPES
+from torchtitan_npu.emulator.kernels.families import write
 from torchtitan_npu.emulator.kernels.registry import Refused, check, kernel
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def fused(op: str, *names: str, workspace: Workspace | None = None) -> Callable[
             def compute(*values: Any, name: str = name) -> None:
                 arguments, outputs = translate(**by_name(name, values))
                 results = _op(op).reference(**_complete(op, arguments))
-                write(outputs, results)
+                results = (results,) if isinstance(results, Tensor) else results
+                for output, result in zip(outputs, results, strict=False):  # some results are no outputs of aclnn
+                    write(output, result)
 
             def refuse(*values: Any, name: str = name) -> int:
                 arguments, _ = translate(**by_name(name, values))
@@ -104,15 +107,6 @@ def _op(name: str) -> Op:
 
 def _complete(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return _op(op).complete(**arguments)
-
-
-def write(outputs: Sequence[Tensor | None], results: Any) -> None:
-    """Copy the results of a reference kernel to the outputs of the operator. ``None`` is an output nobody asked for."""
-    if isinstance(results, Tensor):
-        results = (results,)
-    for output, result in zip(outputs, results, strict=False):
-        if output is not None and result is not None and output.numel():
-            output.copy_(result.view(output.shape) if output.numel() == result.numel() else result)
 
 
 def is_absent(value: Any) -> bool:

@@ -1,0 +1,122 @@
+"""torch_npu's fused operators on the emulator compute what the reference kernels compute on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from tests._helpers.op_cases import Case, all_cases
+from torchtitan_npu.ops import OPS, Op, define
+
+define("npu_on_cpu")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXPLICIT = {"npu_mrope": {"mrope_section": [0, 0, 0]}}
+"""Arguments to add to a sample. torch_npu 2.13 passes unspecified memory to CANN for an mrope_section of None."""
+
+
+def sample(op: Op, dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    arguments = {**op.sample(), **EXPLICIT.get(op.name, {})}
+    cast = lambda t: t.to(dtype) if t.dtype == torch.bfloat16 else t  # noqa: E731
+    arguments = tree_map_only(Tensor, cast, arguments)
+    return {name: dtype if value is torch.bfloat16 else value for name, value in arguments.items()}
+
+
+CALLS = [
+    pytest.param(op, dtype, id=f"{op.name}-{str(dtype).removeprefix('torch.')}")
+    for op in OPS.values()
+    if op.sample is not None
+    for dtype in DTYPES
+    if not op.limit_errors(**op.complete(**sample(op, dtype)))
+]
+
+
+def call(op: Op, namespace: str, arguments: dict[str, Any]) -> list[Tensor]:
+    """Return the outputs and, if the operator has autograd, the gradients of its arguments."""
+    device = "cpu" if namespace == "npu_on_cpu" else "npu"
+    trained: list[Tensor] = []
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.clone().to(device)
+        # torch_npu computes the gradients of cosines and sines only if they require one
+        if value.is_floating_point() and (op.autograd is not None or op.name == "npu_rotary_mul_backward"):
+            trained.append(value.requires_grad_())
+        return value
+
+    outputs = op.overload(namespace)(**tree_map(place, arguments))
+    outputs = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+    differentiable = [value for value in outputs if value.requires_grad]
+    grads: list[Tensor] = []
+    if differentiable and op.name != "npu_add_rms_norm":  # torch_npu has no gradient for it
+        torch.manual_seed(1)
+        output_grads = [torch.randn(value.shape).to(value.dtype).to(device) for value in differentiable]
+        grads = [
+            grad
+            for grad in torch.autograd.grad(differentiable, trained, output_grads, allow_unused=True)
+            if grad is not None
+        ]
+    return [value.detach().cpu() for value in (*outputs, *grads)]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("op", "dtype"), CALLS)
+def test_equal_to_the_reference_kernel(op: Op, dtype: torch.dtype) -> None:
+    arguments = sample(op, dtype)
+    assert_equal(call(op, "npu", arguments), call(op, "npu_on_cpu", arguments))
+
+
+TAKEN_BY_CANN = {
+    "npu_fusion_attention: lower case",  # torch_npu converts the layout to upper case
+    "npu_fusion_attention: causal without a mask",  # an NPU masks nothing
+    "npu_fusion_attention: band",
+    "npu_fusion_attention: dropout",
+    "npu_grouped_matmul: activation",
+    "npu_moe_token_unpermute: restore_shape",  # ignored without padded_mode
+    "_npu_moe_token_unpermute: restore_shape",
+    "npu_rotary_mul_backward: grad of another shape",  # torch_npu does not pass input if only its gradient is needed
+}
+"""Calls that this package rejects and CANN does not."""
+REFUSED = [
+    case
+    for case in all_cases()
+    if case.rejected_by == "us" and OPS[case.op].sample is not None and str(case) not in TAKEN_BY_CANN
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_refused_as_cann_refuses(case: Case) -> None:
+    args, kwargs = tree_map_only(Tensor, lambda t: t.npu(), case.arguments("cpu"))
+    with pytest.raises(RuntimeError, match=r"call aclnn\w+ failed, error code is 161002"):
+        OPS[case.op].overload("npu")(*args, **kwargs)
+
+
+def test_the_user_sees_why_a_call_was_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"gamma must have the trailing shape of input \(2, 64\), not \(63,\)"):
+        torch.ops.npu.npu_rms_norm(torch.ones(2, 64, device="npu"), torch.ones(63, device="npu"))
+
+
+def test_a_limit_of_the_device_is_refused() -> None:
+    arguments = sample(OPS["npu_sparse_flash_attention"], torch.float32)
+    arguments = tree_map_only(Tensor, lambda t: t.npu(), arguments)
+    with pytest.raises(RuntimeError, match=r"query.dtype is float32; the NPU kernel supports float16, bfloat16"):
+        torch.ops.npu.npu_sparse_flash_attention(**arguments)
+
+
+def test_what_the_emulator_lacks_is_no_refusal_of_cann() -> None:
+    arguments = tree_map_only(Tensor, lambda t: t.npu(), sample(OPS["npu_fusion_attention"], torch.float32))
+    with pytest.raises(
+        RuntimeError, match=r"error code is 561000[\s\S]*the emulator's kernel does not have the argument drop_mask"
+    ):
+        torch.ops.npu.npu_fusion_attention(**arguments, keep_prob=0.5)
