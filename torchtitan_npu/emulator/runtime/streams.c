@@ -35,7 +35,7 @@ typedef struct {
     const char *message;
 } event;
 
-enum { IDLE_BEFORE_DEVICE_THREAD_MS = 20, POLL_US = 50, TASKS_PER_PRIORITY = 8 };
+enum { IDLE_BEFORE_DEVICE_THREAD_MS = 20, POLL_US = 50, LONGEST_POLL_US = 1000, TASKS_PER_PRIORITY = 8 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed; /* a task was queued or finished */
@@ -72,6 +72,13 @@ static void wait_for_change(long microseconds) {
     until.tv_sec += until.tv_nsec / 1000000000;
     until.tv_nsec %= 1000000000;
     pthread_cond_timedwait(&changed, &lock, &until);
+}
+
+/* Wait until a pending task is worth another try. The longer nothing has happened, the rarer the tries: a rank that waits
+ * for others leaves them the processor, and notices them with a delay that is small beside its wait. */
+static void wait_to_poll(struct timespec progress) {
+    double interval = milliseconds(progress, now()) * 1e3 / 8;
+    wait_for_change(interval < POLL_US ? POLL_US : interval > LONGEST_POLL_US ? LONGEST_POLL_US : (long)interval);
 }
 
 /* The lock is held: this task of the stream has ended. */
@@ -128,11 +135,15 @@ static bool run_one(void) {
 }
 
 static void *device_thread(void *unused) {
+    struct timespec progress = now();
     pthread_mutex_lock(&lock);
     for (;;) {
-        if (!queued) pthread_cond_wait(&changed, &lock);
-        else if (seed && milliseconds(last_call, now()) < IDLE_BEFORE_DEVICE_THREAD_MS) wait_for_change(1000);
-        else if (!run_one()) wait_for_change(POLL_US);
+        if (!queued) {
+            pthread_cond_wait(&changed, &lock);
+            progress = now();
+        } else if (seed && milliseconds(last_call, now()) < IDLE_BEFORE_DEVICE_THREAD_MS) wait_for_change(1000);
+        else if (run_one()) progress = now();
+        else wait_to_poll(progress);
     }
     return NULL;
 }
@@ -220,7 +231,7 @@ void take_gil(void *released) {
 static int wait_until(const uint64_t *counter, uint64_t value, int timeout_ms) {
     pthread_once(&started, start);
     void *released = release_gil();
-    struct timespec began = now();
+    struct timespec began = now(), progress = began;
     int result = ACL_SUCCESS;
     pthread_mutex_lock(&lock);
     while (*counter < value) {
@@ -229,7 +240,8 @@ static int wait_until(const uint64_t *counter, uint64_t value, int timeout_ms) {
             break;
         }
         last_call = now();
-        if (!run_one()) wait_for_change(POLL_US);
+        if (run_one()) progress = now();
+        else wait_to_poll(progress);
     }
     pthread_mutex_unlock(&lock);
     take_gil(released);
