@@ -1,0 +1,160 @@
+"""Our limits against CANN's public documentation of its operators.
+
+``cann_limits.json`` has one line for each documented limit: our operator and the limited quantity, CANN's operator,
+the chips (910B is Atlas A2, 910_93 is Atlas A3), the allowed values by the first version of CANN that has them, and the
+document. ``"1..64"`` is a range, open if an end is missing. ``null`` instead of values: the document does not say.
+``source_8.5`` is the document of 8.5 if it is another one.
+
+Our limits are those of the newest version on Atlas A2 and A3. ``DIFFERENCES`` lists where they are not: a test fails if
+another difference appears, and if a listed one is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_npu.ops import OPS
+
+ROWS = [
+    row
+    for row in json.loads(Path(__file__).with_name("cann_limits.json").read_text())
+    if {"910B", "910_93"} & set(row["chips"])
+]
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+
+OURS_IS_NARROWER = "torch_npu's own documentation allows less than CANN's"
+NOT_OURS = "our table does not have the limit"
+
+DIFFERENCES = {
+    ("npu_fusion_attention", "the number of documents"): OURS_IS_NARROWER,
+    ("npu_fusion_attention_grad", "the number of documents"): OURS_IS_NARROWER,
+    ("npu_grouped_matmul", "the number of tensors in x"): OURS_IS_NARROWER,
+    ("npu_rms_norm", "the number of dimensions of input"): OURS_IS_NARROWER,
+    ("npu_moe_gating_top_k", "the number of experts in a group"): OURS_IS_NARROWER,
+    ("npu_moe_gating_top_k", "renorm"): OURS_IS_NARROWER,
+    ("npu_rotary_mul", "the layout of r1 and r2"): "our operator takes four dimensions, hence not TND",
+    ("npu_rotary_mul_backward", "the layout of r1 and r2"): "our operator takes four dimensions, hence not TND",
+    ("npu_lightning_indexer_grad", "the number of heads of query"): "CANN before 9.1 allows 64 only",
+    ("npu_all_gather_base_mm", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
+    ("npu_mm_reduce_scatter_base", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
+    ("npu_sparse_flash_attention", "sparse_block_size"): NOT_OURS,
+    ("npu_sparse_flash_attention", "attention_mode"): NOT_OURS,
+    ("npu_sparse_flash_attention_grad", "the batch size"): NOT_OURS,
+    ("npu_sparse_flash_attention_grad", "the number of queries"): NOT_OURS,
+    ("npu_sparse_flash_attention_grad", "the number of keys"): NOT_OURS,
+    ("npu_sparse_flash_attention_grad", "sparse_block_size"): NOT_OURS,
+    ("npu_sparse_flash_attention_grad", "sparse_indices.dtype"): NOT_OURS,
+    ("npu_lightning_indexer", "weights.dtype"): NOT_OURS,
+    ("npu_lightning_indexer_grad", "the batch size"): NOT_OURS,
+    ("npu_lightning_indexer_grad", "the number of queries"): NOT_OURS,
+    ("npu_lightning_indexer_grad", "the number of keys"): NOT_OURS,
+    ("npu_lightning_indexer_grad", "sparse_indices.dtype"): NOT_OURS,
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "weights.dtype"): NOT_OURS,
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "the batch size"): NOT_OURS,
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of queries"): NOT_OURS,
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of keys"): NOT_OURS,
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "sparse_mode"): NOT_OURS,
+    ("npu_moe_gating_top_k", "norm_type"): NOT_OURS,
+    ("npu_moe_gating_top_k_backward", "norm_type"): NOT_OURS,
+    ("npu_rotary_mul_backward", "B * N with gradients for r1 and r2"): NOT_OURS,
+    ("npu_rotary_mul_backward", "B with r1 of the layout B1SD or BS1D"): NOT_OURS,
+    ("npu_swiglu", "input's memory"): NOT_OURS,
+    ("npu_swiglu_backward", "the number of dimensions of input"): NOT_OURS,
+    ("npu_swiglu_backward", "grad_output's memory"): NOT_OURS,
+}
+
+
+def newest(allowed: dict[str, Any]) -> Any:
+    return list(allowed.values())[-1]
+
+
+@pytest.mark.parametrize("key", sorted({(row["op"], row["what"]) for row in ROWS}), ids=": ".join)
+def test_limit_is_that_of_the_newest_version(key: tuple[str, str]) -> None:
+    rows = [row for row in ROWS if (row["op"], row["what"]) == key]
+    difference = [text for row in rows if (text := compare(*key, newest(row["allowed"])))]
+    if key in DIFFERENCES:
+        assert difference, f"no longer different ({DIFFERENCES[key]}): remove it from DIFFERENCES"
+        assert (DIFFERENCES[key] is NOT_OURS) == (difference[0] == NOT_OURS)
+    else:
+        assert not difference, (difference, rows[0]["source"])
+
+
+def compare(op: str, what: str, documented: Any) -> str:
+    """Return how our limit differs from the documented one."""
+    if documented is None:
+        return ""
+    rows = {limit.what: limit.allowed for limit in OPS[op].limits}
+    if what not in rows:
+        return NOT_OURS
+    ours = rows[what]
+    dtypes = set(documented) <= set(DTYPES)
+    for value in DTYPES if dtypes else sorted(probes(documented, ours), key=str):
+        is_ours = (getattr(torch, value) if dtypes else value) in ours
+        if is_ours != is_documented(value, documented):
+            return f"{value}: {'only ours' if is_ours else 'only documented'}"
+    return ""
+
+
+def probes(documented: list[Any], ours: Any) -> set[Any]:
+    """Return values at and around the ends of every range, where both sides say something."""
+    items = list(documented)
+    if isinstance(ours, range):
+        items.append(f"{ours.start}..{ours.stop - 1}")
+    elif isinstance(ours, Iterable):
+        items += list(ours)
+    values = set(others(items))
+    for low, high in filter(None, map(bounds, items)):
+        values.update(end + step for end in (low, high) if end is not None for step in (-1, 0, 1))
+    lows = [found[0] for item in documented if (found := bounds(item))]
+    highs = [found[1] for item in documented if (found := bounds(item))]
+    # an open end says nothing about small, or large, values
+    if None in lows:
+        values = {value for value in values if value >= max(high for high in highs if high is not None) - 1}
+    if None in highs:
+        values = {value for value in values if value <= min(low for low in lows if low is not None) + 1}
+    return values
+
+
+def others(items: list[Any]) -> Iterator[Any]:
+    return (item for item in items if bounds(item) is None and not isinstance(item, range))
+
+
+def bounds(item: Any) -> tuple[int | None, int | None] | None:
+    """Return the ends of ``1`` or ``"1..64"``; an open end is ``None``."""
+    if isinstance(item, int):
+        return item, item
+    if isinstance(item, str) and ".." in item:
+        low, _, high = item.partition("..")
+        return int(low) if low else None, int(high) if high else None
+    return None
+
+
+def is_documented(value: Any, documented: list[Any]) -> bool:
+    for item in documented:
+        found = bounds(item)
+        if found is None or not isinstance(value, int):
+            if value == item:
+                return True
+        elif (found[0] is None or found[0] <= value) and (found[1] is None or value <= found[1]):
+            return True
+    return False
+
+
+def test_every_operator_with_limits_is_documented() -> None:
+    documented = {row["op"] for row in ROWS}
+    assert {name for name, op in OPS.items() if op.limits} == documented
+
+
+def test_the_probes_find_differences() -> None:
+    assert compare("npu_rms_norm", "input.dtype", ["float16", "bfloat16"]) == "float32: only ours"
+    assert compare("npu_moe_gating_top_k_backward", "the number of experts", ["2..2047"]) == "2048: only ours"
+    assert compare("npu_moe_gating_top_k_backward", "the number of experts", ["3..2048"]) == "2: only ours"
+    assert compare("npu_moe_gating_top_k_backward", "the number of experts", ["..2048"]) == ""
+    assert compare("npu_moe_gating_top_k_backward", "the number of experts", ["..2049"]) == "2049: only documented"
+    assert compare("npu_lightning_indexer", "sparse_count", ["1..2048", 3072]).endswith("only ours")
