@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
+from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.ops import OPS, Op, define
 
 define("npu_on_cpu")
@@ -120,3 +121,23 @@ def test_what_the_emulator_lacks_is_no_refusal_of_cann() -> None:
         RuntimeError, match=r"error code is 561000[\s\S]*the emulator's kernel does not have the argument drop_mask"
     ):
         torch.ops.npu.npu_fusion_attention(**arguments, keep_prob=0.5)
+
+
+def test_workspaces_are_allocated() -> None:
+    op = OPS["npu_sparse_flash_attention_grad"]
+    arguments = tree_map_only(Tensor, lambda t: t.npu(), sample(op, torch.bfloat16))
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    before = torch.npu.memory_reserved()
+    op.overload("npu")(**arguments)
+    size = workspaces.sparse_attention_grad(**op.complete(**arguments))
+    assert size <= torch.npu.memory_reserved() - before < size + (32 << 20)
+
+
+def test_workspace_of_a_long_sequence() -> None:
+    query, key = (torch.empty(1, 32768, heads, 512, dtype=torch.bfloat16, device="meta") for heads in (32, 1))
+    rope = torch.empty(1, 32768, 32, 64, dtype=torch.bfloat16, device="meta")
+    indices = torch.empty(1, 32768, 1, 2048, dtype=torch.int32, device="meta")
+    size = workspaces.sparse_attention_grad(query, key, indices, rope, sparse_block_size=1)
+    # 32768 rows of 32 heads of 576 elements in float32 are 2.25 GiB of it
+    assert size / 2**30 == pytest.approx(2.85, abs=0.05)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchtitan_npu.emulator.build import PROTOTYPES
+from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.emulator.kernels.families import write
 from torchtitan_npu.emulator.kernels.registry import Refused, check, kernel
 
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
 Translation = Callable[..., tuple[dict[str, Any], Sequence[Tensor | None]]]
 Workspace = Callable[..., int]
 
-SYSTEM_WORKSPACE = 16 << 20
-"""Bytes that the tiling of fused operators reserves for the runtime on Ascend910B and Ascend910_93."""
 
-
-def fused(op: str, *names: str, workspace: Workspace | None = None) -> Callable[[Translation], Translation]:
+def fused(op: str, *names: str, workspace: Workspace = workspaces.system) -> Callable[[Translation], Translation]:
     """Register a translation: the ``aclnn`` operators ``names`` compute torch_npu's operator ``op``.
 
     ``workspace`` returns the bytes of the operator's workspace, given torch_npu's arguments by name.
@@ -61,7 +59,7 @@ def fused(op: str, *names: str, workspace: Workspace | None = None) -> Callable[
                     raise Refused(problem)
                 for problem in _op(op).limit_errors(**arguments):
                     raise Refused(problem)
-                return workspace(**arguments) if workspace else 0
+                return workspace(**arguments)
 
             kernel(name)(compute)
             check(name)(refuse)

@@ -1,0 +1,76 @@
+"""Workspaces of fused operators on Ascend910B and Ascend910_93, from the public tiling of CANN's operators.
+
+Each function takes torch_npu's arguments by name and returns bytes. Buffers of a few MiB per core whose size depends on
+the choice of a tile are left out.
+
+Source: op_host/ of the operators in the repositories ops-transformer and ops-nn, August 2026.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+SYSTEM = 16 << 20
+"""Reserved by every fused operator."""
+CORES = 24
+"""Cube cores, as ``runtime/device.c`` reports them."""
+ALIGNMENT = 512
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def system(**_: Any) -> int:
+    return SYSTEM
+
+
+def attention_grad(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
+    """Return the bytes of the gradients in float32."""
+    return SYSTEM + sum(_aligned(4 * tensor.numel()) for tensor in (query, key, value))
+
+
+def sparse_attention_grad(
+    query: Tensor, key: Tensor, sparse_indices: Tensor, query_rope: Tensor | None, sparse_block_size: int, **_: Any
+) -> int:
+    """Return the bytes of the gradients in float32, of those of the selected keys, and of tiles of keys and scores."""
+    rows, heads, size = query[..., 0, 0].numel(), query.shape[-2] // key.shape[-2], query.shape[-1]
+    with_rope = size + (0 if query_rope is None else query_rope.shape[-1])
+    cores, tile = min(rows, CORES), 128
+    keys = _aligned(tile * with_rope * query.element_size()) * 4
+    values = _aligned(tile * size * query.element_size()) * 2
+    scores = _aligned(heads * tile * 4) * 2 * 4
+    d_query = _aligned(4 * rows * query.shape[-2] * with_rope)
+    tokens = key[..., 0].numel()
+    d_key, d_value = _aligned(4 * tokens * with_rope), _aligned(4 * tokens * size)
+    selected = 24 * 2 * sparse_indices.shape[-1] * sparse_block_size * (with_rope + size) * 4
+    return 2 * SYSTEM + cores * (keys + values + scores) + d_query + d_key + d_value + selected
+
+
+def indexer(**_: Any) -> int:
+    """Return the bytes of two tiles of scores per core, and of the best keys of eight rows."""
+    tiles = 2 * 512 * 512 * 4
+    best = 2 * 8 * (2 * 2048 * 4 + 16 * 8)
+    return SYSTEM + CORES * (tiles + best)
+
+
+def indexer_grad(key: Tensor, **_: Any) -> int:
+    """Return the bytes of the key's gradient in float32, of one more per core, and of tiles of keys and scores."""
+    sequence = key.shape[-3] * key.shape[-1]
+    heads, size, top_k = 64, 128, 2048  # the tiling reserves the maximum
+    keys, scores = 2 * top_k * size * (2 + 4), 2 * top_k * heads * (4 + 2)
+    return 2 * SYSTEM + _aligned(4 * key.numel()) + CORES * (4 * sequence + keys + scores)
+
+
+def indexer_loss(
+    query: Tensor, query_rope: Tensor | None, query_index: Tensor, key_index: Tensor, sparse_indices: Tensor, **_: Any
+) -> int:
+    """Return the bytes of two buffers of keys, scores and gradients per core, and of two gradients of the keys."""
+    size, top_k = query_index.shape[-1], sparse_indices.shape[-1]
+    with_rope = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
+    keys = top_k * 2 * (with_rope + size)
+    scores = 4 * top_k * (query.shape[-2] + 2 * query_index.shape[-2] + 2)
+    gradients = 4 * top_k * size
+    return SYSTEM + CORES * 2 * (keys + scores + gradients) + 2 * 4 * key_index.numel() + ALIGNMENT
