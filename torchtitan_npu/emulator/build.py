@@ -185,15 +185,16 @@ def operator_entries(names: Iterable[str], cann: str) -> str:
     for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
         since = prototypes[name].get("since", versions[0])
         if versions.index(since) <= versions.index(cann):
-            lines += _entry(name, prototypes[name]["kinds"])
+            lines += _entry(name, **{key: prototypes[name][key] for key in ("kinds", "arguments", "outputs")})
     return "\n".join(lines)
 
 
-def _entry(name: str, kinds: str) -> list[str]:
+def _entry(name: str, kinds: str, arguments: list[str], outputs: list[str]) -> list[str]:
+    mask = sum(1 << i for i, argument in enumerate(arguments) if argument in outputs)
     parameters = "".join(f"{C_TYPES[kind]} a{i}, " for i, kind in enumerate(kinds))
     values = ", ".join(f"{{.{FIELDS.get(kind, 'integer')} = a{i}}}" for i, kind in enumerate(kinds)) or "{0}"
     return [
-        f'static const operator {name}_operator = {{"{name}", "{kinds}"}};',
+        f'static const operator {name}_operator = {{"{name}", "{kinds}", "{",".join(arguments)}", {mask:#x}}};',
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
         f" argument all[] = {{{values}}};"
         f" return operator_prepare(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",

@@ -49,6 +49,34 @@ class Machine:
         return found
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What is recorded and checked during a run."""
+
+    launches: bool = False
+    """Count launches and bytes by operator."""
+    log: bool = False
+    """Record every launch with its arguments."""
+    trace: bool = False
+    """Record what ran when, on which stream."""
+    check_nan: bool = False
+    """Stop at the first operator that computes a value that is not finite."""
+    null_kernels: bool = False
+    """Compute no floating-point numbers: launches return at once."""
+
+    def variables(self, folder: Path) -> dict[str, str]:
+        """Return the variables of the emulator's runtime; each process writes its records to ``folder``."""
+        records = [name for name in ("launches", "log", "trace") if getattr(self, name)]
+        found = {}
+        if records:
+            found |= {"NPU_EMULATOR_RECORD": " ".join(records), "NPU_EMULATOR_RECORD_FOLDER": str(folder)}
+        if self.check_nan:
+            found["NPU_EMULATOR_CHECK_NAN"] = "1"
+        if self.null_kernels:
+            found["NPU_EMULATOR_NULL_KERNELS"] = "1"
+        return found
+
+
 def process_variables(home: Path, environment: Mapping[str, str], seeded: bool = False) -> dict[str, str]:
     """Return the variables of a process whose CANN is the emulator in ``home``, in addition to ``environment``.
 

@@ -18,3 +18,8 @@ def in_backward_pass() -> bool:
 def runs_in_this_backward(node: Any) -> bool:
     """Return whether the running backward pass will execute ``node``. Seen on torch 2.11 to 2.13."""
     return torch._C._will_engine_execute_node(node)
+
+
+def current_backward_node() -> Any:
+    """Return the autograd node that this thread runs, or None outside a backward pass. Seen on torch 2.11 to 2.13."""
+    return torch._C._current_autograd_node()

@@ -26,7 +26,8 @@ from types import FrameType
 
 from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.emulator.build import CANN_VERSIONS, BuildError, build
-from torchtitan_npu.emulator.environment import Machine, parse_bytes, process_variables
+from torchtitan_npu.emulator.environment import Machine, Observation, parse_bytes, process_variables
+from torchtitan_npu.emulator.records import join_calls, join_trace, launch_table
 from torchtitan_npu.errors import UsageError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,18 +41,23 @@ def main(argv: list[str]) -> int:
     """Run the command in ``argv`` on the emulator and return its exit code."""
     args = parse_args(argv)
     machine = Machine(args.chip, args.devices, args.memory, args.cann, args.seed)
+    observation = Observation(args.launches, bool(args.log), bool(args.trace), args.check_nan, args.null_kernels)
     try:
+        check_output_folders(args)
         home = build(lambda text: print(f"emulate: {text}", file=sys.stderr, flush=True), args.cann)
-        with temporary_folder() as folder:
+        with temporary_folder() as folder, tempfile.TemporaryDirectory(prefix="npu_emulator_") as records:
             environment = {
                 **os.environ,
                 **process_variables(home, os.environ, seeded=args.seed is not None),
                 **machine.variables(),
+                **observation.variables(Path(records)),
                 "NPU_EMULATOR_FOLDER": str(folder),
                 # The emulator is built for this Python: `python` and `torchrun` are those of its environment.
                 "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))),
             }
-            return run(args.command, environment)
+            code = run(args.command, environment)
+            report(Path(records), args)
+            return code
     except (BuildError, UsageError) as error:
         print(f"emulate: error: {error}", file=sys.stderr)
         return 2
@@ -76,6 +82,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, metavar="N", help="reorder whatever no event orders, to find a missing synchronization"
     )
+    parser.add_argument("--launches", action="store_true", help="print launches and bytes by operator at the end")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write every launch with its arguments, as JSON")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of streams and collectives")
+    parser.add_argument(
+        "--check-nan",
+        action="store_true",
+        help="stop at the first operator that computes nan or inf from finite inputs",
+    )
+    parser.add_argument(
+        "--null-kernels", action="store_true", help="compute no floating-point numbers, to measure the host's time"
+    )
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(command=argv[end + 1 :]))
     if not args.command:
@@ -85,6 +102,23 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.seed is not None and args.seed < 1:  # 0 turns the seeded order off
         parser.error("--seed must be at least 1")
     return args
+
+
+def check_output_folders(args: argparse.Namespace) -> None:
+    """Raise :class:`UsageError` if a file cannot be written, before the command runs."""
+    for option, path in (("--log", args.log), ("--trace", args.trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
+
+
+def report(records: Path, args: argparse.Namespace) -> None:
+    """Write the files and print the table that the options ask for, from the records of all processes."""
+    if args.log:
+        join_calls(records, args.log)
+    if args.trace:
+        join_trace(records, args.trace)
+    if args.launches:
+        print(launch_table(records), file=sys.stderr)
 
 
 def size(text: str) -> int:

@@ -63,4 +63,13 @@ def install() -> None:
     assert spec is not None and spec.loader is not None
     bridge = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bridge)
-    bridge.install(from_dlpack, run, check, CHECKS)
+    runner = run
+    if os.environ.get("NPU_EMULATOR_CHECK_NAN"):
+        from torchtitan_npu.emulator.nan_check import stop_at_first_nan
+
+        runner = stop_at_first_nan(run)
+    if os.environ.get("NPU_EMULATOR_RECORD"):
+        from torchtitan_npu.emulator.training_steps import mark_training_steps
+
+        mark_training_steps(bridge.mark_step)
+    bridge.install(from_dlpack, runner, check, CHECKS)

@@ -54,6 +54,22 @@ void release(void *pointer) {
     pthread_mutex_unlock(&lock);
 }
 
+static const struct {
+    unsigned char size;
+    bool floating;
+    const char *name;
+} DTYPES[] = {[0] = {4, true, "float32"},    [1] = {2, true, "float16"},        [2] = {1, false, "int8"},
+              [3] = {4, false, "int32"},     [4] = {1, false, "uint8"},         [6] = {2, false, "int16"},
+              [7] = {2, false, "uint16"},    [8] = {4, false, "uint32"},        [9] = {8, false, "int64"},
+              [10] = {8, false, "uint64"},   [11] = {8, true, "float64"},       [12] = {1, false, "bool"},
+              [16] = {8, true, "complex64"}, [17] = {16, true, "complex128"},   [27] = {2, true, "bfloat16"},
+              [33] = {4, true, "complex32"}, [34] = {1, true, "hifloat8"},      [35] = {1, true, "float8_e5m2"},
+              [36] = {1, true, "float8_e4m3fn"}, [37] = {1, true, "float8_e8m0fnu"}};
+static bool is_known(int dtype) { return dtype >= 0 && dtype < (int)(sizeof DTYPES / sizeof *DTYPES) && DTYPES[dtype].size; }
+size_t dtype_size(int dtype) { return is_known(dtype) ? DTYPES[dtype].size : 0; }
+bool is_floating(int dtype) { return is_known(dtype) && DTYPES[dtype].floating; }
+const char *dtype_name(int dtype) { return is_known(dtype) ? DTYPES[dtype].name : "unknown"; }
+
 static int destroy(void *pointer) {
     if (pointer) release(pointer);
     return ACL_SUCCESS;
@@ -81,13 +97,10 @@ tensor *aclCreateTensor(const int64_t *shape, uint64_t rank, int dtype, const in
 }
 
 scalar *aclCreateScalar(const void *value, int dtype) {
-    /* bytes of each aclDataType */
-    static const unsigned char size[] = {[0] = 4, [1] = 2, [2] = 1, [3] = 4, [4] = 1, [6] = 2, [7] = 2, [8] = 4, [9] = 8, [10] = 8,
-                                         [11] = 8, [12] = 1, [16] = 8, [17] = 16, [27] = 2, [33] = 4};
     scalar *made = take('s');
     made->dtype = dtype;
     memset(made->value, 0, sizeof made->value);
-    if (dtype >= 0 && dtype < (int)sizeof size) memcpy(made->value, value, size[dtype]);
+    memcpy(made->value, value, dtype_size(dtype));
     return made;
 }
 

@@ -222,6 +222,12 @@ static PyObject *install(PyObject *module, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"install", install, METH_VARARGS, "install(from_dlpack, run_kernel, run_check, checked_names)"}, {0}};
+static PyObject *mark(PyObject *module, PyObject *unused) {
+    mark_step();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"mark_step", mark, METH_NOARGS, "mark_step(): a training step has ended"},
+                                {"install", install, METH_VARARGS, "install(from_dlpack, run_kernel, run_check, checked_names)"}, {0}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_bridge", .m_size = -1, .m_methods = methods};
 PyMODINIT_FUNC PyInit__bridge(void) { return PyModule_Create(&definition); }

@@ -316,7 +316,8 @@ static void release_batch(task *task) {
 static int launch_batch(operation *first) {
     batch *made = calloc(1, sizeof *made);
     made->first = first;
-    made->head = (task){.step = step_batch, .release = release_batch, .name = first->what.name};
+    made->head = (task){.step = step_batch, .release = release_batch, .name = first->what.name, .category = COLLECTIVE};
+    for (operation *one = first; one; one = one->next) made->head.bytes += one->bytes;
     communicator *of = first->of;
     hold(of); /* the task may be gone after the launch */
     if (order_is_seeded())

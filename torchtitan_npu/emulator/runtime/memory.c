@@ -300,6 +300,8 @@ int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int direct
     return ACL_SUCCESS;
 }
 
+static const char POISONING[] = "poison";
+
 typedef struct {
     task head;
     char *to;
@@ -317,7 +319,8 @@ static int copy_or_fill(task *one) {
 
 static int launch_copy(stream *on, const char *name, void *to, const void *from, size_t size, int value) {
     copy *made = calloc(1, sizeof *made);
-    made->head = (task){.step = copy_or_fill, .name = name};
+    made->head = (task){.step = copy_or_fill, .name = name, .bytes = from ? 2 * size : size};
+    made->head.category = name == POISONING ? CONTROL : COPY; /* poisoning is the emulator's own */
     made->to = to;
     made->from = from;
     made->size = size;
@@ -327,7 +330,7 @@ static int launch_copy(stream *on, const char *name, void *to, const void *from,
 
 void poison_if_fresh(const void *address, stream *on) {
     range fresh = first_use(address);
-    if (fresh.from) launch_copy(on, "poison", fresh.from, NULL, fresh.size, POISON);
+    if (fresh.from) launch_copy(on, POISONING, fresh.from, NULL, fresh.size, POISON);
 }
 
 int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int direction, stream *on) {

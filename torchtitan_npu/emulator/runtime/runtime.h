@@ -35,10 +35,19 @@ typedef struct task {
     const char *name;
     uint64_t order; /* in which tasks were launched, over all streams */
     stream *on;
+    enum { CONTROL, COPY, OPERATOR, COLLECTIVE } category;
+    uint64_t bytes;         /* that a copy or collective moves */
+    double launched, began; /* in microseconds, if a recorder is on */
 } task;
 int launch(stream *on, task *one);
 int stream_id(const stream *one);
 bool order_is_seeded(void);
+
+/* Records (recorder.c). */
+extern bool recording;
+double microseconds_now(void);
+int recorded_step(task *one); /* run the step and record the task when it has ended */
+void mark_step(void);         /* a training step has ended */
 
 /* Release the GIL if this thread holds it, before it blocks; a kernel on another thread may need it. */
 void *release_gil(void);
@@ -77,6 +86,10 @@ typedef struct {
     uint64_t length;
     void *items;
 } array;
+enum { ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_INT32 = 3, ACL_INT64 = 9, ACL_DOUBLE = 11, ACL_BOOL = 12, ACL_BF16 = 27 }; /* some of aclDataType */
+size_t dtype_size(int dtype); /* 0: unknown */
+const char *dtype_name(int dtype);
+bool is_floating(int dtype);
 bool is_object(const void *pointer, char kind); /* whether the pointer is a live object of this kind */
 void retain(void *pointer);
 void release(void *pointer);
@@ -90,7 +103,9 @@ typedef union {
 } argument;
 typedef struct {
     const char *name;
-    const char *kinds; /* one letter an argument, see C_TYPES in build.py */
+    const char *kinds;     /* one letter an argument, see C_TYPES in build.py */
+    const char *arguments; /* their names, "self,other,alpha,out" */
+    uint64_t outputs;      /* bit i: argument i is written */
 } operator;
 typedef struct {
     task head;

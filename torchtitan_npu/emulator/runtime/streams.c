@@ -101,7 +101,7 @@ static bool try_first(stream *on) {
     task *one = on->first;
     on->busy = true;
     pthread_mutex_unlock(&lock);
-    int result = one->step(one);
+    int result = recording ? recorded_step(one) : one->step(one);
     pthread_mutex_lock(&lock);
     on->busy = false;
     if (result == PENDING) return false;
@@ -181,12 +181,13 @@ int launch(stream *on, task *one) {
     one->next = NULL;
     one->on = on;
     one->order = ++launches;
+    if (recording) one->launched = microseconds_now();
     on->launched++;
     last_call = now();
     if (!seed && !on->first && !on->busy) {
         on->busy = true;
         pthread_mutex_unlock(&lock);
-        int result = one->step(one);
+        int result = recording ? recorded_step(one) : one->step(one);
         pthread_mutex_lock(&lock);
         on->busy = false;
         if (result != PENDING) {

@@ -1,0 +1,273 @@
+/* Records of a run: a count of launches by operator, a log of every launch, a trace of what ran when.
+ *
+ * NPU_EMULATOR_RECORD names them ("launches log trace"), NPU_EMULATOR_RECORD_FOLDER the folder to which each process
+ * writes its own files; records.py joins them. Times are microseconds of CLOCK_MONOTONIC, which all processes of a host
+ * share.
+ */
+#define _GNU_SOURCE
+#include "runtime.h"
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { LAUNCHES = 1, LOG = 2, TRACE = 4, NAMES = 4096, PATH_LENGTH = 4096 };
+static const char *const CATEGORIES[] = {[CONTROL] = "control", [COPY] = "copy", [OPERATOR] = "operator", [COLLECTIVE] = "collective"};
+
+typedef struct {
+    uint64_t launches, bytes;
+} amount;
+typedef struct {
+    char *name;
+    amount total, step, last; /* of the run, since the last mark, between the last two marks */
+} counted;
+
+bool recording;
+static int wanted;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pid_t writer; /* the process that has the files open; a forked child opens its own */
+static FILE *calls, *trace;
+static counted counts[NAMES]; /* a hash table by name */
+static uint64_t steps;
+
+__attribute__((constructor)) static void read_settings(void) {
+    const char *names = setting("NPU_EMULATOR_RECORD", "");
+    wanted = (strstr(names, "launches") ? LAUNCHES : 0) | (strstr(names, "log") ? LOG : 0) | (strstr(names, "trace") ? TRACE : 0);
+    recording = wanted;
+}
+
+double microseconds_now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
+}
+
+static void path_of(char *path, const char *what) {
+    snprintf(path, PATH_LENGTH, "%s/%s.%d", setting("NPU_EMULATOR_RECORD_FOLDER", "."), what, (int)getpid());
+}
+
+static FILE *open_lines(const char *what) {
+    char path[PATH_LENGTH];
+    path_of(path, what);
+    FILE *file = fopen(path, "w");
+    if (file) setvbuf(file, NULL, _IOLBF, 1 << 16); /* whole lines, also if the process is killed */
+    return file;
+}
+
+/* Launches */
+
+static void write_counts(void) {
+    char path[PATH_LENGTH], temporary[PATH_LENGTH];
+    path_of(path, "launches");
+    path_of(temporary, "unfinished");
+    FILE *file = fopen(temporary, "w");
+    if (!file) return;
+    fprintf(file, "{\"rank\": %s, \"steps\": %llu, \"operators\": {", setting("RANK", "null"), (unsigned long long)steps);
+    const char *separator = "\n";
+    for (counted *one = counts; one < counts + NAMES; one++) {
+        if (!one->name) continue;
+        fprintf(file, "%s\"%s\": {\"total\": [%llu, %llu], \"step\": [%llu, %llu]}", separator, one->name, (unsigned long long)one->total.launches,
+                (unsigned long long)one->total.bytes, (unsigned long long)one->last.launches, (unsigned long long)one->last.bytes);
+        separator = ",\n";
+    }
+    fprintf(file, "}}\n");
+    fclose(file);
+    rename(temporary, path);
+}
+
+static void write_counts_at_exit(void) {
+    if (writer == getpid()) write_counts();
+}
+
+static counted *entry_of(const char *name) {
+    uint32_t hash = 2166136261u;
+    for (const char *letter = name; *letter; letter++) hash = (hash ^ (unsigned char)*letter) * 16777619u;
+    for (uint32_t i = 0; i < NAMES; i++) {
+        counted *one = &counts[(hash + i) % NAMES];
+        if (!one->name) one->name = strdup(name);
+        if (!strcmp(one->name, name)) return one;
+    }
+    return NULL;
+}
+
+static void add(amount *to, uint64_t bytes) {
+    to->launches++;
+    to->bytes += bytes;
+}
+
+static void count(const task *one, uint64_t bytes) {
+    counted *entry = entry_of(one->name);
+    if (!entry) return;
+    add(&entry->total, bytes);
+    add(&entry->step, bytes);
+}
+
+/* Log */
+
+static uint64_t bytes_of_tensor(const tensor *one) { /* an expanded dimension has one element */
+    if (!one) return 0;
+    uint64_t elements = 1;
+    for (int i = 0; i < one->rank; i++) elements *= one->stride[i] || !one->shape[i] ? one->shape[i] : 1;
+    return elements * dtype_size(one->dtype);
+}
+
+static uint64_t bytes_of_call(const call *of) {
+    uint64_t bytes = 0;
+    for (int i = 0; i < of->count; i++) {
+        const void *pointer = of->arguments[i].pointer;
+        if (of->which->kinds[i] == 't') bytes += bytes_of_tensor(pointer);
+        if (of->which->kinds[i] == 'T' && pointer)
+            for (uint64_t k = 0; k < ((const list *)pointer)->length; k++) bytes += bytes_of_tensor((const tensor *)((const list *)pointer)->items[k]);
+    }
+    return bytes;
+}
+
+static void write_numbers(FILE *to, const int64_t *numbers, int64_t length) {
+    fputc('[', to);
+    for (int64_t i = 0; i < length; i++) fprintf(to, "%s%lld", i ? ", " : "", (long long)numbers[i]);
+    fputc(']', to);
+}
+
+static void write_real(FILE *to, double value) { /* JSON has no infinity */
+    if (isfinite(value)) fprintf(to, "%.17g", value);
+    else fprintf(to, "\"%s\"", isnan(value) ? "nan" : value > 0 ? "inf" : "-inf");
+}
+
+static void write_tensor(FILE *to, const tensor *one) {
+    if (!one) {
+        fputs("null", to);
+        return;
+    }
+    fprintf(to, "{\"dtype\": \"%s\", \"shape\": ", dtype_name(one->dtype));
+    write_numbers(to, one->shape, one->rank);
+    fputs(", \"strides\": ", to);
+    write_numbers(to, one->stride, one->rank);
+    fputc('}', to);
+}
+
+static void write_scalar(FILE *to, const scalar *one) {
+    if (!one) fputs("null", to);
+    else if (one->dtype == ACL_FLOAT) write_real(to, *(const float *)one->value);
+    else if (one->dtype == ACL_DOUBLE) write_real(to, *(const double *)one->value);
+    else if (one->dtype == ACL_INT32) fprintf(to, "%d", *(const int32_t *)one->value);
+    else if (one->dtype == ACL_INT64) fprintf(to, "%lld", (long long)*(const int64_t *)one->value);
+    else if (one->dtype == ACL_BOOL) fputs(*one->value ? "true" : "false", to);
+    else fprintf(to, "{\"dtype\": \"%s\"}", dtype_name(one->dtype));
+}
+
+static void write_list(FILE *to, char kind, const void *from) {
+    if (!from) {
+        fputs("null", to);
+        return;
+    }
+    uint64_t length = kind == 'T' || kind == 'S' ? ((const list *)from)->length : ((const array *)from)->length;
+    fputc('[', to);
+    for (uint64_t i = 0; i < length; i++) {
+        if (i) fputs(", ", to);
+        if (kind == 'T') write_tensor(to, (const tensor *)((const list *)from)->items[i]);
+        else if (kind == 'S') write_scalar(to, (const scalar *)((const list *)from)->items[i]);
+        else if (kind == 'I') fprintf(to, "%lld", (long long)((const int64_t *)((const array *)from)->items)[i]);
+        else if (kind == 'F') write_real(to, ((const float *)((const array *)from)->items)[i]);
+        else fputs(((const bool *)((const array *)from)->items)[i] ? "true" : "false", to);
+    }
+    fputc(']', to);
+}
+
+static void write_text(FILE *to, const char *text) {
+    fputc('"', to);
+    for (; *text; text++)
+        if ((unsigned char)*text >= ' ' && *text != '"' && *text != '\\') fputc(*text, to);
+    fputc('"', to);
+}
+
+static void write_argument(FILE *to, char kind, argument value) {
+    if (kind == 't') write_tensor(to, value.pointer);
+    else if (kind == 's') write_scalar(to, value.pointer);
+    else if (strchr("TSIFB", kind)) write_list(to, kind, value.pointer);
+    else if (kind == 'd') write_real(to, value.real);
+    else if (kind == 'f') write_real(to, value.single);
+    else if (kind == '?') fputs(value.integer & 0xff ? "true" : "false", to);
+    else if (kind == 'z' && value.pointer) write_text(to, value.pointer);
+    else if (strchr("zpo", kind)) fputs("null", to);
+    else fprintf(to, "%lld", (long long)value.integer);
+}
+
+static void write_arguments(FILE *to, const call *of) {
+    const char *name = of->which->arguments; /* "self,other,alpha,out" */
+    fputc('{', to);
+    for (int i = 0; i < of->count; i++) {
+        int length = (int)strcspn(name, ",");
+        fprintf(to, "%s\"%.*s\": ", i ? ", " : "", length, name);
+        write_argument(to, of->which->kinds[i], of->arguments[i]);
+        name += length + (name[length] == ',');
+    }
+    fputc('}', to);
+}
+
+static void write_call(const task *one, uint64_t bytes, double end) {
+    fprintf(calls, "{\"rank\": %s, \"process\": %d, \"step\": %llu, \"order\": %llu, \"operator\": \"%s\", \"stream\": %d, \"launched\": %.1f, "
+                   "\"began\": %.1f, \"duration\": %.1f, \"bytes\": %llu",
+            setting("RANK", "null"), (int)getpid(), (unsigned long long)steps, (unsigned long long)one->order, one->name, stream_id(one->on),
+            one->launched, one->began, end - one->began, (unsigned long long)bytes);
+    if (one->category == OPERATOR) {
+        fputs(", \"arguments\": ", calls);
+        write_arguments(calls, (const call *)one);
+    }
+    fputs("}\n", calls);
+}
+
+static void write_trace(const task *one, uint64_t bytes, double end) {
+    fprintf(trace, "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"%s\", \"pid\": %d, \"tid\": %d, \"ts\": %.1f, \"dur\": %.1f, "
+                   "\"args\": {\"launched\": %.1f, \"bytes\": %llu, \"step\": %llu}}\n",
+            one->name, CATEGORIES[one->category], (int)getpid(), stream_id(one->on), one->began, end - one->began, one->launched,
+            (unsigned long long)bytes, (unsigned long long)steps);
+}
+
+/* The lock is held. */
+static void open_files(void) {
+    if (writer == getpid()) return;
+    if (!writer && wanted & LAUNCHES) atexit(write_counts_at_exit);
+    writer = getpid();
+    steps = 0;
+    memset(counts, 0, sizeof counts);
+    if (wanted & LOG) calls = open_lines("calls");
+    if (wanted & TRACE) trace = open_lines("trace");
+    if (trace)
+        fprintf(trace, "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": %d, \"args\": {\"name\": \"rank %s\"}}\n", (int)getpid(),
+                setting("RANK", "0"));
+}
+
+static void record(const task *one, double end) {
+    uint64_t bytes = one->category == OPERATOR ? bytes_of_call((const call *)one) : one->bytes;
+    pthread_mutex_lock(&lock);
+    open_files();
+    if (wanted & LAUNCHES && one->category != CONTROL) count(one, bytes);
+    if (calls && one->category != CONTROL) write_call(one, bytes, end);
+    if (trace) write_trace(one, bytes, end);
+    pthread_mutex_unlock(&lock);
+}
+
+int recorded_step(task *one) {
+    if (!one->began) one->began = microseconds_now();
+    int result = one->step(one);
+    if (result != PENDING) record(one, microseconds_now());
+    return result;
+}
+
+void mark_step(void) {
+    pthread_mutex_lock(&lock);
+    open_files();
+    steps++;
+    for (counted *one = counts; one < counts + NAMES; one++) {
+        one->last = one->step;
+        one->step = (amount){0};
+    }
+    if (wanted & LAUNCHES) write_counts(); /* also for a process that ends without its exit handlers */
+    if (trace)
+        fprintf(trace, "{\"ph\": \"i\", \"s\": \"g\", \"name\": \"step %llu\", \"pid\": %d, \"tid\": 0, \"ts\": %.1f}\n", (unsigned long long)steps,
+                (int)getpid(), microseconds_now());
+    pthread_mutex_unlock(&lock);
+}
