@@ -1,31 +1,22 @@
 """Our limits against CANN's public documentation of its operators.
 
-``cann_limits.json`` has one line for each documented limit: our operator and the limited quantity, CANN's operator,
-the chips (910B is Atlas A2, 910_93 is Atlas A3), the allowed values by the first version of CANN that has them, and the
-document. ``"1..64"`` is a range, open if an end is missing. ``null`` instead of values: the document does not say.
-``source_8.5`` is the document of 8.5 if it is another one.
-
+``torchtitan_npu/emulator/cann_limits.json`` has the documented limits; ``torchtitan_npu/emulator/limits.py`` says how.
 Our limits are those of the newest version on Atlas A2 and A3. ``DIFFERENCES`` lists where they are not: a test fails if
 another difference appears, and if a listed one is gone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from torchtitan_npu.emulator.limits import bounds, documented_limits, is_documented
 from torchtitan_npu.ops import OPS
 
-ROWS = [
-    row
-    for row in json.loads(Path(__file__).with_name("cann_limits.json").read_text())
-    if {"910B", "910_93"} & set(row["chips"])
-]
+ROWS = [row for row in documented_limits() if {"910B", "910_93"} & set(row["chips"])]
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 OURS_IS_NARROWER = "torch_npu's own documentation allows less than CANN's"
@@ -123,27 +114,6 @@ def probes(documented: list[Any], ours: Any) -> set[Any]:
 
 def others(items: list[Any]) -> Iterator[Any]:
     return (item for item in items if bounds(item) is None and not isinstance(item, range))
-
-
-def bounds(item: Any) -> tuple[int | None, int | None] | None:
-    """Return the ends of ``1`` or ``"1..64"``; an open end is ``None``."""
-    if isinstance(item, int):
-        return item, item
-    if isinstance(item, str) and ".." in item:
-        low, _, high = item.partition("..")
-        return int(low) if low else None, int(high) if high else None
-    return None
-
-
-def is_documented(value: Any, documented: list[Any]) -> bool:
-    for item in documented:
-        found = bounds(item)
-        if found is None or not isinstance(value, int):
-            if value == item:
-                return True
-        elif (found[0] is None or found[0] <= value) and (found[1] is None or value <= found[1]):
-            return True
-    return False
 
 
 def test_every_operator_with_limits_is_documented() -> None:

@@ -44,6 +44,20 @@ for call in (
         print(str(error).splitlines()[0])
 """
 
+INDEXER = """
+import torch, torch_npu
+
+key = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16).npu()
+for heads, count in ((64, 1), (32, 1), (64, 3072)):
+    query, weights = key.expand(1, 1, heads, 128).contiguous(), torch.ones(1, 1, heads, dtype=torch.bfloat16).npu()
+    try:
+        torch_npu.npu_lightning_indexer(query, key, weights, sparse_count=count)
+        torch.npu.synchronize()
+        print("computed")
+    except RuntimeError as error:
+        print(next(line for line in str(error).splitlines() if "CANN" in line or "supports" in line))
+"""
+
 
 def test_a_missing_operator_is_torch_npus_error() -> None:
     version, gating, sinks = _run("8.5")
@@ -56,10 +70,19 @@ def test_a_missing_operator_is_torch_npus_error() -> None:
     assert sinks.startswith(f"{SINKS} or {SINKS}GetWorkspaceSize not in libopapi.so")
 
 
-def _run(cann: str) -> list[str]:
+def test_the_limits_of_a_version() -> None:
+    """CANN 8.5 has the operators of npu_dsa with narrower limits: 64 heads and 2048 keys."""
+    computed, heads, count = _run("8.5", INDEXER)
+    assert computed == "computed"
+    assert "the number of heads of query is 32; CANN 8.5 on 910B supports 64" in heads
+    assert "sparse_count is 3072; CANN 8.5 on 910B supports 1..2048" in count
+    assert _run("9.1", INDEXER) == ["computed"] * 3
+
+
+def _run(cann: str, script: str = CALLS) -> list[str]:
     home = build(cann=cann)
     environment = {**os.environ, **process_variables(home, {})}
-    ran = subprocess.run([sys.executable, "-c", CALLS], env=environment, capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
 
 

@@ -10,8 +10,8 @@ It gets the arguments by name, as :func:`argument_names` spells them, so that it
 later versions add arguments in the middle. It returns torch_npu's arguments by name, defaults left out, and the outputs
 in the order of torch_npu's.
 
-The same translation gives the kernel and the check: what the operator's checks and limits reject is refused with CANN's
-code for invalid parameters.
+The same translation gives the kernel and the check: what the operator's checks and limits reject, or the documents of
+the emulated version of CANN, is refused with CANN's code for invalid parameters.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.emulator.kernels.families import write
 from torchtitan_npu.emulator.kernels.registry import Refused, check, kernel
+from torchtitan_npu.emulator.limits import version_limit_errors
 
 if TYPE_CHECKING:
     from torchtitan_npu.ops import Op
@@ -58,6 +59,8 @@ def fused(op: str, *names: str, workspace: Workspace = workspaces.system) -> Cal
                 for problem in _op(op).checks(**arguments):
                     raise Refused(problem)
                 for problem in _op(op).limit_errors(**arguments):
+                    raise Refused(problem)
+                for problem in version_limit_errors(_op(op), arguments):
                     raise Refused(problem)
                 return workspace(**arguments)
 
