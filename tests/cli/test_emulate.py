@@ -102,6 +102,11 @@ def test_what_is_missing_is_one_line(
     assert "install gcc" in capsys.readouterr().err
 
 
+def test_torchrun_runs_with_this_python() -> None:
+    expected = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "x.py"]
+    assert command.resolve(["torchrun", "--nproc_per_node=2", "x.py"], path="") == expected
+
+
 def test_sizes() -> None:
     assert parse_bytes("60.9GiB") == int(60.9 * 2**30) and parse_bytes("512M") == 2**29 and parse_bytes("7") == 7
     with pytest.raises(UsageError, match="is not a size"):

@@ -34,6 +34,9 @@ SHARED_MEMORY = Path("/dev/shm")
 ROOM_FOR_COLLECTIVES = 2**30
 """Bytes that must be free in shared memory; otherwise ranks exchange their data in the temporary folder."""
 
+MODULES = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
+"""Programs that are modules: they run with this Python, whichever environment's scripts come first in ``PATH``."""
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> int:
                 **machine.variables(),
                 **observation.variables(Path(records)),
                 "NPU_EMULATOR_FOLDER": str(folder),
-                # The emulator is built for this Python: `python` and `torchrun` are those of its environment.
+                # The emulator is built for this Python: `python` is that of its environment.
                 "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))),
             }
             code = run(args.command, environment)
@@ -142,10 +145,8 @@ def temporary_folder() -> Iterator[Path]:
 
 def run(command: list[str], environment: dict[str, str]) -> int:
     """Run the command, forward signals to it, and return its exit code; 128 + N if signal N ended it."""
-    program = shutil.which(command[0], path=environment["PATH"])
-    if program is None:
-        raise UsageError(f"there is no program {command[0]}")
-    with subprocess.Popen([program, *command[1:]], env=environment) as child:
+    words = resolve(command, environment["PATH"])
+    with subprocess.Popen(words, env=environment) as child:
 
         def forward(number: int, _: FrameType | None) -> None:
             # A terminal sends its signals to the whole foreground group, hence to the child as well.
@@ -157,6 +158,17 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+def resolve(command: list[str], path: str) -> list[str]:
+    """Return the command with the full path of its program."""
+    name, *arguments = command
+    if name in MODULES:
+        return [sys.executable, "-m", MODULES[name], *arguments]
+    program = shutil.which(name, path=path)
+    if program is None:
+        raise UsageError(f"there is no program {name}")
+    return [program, *arguments]
 
 
 def in_foreground() -> bool:

@@ -35,8 +35,10 @@ static bool is_ready(const char *name) {
 
 static void release_call(task *one) {
     call *made = (call *)one;
-    for (int i = 0; i < made->count; i++)
+    for (int i = 0; i < made->count; i++) {
         if (strchr(HANDLES, made->which->kinds[i]) && made->arguments[i].pointer) release(made->arguments[i].pointer);
+        if (made->which->kinds[i] == 'z') free(made->arguments[i].pointer);
+    }
     free(made);
 }
 
@@ -93,8 +95,10 @@ int operator_prepare(const operator *which, const argument *arguments, int count
             return result;
         }
     }
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < count; i++) { /* the caller frees its arguments before a queued call runs */
         if (strchr(HANDLES, which->kinds[i]) && arguments[i].pointer) retain(arguments[i].pointer);
+        if (which->kinds[i] == 'z' && arguments[i].pointer) made->arguments[i].pointer = strdup(arguments[i].pointer);
+    }
     return ACL_SUCCESS;
 }
 
