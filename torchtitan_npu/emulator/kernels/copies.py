@@ -95,7 +95,7 @@ register(
         "Cat": cat,
         "ChannelShuffle": F.channel_shuffle,
         "ChunkCat": aten._chunk_cat,
-        "ConstantPadNd": lambda x, pad, value: F.pad(x, pad, value=value),
+        "ConstantPadNd": aten.constant_pad_nd,
         "Flip": torch.flip,
         "Im2col": aten.im2col,
         "ReflectionPad1d": aten.reflection_pad1d,

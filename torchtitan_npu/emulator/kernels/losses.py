@@ -135,3 +135,12 @@ def logits_gradient(gradient, x, target, weight, positive_weight, reduction, out
 def kl_div_gradient(gradient, x, target, reduction, log_target, out):
     share = torch.exp(target) if log_target else torch.where(target > 0, target, 0)
     write(out, mean_gradient((-share * gradient).expand_as(x), x, reduction))
+
+
+@kernel("aclnnKlDivTargetBackward")
+def kl_div_target_gradient(gradient, x, target, reduction, log_target, out):
+    if log_target:
+        result = gradient * (target + 1 - x) * torch.exp(target)
+    else:
+        result = torch.where(target == 0, 0, gradient * (torch.log(target) + 1 - x))
+    write(out, mean_gradient(result, x, reduction))

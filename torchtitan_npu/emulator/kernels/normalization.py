@@ -1,10 +1,10 @@
-"""Layer, group and batch normalisation. Statistics are float32, as on the NPU, whatever the dtype of the input."""
+"""Layer, group and batch normalisation. Statistics are float32 whatever the dtype of the input, as torch_npu has it."""
 
 from __future__ import annotations
 
 import torch
 
-from torchtitan_npu.emulator.kernels.families import write_all
+from torchtitan_npu.emulator.kernels.families import write, write_all
 from torchtitan_npu.emulator.kernels.registry import kernel
 
 aten = torch.ops.aten
@@ -46,13 +46,14 @@ def group_norm_gradient(gradient, x, mean, rstd, weight, batch, channels, pixels
 
 @kernel("aclnnBatchNorm")
 def batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps, out, mean, rstd):
-    x, weight, bias = widen(x, weight, bias)
-    results = aten.native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
-    write_all((out, mean, rstd) if training else (out,), results if training else results[:1])
+    wide = widen(x, weight, bias, running_mean, running_var)
+    results = aten.native_batch_norm(*wide, training, momentum, eps)
+    write(out, results[0])
+    if training:
+        write_all((mean, rstd, running_mean, running_var), (*results[1:], *wide[3:]))
 
 
 @kernel("aclnnBatchNormBackward")
 def batch_norm_gradient(gradient, x, weight, running_mean, running_var, mean, rstd, training, eps, mask, *outputs):
-    gradient, x, weight = widen(gradient, x, weight)
-    arguments = (weight, running_mean, running_var, mean, rstd, training, eps, mask)
-    write_all(outputs, aten.native_batch_norm_backward(gradient, x, *arguments))
+    wide = widen(gradient, x, weight, running_mean, running_var, mean, rstd)
+    write_all(outputs, aten.native_batch_norm_backward(*wide, training, eps, mask))

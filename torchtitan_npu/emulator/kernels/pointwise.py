@@ -104,7 +104,7 @@ ONE_TENSOR = {
     "Reciprocal": torch.reciprocal,
     "Round": torch.round,
     "Rsqrt": torch.rsqrt,
-    "Sign": torch.sign,
+    "Sign": torch.sgn,
     "Signbit": torch.signbit,
     "Sin": torch.sin,
     "Sinc": torch.sinc,

@@ -87,12 +87,14 @@ register(
         "Median": torch.median,
         "Min": torch.min,
         "NanMedian": torch.nanmedian,
+        "Renorm": torch.renorm,
         "Std": lambda x, dims, correction, keep: torch.std(x, dims or None, correction=correction, keepdim=keep),
         "Trace": torch.trace,
         "VarCorrection": lambda x, dims, correction, keep: torch.var(
             x, dims or None, correction=correction, keepdim=keep
         ),
-    }
+    },
+    in_place="Renorm",
 )
 register(
     {
