@@ -94,6 +94,7 @@ ITEM = re.compile(r'this->(Input|Attr|Output)\("(\w+)"\)([^;]*);')
 WRITTEN = {
     "aclnnApplyAdam": ["varRef", "m", "v"],
     "aclnnForeachNonFiniteCheckAndUnscale": ["scaledGrads", "foundInf"],
+    "aclnnGeluBackward": ["gradInput"],
     "aclnnSparseFlashAttentionV2": ["attentionOut", "softmaxMax", "softmaxSum"],
 }
 """What operators write whose declarations tell something else, or nothing."""

@@ -61,6 +61,18 @@ def logit_gradient(x, gradient, eps):
     return aten.logit_backward(gradient, x, None if eps < 0 else eps)
 
 
+def tanh_gelu(x):
+    """Return the approximation by tanh, as CANN documents ``aclnnGelu``.
+
+    torch_npu calls it for ``F.gelu(x)``, whatever ``approximate`` is, unless it is told to be compatible with torch.
+    """
+    return F.gelu(x, approximate="tanh")
+
+
+def tanh_gelu_gradient(gradient, x):
+    return aten.gelu_backward(gradient, x, approximate="tanh")
+
+
 def fast_gelu(x):
     """Return x * sigmoid(1.702 x), as CANN documents this operator."""
     return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
@@ -202,8 +214,8 @@ ACTIVATIONS = {
     "EluBackward": aten.elu_backward,
     "FastGelu": fast_gelu,
     "FastGeluBackward": fast_gelu_gradient,
-    "Gelu": F.gelu,
-    "GeluBackward": aten.gelu_backward,
+    "Gelu": tanh_gelu,
+    "GeluBackward": tanh_gelu_gradient,
     "GeluBackwardV2": lambda gradient, x, approximate: aten.gelu_backward(gradient, x, approximate=approximate),
     "GeluV2": lambda x, approximate: F.gelu(x, approximate="tanh" if approximate else "none"),
     "Glu": F.glu,
