@@ -58,7 +58,7 @@ def _options(
         "pre_tockens": pre_tokens,
         "next_tockens": next_tokens,
         "sparse_mode": sparse_mode,
-        "actual_seq_qlen": rest.get("actual_seq_qlen") or None,
+        "actual_seq_qlen": rest.get("actual_seq_q_len") or None,
         "actual_seq_kvlen": rest.get("actual_seq_kv_len") or None,
         "softmax_layout": "TND" if softmax_layout == "same_as_input" else softmax_layout,
     }

@@ -91,7 +91,7 @@ def by_name(name: str, values: Sequence[Any]) -> dict[str, Any]:
 def argument_names(name: str) -> list[str]:
     """Return the names of an operator's arguments as Python writes them: ``attenMaskOptional`` is ``atten_mask``."""
     names = (argument.removesuffix("Optional") for argument in _prototypes()[name]["arguments"])
-    return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", argument).lower() for argument in names]
+    return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", argument).lower() for argument in names]
 
 
 @cache

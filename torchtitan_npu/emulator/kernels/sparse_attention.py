@@ -26,10 +26,10 @@ def indexer(
 
 @fused("npu_lightning_indexer_grad", "aclnnLightningIndexerGrad", workspace=workspaces.indexer_grad)
 def indexer_grad(
-    actual_seq_qlen, actual_seq_kv_len, head_num, input_layout, deterministic, dq_out, dk_out, dweights_out, **rest
+    actual_seq_q_len, actual_seq_kv_len, head_num, input_layout, deterministic, dq_out, dk_out, dweights_out, **rest
 ):
     lengths = {
-        "actual_seq_lengths_query": or_none(actual_seq_qlen),
+        "actual_seq_lengths_query": or_none(actual_seq_q_len),
         "actual_seq_lengths_key": or_none(actual_seq_kv_len),
     }
     return {**rest, **lengths, "layout": input_layout}, (dq_out, dk_out, dweights_out)
