@@ -42,7 +42,7 @@ ONE_LIST = (
 for name in ONE_LIST.split():
     kernel(f"aclnnForeach{name}")(for_each(getattr(torch, name.lower())))
 
-LISTS = {
+LISTS: dict[str, Function] = {
     "AddList": add,
     "AddListV2": add,
     "Copy": lambda x: x,
@@ -62,7 +62,7 @@ LISTS = {
 for name, function in LISTS.items():
     kernel(f"aclnnForeach{name}")(for_each(function))
 
-WITH_SCALAR = {
+WITH_SCALAR: dict[str, Function] = {
     "Add": torch.add,
     "Addcdiv": addcdiv,
     "Addcmul": addcmul,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torchtitan_npu.emulator.kernels.families import register, write, write_all
+from torchtitan_npu.emulator.kernels.families import Function, register, write, write_all
 from torchtitan_npu.emulator.kernels.registry import kernel
 
 aten = torch.ops.aten
@@ -83,7 +83,7 @@ def fast_gelu_gradient(gradient, x):
     return gradient.float() * sigmoid * (1 + 1.702 * x.float() * (1 - sigmoid))
 
 
-ONE_TENSOR = {
+ONE_TENSOR: dict[str, Function] = {
     "Abs": torch.abs,
     "Acos": torch.acos,
     "Acosh": torch.acosh,
@@ -127,7 +127,7 @@ ONE_TENSOR = {
     "Trunc": torch.trunc,
 }
 
-ARITHMETIC = {
+ARITHMETIC: dict[str, Function] = {
     "Add": add,
     "AddRelu": add_relu,
     "AddV3": add_to_scalar,
@@ -181,7 +181,7 @@ ARITHMETIC = {
     "XLogYTensor": torch.xlogy,
 }
 
-LOGIC = {
+LOGIC: dict[str, Function] = {
     "BitwiseAndScalar": torch.bitwise_and,
     "BitwiseAndTensor": torch.bitwise_and,
     "BitwiseOrScalar": torch.bitwise_or,
@@ -208,7 +208,7 @@ LOGIC = {
     "RightShift": torch.bitwise_right_shift,
 }
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Function] = {
     "Celu": F.celu,
     "Elu": aten.elu,
     "EluBackward": aten.elu_backward,
