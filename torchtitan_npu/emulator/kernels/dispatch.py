@@ -9,10 +9,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from torch.utils.dlpack import from_dlpack
-
 from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, Refused, describe
 from torchtitan_npu.torch_internals.dispatch import without_function_modes
+from torchtitan_npu.torch_internals.tensors import tensor_of_capsule
 
 PARAMETER_ERROR = 161002
 """ACLNN_ERR_PARAM_INVALID: the arguments are refused."""
@@ -72,4 +71,4 @@ def install() -> None:
         from torchtitan_npu.emulator.training_steps import mark_training_steps
 
         mark_training_steps(bridge.mark_step)
-    bridge.install(from_dlpack, runner, check, CHECKS)
+    bridge.install(tensor_of_capsule, runner, check, CHECKS)
