@@ -102,9 +102,13 @@ def test_what_is_missing_is_one_line(
     assert "install gcc" in capsys.readouterr().err
 
 
-def test_torchrun_runs_with_this_python() -> None:
-    expected = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "x.py"]
-    assert command.resolve(["torchrun", "--nproc_per_node=2", "x.py"], path="") == expected
+def test_torchrun_runs_with_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    module = [sys.executable, "-m", "torch.distributed.run", "x.py"]
+    assert command.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == module
+    script = tmp_path / "torchrun"
+    script.touch(mode=0o755)
+    assert command.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == [str(script), "x.py"]
 
 
 def test_sizes() -> None:

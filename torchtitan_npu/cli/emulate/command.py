@@ -35,7 +35,7 @@ ROOM_FOR_COLLECTIVES = 2**30
 """Bytes that must be free in shared memory; otherwise ranks exchange their data in the temporary folder."""
 
 MODULES = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
-"""Programs that are modules: they run with this Python, whichever environment's scripts come first in ``PATH``."""
+"""Programs that are modules. If their scripts are not beside this Python, those in ``PATH`` belong to another one."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -163,9 +163,10 @@ def run(command: list[str], environment: dict[str, str]) -> int:
 def resolve(command: list[str], path: str) -> list[str]:
     """Return the command with the full path of its program."""
     name, *arguments = command
-    if name in MODULES:
+    own = shutil.which(name, path=str(Path(sys.executable).parent))
+    if own is None and name in MODULES:
         return [sys.executable, "-m", MODULES[name], *arguments]
-    program = shutil.which(name, path=path)
+    program = own or shutil.which(name, path=path)
     if program is None:
         raise UsageError(f"there is no program {name}")
     return [program, *arguments]
