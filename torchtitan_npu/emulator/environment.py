@@ -67,7 +67,7 @@ class Observation:
     def variables(self, folder: Path) -> dict[str, str]:
         """Return the variables of the emulator's runtime; each process writes its records to ``folder``."""
         records = [name for name in ("launches", "log", "trace") if getattr(self, name)]
-        found = {}
+        found: dict[str, str] = {}
         if records:
             found |= {"NPU_EMULATOR_RECORD": " ".join(records), "NPU_EMULATOR_RECORD_FOLDER": str(folder)}
         if self.check_nan:

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def install() -> None:
     assert spec is not None and spec.loader is not None
     bridge = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bridge)
-    runner = run
+    runner: Callable[[str, int, tuple[Any, ...]], Any] = run
     if os.environ.get("NPU_EMULATOR_CHECK_NAN"):
         from torchtitan_npu.emulator.nan_check import stop_at_first_nan
 
