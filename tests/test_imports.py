@@ -13,6 +13,7 @@ LAYERS = [
     {"config.preflight", "config.compile", "config.pipeline"},
     {"upstream"},
     {"converters", "models", "distributed", "components", "compile"},
+    {"emulator"},
     {"ops"},
     # hooks into TorchTitan's functions, for the layers above
     {"upstream.hooks", "upstream.rebind"},
