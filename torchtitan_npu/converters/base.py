@@ -96,7 +96,7 @@ class Converter(ABC):
         """Replace every target in ``model``, in place."""
         done = getattr(model, _APPLIED, ())
         if self.name in done:
-            raise UsageError(f"model.converters: {self.name} is listed twice; list it once")
+            raise RuntimeError(f"{self.name} has already converted this model")
         self.check_job()
         targets = self.found_targets(model)
         if warning := self.check_limits(targets):

@@ -39,7 +39,6 @@ from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models import own_train_specs
 from torchtitan_npu.upstream import gpt_oss_experts, rotations  # noqa: F401 - register replacements for converters
 from torchtitan_npu.upstream.activation_checkpoint import ignoring_profiler_operators
@@ -162,10 +161,8 @@ def _require_our_trainer(dims: ParallelDims) -> None:
     """
     ddp = dims.dp_replicate_enabled and not dims.fsdp_enabled
     if (dims.pp_enabled or ddp) and not isinstance(dims, OurParallelDims):
-        key = "pipeline_parallel_degree" if dims.pp_enabled else "data_parallel_replicate_degree"
-        raise UsageError(
-            f"parallelism.{key} above 1 needs `-m torchtitan_npu.train`: in TorchTitan's entry its gradients are wrong"
-        )
+        layout = "pipeline parallel" if dims.pp_enabled else "DDP"
+        raise RuntimeError(f"{layout} needs `-m torchtitan_npu.train`: TorchTitan's Trainer computes wrong gradients")
 
 
 def _disable_grouped_mm(model: nn.Module) -> None:
