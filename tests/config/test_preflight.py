@@ -159,7 +159,8 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
                 "parallelism__context_parallel_load_balancer": "ptrr",
             },
             2,
-            "parallelism.context_parallel_load_balancer 'ptrr' is not supported by DSAContextParallel",
+            "parallelism.context_parallel_load_balancer 'ptrr' is not supported by DSAContextParallel: "
+            "use 'headtail' or ''",
         ),
         (
             {

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, build, model_args, start_batch, tokens
 from tests._helpers.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.distributed.context_parallel import ContextParallel, context_parallel
+from tests.config.test_preflight import job
+from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel, GatheredKeys
 from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.planner import Calls
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 LAYERS = 3
 
@@ -128,10 +128,6 @@ def test_a_users_own_context_parallel(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_as_on_one_rank(train_on(2, {"cp": options.pop("parallelism.context_parallel_degree")}, options), one_rank())
 
 
-def dims() -> ParallelDims:
-    return ParallelDims(dp_replicate=1, dp_shard=1, cp=2, tp=1, pp=1, ep=1, etp=1, world_size=2)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -143,26 +139,30 @@ def dims() -> ParallelDims:
     ],
 )
 def test_a_wrong_name_is_an_error(name: str, message: str) -> None:
-    config = JobConfig()
-    config.npu.context_parallel = name
     with pytest.raises(UsageError, match=message):
-        context_parallel(config, dims(), None)
+        check_job(job(npu__context_parallel=name, parallelism__context_parallel_degree=2), world_size=2)
 
 
-def test_sequences_that_cannot_be_split_are_an_error() -> None:
-    with pytest.raises(UsageError, match="10 tokens cannot be split over 4 context-parallel ranks"):
+def test_a_model_without_its_attention_is_an_error() -> None:
+    name = f"{DSAContextParallel.__module__}:{DSAContextParallel.__name__}"
+    with pytest.raises(UsageError, match=r"npu\.context_parallel: .* has no attention of DeepSeek-V3\.2"):
+        check_job(job(npu__context_parallel=name, parallelism__context_parallel_degree=2), world_size=2)
+
+
+def test_errors_without_preflight() -> None:
+    with pytest.raises(ValueError, match="10 tokens cannot be split over 4 context-parallel ranks"):
         context(0, 4, "headtail").token_indices(10)
-    with pytest.raises(UsageError, match="load_balancer 'ptrr' is not supported by DSAContextParallel"):
+    with pytest.raises(ValueError, match="DSAContextParallel has no load balancer 'ptrr'"):
         context(0, 2, "ptrr")
-    with pytest.raises(UsageError, match="load_balancer 'headtail' is not supported by ContextParallel: use ''"):
+    with pytest.raises(ValueError, match="ContextParallel has no load balancer 'headtail'"):
         ContextParallel(Rank(0, 2), "headtail")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"Linear has no attention of DeepSeek-V3\.2"):
+    with pytest.raises(ValueError, match=r"Linear has no attention of DeepSeek-V3\.2"):
         context(0, 2, None).parallelize(nn.Linear(1, 1))
 
 
 def test_the_base_class_accepts_no_masks() -> None:
     base = ContextParallel(Rank(0, 2), None)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="takes no attention masks"):
+    with pytest.raises(NotImplementedError, match="takes no attention masks"):
         base.prepare(tokens(), tokens(), {"attention_masks": object()})
     inputs, labels, extra = base.prepare(tokens(), tokens() + 1, {})
     assert torch.equal(inputs, tokens()[:, : SEQUENCE // 2]) and torch.equal(labels, inputs + 1)

@@ -98,9 +98,29 @@ def check_context_parallel(job: "JobContext") -> None:
             f"{job.config.model.name}"
         )
     load_balancer = job.config.parallelism.context_parallel_load_balancer
+    if job.config.npu.context_parallel:
+        _check_context_parallel_class(job)
     if (context := job.context_parallel_class) is not None:
-        context.check_load_balancer(load_balancer)
+        if load_balancer not in context.load_balancers:
+            supported = " or ".join(repr(name or "") for name in context.load_balancers)
+            key = f"parallelism.context_parallel_load_balancer {load_balancer!r}"
+            raise UsageError(f"{key} is not supported by {context.__name__}: use {supported}")
+        if error := context.model_error(job.model):
+            raise UsageError(f"npu.context_parallel: {error}")
         return
     # TorchTitan's "ptrr" rearranges the blocks of flex attention's masks
     flex = ["ptrr"] if getattr(job.model_args, "attn_type", "sdpa") == "flex" else []
     check_known("parallelism.context_parallel_load_balancer", load_balancer or "", ["headtail", "", *flex])
+
+
+def _check_context_parallel_class(job: "JobContext") -> None:
+    """Raise unless ``npu.context_parallel`` names a class that defines how attention communicates."""
+    key, base = f"npu.context_parallel {job.config.npu.context_parallel!r}", job.context_parallel_base
+    try:
+        cls = job.context_parallel_class
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f'{key} is not "module:Class": {error}') from error
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise UsageError(f"{key} is not a subclass of {base.__module__}.{base.__name__}")
+    if cls.parallelize is base.parallelize:
+        raise UsageError(f"{key} does not define how attention communicates: it has no parallelize")

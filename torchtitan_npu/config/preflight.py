@@ -81,6 +81,7 @@ class JobContext:
         self.converter_names = known_converters()
         self.datasets = DATASETS
         self.graph_pass_names = list(PASSES)
+        self.context_parallel_base = ContextParallel
 
     @cached_property
     def train_spec(self) -> TrainSpec:
@@ -140,7 +141,7 @@ class JobContext:
         names = self.config.model.converters
         return [CONVERTERS[name](self.config, self.dims) for name in names if name in CONVERTERS]
 
-    @property
+    @cached_property
     def context_parallel_class(self) -> type[ContextParallel] | None:
         """The class for the model's attention; ``None`` if TorchTitan's context parallelism applies."""
         return context_class(self.config, getattr(self.model_args, "context_parallel", None))

@@ -21,7 +21,6 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.distributed.microbatches import Microbatches
-from torchtitan_npu.errors import UsageError
 
 
 class ContextParallel:
@@ -35,16 +34,15 @@ class ContextParallel:
     """The values of ``parallelism.context_parallel_load_balancer`` that a subclass supports."""
 
     def __init__(self, mesh: DeviceMesh, load_balancer: str | None) -> None:
-        self.check_load_balancer(load_balancer)
+        if load_balancer not in self.load_balancers:
+            raise ValueError(f"{type(self).__name__} has no load balancer {load_balancer!r}")
         self.mesh = mesh
         self.head_tail = load_balancer == "headtail"
 
     @classmethod
-    def check_load_balancer(cls, load_balancer: str | None) -> None:
-        if load_balancer not in cls.load_balancers:
-            supported = " or ".join(repr(name or "") for name in cls.load_balancers)
-            key = f"parallelism.context_parallel_load_balancer {load_balancer!r}"
-            raise UsageError(f"{key} is not supported by {cls.__name__}: use {supported}")
+    def model_error(cls, model: nn.Module) -> str | None:
+        """Return why this class cannot parallelize ``model``, which has all its layers, or ``None``."""
+        return None
 
     def parallelize(self, model: nn.Module) -> None:
         """Change the attention of ``model`` so that it sees all tokens.
@@ -57,7 +55,7 @@ class ContextParallel:
         """Return the indices (seq_len / ranks) of this rank's tokens in a sequence, in this rank's order."""
         ranks, device = self.mesh.size(), self.mesh.device_type
         if seq_len % (2 * ranks if self.head_tail else ranks):
-            raise UsageError(f"training.seq_len: {seq_len} tokens cannot be split over {ranks} context-parallel ranks")
+            raise ValueError(f"{seq_len} tokens cannot be split over {ranks} context-parallel ranks")
         rank = self.mesh.get_local_rank()
         chunks = torch.arange(seq_len, device=device).chunk(2 * ranks if self.head_tail else ranks)
         return torch.cat([chunks[rank], chunks[-1 - rank]]) if self.head_tail else chunks[rank]
@@ -81,7 +79,7 @@ class ContextParallel:
 
     def masks(self, masks: Any, bsz: int, seqlen: int) -> Any:
         """Return this rank's form of ``masks``, which are those of full sequences; in a pipeline, of a microbatch."""
-        raise UsageError(f"{type(self).__name__} takes no attention masks")
+        raise NotImplementedError(f"{type(self).__name__} takes no attention masks")
 
 
 def context_parallel(job_config: JobConfig, dims: ParallelDims, default: str | None) -> ContextParallel | None:
@@ -93,7 +91,10 @@ def context_parallel(job_config: JobConfig, dims: ParallelDims, default: str | N
 def context_class(job_config: JobConfig, default: str | None) -> type[ContextParallel] | None:
     """Return the class that ``npu.context_parallel`` names, or else the model's ``default``."""
     name = npu_options(job_config).context_parallel or default
-    return _load_class(name) if name else None
+    if not name:
+        return None
+    module_name, _, class_name = name.partition(":")
+    return getattr(importlib.import_module(module_name), class_name)
 
 
 def model_inputs(
@@ -137,18 +138,3 @@ def takes_attention_masks(model_args: Any) -> bool:
     """Return whether the model takes attention masks: its arguments say so, those of TorchTitan by ``attn_type``."""
     by_type = getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen")
     return getattr(model_args, "takes_attention_masks", by_type)
-
-
-def _load_class(name: str) -> type[ContextParallel]:
-    module_name, _, class_name = name.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f'npu.context_parallel {name!r} is not "module:Class": {error}') from error
-    if not (isinstance(cls, type) and issubclass(cls, ContextParallel)):
-        raise UsageError(f"npu.context_parallel {name!r} is not a subclass of {__name__}.ContextParallel")
-    if cls.parallelize is ContextParallel.parallelize:
-        raise UsageError(
-            f"npu.context_parallel {name!r} does not define how attention communicates: it has no parallelize"
-        )
-    return cls

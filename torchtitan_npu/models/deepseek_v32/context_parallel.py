@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_npu.distributed.context_parallel import ContextParallel
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
 from torchtitan_npu.models.sparse_attention.documents import Documents
 
@@ -34,13 +33,16 @@ class DSAContextParallel(ContextParallel):
 
     load_balancers = ("headtail", None)
 
+    @classmethod
+    def model_error(cls, model: nn.Module) -> str | None:
+        return None if attention_layers(model) else f"{type(model).__name__} has no attention of DeepSeek-V3.2"
+
     def parallelize(self, model: nn.Module) -> None:
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
         layers_of = getattr(model, "layers", None)
         stage_without_layers = isinstance(layers_of, nn.ModuleDict) and not len(layers_of)  # of a pipeline
-        if not layers and not stage_without_layers:
-            raise UsageError(f"npu.context_parallel: {type(model).__name__} has no attention of DeepSeek-V3.2")
-        for attention in layers:
+        if not stage_without_layers and (error := self.model_error(model)):
+            raise ValueError(error)
+        for attention in attention_layers(model):
             attention.exchange = GatheredKeys(self.mesh, self.head_tail)
             attention.inner_attention = AttentionBySpans(attention.inner_attention, self)
 
@@ -56,6 +58,10 @@ class DSAContextParallel(ContextParallel):
         """Return for each row and span the first visible key, and the documents of its queries and keys."""
         spans = self.spans(seqlen // self.mesh.size())
         return [[masks.part(row, seqlen, span.place, span.place + span.length) for span in spans] for row in range(bsz)]
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 class GatheredKeys(OwnKeys):
