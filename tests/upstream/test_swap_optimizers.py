@@ -11,7 +11,6 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.config.job_config import Optimizer
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.upstream.swap_optimizers import with_swap, with_swap_if_enabled
 
 DIMS = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
@@ -24,7 +23,7 @@ def test_torchtitans_builder_makes_a_container_that_swaps() -> None:
 
 
 def test_a_builder_of_other_optimizers_is_an_error() -> None:
-    with pytest.raises(UsageError, match="does not use TorchTitan's OptimizersContainer"):
+    with pytest.raises(ValueError, match="does not use TorchTitan's OptimizersContainer"):
         with_swap(lambda parts, config: None, Optimizer(swap=True))  # type: ignore[arg-type,return-value]
 
 

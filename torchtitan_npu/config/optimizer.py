@@ -55,3 +55,8 @@ def check_optimizer(job: "JobContext") -> None:
         if is_set:
             raise UsageError(f"optimizer.swap cannot be combined with {key} = true")
     check_adapted(job, "optimizer.swap")
+    if not job.can_swap_optimizers:
+        raise UsageError(
+            "optimizer.swap must be false: the train spec's build_optimizers_fn does not use "
+            "TorchTitan's OptimizersContainer"
+        )

@@ -38,6 +38,7 @@ from torchtitan_npu.converters.base import Converter
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.registries import known_converters, known_models
+from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, can_swap
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
 
@@ -91,6 +92,12 @@ class JobContext:
     def is_adapted(self) -> bool:
         """True if the train spec is one of this package's, with its data, loss and optimizers."""
         return isinstance(self.train_spec, AdaptedTrainSpec)
+
+    @property
+    def can_swap_optimizers(self) -> bool:
+        """False if the optimizers are not TorchTitan's, whose states can be in host memory."""
+        build = self.train_spec.build_optimizers_fn
+        return not isinstance(build, SwappableOptimizers) or can_swap(build.build_optimizers)
 
     @property
     def flavor_args(self) -> Any:

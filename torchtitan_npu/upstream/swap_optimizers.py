@@ -13,7 +13,6 @@ from torchtitan.protocols.train_spec import OptimizersBuilder
 from torchtitan.tools.logging import logger
 
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.upstream.hooks import with_optimizers_container
 from torchtitan_npu.upstream.rebind import refers_to
 
@@ -47,12 +46,14 @@ def with_swap_if_enabled(
     return with_swap(build_optimizers, config, dry_run)
 
 
+def can_swap(build_optimizers: OptimizersBuilder) -> bool:
+    """Return whether ``build_optimizers`` uses TorchTitan's container, which :func:`with_swap` replaces."""
+    return bool(refers_to(build_optimizers, [OptimizersContainer]))
+
+
 def with_swap(build_optimizers: OptimizersBuilder, config: Any, dry_run: bool = False) -> OptimizersBuilder:
     """Return ``build_optimizers`` with states in host memory, on any device."""
-    if not refers_to(build_optimizers, [OptimizersContainer]):
-        raise UsageError(
-            "optimizer.swap must be false: the train spec's build_optimizers_fn does not use "
-            "TorchTitan's OptimizersContainer"
-        )
+    if not can_swap(build_optimizers):
+        raise ValueError(f"{build_optimizers} does not use TorchTitan's OptimizersContainer")
     options = {"slice_mib": config.swap_slice_mib, "fraction": config.swap_fraction, "dry_run": dry_run}
     return with_optimizers_container(build_optimizers, functools.partial(SwapContainer, **options))

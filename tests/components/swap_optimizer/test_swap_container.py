@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.config.test_preflight import job
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
+from torchtitan_npu.config import preflight
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,15 @@ def test_invalid_options(options: dict[str, Any], message: str) -> None:
 def test_a_train_spec_that_is_not_adapted_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"model.name 'simple_fsdp.llama3' to be registered as"):
         check_job(job(optimizer__swap=True, model__name="simple_fsdp.llama3"), world_size=1)
+
+
+def test_a_builder_of_other_optimizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = get_train_spec("llama3")
+    monkeypatch.setattr(spec, "build_optimizers_fn", SwappableOptimizers(lambda *args: None))  # type: ignore[arg-type]
+    monkeypatch.setattr(preflight, "get_train_spec", lambda name: spec)
+    message = "optimizer.swap must be false: the train spec's build_optimizers_fn does not use TorchTitan's Optimizers"
+    with pytest.raises(UsageError, match=message):
+        check_job(job(optimizer__swap=True), world_size=1)
 
 
 def test_host_memory_too_small_for_the_model() -> None:
