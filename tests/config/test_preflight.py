@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import torchtitan_npu
+from torchtitan_npu.config import preflight
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.distributed.context_parallel import ContextParallel
@@ -320,6 +321,14 @@ def test_a_section_of_another_model_is_an_error(options: dict[str, Any]) -> None
 def test_a_context_parallel_class_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match=r"npu\.context_parallel 'nowhere:Class' is no"):
         check_job(job(npu__context_parallel="nowhere:Class", parallelism__context_parallel_degree=2), world_size=2)
+
+
+def test_matmul_sharding_with_a_torch_that_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"npu__matmul_sharding": True, "parallelism__tensor_parallel_degree": 2}
+    check_job(job(**options), world_size=2)
+    monkeypatch.setattr(preflight, "has_single_dim_strategy", lambda op: True)
+    with pytest.raises(UsageError, match=r"npu\.matmul_sharding must be false: .* for aten\.matmul\.default"):
+        check_job(job(**options), world_size=2)
 
 
 @pytest.mark.parametrize("section", ["training", "validation"])

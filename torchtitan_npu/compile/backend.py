@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torchtitan_npu.compile.gradient_strides import copy_graph, make_stride_agno
 from torchtitan_npu.compile.partition import partition
 from torchtitan_npu.compile.passes.graph_utils import has_backward
 from torchtitan_npu.compile.region_function import CompiledGraph, region_function
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.aot_autograd import (
     accept_any_gradient_strides,
     eliminate_common_subexpressions,
@@ -30,7 +32,7 @@ from torchtitan_npu.torch_internals.aot_autograd import (
 )
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dynamo import aot_autograd
-from torchtitan_npu.torch_internals.graph_interpreter import Launch, interpret
+from torchtitan_npu.torch_internals.graph_interpreter import Launch, UnsupportedGraph, interpret
 
 Pass = Callable[[fx.GraphModule], Any]
 """Rewrites a graph in place."""
@@ -89,6 +91,16 @@ def make_backend(
     return compile_region
 
 
+@contextmanager
+def _errors_name_the_key() -> Iterator[None]:
+    """Raise a :class:`UsageError` for a graph that the interpreter cannot run. Only compiling it shows that."""
+    try:
+        yield
+    except UnsupportedGraph as error:
+        raise UsageError(f"npu.bypass_codegen must be false: a compiled graph contains {error}") from error
+
+
+@_errors_name_the_key()
 def _for_any_gradient_strides(backward: fx.GraphModule) -> Launch:
     """Compile a backward graph as traced, and on demand a version for gradients with other strides."""
     copy = copy_graph(backward)
@@ -100,6 +112,7 @@ def _for_any_gradient_strides(backward: fx.GraphModule) -> Launch:
     return select_by_gradient_strides(backward, lambda: _clean_and_interpret(backward), compile_stride_agnostic)
 
 
+@_errors_name_the_key()
 def _clean_and_interpret(graph_module: fx.GraphModule, any_gradient_strides: bool = False) -> Launch:
     clean_up(graph_module, any_gradient_strides)
     if not _repeats_random_operator(graph_module.graph):

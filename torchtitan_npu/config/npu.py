@@ -77,7 +77,7 @@ class Npu:
 
 
 def check_npu(job: "JobContext") -> None:
-    """Check the keys for graph passes. Other sections check the keys that concern them."""
+    """Check the keys for graph passes and matrix products. Other sections check the keys that concern them."""
     npu, known = job.config.npu, job.graph_pass_names
     if npu.graph_passes and not job.config.compile.enable:
         raise UsageError("npu.graph_passes needs compile.enable = true")
@@ -91,3 +91,5 @@ def check_npu(job: "JobContext") -> None:
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:
             raise UsageError(f'npu.{key} is for the pass "sequence_parallel", which npu.graph_passes does not list')
+    if npu.matmul_sharding and job.dims.tp_enabled and (ops := job.unshardable_matmuls):
+        raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {ops[0]}")

@@ -35,7 +35,10 @@ from torchtitan_npu.config.profiling import check_profiling
 from torchtitan_npu.config.training import check_training
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter
+from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
+from torchtitan_npu.torch_internals.dispatch import OpOverload
+from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.registries import known_converters, known_models
 from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, can_swap
@@ -98,6 +101,11 @@ class JobContext:
         """False if the optimizers are not TorchTitan's, whose states can be in host memory."""
         build = self.train_spec.build_optimizers_fn
         return not isinstance(build, SwappableOptimizers) or can_swap(build.build_optimizers)
+
+    @property
+    def unshardable_matmuls(self) -> list[OpOverload]:
+        """The matrix products for which torch prefers its own strategy to this package's."""
+        return [op for op in matmul_sharding.OPS if has_single_dim_strategy(op)]
 
     @property
     def flavor_args(self) -> Any:

@@ -22,11 +22,15 @@ from torch.distributed.tensor.debug import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 __all__ = ["DTensorSpec", "OpSchema", "OpStrategy", "StridedShard"]
 """Re-exported classes."""
+
+
+def has_single_dim_strategy(op: OpOverload) -> bool:
+    """Return whether torch has a strategy for ``op`` over one mesh dimension, which it prefers to any other."""
+    return op in DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
 
 
 def register_strategy(
@@ -40,9 +44,9 @@ def register_strategy(
     DTensor has one strategy per operator. On other meshes, the strategy registered before is used. ``schema_info``
     tells which arguments are part of the key of DTensor's cache, besides those of the strategy registered before.
     """
+    if has_single_dim_strategy(op):
+        raise ValueError(f"torch has its own single-dim strategy for {op} and prefers it to any other")
     propagator = DTensor._op_dispatcher.sharding_propagator
-    if op in propagator.op_single_dim_strategy_funcs:  # torch prefers it to any other
-        raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {op}")
     previous = propagator.op_strategy_funcs.get(op)
 
     def choose(schema: OpSchema) -> Any:

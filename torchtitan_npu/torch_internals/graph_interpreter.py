@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, op_schema
 
 # torch re-exports these TorchScript classes from torch._C without type stubs
@@ -42,11 +41,8 @@ Launch = Callable[[list[Any]], Sequence[Any]]
 """Runs a graph on the list of its inputs, empties the list, and returns the outputs."""
 
 
-class UnsupportedGraph(UsageError):
-    """The graph contains something that the interpreter cannot express."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"npu.bypass_codegen must be false: a compiled graph contains {what}")
+class UnsupportedGraph(Exception):
+    """The graph contains something that the interpreter cannot express. The message names it."""
 
 
 def interpret(graph_module: fx.GraphModule) -> Launch:
