@@ -37,6 +37,10 @@ from tests._helpers.moe_layers import (
     rows,
 )
 from tests._helpers.multirank import run_on_ranks
+from tests.config.test_preflight import job
+from torchtitan_npu import platform
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.distributed.expert_parallel import (
     STYLES,
     NpuExpertParallel,
@@ -274,9 +278,23 @@ def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
 def test_torch_s_grouped_product_which_needs_padding_is_an_error() -> None:
     """With ``npu_permute`` alone, the experts stay TorchTitan's and call ``torch._grouped_mm``."""
     plan = llama4.apply_moe_ep_tp
-    with pytest.raises(UsageError, match="npu_permute with expert parallel needs npu_gmm"):
+    with pytest.raises(RuntimeError, match="takes only tokens that TorchTitan has sorted and padded"):
         with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute"))
     assert with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=False)[0]), "npu_permute")) is not plan
+
+
+def test_a_job_whose_experts_need_padding_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def permuting(*others: str) -> JobConfig:
+        converters = ["npu_permute", *others]
+        return job(model__name="deepseek_v3", model__converters=converters, parallelism__expert_parallel_degree=2)
+
+    # else TorchTitan turns use_grouped_mm off
+    monkeypatch.setattr("torchtitan.models.deepseek_v3.model.args.has_cuda_capability", lambda *version: True)
+    check_job(permuting(), world_size=2)
+    with platform.job_for("cuda"):
+        check_job(permuting("npu_gmm"), world_size=2)
+        with pytest.raises(UsageError, match=r"model\.converters: npu_permute with expert parallel needs npu_gmm here"):
+            check_job(permuting(), world_size=2)
 
 
 def test_every_style_of_torchtitan_has_its_fused_counterpart() -> None:

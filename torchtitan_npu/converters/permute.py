@@ -15,6 +15,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
+from torchtitan_npu import platform
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.errors import UsageError
@@ -131,6 +132,20 @@ class PermuteConverter(Converter):
             for fqn, module in model.named_modules()
             if isinstance(module, MoE) and type(module).forward is MoE.forward and module is not model
         ]
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the targets, and raise if there are none or their experts need tokens that TorchTitan has padded."""
+        targets = super().found_targets(model)
+        # other backends do not use torch._grouped_mm, and npu_gmm replaces it
+        if platform.job_backend() != "cuda" or "npu_gmm" in self.job_config.model.converters:
+            return targets
+        grouped_mm = any(getattr(cast(MoE, module).experts, "use_grouped_mm", False) for _, module in targets)
+        if self.parallel_dims.ep_enabled and grouped_mm:
+            raise UsageError(
+                f"model.converters: {self.name} with expert parallel needs npu_gmm here: torch._grouped_mm takes only "
+                f"tokens that TorchTitan has sorted and padded; list npu_gmm too, or remove {self.name}"
+            )
+        return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         moe = with_forward(module, NpuMoE)

@@ -27,10 +27,7 @@ def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> P
     if not experts:
         return parallelize
     if any(getattr(module, "use_grouped_mm", False) for module in experts):
-        raise UsageError(
-            "model.converters: npu_permute with expert parallel needs npu_gmm here: torch._grouped_mm takes only "
-            "tokens that TorchTitan has sorted and padded; list npu_gmm too, or remove npu_permute"
-        )
+        raise RuntimeError("torch._grouped_mm takes only tokens that TorchTitan has sorted and padded")
     if not refers_to(parallelize, STYLES):
         raise UsageError(
             f"model.converters: npu_permute does not support expert parallel of {parallelize.__qualname__}, which uses "
