@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
 from torchtitan_npu.config import preflight
@@ -321,6 +323,15 @@ def test_a_section_of_another_model_is_an_error(options: dict[str, Any]) -> None
 def test_a_context_parallel_class_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match=r"npu\.context_parallel 'nowhere:Class' is no"):
         check_job(job(npu__context_parallel="nowhere:Class", parallelism__context_parallel_degree=2), world_size=2)
+
+
+def test_documents_need_a_tokenizer_that_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tokenizer = job(model__name="deepseek_v32", dsa__document_mask=True), SimpleNamespace(eos_id=0)
+    monkeypatch.setattr(get_train_spec("deepseek_v32"), "build_tokenizer_fn", lambda config: tokenizer)
+    check_job(config, world_size=1)
+    tokenizer.eos_id = None
+    with pytest.raises(UsageError, match=r"dsa\.document_mask needs a tokenizer with an end-of-sequence token"):
+        check_job(config, world_size=1)
 
 
 def test_matmul_sharding_with_a_torch_that_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

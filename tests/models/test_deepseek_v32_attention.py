@@ -268,7 +268,7 @@ def test_a_job_does_not_affect_the_next_one() -> None:
 def test_a_trainer_that_passes_no_documents_is_an_error() -> None:
     model = build(args := model_args())
     args.takes_attention_masks = True
-    with pytest.raises(UsageError, match=r"dsa\.document_mask needs"):
+    with pytest.raises(ValueError, match="attention_masks is None, but the model attends within documents"):
         model(tokens())
 
 

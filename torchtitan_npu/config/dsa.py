@@ -49,6 +49,8 @@ def check_dsa(job: "JobContext") -> None:
         raise UsageError(
             f"dsa.document_mask must be false: npu.context_parallel {context.__name__} takes no attention masks"
         )
+    if dsa.document_mask and job.tokenizer is not None and job.tokenizer.eos_id is None:
+        raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
 
 
 def _check_every_stage_has_indexers(job: "JobContext") -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
@@ -129,6 +130,11 @@ class JobContext:
             etp=p.expert_tensor_parallel_degree,
             world_size=self.world_size,
         )
+
+    @cached_property
+    def tokenizer(self) -> BaseTokenizer | None:
+        build = self.train_spec.build_tokenizer_fn
+        return build(self.config) if build else None
 
     @cached_property
     def model(self) -> nn.Module:

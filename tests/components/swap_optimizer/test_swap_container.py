@@ -12,7 +12,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.config.test_preflight import job
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
-from torchtitan_npu.config import preflight
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
@@ -45,9 +44,8 @@ def test_a_train_spec_that_is_not_adapted_is_an_error() -> None:
 
 
 def test_a_builder_of_other_optimizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = get_train_spec("llama3")
-    monkeypatch.setattr(spec, "build_optimizers_fn", SwappableOptimizers(lambda *args: None))  # type: ignore[arg-type]
-    monkeypatch.setattr(preflight, "get_train_spec", lambda name: spec)
+    others = SwappableOptimizers(lambda *args: None)  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(get_train_spec("llama3"), "build_optimizers_fn", others)
     message = "optimizer.swap must be false: the train spec's build_optimizers_fn does not use TorchTitan's Optimizers"
     with pytest.raises(UsageError, match=message):
         check_job(job(optimizer__swap=True), world_size=1)

@@ -13,7 +13,6 @@ from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
 from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.distributed.microbatches import Microbatches
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, run_mtp_layers
@@ -49,7 +48,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
     ) -> Tensor | MultiTokenLogits:
         """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``."""
         if self.model_args.takes_attention_masks and attention_masks is None:
-            raise UsageError("dsa.document_mask needs `-m torchtitan_npu.train`: TorchTitan's entry passes none")
+            raise ValueError("attention_masks is None, but the model attends within documents")
         if self.model_args.n_mtp_layers == 0:
             return super().forward(tokens, attention_masks, positions)
         blocks = list(self.layers.values())
@@ -82,8 +81,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
 
         In a pipeline, return the documents of each microbatch.
         """
-        if tokenizer.eos_id is None:
-            raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
+        assert tokenizer.eos_id is not None
         documents = Documents.of(input_batch, tokenizer.eos_id)
         microbatches = self.model_args.microbatches
         return documents if microbatches is None else Microbatches(documents.split(microbatches))
