@@ -53,6 +53,11 @@ static uint64_t draw(void) {
     return state;
 }
 
+static void set_seed(uint64_t value) {
+    seed = value;
+    state = seed * 0x9E3779B97F4A7C15ull | 1;
+}
+
 bool order_is_seeded(void) { return seed != 0; }
 int stream_id(const stream *one) { return one ? one->id : 0; }
 
@@ -153,8 +158,7 @@ static void start(void) {
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&changed, &attributes);
-    seed = (uint64_t)setting_number("NPU_EMULATOR_SEED", 0);
-    state = seed * 0x9E3779B97F4A7C15ull | 1;
+    set_seed((uint64_t)setting_number("NPU_EMULATOR_SEED", 0));
     default_stream.priority = draw();
     streams = &default_stream;
     pthread_t thread;
@@ -173,6 +177,17 @@ static void in_child(void) {
 }
 
 __attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, in_child); }
+
+int aclrtSynchronizeDevice(void);
+
+/* Change the seed of a process that runs in a seeded order (seeds.py). */
+void emulator_set_seed(uint64_t value) {
+    aclrtSynchronizeDevice();
+    pthread_mutex_lock(&lock);
+    set_seed(value);
+    for (stream *on = streams; on; on = on->next) on->priority = draw();
+    pthread_mutex_unlock(&lock);
+}
 
 int launch(stream *on, task *one) {
     pthread_once(&started, start);
