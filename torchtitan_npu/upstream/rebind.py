@@ -4,7 +4,8 @@ TorchTitan's models and parallel plans call each other by global names and offer
 name would change every model in the process. A copy of the one function, with its own globals, changes only itself.
 
 Any module may import this one: it imports nothing of this package. :func:`rebound` is called in
-:mod:`torchtitan_npu.upstream.hooks` only, once per function of TorchTitan that lacks a hook.
+:mod:`torchtitan_npu.upstream.hooks`, once per function of TorchTitan that lacks a hook, and for dry runs in
+:mod:`torchtitan_npu.upstream.dry_run_trainer`.
 """
 
 from __future__ import annotations
