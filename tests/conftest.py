@@ -34,6 +34,14 @@ def _logs_go_where_they_went() -> Iterator[None]:
     root.setLevel(level)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked device on a machine without one."""
+    if platform.backend() == "cpu":
+        needing = [item for item in items if item.get_closest_marker("device")]
+        items[:] = [item for item in items if item not in needing]
+        config.hook.pytest_deselected(items=needing)
+
+
 def pytest_collection_finish() -> None:
     """Leave the imported modules and the collected tests out of every later garbage collection."""
     gc.collect()

@@ -14,7 +14,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW
 
 DEVICE = torch.device(platform.backend())
-needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="the states are on the CPU anyway")
+needs_device = pytest.mark.device
 STEPS = 50
 SLICE_MIB = 1
 SHAPES = [(700, 501), (512, 512), (33,), (17, 5), (3, 3), (1024, 300), (129,)]

@@ -170,11 +170,11 @@ def hidden_keys(sparse_mode: int, queries: int, keys: int) -> Tensor | None:
 
 
 @pytest.mark.parametrize("function", ["npu_fusion_attention", "npu_fusion_attention_v2"])
-@pytest.mark.parametrize("sparse_mode", [0, 2, 3, 4])
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH", "TND"])
+@pytest.mark.parametrize(
+    ("layout", "sparse_mode"),
+    [(x, mode) for x in ("BNSD", "BSND", "BSH", "SBH", "TND") for mode in (0, 2, 3, 4) if (x, mode) != ("TND", 4)],
+)
 def test_attention(layout: str, sparse_mode: int, function: str) -> None:
-    if layout == "TND" and sparse_mode == 4:
-        pytest.skip("not in the emulator")
     torch.manual_seed(0)
     shapes = (2, HEADS, 6, SIZE), (2, KEY_HEADS, 9, SIZE), (2, KEY_HEADS, 9, SIZE)
     tensors = [torch.randn(shape).bfloat16().float().requires_grad_() for shape in shapes]

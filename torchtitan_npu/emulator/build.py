@@ -137,7 +137,7 @@ def _compile(folder: Path, cann: str, wheel: list[Path], torch: list[Path]) -> N
     # Mangled C++ names are valid C names.
     lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)]
     rest.write_text("\n".join([f'const char cann_version[] = "{CANN_VERSIONS[cann]}";', *lines]))
-    shared = ("gcc", "-shared", "-fPIC", "-O1", "-w")
+    shared = ("gcc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic")  # short names of ours stay ours
     _run(
         *shared,
         "-fno-builtin",

@@ -27,9 +27,9 @@ FAILED = 561000
 
 
 def stop_at_first_nan(run: Run) -> Run:
-    """Return ``run`` with a check: an operator fails if its inputs are finite and one of its outputs is not.
+    """Return ``run`` with a check: an operator fails if it computes NaN from no NaN, or inf from finite values.
 
-    -inf that enters as an argument, as in ``masked_fill(mask, -inf)``, is not the operator's.
+    -inf that enters as an argument, as in ``masked_fill(mask, -inf)``, is not the operator's. NaN that comes of it is.
     """
     prototypes = json.loads(PROTOTYPES.read_text())
     torch.autograd.set_detect_anomaly(True, check_nan=False)  # a backward node then knows its forward call
@@ -38,24 +38,25 @@ def stop_at_first_nan(run: Run) -> Run:
     def run_and_check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
         nonlocal warned
         prototype = prototypes[name]
-        reads = next(_not_finite(zip(prototype["arguments"], arguments, strict=True)), None)
+        named = list(zip(prototype["arguments"], arguments, strict=True))
+        # what an output holds before the call counts only if the operator reads it
+        in_place = "Inplace" in name
+        inputs = [(x, v) for x, v in named if x not in prototype["outputs"] or in_place or x.endswith("Ref")]
+        reads = list(_not_finite(inputs))
         result = run(name, stream, arguments)
         if isinstance(result, tuple):  # the kernel failed
             return result
-        outputs = [
-            pair for pair in zip(prototype["arguments"], arguments, strict=True) if pair[0] in prototype["outputs"]
-        ]
-        for argument, what in _not_finite(outputs):
+        for argument, what in _not_finite((x, v) for x, v in named if x in prototype["outputs"]):
             call = f"{name}({', '.join(map(describe, arguments))})"
-            if reads is None:
-                return (
-                    FAILED,
-                    f"{call} is the first to compute {what}, in {argument}. Its inputs are finite.\n{_stack()}",
-                )
-            if "nan" in reads[1] and reads[0] not in prototype["outputs"] and not warned:
+            is_new = not any("nan" in value for _, value in reads) if "nan" in what else not reads
+            if is_new:
+                have = "have no NaN" if reads else "are finite"
+                return FAILED, f"{call} is the first to compute {what}, in {argument}. Its inputs {have}.\n{_stack()}"
+            given = next(((x, value) for x, value in reads if "nan" in value and x not in prototype["outputs"]), None)
+            if given and not warned:
                 warned = True
                 print(
-                    f"emulator: {call} reads {reads[1]} in {reads[0]}, which no operator has computed: "
+                    f"emulator: {call} reads {given[1]} in {given[0]}, which no operator has computed: "
                     "it comes from the host, from another rank or from memory that was never written",
                     file=sys.stderr,
                 )
@@ -65,15 +66,16 @@ def stop_at_first_nan(run: Run) -> Run:
 
 
 def _not_finite(arguments: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of each argument that is not finite, with a description."""
+    """Yield the name of each argument with NaN and of each with inf, with a description."""
     for name, value in arguments:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, Tensor) and item.dtype in CHECKED:
                 with without_function_modes():
-                    bad = ~torch.isfinite(item)
-                    if bool(bad.any()):
-                        first = tuple(bad.nonzero()[0].tolist())
-                        yield name, f"{item[first].item()} at {list(first)} ({int(bad.sum())} of {item.numel()} values)"
+                    for bad in (torch.isnan(item), torch.isinf(item)):
+                        if bool(bad.any()):
+                            first = tuple(bad.nonzero()[0].tolist())
+                            count = f"{int(bad.sum())} of {item.numel()} values"
+                            yield name, f"{item[first].item()} at {list(first)} ({count})"
             elif isinstance(item, float) and not math.isfinite(item):
                 yield name, str(item)
 

@@ -36,7 +36,8 @@ def run(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
 def check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
     """Check the arguments of a call. Return bytes of workspace, or (error code, message)."""
     try:
-        return CHECKS[name](*arguments) or 0
+        with without_function_modes():
+            return CHECKS[name](*arguments) or 0
     except Refused as error:
         return PARAMETER_ERROR, f"{_call(name, arguments)}: {error}"
     except Exception:

@@ -27,7 +27,11 @@ static size_t used[DEVICES];
 static __thread int32_t current_device;
 
 int aclrtSetDevice(int32_t device) {
-    if (device < 0 || device >= DEVICES) return ACL_ERROR_RT_PARAM_INVALID;
+    long long devices = setting_number("NPU_EMULATOR_DEVICES", 8);
+    if (device < 0 || device >= devices || device >= DEVICES) {
+        set_message("there is no device %d: the emulated machine has %lld", device, devices);
+        return ACL_ERROR_RT_INVALID_DEVICE;
+    }
     current_device = device;
     return ACL_SUCCESS;
 }
@@ -340,15 +344,29 @@ int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int d
     return launch_copy(on, "copy", to, from, size, 0);
 }
 
+static bool is_registered(const void *address) {
+    pthread_mutex_lock(&lock);
+    bool found = find(segments, address);
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+int aclrtSynchronizeStream(stream *on);
 int aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t size, int direction, stream *on) {
-    return aclrtMemcpyAsync(to, room, from, size, direction, on);
+    int result = aclrtMemcpyAsync(to, room, from, size, direction, on);
+    /* CANN returns after the copy if one side is host memory that is not pinned: the caller may free it then */
+    return result || (is_registered(to) && is_registered(from)) ? result : aclrtSynchronizeStream(on);
 }
 
 int aclrtMemset(void *to, size_t room, int32_t value, size_t size) {
+    if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
+    first_use(to);
     memset(to, value, size);
     return ACL_SUCCESS;
 }
 
 int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, stream *on) {
+    if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
+    poison_if_fresh(to, on);
     return launch_copy(on, "fill", to, NULL, size, value);
 }

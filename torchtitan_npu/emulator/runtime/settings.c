@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 const char *setting(const char *name, const char *otherwise) {
     const char *value = getenv(name);
@@ -25,4 +26,10 @@ void set_message(const char *format, ...) {
 
 const char *message(void) { return text; }
 
-const char *aclGetRecentErrMsg(void) { return *text ? text : "the emulator has no message"; }
+/* A message is returned once: a later error has its own. */
+const char *aclGetRecentErrMsg(void) {
+    static __thread char returned[sizeof text];
+    strcpy(returned, *text ? text : "the emulator has no message");
+    *text = 0;
+    return returned;
+}

@@ -27,12 +27,18 @@ struct stream {
     char *message;
 };
 
+/* One record of an event on a stream. Whoever waits for it holds it, so that recording the event again, on any stream,
+ * changes nothing for them. */
 typedef struct {
     int references;
-    uint64_t recorded, done; /* how often it was recorded, and the last record that was reached */
+    uint64_t done; /* 1 when its stream has reached it */
     struct timespec at;
     int error; /* of the stream that reached it: whoever waits for a failed task fails */
     const char *message;
+} record;
+
+typedef struct {
+    record *latest; /* NULL before the first record */
 } event;
 
 enum { IDLE_BEFORE_DEVICE_THREAD_MS = 20, POLL_US = 50, LONGEST_POLL_US = 1000, TASKS_PER_PRIORITY = 8 };
@@ -172,8 +178,9 @@ static void in_child(void) {
     if (!streams) return;
     for (stream *on = streams; on; on = on->next) on->first = on->last = NULL, on->busy = false, on->done = on->launched;
     queued = 0;
-    streams = NULL;
+    stream *inherited = streams;
     start();
+    streams = inherited;
 }
 
 __attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, in_child); }
@@ -279,10 +286,13 @@ int aclrtSynchronizeStreamWithTimeout(stream *on, int32_t timeout_ms) {
 int aclrtSynchronizeStream(stream *on) { return aclrtSynchronizeStreamWithTimeout(on, -1); }
 
 int aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
-    int result = ACL_SUCCESS;
+    int first = ACL_SUCCESS;
     pthread_once(&started, start);
-    for (stream *on = streams; on && !result; on = on->next) result = aclrtSynchronizeStreamWithTimeout(on, timeout_ms);
-    return result;
+    for (stream *on = streams; on; on = on->next) { /* all of them: the caller may free what they use */
+        int result = aclrtSynchronizeStreamWithTimeout(on, timeout_ms);
+        if (!first) first = result;
+    }
+    return first;
 }
 
 int aclrtSynchronizeDevice(void) { return aclrtSynchronizeDeviceWithTimeout(-1); }
@@ -313,95 +323,121 @@ int aclrtStreamGetId(stream *on, int32_t *id) {
     return ACL_SUCCESS;
 }
 
+/* In a seeded order nothing runs before a thread synchronises. Some queries run a task, so that a loop of them ends. */
+static void progress_of_a_query(void) {
+    pthread_mutex_lock(&lock);
+    last_call = now();
+    if (seed && draw() % 4 == 0) run_one();
+    pthread_mutex_unlock(&lock);
+}
+
 enum { STREAM_COMPLETE = 0, STREAM_NOT_READY = 1 };
 int aclrtStreamQuery(stream *on, int *status) {
     if (!on) on = &default_stream;
     pthread_mutex_lock(&lock);
     *status = on->done == on->launched ? STREAM_COMPLETE : STREAM_NOT_READY;
-    last_call = now();
-    if (seed && *status == STREAM_NOT_READY && draw() % 4 == 0) run_one(); /* a loop of queries ends */
     pthread_mutex_unlock(&lock);
+    if (*status == STREAM_NOT_READY) progress_of_a_query();
     return ACL_SUCCESS;
 }
 
 /* Events */
 
-static void drop_event(event *one) {
-    if (__atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL) == 0) free(one);
+static void drop(record *one) {
+    if (one && __atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL) == 0) free(one);
+}
+
+static record *hold_latest(event *of) {
+    pthread_mutex_lock(&lock);
+    record *one = of->latest;
+    if (one) __atomic_add_fetch(&one->references, 1, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&lock);
+    return one;
 }
 
 int aclrtCreateEvent(event **out) {
     *out = calloc(1, sizeof **out);
-    (*out)->references = 1;
     return ACL_SUCCESS;
 }
 int aclrtCreateEventWithFlag(event **out, uint32_t flags) { return aclrtCreateEvent(out); }
 int aclrtCreateEventExWithFlag(event **out, uint32_t flags) { return aclrtCreateEvent(out); }
 
-int aclrtDestroyEvent(event *one) {
-    drop_event(one);
+int aclrtDestroyEvent(event *of) {
+    drop(of->latest);
+    free(of);
     return ACL_SUCCESS;
 }
 
 typedef struct {
     task head;
-    event *of;
-    uint64_t record;
-} event_task;
+    record *of;
+} record_task;
 
-static void release_event_task(task *one) {
-    drop_event(((event_task *)one)->of);
+static void release_record_task(task *one) {
+    drop(((record_task *)one)->of);
     free(one);
 }
 
 static int reach(task *one) {
-    event *of = ((event_task *)one)->of;
+    record *of = ((record_task *)one)->of;
     of->at = now();
     of->error = one->on->error;
     of->message = one->on->message;
-    __atomic_store_n(&of->done, ((event_task *)one)->record, __ATOMIC_RELEASE);
+    __atomic_store_n(&of->done, 1, __ATOMIC_RELEASE);
     return ACL_SUCCESS;
 }
 
-static int event_error(const event *of) {
-    if (of->error) set_message("%s", of->message);
-    return of->error;
+static bool is_reached(const record *of) { return !of || __atomic_load_n(&of->done, __ATOMIC_ACQUIRE); }
+
+static int record_error(const record *of) {
+    if (of && of->error) set_message("%s", of->message);
+    return of ? of->error : ACL_SUCCESS;
 }
 
-static int wait(task *one) {
-    event_task *waiting = (event_task *)one;
-    return __atomic_load_n(&waiting->of->done, __ATOMIC_ACQUIRE) >= waiting->record ? event_error(waiting->of) : PENDING;
+static int wait_for_record(task *one) {
+    record *of = ((record_task *)one)->of;
+    return is_reached(of) ? record_error(of) : PENDING;
 }
 
-static int launch_event_task(event *of, stream *on, const char *name, int (*step)(task *), uint64_t record) {
-    event_task *made = calloc(1, sizeof *made);
-    made->head = (task){.step = step, .release = release_event_task, .name = name};
+/* The task takes over the reference to the record. */
+static int launch_record_task(record *of, stream *on, const char *name, int (*step)(task *)) {
+    record_task *made = calloc(1, sizeof *made);
+    made->head = (task){.step = step, .release = release_record_task, .name = name};
     made->of = of;
-    made->record = record;
-    __atomic_add_fetch(&of->references, 1, __ATOMIC_RELAXED);
     return launch(on, &made->head);
 }
 
 int aclrtRecordEvent(event *of, stream *on) {
-    return launch_event_task(of, on, "record event", reach, __atomic_add_fetch(&of->recorded, 1, __ATOMIC_RELAXED));
+    record *made = calloc(1, sizeof *made);
+    made->references = 2; /* of the event and of the task */
+    pthread_mutex_lock(&lock);
+    record *before = of->latest;
+    of->latest = made;
+    pthread_mutex_unlock(&lock);
+    drop(before);
+    return launch_record_task(made, on, "record event", reach);
 }
 
 /* The wait is for the last record before it. An event that was never recorded is no reason to wait. */
-int aclrtStreamWaitEvent(stream *on, event *of) { return launch_event_task(of, on, "wait for event", wait, of->recorded); }
+int aclrtStreamWaitEvent(stream *on, event *of) {
+    return launch_record_task(hold_latest(of), on, "wait for event", wait_for_record);
+}
 int aclrtResetEvent(event *of, stream *on) { return ACL_SUCCESS; }
 
 int aclrtSynchronizeEvent(event *of) {
-    int result = wait_until(&of->done, of->recorded, -1);
-    return result ? result : event_error(of);
+    record *latest = hold_latest(of);
+    int result = latest ? wait_until(&latest->done, 1, -1) : ACL_SUCCESS;
+    if (!result) result = record_error(latest);
+    drop(latest);
+    return result;
 }
 
 enum { EVENT_NOT_READY = 0, EVENT_COMPLETE = 1 };
 int aclrtQueryEventStatus(event *of, int *status) {
-    *status = __atomic_load_n(&of->done, __ATOMIC_ACQUIRE) >= of->recorded ? EVENT_COMPLETE : EVENT_NOT_READY;
-    if (*status == EVENT_NOT_READY) {
-        int unused;
-        aclrtStreamQuery(NULL, &unused);
-    }
+    record *latest = hold_latest(of);
+    *status = is_reached(latest) ? EVENT_COMPLETE : EVENT_NOT_READY;
+    drop(latest);
+    if (*status == EVENT_NOT_READY) progress_of_a_query();
     return ACL_SUCCESS;
 }
 
@@ -411,12 +447,17 @@ int aclrtQueryEventWaitStatus(event *of, int *status) {
 }
 
 int aclrtEventElapsedTime(float *out, event *from, event *to) {
-    *out = (float)milliseconds(from->at, to->at);
+    if (!from->latest || !to->latest || !is_reached(from->latest) || !is_reached(to->latest)) {
+        set_message("the time between two events is known when both were recorded and reached");
+        return ACL_ERROR_RT_PARAM_INVALID;
+    }
+    *out = (float)milliseconds(from->latest->at, to->latest->at);
     return ACL_SUCCESS;
 }
 
 int aclrtEventGetTimestamp(event *of, uint64_t *microseconds) {
-    *microseconds = (uint64_t)of->at.tv_sec * 1000000 + of->at.tv_nsec / 1000;
+    if (!of->latest || !is_reached(of->latest)) return ACL_ERROR_RT_PARAM_INVALID;
+    *microseconds = (uint64_t)of->latest->at.tv_sec * 1000000 + of->latest->at.tv_nsec / 1000;
     return ACL_SUCCESS;
 }
 
