@@ -16,8 +16,10 @@ if [ $# = 0 ]; then
 fi
 ruff check .
 ruff format --check .
-mypy
+mypy & # in parallel: the start of the tests leaves a core idle
+types=$!
 OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" "$@"
+wait "$types"
 if [ $# = 0 ]; then
     wait "$contract"
     trap - EXIT

@@ -50,6 +50,7 @@ EXPERT_OPERATORS = {"npu_moe_token_permute", "npu_grouped_matmul", "npu_swiglu",
 
 
 @pytest.mark.filterwarnings("error:npu::_npu_moe_token_unpermute")  # it returns its argument, against its schema
+@pytest.mark.slow
 def test_a_block_is_traced_without_graph_breaks(graphs: list[tuple[fx.GraphModule, Any]]) -> None:
     config = job(MODEL, matching(MODEL), {})
     assert config.npu.bypass_codegen  # the default on the NPU

@@ -109,7 +109,7 @@ def test_a_step_on_one_device(model: str, converters: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("qwen3_vl", {"tp": 2}),
+        pytest.param("qwen3_vl", {"tp": 2}, marks=pytest.mark.slow),
         ("qwen3_vl_tied", {"shard": 8}),
         ("qwen3_vl_moe", {"tp": 2, "ep": 4}),
     ],
