@@ -43,6 +43,7 @@ def test_a_recomputation_with_another_number_of_profiler_ranges() -> None:
 def test_a_higher_order_operator_in_a_recomputed_forward() -> None:
     """TorchTitan wraps compiled flex attention in one, so that it can be saved."""
     q, weight = torch.ones(1, 1, 16, 16), torch.ones(16, requires_grad=True)
+    flex_attention(q, q, q)  # initializes a GPU, which a recomputed forward must not do
 
     def contexts() -> tuple[object, object]:
         return without_profiler_operators(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))
