@@ -87,6 +87,7 @@ def assert_stages_share_graphs(layout: str, model: str) -> None:
     assert LAYOUTS[layout].layers == 4 and max(several) <= max(one)
 
 
+@pytest.mark.slow
 def test_async_tensor_parallel_in_training() -> None:
     """All passes at once, with validation. The order of float32 sums differs, so losses are close, not identical."""
     for eager, compiled in train_on("tp2, validated", "llama3", {"npu.graph_passes": [*PASSES]}):

@@ -59,6 +59,7 @@ def test_launches_log_and_trace(tmp_path: Path) -> None:
     assert any(event["name"] == "wait for event" for event in events)
 
 
+@pytest.mark.slow
 def test_several_processes_are_joined(tmp_path: Path) -> None:
     log = tmp_path / "calls.json"
     program = (
