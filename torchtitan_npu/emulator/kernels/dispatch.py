@@ -26,11 +26,8 @@ def run(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
     function = KERNELS.get(name)
     if function is None:
         return INTERNAL_ERROR, _missing(name, arguments)
-    try:
-        with without_function_modes():
-            return function(*arguments)
-    except Exception:  # anything that a kernel raises becomes an error of the device, with its traceback
-        return INTERNAL_ERROR, f"{_call(name, arguments)} failed in the emulator's kernel:\n{traceback.format_exc()}"
+    with without_function_modes():
+        return function(*arguments)
 
 
 def check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
@@ -40,8 +37,12 @@ def check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
             return CHECKS[name](*arguments) or 0
     except Refused as error:
         return PARAMETER_ERROR, f"{_call(name, arguments)}: {error}"
-    except Exception:
-        return INTERNAL_ERROR, f"{_call(name, arguments)} failed in the emulator's check:\n{traceback.format_exc()}"
+
+
+def failure(name: str, arguments: tuple[Any, ...] | None, error: BaseException) -> str:
+    """Return the message of an exception in a kernel or a check, which the runtime returns as the device's error."""
+    call = name if arguments is None else _call(name, arguments)
+    return f"{call} failed in the emulator:\n{''.join(traceback.format_exception(error))}"
 
 
 def _call(name: str, arguments: tuple[Any, ...]) -> str:
@@ -73,4 +74,4 @@ def install() -> None:
         from torchtitan_npu.emulator.training_steps import mark_training_steps
 
         mark_training_steps(bridge.mark_step)
-    bridge.install(tensor_of_capsule, runner, check, CHECKS)
+    bridge.install(tensor_of_capsule, runner, check, CHECKS, failure)

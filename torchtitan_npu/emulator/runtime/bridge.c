@@ -33,7 +33,7 @@ static const struct {
               [8] = {1, 32}, [9] = {0, 64}, [10] = {1, 64}, [11] = {2, 64}, [12] = {6, 8},  [16] = {5, 64}, [17] = {5, 128},
               [27] = {4, 16}, [33] = {5, 32}, [34] = {1, 8}, [35] = {12, 8}, [36] = {10, 8}, [37] = {14, 8}};
 
-static PyObject *from_dlpack, *run_kernel, *run_check, *checked_names;
+static PyObject *from_dlpack, *run_kernel, *run_check, *checked_names, *describe_failure;
 
 static void free_managed(managed *one) { free(one); }
 
@@ -164,15 +164,31 @@ static void write_sizes(const call *to, PyObject *sizes) {
     }
 }
 
+/* Turn the Python exception into the message of the device's error. Without arguments, they could not be converted. */
+static void report(const call *from, PyObject *arguments) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback) PyException_SetTraceback(error, traceback);
+    PyObject *text = PyObject_CallFunction(describe_failure, "sOO", from->which->name, arguments ? arguments : Py_None, error);
+    const char *utf8 = text ? PyUnicode_AsUTF8(text) : NULL;
+    if (utf8) set_message("%s", utf8);
+    else {
+        PyErr_Print();
+        set_message("%s: the emulator failed, see the traceback above", from->which->name);
+    }
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
 /* Call `function(name, stream, arguments)`. It returns None, sizes of outputs, or a message and an error code. */
 static PyObject *call_python(PyObject *function, const call *from) {
     PyObject *arguments = make_arguments(from);
     PyObject *result = arguments ? PyObject_CallFunction(function, "siO", from->which->name, stream_id(from->head.on), arguments) : NULL;
+    if (!result) report(from, arguments);
     Py_XDECREF(arguments);
-    if (!result) {
-        PyErr_Print();
-        set_message("%s: the emulator failed, see the traceback above", from->which->name);
-    }
     return result;
 }
 
@@ -213,11 +229,12 @@ static bool has_check(const operator *which) {
 }
 
 static PyObject *install(PyObject *module, PyObject *arguments) {
-    if (!PyArg_ParseTuple(arguments, "OOOO", &from_dlpack, &run_kernel, &run_check, &checked_names)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "OOOOO", &from_dlpack, &run_kernel, &run_check, &checked_names, &describe_failure)) return NULL;
     Py_INCREF(from_dlpack);
     Py_INCREF(run_kernel);
     Py_INCREF(run_check);
     Py_INCREF(checked_names);
+    Py_INCREF(describe_failure);
     set_python_side(&(python_side){run, check, has_check});
     Py_RETURN_NONE;
 }
@@ -228,6 +245,6 @@ static PyObject *mark(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {{"mark_step", mark, METH_NOARGS, "mark_step(): a training step has ended"},
-                                {"install", install, METH_VARARGS, "install(from_dlpack, run_kernel, run_check, checked_names)"}, {0}};
+                                {"install", install, METH_VARARGS, "install(from_dlpack, run_kernel, run_check, checked_names, describe_failure)"}, {0}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_bridge", .m_size = -1, .m_methods = methods};
 PyMODINIT_FUNC PyInit__bridge(void) { return PyModule_Create(&definition); }

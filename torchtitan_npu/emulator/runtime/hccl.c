@@ -522,28 +522,27 @@ int HcclAlltoAllVC(const void *send, const uint64_t *matrix, int dtype, void *re
     return submit_collective(made, send, receive);
 }
 
-int HcclSend(void *send, uint64_t count, int dtype, uint32_t to, communicator *of, stream *on) {
-    int result = check(of, "HcclSend", dtype, NO_OP, to);
+/* `numbers` counts the messages to or from each peer. */
+static int submit_message(const char *name, int (*step)(operation *), void *send, void *receive, uint64_t count, int dtype,
+                          uint32_t peer, uint64_t *numbers, communicator *of, stream *on) {
+    int result = check(of, name, dtype, NO_OP, peer);
     if (result) return result;
-    operation *made = make_operation(of, on, "HcclSend", dtype, NO_OP, 0, count);
-    made->step = step_send;
+    operation *made = make_operation(of, on, name, dtype, NO_OP, 0, count);
+    made->step = step;
     made->send = send;
-    made->peer = to;
+    made->receive = receive;
+    made->peer = peer;
     made->bytes = count * DTYPE_SIZE[dtype];
-    made->number = ++of->sent[to];
+    made->number = ++numbers[peer];
     return submit(made);
 }
 
+int HcclSend(void *send, uint64_t count, int dtype, uint32_t to, communicator *of, stream *on) {
+    return submit_message("HcclSend", step_send, send, NULL, count, dtype, to, of->sent, of, on);
+}
+
 int HcclRecv(void *receive, uint64_t count, int dtype, uint32_t from, communicator *of, stream *on) {
-    int result = check(of, "HcclRecv", dtype, NO_OP, from);
-    if (result) return result;
-    operation *made = make_operation(of, on, "HcclRecv", dtype, NO_OP, 0, count);
-    made->step = step_receive;
-    made->receive = receive;
-    made->peer = from;
-    made->bytes = count * DTYPE_SIZE[dtype];
-    made->number = ++of->received[from];
-    return submit(made);
+    return submit_message("HcclRecv", step_receive, NULL, receive, count, dtype, from, of->received, of, on);
 }
 
 typedef struct {
