@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.cli.arguments import memory_size
 from torchtitan_npu.cli.emulate import command
 from torchtitan_npu.emulator.build import BuildError
-from torchtitan_npu.emulator.environment import Machine, parse_bytes, process_variables
+from torchtitan_npu.emulator.environment import Machine, process_variables
 from torchtitan_npu.errors import UsageError
 
 SHOW = "import os; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n')"
@@ -75,7 +76,9 @@ def test_a_child_that_a_signal_ends_is_128_and_its_number() -> None:
     [
         (["python", "x.py"], "unrecognized arguments"),
         (["--devices", "2"], "no command: write it after --"),
-        (["--memory", "much", "--", "true"], "much is not a size"),
+        (["--memory", "much", "--", "true"], "'much' is no size: write a number and its unit, such as 60.9GiB"),
+        (["--memory", "60.9", "--", "true"], "'60.9' is no size"),
+        (["--memory", "0GiB", "--", "true"], "--memory must be more than 0"),
         (["--cann", "7", "--", "true"], "invalid choice: '7'"),
         (["--devices", "0", "--", "true"], "--devices must be at least 1"),
         (["--seed", "0", "--", "true"], "--seed must be at least 1"),
@@ -111,10 +114,27 @@ def test_torchrun_runs_with_this_python(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert command.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == [str(script), "x.py"]
 
 
+def test_an_unknown_chip_lists_the_chips(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--chip", "Ascend910B5", "--memory", "1GiB", "--", "true"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("emulate: error: Ascend910B5 is no chip of torch_npu; did you mean 'Ascend910B")
+    assert "Ascend910B3, " in error and "Ascend910_9362, " in error and error.count("\n") == 1
+
+
+def test_the_memory_is_that_of_the_chip(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Machine().variables()["NPU_EMULATOR_MEMORY"] == str(int(60.96 * 2**30))
+    assert Machine("Ascend910_9362").variables()["NPU_EMULATOR_MEMORY"] == str(int(61.27 * 2**30))
+    assert Machine("Ascend910B4").variables()["NPU_EMULATOR_MEMORY"] == str(int(29.5 * 2**30))
+    assert Machine("Ascend910A", memory=2**30).variables()["NPU_EMULATOR_MEMORY"] == str(2**30)
+    assert command.main(["--chip", "Ascend950PR_9579", "--", "true"]) == 2
+    assert "the memory of Ascend950PR_9579 is not known: add --memory" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="is no chip"):
+        Machine("910B3").variables()
+
+
 def test_sizes() -> None:
-    assert parse_bytes("60.9GiB") == int(60.9 * 2**30) and parse_bytes("512M") == 2**29 and parse_bytes("7") == 7
-    with pytest.raises(UsageError, match="is not a size"):
-        parse_bytes("7 cats")
+    assert memory_size("60.9GiB") == int(60.9 * 2**30) and memory_size("512 MiB") == 2**29
+    assert memory_size("64GB") == 64 * 10**9
 
 
 def test_the_command_does_not_import_torch() -> None:

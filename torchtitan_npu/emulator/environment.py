@@ -9,39 +9,44 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_npu.chips import DEFAULT_CHIP, find_chip
 from torchtitan_npu.emulator.build import CANN_VERSIONS, DEFAULT_CANN_VERSION, MEMORY_TOOL, BuildError, build
 from torchtitan_npu.errors import UsageError
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
 class Machine:
     """The emulated machine."""
 
-    chip: str = "Ascend910B3"
-    """The name that ``torch_npu.npu.get_device_name`` returns."""
+    chip: str = DEFAULT_CHIP
+    """A key of :data:`torchtitan_npu.chips.CHIPS`."""
     devices: int = 8
-    memory: int = 64 * 2**30
-    """Bytes of each device."""
+    memory: int | None = None
+    """Bytes of each device; ``None``: those of the chip."""
     cann: str = DEFAULT_CANN_VERSION
     """A key of ``CANN_VERSIONS``."""
     seed: int | None = None
     """Draw the order of everything that no event orders from this seed."""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that the emulator's runtime reads (``runtime/settings.c``)."""
+        """Return the variables that the emulator's runtime reads (``runtime/settings.c``).
+
+        Raise :class:`UsageError` if there is no such chip, or if nobody has reported its memory.
+        """
+        chip = find_chip(self.chip)
+        memory = chip.memory if self.memory is None else self.memory
+        if memory is None:
+            raise UsageError(f"the memory of {self.chip} is not known: add --memory, such as --memory 64GiB")
         found = {
             "NPU_EMULATOR_CHIP": self.chip,
             "NPU_EMULATOR_DEVICES": str(self.devices),
-            "NPU_EMULATOR_MEMORY": str(self.memory),
+            "NPU_EMULATOR_MEMORY": str(memory),
             "NPU_EMULATOR_CANN": CANN_VERSIONS[self.cann],
         }
         if self.seed is not None:
@@ -97,14 +102,6 @@ def process_variables(home: Path, environment: Mapping[str, str], seeded: bool =
 
 def _prepend(path: Path, paths: str | None) -> str:
     return f"{path}{os.pathsep}{paths}" if paths else str(path)
-
-
-def parse_bytes(text: str) -> int:
-    """Return the number of bytes of a size such as ``60.9GiB``, ``512M`` or ``1024``."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(?:i?B)?", text)
-    if match is None:
-        raise UsageError(f"{text} is not a size: write 60.9GiB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def main() -> None:

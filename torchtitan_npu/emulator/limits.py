@@ -2,9 +2,10 @@
 
 ``cann_limits.json`` has one line for each documented limit of an operator of :mod:`torchtitan_npu.ops`. ``op`` and
 ``what`` name the operator and the quantity as in its :class:`~torchtitan_npu.ops.core.op.Limit`.
-``operator`` is CANN's, ``chips`` are those of the document (910B is Atlas A2, 910_93 is Atlas A3), and ``allowed`` has
-the values by the first version of CANN that allows them. ``"1..64"`` is a range, open if an end is missing. ``null``
-instead of values: the document does not say. ``source`` is the document; ``source_8.5`` that of 8.5 if that differs.
+``operator`` is CANN's, ``chips`` are the series of the document (keys of ``torchtitan_npu.chips.SERIES``), and
+``allowed`` has the values by the first version of CANN that allows them. ``"1..64"`` is a range, open if an end is
+missing. ``null`` instead of values: the document does not say. ``source`` is the document; ``source_8.5`` that of 8.5
+if that differs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_npu.chips import find_chip
 from torchtitan_npu.emulator.build import CANN_VERSIONS, RUNTIME
 
 if TYPE_CHECKING:
     from torchtitan_npu.ops import Op
-
-CHIPS = {"Ascend910_93": "910_93", "Ascend910_95": "950", "Ascend950": "950", "Ascend910B": "910B"}
-"""The name of a chip in the documents, by how torch_npu's name of it begins."""
 
 
 def version_limit_errors(op: Op, arguments: dict[str, Any]) -> Iterator[str]:
@@ -50,13 +49,12 @@ def documented_limits() -> list[dict[str, Any]]:
 
 @cache
 def emulated_version_and_chip() -> tuple[str, str]:
-    """Return the version of CANN, a key of ``CANN_VERSIONS``, and the chip, as the documents name it."""
+    """Return the version of CANN, a key of ``CANN_VERSIONS``, and the series of the chip, a key of ``chips.SERIES``."""
     library = ctypes.CDLL(RUNTIME)  # torch_npu has loaded it
     version = (ctypes.c_char * 16).in_dll(library, "cann_version").value.decode()
     library.aclrtGetSocName.restype = ctypes.c_char_p
-    name = library.aclrtGetSocName().decode()
-    chip = next((chip for start, chip in CHIPS.items() if name.startswith(start)), name)
-    return next(short for short, number in CANN_VERSIONS.items() if number == version), chip
+    series = find_chip(library.aclrtGetSocName().decode()).series
+    return next(short for short, number in CANN_VERSIONS.items() if number == version), series
 
 
 def allowed_in(version: str, allowed: dict[str, Any]) -> Any:

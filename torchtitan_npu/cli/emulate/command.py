@@ -1,6 +1,6 @@
 """Run a command on emulated NPUs: the real torch_npu, whose operators are computed on the CPU.
 
-    torchtitan-npu emulate [--chip Ascend910B3] [--devices 8] [--memory 64GiB] [--cann 9.1] [--seed N]
+    torchtitan-npu emulate [--chip Ascend910B3] [--devices 8] [--memory 60.9GiB] [--cann 9.1] [--seed N]
         [--launches] [--log calls.json] [--trace trace.json] [--check-nan] [--null-kernels] -- COMMAND ...
 
     torchtitan-npu emulate -- python script.py
@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.arguments import OneLineParser, memory_size
 from torchtitan_npu.emulator.build import CANN_VERSIONS, BuildError, build
-from torchtitan_npu.emulator.environment import Machine, Observation, parse_bytes, process_variables
+from torchtitan_npu.emulator.environment import Machine, Observation, process_variables
 from torchtitan_npu.emulator.records import join_calls, join_trace, launch_table
 from torchtitan_npu.errors import UsageError
 
@@ -47,12 +47,13 @@ def main(argv: list[str]) -> int:
     observation = Observation(args.launches, bool(args.log), bool(args.trace), args.check_nan, args.null_kernels)
     try:
         check_output_folders(args)
+        machine_variables = machine.variables()
         home = build(lambda text: print(f"emulate: {text}", file=sys.stderr, flush=True), args.cann)
         with temporary_folder() as folder, tempfile.TemporaryDirectory(prefix="npu_emulator_") as records:
             environment = {
                 **os.environ,
                 **process_variables(home, os.environ, seeded=args.seed is not None),
-                **machine.variables(),
+                **machine_variables,
                 **observation.variables(Path(records)),
                 "NPU_EMULATOR_FOLDER": str(folder),
                 # The emulator is built for this Python: `python` is that of its environment.
@@ -74,10 +75,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--chip", default=Machine.chip, help="name of the emulated chip (default: %(default)s)")
+    parser.add_argument("--chip", default=Machine.chip, help="the emulated chip (default: %(default)s)")
     parser.add_argument("--devices", type=int, default=Machine.devices, help="devices of this host (default: 8)")
     parser.add_argument(
-        "--memory", type=size, default=Machine.memory, metavar="64GiB", help="memory of each device (default: 64GiB)"
+        "--memory", type=memory_size, metavar="60.9GiB", help="memory of each device (default: that of the chip)"
     )
     parser.add_argument(
         "--cann", choices=CANN_VERSIONS, default=Machine.cann, help="version of CANN (default: %(default)s)"
@@ -102,6 +103,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("no command: write it after --")
     if args.devices < 1:  # torch's autograd engine aborts without a device
         parser.error("--devices must be at least 1")
+    if args.memory == 0:
+        parser.error("--memory must be more than 0")
     if args.seed is not None and args.seed < 1:  # 0 turns the seeded order off
         parser.error("--seed must be at least 1")
     return args
@@ -122,14 +125,6 @@ def report(records: Path, args: argparse.Namespace) -> None:
         join_trace(records, args.trace)
     if args.launches:
         print(launch_table(records), file=sys.stderr)
-
-
-def size(text: str) -> int:
-    """Return the bytes of ``60.9GiB``, for the parser."""
-    try:
-        return parse_bytes(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @contextmanager

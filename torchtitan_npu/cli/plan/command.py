@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -26,10 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from torchtitan_npu import platform
-from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.arguments import OneLineParser, memory_size
 from torchtitan_npu.errors import UsageError
-
-UNITS = {"GiB": 1 << 30, "GB": 10**9}
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -39,7 +36,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument("--world-size", type=int, help="number of ranks; by default that of the file's layout")
     parser.add_argument("--rank", default="representative", help="representative, or the number of one rank")
-    parser.add_argument("--device-memory", type=memory, default=64 << 30, metavar="64GiB")
+    parser.add_argument("--device-memory", type=memory_size, default=64 << 30, metavar="64GiB")
     parser.add_argument("--expert-load", default="balanced", help="balanced, worst, or a factor such as 1.5")
     parser.add_argument("--tflops", type=float, default=100.0, help="assumed TFLOP/s of a device")
     parser.add_argument("--bandwidth", default="100", help="assumed GB/s that a device sends; by group: 100,tp=200")
@@ -52,14 +49,6 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     return parser.parse_known_args(argv)
-
-
-def memory(text: str) -> int:
-    """Return the bytes of ``64GiB`` or ``128GB``."""
-    match = re.fullmatch(r"([\d.]+) *(GiB|GB)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text}: must be like 64GiB or 64GB")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def main(argv: list[str]) -> int:
@@ -83,8 +72,6 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise :class:`UsageError` for the first invalid option, before a dry run takes its time."""
     if args.world_size is not None and args.world_size < 1:
         raise UsageError(f"--world-size {args.world_size}: must be at least 1")
-    if args.device_memory < 1:
-        raise UsageError("--device-memory: must be more than 0")
     if args.top < 1:
         raise UsageError(f"--top {args.top}: must be at least 1")
     for name, path in (("--json", args.json), ("--picture", args.picture)):
@@ -138,6 +125,8 @@ def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     report |= {"operators": platform.backend(), "backend": args.backend}
     report |= {"expert_load": args.expert_load, "device_memory": args.device_memory}
     code = (search_layouts if args.search else dry_run)(args, config, rates, world_size, report, console)
+    if args.device_memory < 1:
+        raise UsageError("--device-memory: must be more than 0")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return code
