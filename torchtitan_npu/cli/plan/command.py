@@ -72,6 +72,8 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise :class:`UsageError` for the first invalid option, before a dry run takes its time."""
     if args.world_size is not None and args.world_size < 1:
         raise UsageError(f"--world-size {args.world_size}: must be at least 1")
+    if args.device_memory < 1:
+        raise UsageError("--device-memory: must be more than 0")
     if args.top < 1:
         raise UsageError(f"--top {args.top}: must be at least 1")
     for name, path in (("--json", args.json), ("--picture", args.picture)):
@@ -125,8 +127,6 @@ def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     report |= {"operators": platform.backend(), "backend": args.backend}
     report |= {"expert_load": args.expert_load, "device_memory": args.device_memory}
     code = (search_layouts if args.search else dry_run)(args, config, rates, world_size, report, console)
-    if args.device_memory < 1:
-        raise UsageError("--device-memory: must be more than 0")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return code
