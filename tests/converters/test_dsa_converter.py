@@ -19,9 +19,9 @@ from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, co
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32.parallelize import apply_ac_that_saves_attention
 from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 GRADIENT, LOSS = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"
@@ -94,7 +94,7 @@ def test_checkpointing_computes_and_counts_no_loss_twice(mode: Any, attention: i
     config = JobConfig().activation_checkpoint
     config.mode, config.selective_ac_option = mode, "op"
     if mode != "none":
-        apply_ac_that_saves_attention(model, config, model_compile_enabled=False, op_sac_save_list=set())
+        corrected_checkpointing(apply_ac)(model, config, model_compile_enabled=False, op_sac_save_list=set())
     with Calls() as calls:
         ours = step(model)
     assert calls.count("npu") == {INDEXER: attention, ATTENTION: attention, GRADIENT: LAYERS, LOSS: LAYERS}

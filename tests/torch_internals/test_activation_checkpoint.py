@@ -1,4 +1,4 @@
-"""The checkpoint wrapper can be recognized and removed; selective checkpointing can ignore profiler operators."""
+"""The checkpoint wrapper can be recognized and removed; selective checkpointing takes another policy."""
 
 import torch
 from torch import nn
@@ -9,8 +9,8 @@ from torchtitan_npu.torch_internals.activation_checkpoint import (
     CheckpointWrapper,
     checkpoint_wrapper,
     is_checkpointed,
+    with_policy,
     without_checkpoint_wrapper,
-    without_profiler_operators,
 )
 
 
@@ -33,7 +33,7 @@ def test_a_recomputation_with_another_number_of_profiler_ranges() -> None:
         return (x @ x).sin()
 
     def contexts() -> tuple[object, object]:
-        return without_profiler_operators(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))
+        return with_policy(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]), lambda policy: policy)
 
     x = torch.ones(2, 2, requires_grad=True)
     checkpoint(forward, x, use_reentrant=False, context_fn=contexts).sum().backward()
@@ -46,7 +46,7 @@ def test_a_higher_order_operator_in_a_recomputed_forward() -> None:
     flex_attention(q, q, q)  # initializes a GPU, which a recomputed forward must not do
 
     def contexts() -> tuple[object, object]:
-        return without_profiler_operators(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))
+        return with_policy(create_selective_checkpoint_contexts([torch.ops.aten.mm.default]), lambda policy: policy)
 
     output = checkpoint(
         lambda weight: (flex_attention(q, q, q) * weight).sin(), weight, use_reentrant=False, context_fn=contexts

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
-from torchtitan_npu.upstream.activation_checkpoint import ignoring_profiler_operators
+from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 
 class Block(nn.Module):
@@ -42,6 +42,6 @@ def test_torch_counts_profiler_operators() -> None:
 
 def test_they_are_ignored() -> None:
     x = torch.ones(2, 2, requires_grad=True)
-    block: Any = ignoring_profiler_operators(parallelize)(Block(), None, None)  # type: ignore[arg-type]
+    block: Any = corrected_checkpointing(parallelize)(Block(), None, None)  # type: ignore[arg-type]
     block(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2, 2), 4 * torch.tensor(2.0).cos().item()))

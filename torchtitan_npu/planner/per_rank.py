@@ -82,7 +82,7 @@ def recomputed(config: JobConfig, layer: int) -> tuple[bool, bool]:
     """Return whether the backward pass repeats the gathers of a rank's ``layer``-th layer, and its other collectives.
 
     Selective checkpointing takes every n-th layer, or single operators. With operators, the results of reduce-scatters
-    and all-to-alls are kept, and the matrix products of experts are repeated.
+    and all-to-alls are kept, and every second matrix product of experts is repeated.
     """
     ac = config.activation_checkpoint
     if ac.mode != "selective":

@@ -5,6 +5,7 @@ Seen on torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
@@ -14,8 +15,8 @@ __all__ = [
     "CheckpointWrapper",
     "checkpoint_wrapper",
     "is_checkpointed",
+    "with_policy",
     "without_checkpoint_wrapper",
-    "without_profiler_operators",
 ]
 
 
@@ -48,13 +49,15 @@ class _ReturningMode(_WithoutProfilerOperators, _CachedTorchDispatchMode):
     pass
 
 
-def without_profiler_operators(modes: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the two modes of ``create_selective_checkpoint_contexts``, changed to ignore profiler operators.
+def with_policy(modes: tuple[Any, Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return the two modes of ``create_selective_checkpoint_contexts`` with the policy ``change(policy)``.
 
-    The first saves outputs in the forward pass, the second returns them in the recomputation.
+    The first saves outputs in the forward pass, the second returns them in the recomputation. Unlike torch's, they
+    ignore profiler operators.
     """
     saving, returning = modes
+    policy = change(saving.policy_fn)
     return (
-        _SavingMode(saving.policy_fn, saving.storage),
-        _ReturningMode(getattr(returning, "policy_fn", None), returning.storage, returning.allow_cache_entry_mutation),
+        _SavingMode(policy, saving.storage),
+        _ReturningMode(policy, returning.storage, returning.allow_cache_entry_mutation),
     )

@@ -1,30 +1,79 @@
-"""Workaround: selective activation checkpointing counts profiler operators, and fails with FSDP inside a block.
+"""Workaround: selective activation checkpointing by operator fails with FSDP inside a block, and knows only CUDA.
 
-Fault: torch 2.13 requires that the recomputation of a block calls the same operators as its forward, each as often
-(torch/utils/checkpoint.py). It counts the operators with which the profiler marks a range. Under expert parallel,
-FSDP's hooks on the experts mark other ranges in the backward pass than in the forward pass, and torch raises an error.
+Faults:
 
-Delete this file when torch ignores the ``profiler`` namespace there.
+- torch 2.13 requires that the recomputation of a block calls the same operators as its forward, each as often
+  (torch/utils/checkpoint.py). It counts the operators with which the profiler marks a range. Under expert parallel,
+  FSDP's hooks on the experts mark other ranges in the backward pass than in the forward pass: torch raises an error.
+- TorchTitan 0.2.2 saves by lists of CUDA's operators (``_op_sac_save_list`` of a plan). On an NPU a linear layer calls
+  ``aten.matmul`` instead of ``aten.mm``, attention is ``npu_fusion_attention_v3``, and a copy to the host is one from
+  "npu". Without :func:`with_npu_operators` nearly everything would be recomputed there.
+
+Delete the first part when torch ignores the ``profiler`` namespace, the second when TorchTitan takes a policy.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
-from torchtitan.protocols.train_spec import ParallelizeFunction
+from torch.utils.checkpoint import CheckpointPolicy
 
-from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper, without_profiler_operators
+from torchtitan_npu.ops.core.op import OPS
+from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper, with_policy
 from torchtitan_npu.upstream.hooks import with_checkpoint_wrapper
 
+Policy = Callable[..., CheckpointPolicy]
+"""Called with a context, an operator and its arguments."""
 
-def ignoring_profiler_operators(parallelize: ParallelizeFunction) -> ParallelizeFunction:
-    """Return ``parallelize`` whose activation checkpointing does not count profiler operators."""
-    return with_checkpoint_wrapper(parallelize, _checkpoint_wrapper)
+
+def corrected_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, a parallel plan or ``apply_ac``, with activation checkpointing that has neither fault."""
+    return with_checkpoint_wrapper(function, _checkpoint_wrapper)
 
 
 def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     if context_fn is not None:
-        kwargs["context_fn"] = lambda: without_profiler_operators(context_fn())
+        kwargs["context_fn"] = lambda: with_policy(context_fn(), with_npu_operators)
     return checkpoint_wrapper(module, **kwargs)
+
+
+def with_npu_operators(policy: Policy) -> Policy:
+    """Return TorchTitan's ``policy``, extended to the operators of an NPU and of this package.
+
+    - A product of an activation and a matrix counts as ``aten.mm``, and so does a grouped one: ``policy`` saves every
+      second, the first included.
+    - Attention, and every other operator of this package that computes products, is saved.
+    - A copy from the device to the host is saved, because its repetition would synchronize again.
+    """
+    aten = torch.ops.aten
+
+    def extended(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func == aten.matmul.default and args[1].dim() == 2:  # others are batched, as aten.bmm
+            return policy(context, aten.mm.default, *args)
+        name = func.name().partition(".")[0]
+        if name == "npu::npu_grouped_matmul":
+            (x, *_), (weight, *_) = args[:2]
+            return policy(context, aten.mm.default, x, weight)
+        if name in _saved_operators() or _copies_to_host(func, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return policy(context, func, *args, **kwargs)
+
+    return extended
+
+
+@functools.cache
+def _saved_operators() -> frozenset[str]:
+    ours = {f"npu::{op.name.partition('.')[0]}" for op in OPS.values() if op.flops is not None}
+    # torch's scaled dot-product attention, in torch_npu 2.13 and before
+    return frozenset(ours | {"npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3"})
+
+
+def _copies_to_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func != torch.ops.aten._to_copy.default or args[0].device.type != "npu":
+        return False
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu"

@@ -41,7 +41,7 @@ from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
 from torchtitan_npu.models import own_train_specs
 from torchtitan_npu.upstream import gpt_oss_experts, rotations  # noqa: F401 - register replacements for converters
-from torchtitan_npu.upstream.activation_checkpoint import ignoring_profiler_operators
+from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 from torchtitan_npu.upstream.cpu_context_parallel import gather_keys_and_values
 from torchtitan_npu.upstream.hooks import (
     with_expert_balancing,
@@ -77,7 +77,7 @@ def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
 
 def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
     """Return ``parallelize``, for a model or a pipeline stage, with the workarounds for this backend and layout."""
-    original = ignoring_profiler_operators(parallelize)
+    original = corrected_checkpointing(parallelize)
 
     def parallelize_part(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         backend = platform.backend()

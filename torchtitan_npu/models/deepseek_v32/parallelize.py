@@ -5,23 +5,20 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
 
 from torchtitan_npu.compile.block_regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
-from torchtitan_npu.upstream.hooks import with_activation_checkpoint, with_compile, with_tensor_parallel
+from torchtitan_npu.upstream.hooks import with_compile, with_tensor_parallel
 
 
 def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     parallelize = with_tensor_parallel(parallelize_deepseekv3, apply_non_moe_tp)
-    parallelize = with_activation_checkpoint(parallelize, apply_ac_that_saves_attention)
     parallelize = with_compile(parallelize, compile_blocks)
     model = parallelize(model, parallel_dims, job_config)
     if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
@@ -29,16 +26,6 @@ def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config:
     if model.model_args.warmup:
         model.freeze_all_but_indexers()  # again: TorchTitan's expert parallel makes new, trainable parameters
     return model
-
-
-def apply_ac_that_saves_attention(*args: Any, op_sac_save_list: set[Any], **kwargs: Any) -> None:
-    """Run TorchTitan's ``apply_ac``, with sparse attention among the operators that mode "selective" saves.
-
-    The indexer's loss is not listed: it is computed only in the backward pass.
-    """
-    npu = torch.ops.npu
-    attention = {npu.npu_lightning_indexer.default, npu.npu_sparse_flash_attention.default}
-    apply_ac(*args, op_sac_save_list=op_sac_save_list | attention, **kwargs)
 
 
 def compile_blocks(model: Any, config: Compile, ep_enabled: bool) -> None:
