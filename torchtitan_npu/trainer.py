@@ -19,6 +19,7 @@ import torchtitan_npu.upstream.train_specs  # noqa: F401
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
@@ -33,6 +34,10 @@ class Trainer(TitanTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         self.has_stepped = False
         super().__init__(job_config)
+        loss_fn = getattr(self.loss_fn, "loss_fn", None)
+        self.chunked_loss = isinstance(loss_fn, ChunkedCrossEntropy)
+        if isinstance(loss_fn, ChunkedCrossEntropy):
+            loss_fn.defer_output(self.model_parts)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own_context = getattr(self.model_args, "context_parallel", None)
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
@@ -86,7 +91,7 @@ class Trainer(TitanTrainer):
             for auxiliary_loss in self.auxiliary_losses:
                 auxiliary_loss.start_batch(labelled if auxiliary_loss.of_labels else all_tokens, replicas)
         tokens = global_valid_tokens / replicas
-        if not dims.pp_enabled:
+        if not (dims.pp_enabled or self.chunked_loss):
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
             return loss / replicas
         self.loss_fn.tokens = tokens

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torchtitan.components.loss import LossFunction
 
+from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
+
 
 @runtime_checkable
 class LogitsWithLosses(Protocol):
@@ -23,11 +25,14 @@ class LossPerToken:
     reports, so that the gradients would be those of the sum (torchtitan/train.py, forward_backward_step).
     """
 
-    def __init__(self, loss_fn: LossFunction) -> None:
+    def __init__(self, loss_fn: LossFunction | ChunkedCrossEntropy) -> None:
         self.loss_fn = loss_fn
         self.tokens: float | torch.Tensor = 1.0
 
     def __call__(self, pred: torch.Tensor | LogitsWithLosses, labels: torch.Tensor) -> torch.Tensor:
         if isinstance(pred, LogitsWithLosses):
             pred = pred.with_loss(self.loss_fn, labels)
+        if isinstance(self.loss_fn, ChunkedCrossEntropy):
+            # it computes gradients in its forward pass: divided there, they are rounded once
+            return self.loss_fn(pred, labels, self.tokens)
         return self.loss_fn(pred, labels) / self.tokens

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.check_helpers import check_at_least
+from torchtitan_npu.config.check_helpers import check_adapted, check_at_least
 from torchtitan_npu.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -57,6 +57,12 @@ class Npu:
     the complete stream. If false, TorchTitan splits the documents among the ranks.
     """
 
+    loss_chunk_tokens: int = 0
+    """
+    Compute the output layer and the loss in chunks of this many tokens, so that the logits of all tokens are never in
+    memory at once. 0 turns this off. The loss is then not compiled. See [the how-to](../how-to/chunked-loss.md).
+    """
+
     matmul_sharding: bool = field(default_factory=lambda: platform.backend() == "npu")
     """
     Under tensor parallelism, use this package's DTensor strategies for matrix products, which move fewer tensors than
@@ -87,6 +93,9 @@ def check_npu(job: "JobContext") -> None:
                 f"npu.graph_passes: no pass {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
             )
     check_at_least("npu.sp_min_tokens", npu.sp_min_tokens, 1)
+    check_at_least("npu.loss_chunk_tokens", npu.loss_chunk_tokens, 0)
+    if npu.loss_chunk_tokens:
+        check_adapted(job, "npu.loss_chunk_tokens")
     defaults = Npu()
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -21,6 +22,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import (
     LossFunction,
+    LossFunctionBuilder,
     ParallelizeFunction,
     PipeliningFunction,
     TrainSpec,
@@ -30,15 +32,18 @@ from torchtitan.protocols.train_spec import (
 
 from torchtitan_npu import platform
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.components.metrics import build_metrics_processor
 from torchtitan_npu.components.validation import Validator
+from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models import own_train_specs
 from torchtitan_npu.upstream import gpt_oss_experts, rotations  # noqa: F401 - register replacements for converters
 from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
@@ -68,11 +73,25 @@ def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
         pipelining_fn=upstream.pipelining_fn and pipelined(upstream.pipelining_fn, parallelize_part),
         build_optimizers_fn=SwappableOptimizers(build_optimizers),
         build_dataloader_fn=build_text_dataloader,
-        build_loss_fn=lambda *args, **kwargs: LossPerToken(upstream.build_loss_fn(*args, **kwargs)),
+        build_loss_fn=per_token(upstream.build_loss_fn),
         build_validator_fn=Validator,
         build_metrics_processor_fn=build_metrics_processor,
     )
     return AdaptedTrainSpec(**vars(ours))
+
+
+def per_token(build_loss_fn: LossFunctionBuilder) -> LossFunctionBuilder:
+    """Return a builder of the loss per token: of the loss that ``build_loss_fn`` builds, or in chunks of tokens."""
+
+    def build_loss(job_config: JobConfig, **kwargs: Any) -> LossPerToken:
+        chunk_tokens = npu_options(job_config).loss_chunk_tokens
+        if not chunk_tokens:
+            return LossPerToken(build_loss_fn(job_config, **kwargs))
+        if build_loss_fn is not build_cross_entropy_loss:
+            raise UsageError(f"npu.loss_chunk_tokens must be 0: {job_config.model.name} has a loss of its own")
+        return LossPerToken(ChunkedCrossEntropy(chunk_tokens))
+
+    return build_loss
 
 
 def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:

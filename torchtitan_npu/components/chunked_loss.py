@@ -1,0 +1,185 @@
+"""Cross entropy in chunks of tokens, so that the logits of all tokens are never in memory at once.
+
+The model's output layer returns its input, and the loss applies the layer to one chunk of tokens after another. Each
+chunk computes its logits, its loss and the gradients of both inputs of the layer. So the backward pass needs no logits,
+and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.components.loss import IGNORE_INDEX
+
+from torchtitan_npu.errors import UsageError
+
+VOCABULARY_STEP = 65408
+"""Rows of the output weight whose gradient one call adds to: the operator takes fewer than 65536."""
+
+
+class ChunkedCrossEntropy:
+    """The summed cross entropy of a model's hidden states, divided by a number of tokens."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.output: Any = None
+        """The output layer. Only the last stage of a pipeline has one."""
+
+    def defer_output(self, model_parts: Iterable[nn.Module]) -> None:
+        """Let the parallelized model return hidden states, and take over its output layer."""
+        for part in model_parts:
+            output: Any = getattr(part, "output", None)
+            if output is not None:
+                if type(output).forward is not nn.Linear.forward or output.bias is not None:
+                    raise UsageError(
+                        f"npu.loss_chunk_tokens must be 0: the model's output is {type(output).__name__}, and only an "
+                        "nn.Linear without bias can be computed in chunks"
+                    )
+                cls = type(output)
+                output.__class__ = type(f"Deferred{cls.__name__}", (DeferredOutput, cls), {})
+                self.output = output
+
+    def __call__(self, hidden: Tensor, labels: Tensor, tokens: float | Tensor = 1.0) -> Tensor:
+        """Return the sum of the losses of ``hidden`` (bsz, seqlen, dim), divided by ``tokens``.
+
+        Tokens whose ``labels`` (bsz, seqlen) are IGNORE_INDEX have no loss. Under tensor parallel, ``hidden`` is a
+        DTensor, and every rank returns the same loss.
+        """
+        if isinstance(self.output, FSDPModule):
+            self.output.unshard()  # does nothing if FSDP has kept the weight after the forward pass
+        weight, shard = self.output.weight, None
+        if isinstance(weight, DTensor):
+            shard = VocabularyShard.of(weight)
+            # each rank computes the part of the gradient that comes from its rows of the weight
+            hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+            weight = weight.to_local()
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # a custom function would compute its gradient anyway
+        loss = LinearCrossEntropy.apply(
+            hidden.flatten(0, 1), weight, labels.flatten(), tokens, self.chunk_tokens, shard
+        )
+        if isinstance(self.output, FSDPModule) and not torch.is_grad_enabled():
+            self.output.reshard()  # in training the backward pass does
+        return loss
+
+
+class DeferredOutput(nn.Module):
+    """An output layer that returns its input. Hooks of FSDP and tensor parallel do not run: the loss does their work."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class VocabularyShard(NamedTuple):
+    """The rows of the output weight that this rank has under tensor parallel."""
+
+    group: dist.ProcessGroup
+    start: int
+
+    @classmethod
+    def of(cls, weight: DTensor) -> VocabularyShard:
+        mesh = weight.device_mesh
+        return cls(mesh.get_group(), mesh.get_local_rank() * math.ceil(weight.shape[0] / mesh.size()))
+
+    def reduce(self, tensor: Tensor, op: Any) -> None:
+        dist.all_reduce(tensor, op, group=self.group)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Cross entropy of a linear layer's outputs, whose forward pass computes the gradients too.
+
+    As in ``nn.Linear``, matrix products have the dtype of the weight, or that of autocast. The softmax is float32, and
+    so is the sum of the weight's gradient over the chunks. It is rounded once, to the dtype of the weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens: float | Tensor,
+        chunk_tokens: int,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
+        """Return the loss of ``hidden`` (rows, dim), ``weight`` (vocabulary or this rank's shard, dim), ``labels``."""
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        ctx.weight_dtype = weight.dtype
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        losses = torch.empty_like(labels, dtype=wide)
+        with torch.autocast(device, enabled=False):
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            for start in range(0, len(labels), chunk_tokens):
+                chunk = slice(start, start + chunk_tokens)
+                logits = (hidden[chunk] @ weight.t()).to(wide)
+                losses[chunk] = cross_entropy_(logits, labels[chunk], tokens, shard)
+                grad_logits = logits.to(dtype)
+                del logits
+                if grad_hidden is not None:
+                    grad_hidden[chunk] = grad_logits @ weight
+                if grad_weight is not None:
+                    add_product_(grad_weight, grad_logits, hidden[chunk])
+                del grad_logits
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            return losses.sum() / tokens
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None:  # rounded without an intermediate result as large as the weight
+            rounded = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, grad, out=rounded)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, tokens: float | Tensor, shard: VocabularyShard | None
+) -> Tensor:
+    """Return the loss of each row of ``logits`` (rows, vocabulary), and overwrite them by their gradient / ``tokens``.
+
+    With a ``shard`` of the vocabulary, two reductions of one or two numbers per row complete the softmax.
+    """
+    counts = labels != IGNORE_INDEX
+    here, index = counts, labels
+    if shard is not None:
+        index = labels - shard.start
+        here = counts & (index >= 0) & (index < logits.shape[1])
+    index = index.where(here, 0).unsqueeze(1)
+
+    largest = logits.amax(1, keepdim=True)
+    if shard is not None:
+        shard.reduce(largest, dist.ReduceOp.MAX)
+    logits.sub_(largest)
+    of_label = logits.gather(1, index).squeeze(1).where(here, 0)
+    sums = torch.stack([logits.exp_().sum(1), of_label])
+    if shard is not None:
+        shard.reduce(sums, dist.ReduceOp.SUM)
+    total, of_label = sums
+
+    logits.mul_((counts / (total * tokens)).unsqueeze(1))
+    logits.scatter_(1, index, logits.gather(1, index) - (here / tokens).unsqueeze(1))
+    return (total.log() - of_label).where(counts, 0)
+
+
+def add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """Add ``grad_logits.T @ hidden`` to ``total`` (vocabulary, dim), without rounding it to their dtype first."""
+    if grad_logits.dtype == total.dtype:
+        total.addmm_(grad_logits.t(), hidden)
+        return
+    rows = torch.full((1,), len(hidden), dtype=torch.int64, device=hidden.device)
+    for start in range(0, len(total), VOCABULARY_STEP):
+        part = slice(start, start + VOCABULARY_STEP)
+        torch.ops.npu.npu_grouped_matmul_add_(total[part].unsqueeze(0), grad_logits[:, part], hidden, rows)
