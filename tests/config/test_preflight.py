@@ -72,6 +72,12 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
 @pytest.mark.parametrize(
     ("options", "world_size", "message"),
     [
+        ({"npu__loss_chunk_tokens": -1}, 1, "npu.loss_chunk_tokens is -1; it must be at least 0"),
+        (
+            {"model__name": "simple_fsdp.llama3", "npu__loss_chunk_tokens": 64},
+            1,
+            "npu.loss_chunk_tokens needs the TrainSpec of model.name 'simple_fsdp.llama3' to be registered as",
+        ),
         ({"model__name": "lama3"}, 1, "model.name 'lama3' is not known; did you mean 'llama3'?"),
         ({"model__flavor": "debugmodle"}, 1, "model.flavor 'debugmodle' is not known; did you mean 'debugmodel'?"),
         ({"training__dataset": "tiny_corpsu"}, 1, "did you mean 'tiny_corpus'?"),

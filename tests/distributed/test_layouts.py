@@ -73,13 +73,23 @@ SLOW_LAYOUTS = {
     },
 }
 """Eager and fused, except those that run by default."""
+CHUNKED = {"npu.loss_chunk_tokens": 24}  # the last chunk is smaller
 OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
     (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     (2, "cp2", "llama3", {"parallelism.context_parallel_load_balancer": None}),
     (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective", "model.converters": FUSED["qwen3"]}),
     (2, "ep2", "deepseek_v3", {"model.converters": ["npu_permute"]}),
+    (2, "shard2", "llama3", {**CHUNKED, "parallelism.fsdp_reshard_after_forward": "always", "validation.enable": True}),
+    (2, "tp2", "llama3", CHUNKED),
+    (2, "pp2", "llama3", CHUNKED),
+    (2, "cp2", "llama3", CHUNKED),
 ]
 SLOW_OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
+    (2, "tp2", "llama3", {**CHUNKED, "parallelism.disable_loss_parallel": True}),
+    (2, "pp2", "llama3", {**CHUNKED, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    (2, "replicate2 shard1", "llama3", CHUNKED),
+    (2, "tp2 ep2", "qwen3_moe", {**CHUNKED, "activation_checkpoint.mode": "full"}),
+    (4, "shard2 tp2", "deepseek_v3", CHUNKED),
     (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
     (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective"}),
     (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),

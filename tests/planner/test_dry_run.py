@@ -165,6 +165,15 @@ def test_flops_of_a_dense_model() -> None:
     assert run.flops == tokens * (3 * 2 * linears + attention)
 
 
+def test_a_chunked_loss_needs_less_memory_for_the_same_work() -> None:
+    options = [*ONE_LAYER, "--training.seq_len", "4096", "--npu.loss_chunk_tokens"]
+    at_once, in_chunks = (dry_run_rank(load(LLAMA, *options, tokens), 1) for tokens in ("0", "256"))
+    assert in_chunks.flops == at_once.flops
+    logits = 4096 * 2048 * 4  # float32, for each sequence of the batch
+    batch = load(LLAMA).training.local_batch_size
+    assert at_once.peak - in_chunks.peak > batch * logits
+
+
 def test_uneven_loads() -> None:
     assert uneven(1.0, 4, 2)(160, 8) == balanced(160, 8)
     assert uneven(1.5, 4, 2)(160, 8) == [30, 30, *balanced(100, 6)]

@@ -145,9 +145,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def cross_entropy_(
-    logits: Tensor, labels: Tensor, tokens: float | Tensor, shard: VocabularyShard | None
-) -> Tensor:
+def cross_entropy_(logits: Tensor, labels: Tensor, tokens: float | Tensor, shard: VocabularyShard | None) -> Tensor:
     """Return the loss of each row of ``logits`` (rows, vocabulary), and overwrite them by their gradient / ``tokens``.
 
     With a ``shard`` of the vocabulary, two reductions of one or two numbers per row complete the softmax.
@@ -177,7 +175,7 @@ def cross_entropy_(
 def add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     """Add ``grad_logits.T @ hidden`` to ``total`` (vocabulary, dim), without rounding it to their dtype first."""
     if grad_logits.dtype == total.dtype:
-        total.addmm_(grad_logits.t(), hidden)
+        torch.addmm(total, grad_logits.t(), hidden, out=total)  # FLOP counters do not know addmm_
         return
     rows = torch.full((1,), len(hidden), dtype=torch.int64, device=hidden.device)
     for start in range(0, len(total), VOCABULARY_STEP):

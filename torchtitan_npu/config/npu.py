@@ -4,6 +4,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchtitan_npu import platform
 from torchtitan_npu.config.check_helpers import check_adapted, check_at_least
 from torchtitan_npu.errors import UsageError, did_you_mean
@@ -60,7 +62,7 @@ class Npu:
     loss_chunk_tokens: int = 0
     """
     Compute the output layer and the loss in chunks of this many tokens, so that the logits of all tokens are never in
-    memory at once. 0 turns this off. The loss is then not compiled. See [the how-to](../how-to/chunked-loss.md).
+    memory at once. 0 turns this off. The loss is then not compiled. See [Compute the loss in chunks](../how-to/chunked-loss.md).
     """
 
     matmul_sharding: bool = field(default_factory=lambda: platform.backend() == "npu")
@@ -96,6 +98,11 @@ def check_npu(job: "JobContext") -> None:
     check_at_least("npu.loss_chunk_tokens", npu.loss_chunk_tokens, 0)
     if npu.loss_chunk_tokens:
         check_adapted(job, "npu.loss_chunk_tokens")
+        if job.dims.fsdp_enabled and torch.__version__ < "2.13":
+            raise UsageError(
+                f"npu.loss_chunk_tokens must be 0 with FSDP and torch {torch.__version__}: before 2.13, FSDP fails if "
+                "the output layer does not run in the model's forward pass"
+            )
     defaults = Npu()
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:

@@ -1,0 +1,216 @@
+"""The chunked loss: a float64 oracle, the gradients of every model, its memory, and jobs that it rejects."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols.train_spec import get_train_spec
+
+from tests._helpers import deepseek_v32_training, layouts
+from tests._helpers.error_budget import assert_within, unit_roundoff
+from tests._helpers.training import TOLERANCE
+from tests.models.test_qwen3_vl_training import SIZES
+from torchtitan_npu.components import chunked_loss
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy, LinearCrossEntropy
+from torchtitan_npu.components.loss import LossPerToken
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.errors import UsageError
+
+ROWS, DIM, VOCABULARY, CHUNK, TOKENS = 37, 24, 53, 8, 31.0
+
+
+def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, weight and labels, some of which are ignored. The last chunk is smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(ROWS, DIM, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, DIM, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    labels[torch.tensor([0, 9, 10, ROWS - 1])] = IGNORE_INDEX
+    return hidden, weight, labels
+
+
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    loss = LinearCrossEntropy.apply(hidden, weight, labels, TOKENS, CHUNK, None)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(hidden, weight)
+    loss = cross_entropy_loss(logits.unsqueeze(0), labels.unsqueeze(0)) / TOKENS
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def oracle(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    h, w = (x.detach().double() for x in (hidden, weight))
+    counts = (labels != IGNORE_INDEX).double()
+    log_p = (h @ w.T).log_softmax(1)
+    one_hot = F.one_hot(labels.clamp(min=0), VOCABULARY).double()
+    grad = (log_p.exp() - one_hot) * counts[:, None] / TOKENS
+    return -(log_p * one_hot).sum(1).mul(counts).sum() / TOKENS, grad @ w, grad.T @ h
+
+
+def test_loss_and_gradients_are_within_the_rounding_of_float32() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    h, w, u = hidden.detach().double(), weight.detach().double(), unit_roundoff(torch.float32)
+    logits, counts = h @ w.T, labels != IGNORE_INDEX
+    # the error of a logit: DIM products and sums; a difference of two logits has twice that, and one rounding
+    difference = 2 * (h.abs() @ w.abs().T).amax(1, keepdim=True) * (DIM + 1) * u
+    difference = difference + (logits.amax(1, keepdim=True) - logits) * u
+    # a probability: its exponent, the sum of the exponentials, and a few single operations
+    p = logits.softmax(1)
+    p_error = p * (2 * difference.amax(1, keepdim=True) + (VOCABULARY + 8) * u)
+    grad_error = (p_error + 3 * u) * counts[:, None] / TOKENS
+    magnitude = (p + F.one_hot(labels.clamp(min=0), VOCABULARY)) * counts[:, None] / TOKENS
+    loss, grad_hidden, grad_weight = oracle(hidden, weight, labels)
+    per_row = -logits.log_softmax(1).amin(1)
+    budgets = (
+        ((2 * difference.amax(1) + (VOCABULARY + 8) * u + (ROWS + 2) * u * per_row) * counts).sum() / TOKENS,
+        (grad_error + (VOCABULARY + 1) * u * magnitude) @ w.abs(),
+        (grad_error + (ROWS + 1) * u * magnitude).T @ h.abs(),
+    )
+    names = ("loss", "gradient of the hidden states", "gradient of the weight")
+    actual = chunked(hidden, weight, labels)
+    for name, result, expected, budget in zip(names, actual, (loss, grad_hidden, grad_weight), budgets, strict=True):
+        assert_within(name, result, expected, budget)
+    assert (actual[1][~counts] == 0).all()
+
+
+def test_bfloat16_is_as_accurate_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both round the logits, their gradient and the results to bfloat16. Sums over chunks are float32."""
+    monkeypatch.setattr(chunked_loss, "VOCABULARY_STEP", 16)  # as many calls as a large vocabulary needs
+    squares = torch.zeros(2, 3)
+    for seed in range(20):
+        tensors = inputs(torch.bfloat16, seed)
+        exact = oracle(*tensors)
+        for row, function in zip(squares, (chunked, eager), strict=True):
+            results = function(*tensors)
+            assert all(x.dtype == torch.bfloat16 for x in results[1:])
+            row += torch.stack([(x - y).square().sum() for x, y in zip(results, exact, strict=True)])
+    assert (squares[0, 1:] <= 1.01 * squares[1, 1:]).all(), squares
+    # the rounding of the logits is the error of both losses
+    assert squares[0, 0].item() == pytest.approx(squares[1, 0].item(), rel=1e-3)
+
+
+def test_autocast_is_as_accurate_as_eager() -> None:
+    squares = torch.zeros(2, 3)
+    for seed in range(20):
+        tensors = inputs(torch.float32, seed)
+        exact = oracle(*tensors)
+        for row, function in zip(squares, (chunked, eager), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                results = function(*tensors)
+            assert all(x.dtype == torch.float32 for x in results)
+            row += torch.stack([(x - y).square().sum() for x, y in zip(results, exact, strict=True)])
+    assert (squares[0] <= 1.01 * squares[1]).all(), squares
+    assert squares[0, 0] > 1e-6  # autocast has rounded
+
+
+def build(name: str) -> Any:
+    """Return a small model of each family on the CPU, with the same weights in every call."""
+    config = JobConfig()
+    config.training.seq_len = 32
+    if name == "deepseek_v32":
+        args = layouts.add_flavor(name, "tiny", deepseek_v32_training.SMALLER)
+        config.mtp.layers = 2
+    elif name == "qwen3_vl":
+        args = layouts.add_flavor(name, "tiny", {**SIZES, "enable_weight_tying": True})
+    else:
+        layouts.add_flavors()
+        args = get_train_spec(layouts.TINY[name][0]).model_args[name]
+    args = copy.deepcopy(args)
+    args.update_from_config(config)
+    torch.manual_seed(0)
+    model: Any = get_train_spec(layouts.TINY[name][0] if name in layouts.TINY else name).model_cls(args)
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.use_grouped_mm = False
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model
+
+
+def train(model: nn.Module, loss_fn: LossPerToken) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return the loss, the gradients and the loss of validation of a batch."""
+    tokens = torch.randint(500, (2, 32), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[:, -3:] = IGNORE_INDEX
+    for auxiliary_loss in auxiliary_losses([model]):
+        auxiliary_loss.start_batch(torch.tensor(TOKENS))
+    loss_fn.tokens = TOKENS
+    loss = loss_fn(model(tokens), labels)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.eval()
+    with torch.no_grad():
+        return loss.detach(), gradients, loss_fn(model(tokens), labels)
+
+
+@pytest.mark.parametrize("name", [*layouts.TINY, "deepseek_v32", "qwen3_vl"])
+def test_every_model_has_the_gradients_of_the_loss_of_all_logits(name: str) -> None:
+    loss_fn = ChunkedCrossEntropy(24)
+    model = build(name)
+    loss_fn.defer_output([model])
+    loss, gradients, validation = train(model, LossPerToken(loss_fn))
+    expected_loss, expected, expected_validation = train(build(name), LossPerToken(cross_entropy_loss))
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=TOLERANCE)
+    assert validation.item() == pytest.approx(expected_validation.item(), rel=TOLERANCE)
+    assert gradients.keys() == expected.keys() and "norm.weight" in gradients
+    for parameter, grad in expected.items():
+        difference = (gradients[parameter] - grad).norm()
+        assert difference <= TOLERANCE * grad.norm(), f"{parameter}: {difference / grad.norm():.1e}"
+
+
+def peak(hidden: Tensor, weight: Tensor, labels: Tensor, function: Any) -> int:
+    """Return the largest number of bytes that the loss and its backward pass allocate."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function(hidden, weight, labels)
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    total = most = 0
+    for _, change in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
+        total += change
+        most = max(most, total)
+    return most
+
+
+def test_memory_is_that_of_one_chunk() -> None:
+    rows, dim, vocabulary, chunk = 512, 16, 4096, 32
+    hidden, weight = torch.randn(rows, dim, requires_grad=True), torch.randn(vocabulary, dim, requires_grad=True)
+    labels = torch.randint(vocabulary, (rows,))
+
+    def in_chunks(*tensors: Tensor) -> None:
+        LinearCrossEntropy.apply(*tensors, 1.0, chunk, None).backward()
+
+    def at_once(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum").backward()
+
+    logits = rows * vocabulary * 4
+    assert peak(hidden, weight, labels, at_once) > 2 * logits
+    # one chunk of logits; the gradient of the weight before and after it is multiplied; some vectors
+    allowed = chunk * vocabulary * 4 + 2 * weight.nbytes + 4 * hidden.nbytes
+    assert logits / 20 < peak(hidden, weight, labels, in_chunks) <= allowed < logits / 5
+
+
+def test_frozen_inputs_have_no_gradient() -> None:
+    for frozen in (0, 1):
+        tensors = inputs(torch.float32)
+        expected = chunked(*tensors)[2 - frozen]
+        tensors[frozen].requires_grad_(False)
+        LinearCrossEntropy.apply(*tensors, TOKENS, CHUNK, None).backward()
+        assert tensors[frozen].grad is None and torch.equal(tensors[1 - frozen].grad, expected)
+
+
+@pytest.mark.parametrize("output", [nn.Linear(4, 8), type("Scaled", (nn.Linear,), {"forward": None})(4, 8, bias=False)])
+def test_other_output_layers_are_rejected(output: nn.Module) -> None:
+    model = nn.Module()
+    model.output = output
+    with pytest.raises(UsageError, match=r"npu\.loss_chunk_tokens must be 0: the model's output is "):
+        ChunkedCrossEntropy(4).defer_output([model])
