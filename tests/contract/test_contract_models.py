@@ -113,6 +113,7 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     plain, converted = eager(model), run_step(model, converters)
     assert plain.gradients and converted.gradients == plain.gradients
     assert all(converted.targets.values())
+    assert converted.calls.limit_errors == []
     assert converted.calls.count("npu") == plain.calls.count("npu") + expected_calls(model, converted)
     before, after = Counter(plain.calls.names), Counter(converted.calls.names)
     for name in converters:
@@ -194,6 +195,7 @@ EVIDENCE = {
 def test_parallel(model: str, layout: dict[str, Any]) -> None:
     step = run_step(model, matching(model), **layout)
     assert step.gradients == eager(model).gradients
+    assert step.calls.limit_errors == []
     called = step.calls.count("npu")
     expected = expected_calls(model, step, ep="ep" in layout)
     assert {op: called[op] for op in expected} == expected
