@@ -53,7 +53,10 @@ model has experts.
 """
 
 FUSED = {
-    name: ["npu_rms_norm", "npu_rope", *(["npu_permute", "npu_gmm"] if name not in ("llama3", "qwen3") else [])]
+    name: [
+        *("npu_rms_norm", "npu_rope", "npu_attention"),
+        *(["npu_permute", "npu_gmm"] if name not in ("llama3", "qwen3") else []),
+    ]
     for name in TINY
 }
 """Every converter that has a target in the model, by name."""

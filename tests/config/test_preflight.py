@@ -279,7 +279,7 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
             1,
             'npu_permute and parallelism.expert_parallel_comm_backend = "deepep" cannot be combined',
         ),
-        ({"model__flavor": "debugmodel_flex_attn"}, 1, "flex attention"),
+        ({"model__flavor": "debugmodel_flex_attn"}, 1, "add npu_attention to model.converters"),
         ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
     ],
 )

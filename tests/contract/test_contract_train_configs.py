@@ -23,8 +23,6 @@ from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import fake_ranks
 
-TORCH_NPU = {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}
-"""torch_npu's own kernels of scaled dot-product attention, which deepseek_v32 does not use."""
 GATHER = {"npu_gather_backward"}
 """torch_npu's own kernel of the gradient of a router's scores."""
 
@@ -96,8 +94,7 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
     mrope = ExpectedCalls(EXPECTED["npu_rope"].per_target, instead_of=("aten::neg",))
     expected = [{**EXPECTED, "npu_mrope": mrope}[name] for name in config.model.converters]
     routed = GATHER if "npu_permute" in config.model.converters else set()
-    own = set() if "npu_dsa" in config.model.converters else TORCH_NPU
-    assert set(step.calls.count("npu")) == own.union(routed, *(calls.per_target for calls in expected))
+    assert set(step.calls.count("npu")) == routed.union(*(calls.per_target for calls in expected))
     assert not called & {op for calls in expected for op in calls.removed}
     # an operator without a kernel on the NPU would run on the CPU
     assert {name for name in called if name.startswith("aten::")} <= npu_kernels()

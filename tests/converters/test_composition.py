@@ -38,7 +38,8 @@ from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
 
 NAMES = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")
-SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(NAMES, size)]
+DENSE = (*NAMES, "npu_attention")
+SUBSETS = [subset for size in range(1, 6) for subset in itertools.combinations(DENSE, size)]
 SMALL = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
 SPARSE = {**SMALL, "index_topk": 5}
 """Sizes of deepseek_v32, with targets of all converters but npu_mrope, and fewer selected keys than tokens."""
@@ -49,7 +50,7 @@ def classes(model: nn.Module) -> dict[str, type]:
 
 
 def test_these_are_all_converters() -> None:
-    assert {*NAMES, "npu_dsa", "npu_mrope"} == set(CONVERTERS)
+    assert {*DENSE, "npu_dsa", "npu_mrope"} == set(CONVERTERS)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
@@ -58,7 +59,7 @@ def test_any_order_gives_the_same_model(subset: tuple[str, ...]) -> None:
     assert all(classes(model) == classes(models[0]) for model in models)
     assert classes(models[0]) != classes(build_on_meta("deepseek_v3", **SMALL))
     hooks = [len(model._forward_pre_hooks) for model in models]
-    assert set(hooks) == {int("npu_rope" in subset)}
+    assert set(hooks) == {len({"npu_rope", "npu_attention"} & set(subset))}
 
 
 def test_any_subset_computes_the_same() -> None:
@@ -217,25 +218,27 @@ def mine(*converters: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def test_a_users_model_of_torchtitans_modules(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        converted = mine(*NAMES)
+        converted = mine(*DENSE)
     assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("npu_")] == [
         "npu_rms_norm: 4 RMSNorm in stack 0-1 -> npu_rms_norm",
         "npu_rope: 2 Attention in stack 0-1 -> npu_rotary_mul",
         "npu_rope: modules without shared tables: 2; each looks up its cosines and sines",
         "npu_permute: 2 MoE in stack 0-1 -> npu_moe_token_permute, npu_moe_token_unpermute",
         "npu_gmm: 2 GroupedExperts in stack 0-1 -> npu_grouped_matmul, npu_swiglu",
+        "npu_attention: 2 ScaledDotProductAttentionWrapper in stack 0-1 -> npu_fusion_attention",
     ]
     assert_as_exact(step(converted), step(mine()), step(mine(dtype=torch.float64)))
 
 
 def test_print_after_conversion_shows_what_was_replaced() -> None:
-    text = str(build_on_meta("deepseek_v3", *NAMES, **SMALL))
+    text = str(build_on_meta("deepseek_v3", *DENSE, **SMALL))
     lines = (
         "NpuAttention(",
         "rotation=npu_rotary_mul",
         "NpuMoE(",
         "permutation=npu_moe_token_permute",
         "NpuRMSNorm((64,)",
+        "NpuCausalAttention()",
     )
     for line in (*lines, "NpuGroupedExperts(experts=8, dim=64, hidden=32, product=npu_grouped_matmul)"):
         assert line in text, line

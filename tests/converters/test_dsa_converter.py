@@ -19,7 +19,7 @@ from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, co
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.planner import Calls
 from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 

@@ -19,7 +19,7 @@ from tests.emulator.training_jobs import train
 CONVERTERS = {
     **FUSED,
     "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"],
-    "qwen3_vl": ["npu_rms_norm"],  # npu_mrope supports the sections of heads of 128 only
+    "qwen3_vl": ["npu_rms_norm", "npu_attention"],  # npu_mrope supports the sections of heads of 128 only
 }
 MODELS = ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_vl"]
 TOLERANCE = 1e-5

@@ -33,8 +33,8 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
+from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.models.sparse_attention.attention import divergence, index_scores, select
-from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.ops import OPS
 
 TOP_KS = (1, TOP_K, SEQUENCE + 9)

@@ -19,7 +19,7 @@ from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel, GatheredKeys
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.planner import Calls
 
 LAYERS = 3

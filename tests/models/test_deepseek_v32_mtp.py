@@ -17,7 +17,7 @@ from tests._helpers.training import TOLERANCE, Record, assert_same_gradients
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 
 WEIGHT = 0.3
 

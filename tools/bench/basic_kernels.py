@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -43,8 +44,12 @@ from harness import (
     write_partial,
 )
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu::)
+from torchtitan_npu.ops.fusion_attention import function as fused_attention
+from torchtitan_npu.ops.fusion_attention.function import causal_mask
 
 npu = torch.ops.npu
 
@@ -396,7 +401,82 @@ def added_ms(x: Tensor, dy: Tensor, counts: Tensor, sizes: list[int]) -> dict[st
     return forward_ms(runs, budget_ms=100)
 
 
-OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, swiglu, rotary, grouped_matmul)}
+def attention(machine: Machine) -> Iterator[OpRow]:
+    """Measure causal attention as llama3 8B and DeepSeek-V3 call it, and packed documents."""
+    yield from causal_attention(machine, "llama3 8B", 8192, heads=32, key_heads=8, width=128, value_width=128)
+    yield from causal_attention(machine, "DeepSeek-V3", 4096, heads=128, key_heads=128, width=192, value_width=128)
+    yield from packed_attention(machine, [1, 511, 100, 1436, 4096, 2048], heads=32, key_heads=8, width=128)
+
+
+def causal_attention(
+    machine: Machine, model: str, tokens: int, heads: int, key_heads: int, width: int, value_width: int
+) -> Iterator[OpRow]:
+    q, k, v = (
+        random_tensor(1, tokens, n, d, grad=True)
+        for n, d in ((heads, width), (key_heads, width), (key_heads, value_width))
+    )
+    dy, mask = random_tensor(1, tokens, heads, value_width), causal_mask(q.device)
+
+    def sdpa(backend: SDPBackend) -> Tensor:
+        """Transpose as TorchTitan's models do."""
+        transposed = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*transposed, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def ours() -> Tensor:
+        return fused_attention.attention(q, k, v, None, mask)
+
+    check_against(ours, partial(sdpa, SDPBackend.FLASH_ATTENTION), [q, k, v], dy)
+    runs: dict[str, Run] = {
+        "small ops": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+        "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+        "ours": ours,
+    }
+    flops = tokens * tokens * heads * (width + value_width)  # half of the scores are masked
+    yield from attention_rows(machine, f"attention, {model}", f"{tokens}×{heads}×{width}", runs, [q, k, v], dy, flops)
+
+
+def packed_attention(machine: Machine, lengths: list[int], heads: int, key_heads: int, width: int) -> Iterator[OpRow]:
+    tokens, ends = sum(lengths), list(itertools.accumulate(lengths))
+    q, k, v = (random_tensor(tokens, n, width, grad=True) for n in (heads, key_heads, key_heads))
+    dy, mask = random_tensor(tokens, heads, width), causal_mask(q.device)
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+
+    def varlen() -> Tensor:
+        longest = max(lengths)
+        return varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True)
+
+    def ours() -> Tensor:
+        return fused_attention.packed_attention(q, k, v, ends, None, mask)
+
+    check_against(ours, varlen, [q, k, v], dy)
+    runs: dict[str, Run] = {"small ops": varlen, "varlen_attn": varlen, "ours": ours}
+    flops = sum(n * n for n in lengths) * heads * 2 * width
+    shape = f"{tokens}×{heads}×{width}, {len(lengths)} documents"
+    yield from attention_rows(machine, "attention, packed", shape, runs, [q, k, v], dy, flops)
+
+
+def attention_rows(
+    machine: Machine, name: str, shape: str, runs: dict[str, Run], inputs: list[Tensor], dy: Tensor, flops: float
+) -> Iterator[OpRow]:
+    with torch.no_grad():
+        forward, host = forward_ms(runs, budget_ms=100), host_us(runs["ours"])
+    yield op_row(f"{name} forward", shape, forward, machine.limit_ms(flops=flops), 0.0, host)
+    yield op_row(f"{name} backward", shape, backward_ms(runs, inputs, dy), machine.limit_ms(flops=2.5 * flops), 0.0)
+
+
+def check_against(ours: Run, peer: Run, inputs: list[Tensor], dy: Tensor) -> None:
+    """Raise if our output or a gradient differs from the peer's by more than two roundings of its norm."""
+    results = []
+    for run in (ours, peer):
+        y = run()
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
+    for actual, expected in zip(*results, strict=True):
+        if (actual - expected).norm() > torch.finfo(BF16).eps * expected.norm():
+            raise SystemExit("wrong result: attention differs from the peer's")
+
+
+OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, swiglu, rotary, grouped_matmul, attention)}
 
 
 def main() -> None:

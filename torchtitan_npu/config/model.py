@@ -29,14 +29,16 @@ def check_model(job: JobContext) -> None:
 
 
 def check_attention(job: JobContext) -> None:
-    """Raise for flex and varlen attention outside CUDA, the only backend with kernels for them."""
+    """Raise for flex and varlen attention outside CUDA, the only backend with kernels for them, without a converter."""
     if platform.job_backend() == "cuda" or job.attention not in ("flex", "varlen"):
+        return
+    if "npu_attention" in job.config.model.converters:
         return
     flavors = job.train_spec.model_args.items()
     others = [name for name, args in flavors if getattr(args, "attn_type", "sdpa") == "sdpa"]
     raise UsageError(
         f"model.flavor {job.config.model.flavor!r} has {job.attention} attention, which trains on CUDA only; "
-        f"flavors of {job.config.model.name} that train here: {', '.join(others) or 'none'}"
+        f"add npu_attention to model.converters, or choose a flavor that trains here: {', '.join(others) or 'none'}"
     )
 
 

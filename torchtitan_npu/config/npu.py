@@ -2,7 +2,7 @@
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -62,8 +62,7 @@ class Npu:
     loss_chunk_tokens: int = 0
     """
     Compute the output layer and the loss in chunks of this many tokens, so that the logits of all tokens are never in
-    memory at once; 0 turns this off. The loss is then not compiled. See
-    [Compute the loss in chunks](../how-to/chunked-loss.md).
+    memory at once. 0 turns this off. The loss is then not compiled. See [Compute the loss in chunks](../how-to/chunked-loss.md).
     """
 
     matmul_sharding: bool = field(default_factory=lambda: platform.backend() == "npu")
@@ -76,14 +75,6 @@ class Npu:
     """
     If expert parallelism spans the tensor-parallel ranks, each rank routes its own tokens and only the shared experts
     gather theirs. If false, TorchTitan's layout gathers all tokens before the router.
-    """
-
-    moe_combine_dtype: Literal["scores", "rows"] = "scores"
-    """
-    With the converter `npu_permute`, the dtype in which the outputs of a token's experts are weighted and summed.
-    `"scores"`: float32, as in TorchTitan; the outputs are cast for the call. `"rows"`: that of the outputs; the scores
-    are rounded to it. No effect on models that weight the experts' inputs. See
-    [`npu_permute`](converters.md#npu_permute).
     """
 
     mrope_in_training: bool = False
@@ -116,7 +107,5 @@ def check_npu(job: "JobContext") -> None:
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:
             raise UsageError(f'npu.{key} is for the pass "sequence_parallel", which npu.graph_passes does not list')
-    if npu.moe_combine_dtype != defaults.moe_combine_dtype and "npu_permute" not in job.config.model.converters:
-        raise UsageError("npu.moe_combine_dtype is for the converter npu_permute, which model.converters does not list")
     if npu.matmul_sharding and job.dims.tp_enabled and (ops := job.unshardable_matmuls):
         raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {ops[0]}")

@@ -16,8 +16,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.models.sparse_attention.attention import SparseAttention
-from torchtitan_npu.models.sparse_attention.documents import Documents
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
 from torchtitan_npu.ops.sparse_flash_attention.op import MLA_ABSORBED

@@ -12,8 +12,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+from torchtitan_npu.distributed.sequence_gather import gathered, head_tail_order
 
 SEQUENCE_DIM = 2  # (batch, heads, sequence, head_dim)
 
@@ -49,23 +51,9 @@ class AllGatherAttention(ScaledDotProductAttentionWrapper):
             own = positions.chunk(mesh.size())[mesh.get_local_rank()]
             mask = own[:, None] >= positions[None, :]  # (local sequence, sequence)
         out = F.scaled_dot_product_attention(
-            q.to_local(), _gather(k), _gather(v), attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            q.to_local(), gathered(k), gathered(v), attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return DTensor.from_local(out, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
-
-
-def head_tail_order(seq_len: int, ranks: int) -> torch.Tensor:
-    """Return the token indices (seq_len) in the order in which head-tail load balancing gives them to the ranks.
-
-    Of 2n chunks, rank r of n has chunk r and chunk 2n - 1 - r.
-    """
-    chunks = torch.arange(seq_len).chunk(2 * ranks)
-    return torch.cat([chunks[i] for rank in range(ranks) for i in (rank, -1 - rank)])
-
-
-def _gather(x: DTensor) -> torch.Tensor:
-    """Return the full sequence. The gradient is a sum over the ranks."""
-    return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def gather_keys_and_values(model: nn.Module, load_balancer: str | None) -> None:

@@ -10,8 +10,8 @@ from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
+from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.models.sparse_attention.attention import SparseAttention
-from torchtitan_npu.models.sparse_attention.documents import Documents
 
 
 class Inputs(nn.Module):

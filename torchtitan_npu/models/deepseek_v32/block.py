@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3.model.model import TransformerBlock
 
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.attention import Attention
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 
 
 class Block(TransformerBlock):

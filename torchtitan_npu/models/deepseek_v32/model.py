@@ -16,7 +16,7 @@ from torchtitan_npu.distributed.microbatches import Microbatches
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, run_mtp_layers
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 
 
 class DeepSeekV32Model(DeepSeekV3Model):

@@ -13,7 +13,7 @@ from torchtitan.models.utils import trunc_normal_
 from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 
 
 class MTPBlock(Block):

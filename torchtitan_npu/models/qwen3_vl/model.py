@@ -12,9 +12,10 @@ from torchtitan.models.qwen3.model.model import Attention as Qwen3Attention
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.packed_attention import DocumentMask, MaskedAttention
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_places, patches_of
-from torchtitan_npu.models.qwen3_vl.position_ids import document_mask, position_ids
+from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
 from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
 from torchtitan_npu.models.rotary.tables import RotaryTables
@@ -25,7 +26,7 @@ class Attention(Qwen3Attention):
 
     def __init__(self, args: Qwen3VLModelArgs) -> None:
         super().__init__(args)
-        del self.inner_attention  # it takes no mask
+        self.inner_attention = MaskedAttention()
         self.rotation = MRoPERotation(
             args.mrope_section, args.mrope_interleaved, args.n_heads, args.n_kv_heads, args.head_dim
         )
@@ -34,12 +35,12 @@ class Attention(Qwen3Attention):
         self,
         x: Tensor,
         rope_cache: Tensor,
-        attention_masks: Tensor | None,
+        attention_masks: Any,
         positions: Tensor | RotaryTables | None = None,
     ) -> Tensor:
         """Attend from ``x`` (bsz, seqlen, dim), with ``rope_cache`` and ``positions`` from :class:`MRoPETables`.
 
-        ``attention_masks`` (bsz, 1, seqlen, seqlen) are true for the keys that a query sees; ``None`` is causal.
+        ``attention_masks`` is the output of the model's ``document_mask``; ``None`` is causal.
         """
         bsz, seqlen, _ = x.shape
         # -1: the number of heads on this rank, under tensor parallel
@@ -50,15 +51,7 @@ class Attention(Qwen3Attention):
         xq, xk, xv, rope_cache = (t.to_local() if isinstance(t, DTensor) else t for t in (xq, xk, xv, rope_cache))
         xq, xk = self.rotation(xq, xk, rope_cache, positions)
         q, k, v = (t.transpose(1, 2) for t in (xq, xk, xv))  # (bsz, heads, seqlen, head_dim)
-        output = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attention_masks,
-            is_causal=attention_masks is None,
-            scale=self.scaling,
-            enable_gqa=self.enable_gqa,
-        )
+        output = self.inner_attention(q, k, v, attention_masks, scale=self.scaling, enable_gqa=self.enable_gqa)
         return self.wo(output.transpose(1, 2).reshape(bsz, seqlen, -1))
 
 
@@ -86,6 +79,7 @@ class Qwen3VLModel(Qwen3Model):
         self.mrope = MRoPETables(model_args.mrope_section, model_args.mrope_interleaved)
         self.vision = VisionTower(model_args.vision, model_args.dim)
         self.scatter_features = ScatterFeatures()
+        self.document_mask = DocumentMask()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         super().init_weights(buffer_device)
@@ -94,7 +88,7 @@ class Qwen3VLModel(Qwen3Model):
     def forward(
         self,
         tokens: Tensor,
-        attention_masks: Tensor | None = None,
+        attention_masks: Any = None,
         positions: Tensor | None = None,
         patches: Tensor | None = None,
         places: Tensor | None = None,
@@ -105,7 +99,7 @@ class Qwen3VLModel(Qwen3Model):
         Args:
             tokens: (bsz, seqlen), with a placeholder for each merged patch. The data loader checks their number
                 (:func:`check_visual_tokens`), while the tokens are on the host.
-            attention_masks: (bsz, 1, seqlen, seqlen), made from ``positions`` by default
+            attention_masks: made from ``positions`` by ``document_mask`` by default
             positions: (3, bsz, seqlen) or packed (3, bsz * seqlen), restarting at 0 with each document; tokens attend
                 to their own document. Without them a row is one document. If it has images, its positions are computed
                 here, which synchronises with the device.
@@ -117,7 +111,7 @@ class Qwen3VLModel(Qwen3Model):
         if positions is not None:
             positions = self.mrope.checked(positions, tokens.shape)
             if attention_masks is None:
-                attention_masks = document_mask(positions)
+                attention_masks = self.document_mask(positions)
         elif grids:
             positions = position_ids(tokens, grids, self.model_args)
         else:

@@ -1,4 +1,4 @@
-"""Positions of tokens in time, height and width, and the document mask that follows from them."""
+"""Positions of tokens in time, height and width."""
 
 from __future__ import annotations
 
@@ -70,13 +70,3 @@ def check_visual_tokens(tokens: Tensor, grids: Grids, args: Qwen3VLModelArgs) ->
         found, needed = int((tokens == token).sum()), patches_of(its_grids) // args.vision.patches_per_token
         if found != needed:
             raise UsageError(f"the batch has {found} {name} tokens ({token}), but {grids} needs {needed}")
-
-
-def document_mask(positions: Tensor) -> Tensor:
-    """Return the mask (bsz, 1, seqlen, seqlen) of the keys that a query sees: earlier ones of its own document.
-
-    A document starts where all three ``positions`` (3, bsz, seqlen) are 0.
-    """
-    document = (positions == 0).all(dim=0).cumsum(dim=-1)  # (bsz, seqlen)
-    same = document.unsqueeze(-1) == document.unsqueeze(-2)
-    return same.tril().unsqueeze(1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.utils import trunc_normal_
 
+from torchtitan_npu.models.packed_attention import FrameAttention
 from torchtitan_npu.models.qwen3_vl.args import VisionArgs
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, frame_runs, interpolation
 from torchtitan_npu.models.rotary.tables import RotaryTables
@@ -22,20 +23,14 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.n_heads, self.head_dim = args.n_heads, args.head_dim
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
+        self.inner_attention = FrameAttention()
 
     def forward(self, x: Tensor, tables: RotaryTables, runs: list[tuple[int, int]]) -> Tensor:
         patches = x.shape[0]
         # -1: the number of heads on this rank, under tensor parallel
         xq, xk, xv = (w(x).view(patches, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         xq, xk = apply_rotary_vision(xq, xk, tables)
-        outputs, start = [], 0
-        for frames, length in runs:
-            end = start + frames * length
-            # (frames * length, heads, head_dim) -> (frames, heads, length, head_dim)
-            q, k, v = (t[start:end].unflatten(0, (frames, length)).transpose(1, 2) for t in (xq, xk, xv))
-            outputs.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
-            start = end
-        return self.wo(torch.cat(outputs).flatten(1))
+        return self.wo(self.inner_attention(xq, xk, xv, runs).flatten(1))
 
 
 class VisionFeedForward(nn.Module):

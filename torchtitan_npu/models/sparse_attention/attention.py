@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, einsum, nn
 
 from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
-from torchtitan_npu.models.sparse_attention.documents import Documents
+from torchtitan_npu.models.documents import Documents
 
 
 class SparseAttentionArgs(Protocol):

@@ -15,12 +15,15 @@ from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, chec
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
 from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.fusion_attention import reference
 
 LAYOUTS = {"BSND": 4, "BNSD": 4, "TND": 3, "BSH": 3, "SBH": 3}
 """The layouts, and the number of dimensions of each."""
 COMPRESSED = 2048
 """The side of the causal mask of sparse_mode 2 and 3, whatever the size of the scores."""
+MAX_DOCUMENTS = 1024
+"""The documented number of sequences of a call in TND."""
 NOT_IMPLEMENTED = ("pse", "padding_mask", "prefix", "sink", "dropout_mask")
 """Arguments of the schema that only torch_npu implements."""
 
@@ -253,7 +256,9 @@ LIMITS = (
         lambda query, input_layout, **_: 1 if input_layout == "TND" else query.shape[input_layout.index("B")],
         range(1, 2 * (1 << 20) + 1),
     ),
-    Limit("the number of documents", lambda actual_seq_qlen, **_: len(actual_seq_qlen or [0]), range(1, 1025)),
+    Limit(
+        "the number of documents", lambda actual_seq_qlen, **_: len(actual_seq_qlen or [0]), range(1, MAX_DOCUMENTS + 1)
+    ),
 )
 
 FORWARD = declare(
@@ -265,6 +270,7 @@ FORWARD = declare(
         'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, '
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
         reference=reference.npu_fusion_attention,
+        cuda=kernel(reference.npu_fusion_attention, "flash"),
         fake=fake,
         checks=checks,
         sharding=sharding,
@@ -326,6 +332,7 @@ declare(
         "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
         'bool sync=False, str softmax_layout="", Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
         reference=reference.npu_fusion_attention_grad,
+        cuda=kernel(reference.npu_fusion_attention_grad, "flash"),
         fake=grad_fake,
         checks=grad_checks,
         sharding=grad_sharding,

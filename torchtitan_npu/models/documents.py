@@ -36,7 +36,12 @@ class Documents(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor, eos_id: int) -> Documents:
         """Return the documents of ``tokens`` (bsz, seqlen), which end with ``eos_id``. Synchronises with the device."""
-        is_last = tokens == eos_id
+        return cls.of_last_tokens(tokens == eos_id)
+
+    @classmethod
+    def of_last_tokens(cls, is_last: Tensor) -> Documents:
+        """Return the documents whose last tokens ``is_last`` (bsz, seqlen) marks. Synchronises with the device."""
+        is_last = is_last.clone()
         is_last[:, -1] = True
         tensor = is_last.flatten().nonzero().squeeze(1).to(torch.int32) + 1
         ends = Ends(tensor, tuple(tensor.tolist()))

@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
-from torchtitan_npu.upstream.cpu_context_parallel import head_tail_order
+from torchtitan_npu.distributed.sequence_gather import head_tail_order
 
 
 def test_head_tail_order_is_torchs() -> None:

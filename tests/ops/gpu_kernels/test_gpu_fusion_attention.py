@@ -1,0 +1,153 @@
+"""Dense attention on PyTorch's flash attention, against scaled dot-product attention in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests._helpers.converted_models import assert_no_further
+from torchtitan_npu.ops.fusion_attention import flash, reference
+from torchtitan_npu.ops.fusion_attention.function import causal_mask
+
+
+def documents(starts: Tensor | None, length: int) -> list[slice]:
+    ends = [0, length] if starts is None else starts.tolist()
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of one document as (B, N, rows, D) in float32, and the scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+
+
+def heads_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Heads:
+    repeats = q.shape[-2] // k.shape[-2]
+    q, k, v = (t.transpose(-3, -2).float() for t in (q, k, v))
+    k, v = (t.repeat_interleave(repeats, -3) for t in (k, v))
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + scores.shape[-1] - scores.shape[-2])
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return Heads(q, k, v, scores)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float, **_: Any) -> Any:
+    """Compute ``aten::_flash_attention_forward``: (B, S, N, D) and (B, N, S), with documents (T, N, D) and (N, T)."""
+    starts_q, starts_k, _, _, _, causal, _ = args
+    out, lse = torch.empty_like(q), q.transpose(-3, -2).new_empty(*q.transpose(-3, -2).shape[:-1], dtype=torch.float32)
+    for rows, keys in zip(documents(starts_q, q.shape[-3]), documents(starts_k, k.shape[-3]), strict=True):
+        one = heads_of(q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :], causal, scale)
+        lse[..., rows] = one.scores.logsumexp(-1)
+        out[..., rows, :, :] = (one.scores.softmax(-1) @ one.v).transpose(-3, -2).to(out.dtype)
+    return out, lse, *(q.new_empty(0) for _ in range(3))
+
+
+def flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any, scale: float, **_: Any
+) -> Any:
+    starts_q, starts_k, _, _, _, causal, _, _ = args
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    for rows, keys in zip(documents(starts_q, q.shape[-3]), documents(starts_k, k.shape[-3]), strict=True):
+        one = heads_of(q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :], causal, scale)
+        d_out, o = (t[..., rows, :, :].transpose(-3, -2).float() for t in (dy, out))
+        p = (one.scores - lse[..., rows, None]).exp()
+        ds = p * (d_out @ one.v.mT - (d_out * o).sum(-1, keepdim=True)) * scale
+        for grad, where, value in zip(
+            grads, (rows, keys, keys), (ds @ one.k, ds.mT @ one.q, p.mT @ d_out), strict=True
+        ):
+            value = value.unflatten(-3, (grad.shape[-2], -1)).sum(-3)  # over the query heads of a key head
+            grad[..., where, :, :] = value.transpose(-3, -2).to(grad.dtype)
+    return tuple(grads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _flash_attention(device: str) -> Iterator[None]:
+    """Give a machine without a GPU kernels of these two operators: everything around them is tested there."""
+    if device == "cuda":
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    yield
+    library._destroy()
+
+
+CASES = {
+    "causal": {"shape": (2, 40, 4, 4, 16)},
+    "grouped": {"shape": (2, 40, 8, 2, 16)},
+    "smaller values": {"shape": (1, 33, 4, 4, 24), "value": 16},
+    "unmasked": {"shape": (2, 17, 4, 2, 16), "causal": False},
+    "heads first": {"shape": (2, 40, 4, 2, 16), "layout": "BNSD"},
+    "more keys": {"shape": (2, 40, 4, 2, 16), "queries": 13},
+    "documents": {"shape": (1, 40, 4, 2, 16), "ends": [7, 8, 40]},
+    "documents, statistics by row": {"shape": (1, 40, 4, 2, 16), "ends": [7, 8, 40], "softmax_layout": "TND"},
+    "frames": {"shape": (1, 40, 4, 4, 16), "ends": [10, 20, 40], "causal": False},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_scaled_dot_product_attention(name: str, device: str, gpu: Any, monkeypatch: Any) -> None:
+    case: dict[str, Any] = CASES[name]
+    bsz, seqlen, heads, key_heads, size = case["shape"]
+    layout, causal, ends = case.get("layout", "BSND"), case.get("causal", True), case.get("ends")
+    torch.manual_seed(0)
+    sizes = (
+        (heads, case.get("queries", seqlen), size),
+        (key_heads, seqlen, size),
+        (key_heads, seqlen, case.get("value", size)),
+    )
+    tensors = [torch.randn(bsz, rows, n, d, device=device).bfloat16() for n, rows, d in sizes]
+    dy = torch.randn(bsz, sizes[0][1], heads, sizes[2][2], device=device).bfloat16()
+
+    def expected(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        outputs = []
+        for rows in documents(None if ends is None else torch.tensor([0, *ends]), seqlen):
+            q, k, v = (t[:, rows].transpose(1, 2) for t in leaves)
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=device).tril(k.shape[2] - q.shape[2])
+            one = F.scaled_dot_product_attention(q, k, v, attn_mask=mask if causal else None, enable_gqa=True)
+            outputs.append(one.transpose(1, 2))
+        output = torch.cat(outputs, 1)
+        return [output.detach(), *torch.autograd.grad(output, leaves, dy.to(dtype))]
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2) if layout == "BNSD" else tensor.flatten(0, 1) if ends else tensor
+
+    leaves = [laid_out(t).detach().requires_grad_() for t in tensors]
+    options: dict[str, Any] = {"scale": size**-0.5, "softmax_layout": case.get("softmax_layout", "")}
+    if causal:
+        options |= {"atten_mask": causal_mask(torch.device(device)), "sparse_mode": 3}
+    if ends:
+        options |= {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    for function in ("npu_fusion_attention", "npu_fusion_attention_grad"):
+        monkeypatch.setattr(reference, function, None)  # flash attention runs these calls
+    output = gpu.npu_fusion_attention(*leaves, heads, "TND" if ends else layout, **options)[0]
+    grads = torch.autograd.grad(output, leaves, laid_out(dy))
+    for what, ours, theirs, exact in zip(
+        ("output", "dq", "dk", "dv"),
+        (output.detach(), *grads),
+        expected(torch.bfloat16),
+        expected(torch.float64),
+        strict=True,
+    ):
+        assert_no_further(what, ours, laid_out(theirs), laid_out(exact))
+
+
+def test_other_calls_run_the_reference(device: str) -> None:
+    query, key, value = (torch.randn(1, 8, 2, 16, device=device) for _ in range(3))
+    options = dict.fromkeys(("atten_mask", "actual_seq_qlen", "actual_seq_kvlen"))
+    options |= {"head_num": 2, "sparse_mode": 0, "softmax_layout": "", "pre_tockens": 9, "next_tockens": 9}
+    arguments = {"query": query, "key": key, "value": value, "input_layout": "BSND", "scale": 0.25, **options}
+    ours, theirs = flash.npu_fusion_attention(**arguments), reference.npu_fusion_attention(**arguments)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])

@@ -1,0 +1,313 @@
+"""``npu_attention``: dense attention calls ``npu_fusion_attention``, in the memory layout that the model has.
+
+TorchTitan's models transpose queries, keys and values to (bsz, heads, seqlen, head_dim) for PyTorch's kernels. The
+operator takes (bsz, seqlen, heads, head_dim), so the modules here transpose the views back and nothing is copied.
+Packed documents are one call over all tokens, with the documents' ends in place of a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.models.attention import (
+    FlexAttentionWrapper,
+    ScaledDotProductAttentionWrapper,
+    VarlenAttentionWrapper,
+    VarlenMetadata,
+)
+from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
+from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.models.qwen3.model.model import Qwen3Model
+
+from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.distributed.microbatches import Microbatches
+from torchtitan_npu.distributed.sequence_gather import gathered
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.documents import Documents
+from torchtitan_npu.models.packed_attention import DocumentMask, FrameAttention, MaskedAttention, starts_document
+from torchtitan_npu.ops.fusion_attention.function import attention, causal_mask, packed_attention
+
+SEQUENCE_DIM = 2  # (bsz, heads, seqlen, head_dim)
+
+
+class CausalMask:
+    """The operator's causal mask, one for all layers of a model. A forward pre-hook of the model makes it."""
+
+    tensor: Tensor | None = None
+
+    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if self.tensor is None or self.tensor.device != device:
+            with torch.inference_mode(False), torch.no_grad():  # training reuses the mask that validation makes
+                self.tensor = causal_mask(device)
+
+
+class NpuCausalAttention(ScaledDotProductAttentionWrapper):
+    """Causal attention."""
+
+    mask: CausalMask
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+    ) -> Tensor:
+        """Attend from ``q`` (bsz, heads, seqlen, head_dim). Under tensor parallel it may be sharded on the heads."""
+        mask = self.mask.tensor if is_causal else None
+        if not isinstance(q, DTensor):
+            return _transposed(q, k, v, scale, mask)
+        output = _transposed(q.to_local(), cast(DTensor, k).to_local(), cast(DTensor, v).to_local(), scale, mask)
+        return DTensor.from_local(output, q.device_mesh, q.placements, run_check=False)
+
+
+class NpuContextParallelAttention(NpuCausalAttention):
+    """Causal attention over a sequence that is sharded on the context-parallel mesh: keys and values are gathered.
+
+    TorchTitan's hooks around the module turn the local q, k and v into DTensors sharded on the sequence, and the
+    output back.
+    """
+
+    head_tail = False
+    """Each rank has two chunks of the sequence, one from each end."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+    ) -> Tensor:
+        assert isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor) and is_causal
+        ranks, rank = q.device_mesh.size(), q.device_mesh.get_local_rank()
+        keys, values = gathered(k), gathered(v)
+        own, count = [rank], ranks  # this rank's chunks, of so many
+        if self.head_tail:
+            own, count = [rank, 2 * ranks - 1 - rank], 2 * ranks
+            keys, values = (_in_sequence_order(tensor, ranks) for tensor in (keys, values))
+        length = keys.shape[SEQUENCE_DIM] // count
+        outputs = []
+        for chunk, queries in zip(own, q.to_local().chunk(len(own), SEQUENCE_DIM), strict=True):
+            visible = (tensor.narrow(SEQUENCE_DIM, 0, (chunk + 1) * length) for tensor in (keys, values))
+            outputs.append(_transposed(queries, *visible, scale, self.mask.tensor))
+        output = torch.cat(outputs, dim=SEQUENCE_DIM)
+        return DTensor.from_local(output, q.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+
+
+def _in_sequence_order(tensor: Tensor, ranks: int) -> Tensor:
+    """Undo head-tail load balancing in a gathered tensor: of 2n chunks, rank r has chunk r and chunk 2n - 1 - r."""
+    chunks = tensor.chunk(2 * ranks, SEQUENCE_DIM)
+    return torch.cat([*chunks[::2], *chunks[1::2][::-1]], SEQUENCE_DIM)
+
+
+class NpuVarlenAttention(VarlenAttentionWrapper):
+    """Causal attention within documents, for models with ``attn_type`` "varlen"."""
+
+    mask: CausalMask
+
+    def forward(
+        self, xq: Tensor, xk: Tensor, xv: Tensor, attention_masks: VarlenMetadata, scale: float | None = None
+    ) -> Tensor:
+        """Return (bsz * seqlen, heads, head_dim), from ``xq`` (bsz, heads, seqlen, head_dim)."""
+        assert isinstance(attention_masks, VarlenDocuments)
+        return _packed(xq, xk, xv, attention_masks.documents, scale, self.mask.tensor)
+
+
+class NpuFlexAttention(FlexAttentionWrapper):
+    """Causal attention, within documents if the model's mask has them, for models with ``attn_type`` "flex"."""
+
+    mask: CausalMask
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        score_mod: Any = None,
+        block_mask: BlockMask | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend from ``q`` (bsz, heads, seqlen, head_dim)."""
+        assert isinstance(block_mask, BlockDocuments) and score_mod is None and not return_lse
+        return _in_documents(q, k, v, block_mask.documents, scale, self.mask.tensor)
+
+
+class NpuMaskedAttention(MaskedAttention):
+    """Causal attention, within documents if there are any."""
+
+    mask: CausalMask
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_masks: Any, *, scale: float, enable_gqa: bool
+    ) -> Tensor:
+        return _in_documents(q, k, v, attention_masks, scale, self.mask.tensor)
+
+
+class NpuDocumentMask(DocumentMask):
+    """Returns the documents themselves, for :class:`NpuMaskedAttention`. Synchronises with the device."""
+
+    def forward(self, positions: Tensor) -> Documents:  # type: ignore[override]
+        return Documents.of_last_tokens(starts_document(positions).roll(-1, dims=-1))
+
+
+class NpuFrameAttention(FrameAttention):
+    """Attention within the frames of a batch, in one call."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+        ends, end = [], 0
+        for frames, length in runs:
+            ends += range(end + length, end + frames * length + 1, length)
+            end += frames * length
+        return packed_attention(q, k, v, ends, scale=None, mask=None)
+
+
+def _transposed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim), in that shape."""
+    return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), scale, mask).transpose(1, 2)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim) in documents: (bsz * seqlen, heads, head_dim)."""
+    rows = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+    return packed_attention(*rows, documents.of_keys.integers, scale, mask)
+
+
+def _in_documents(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scale: float | None, mask: Tensor | None
+) -> Tensor:
+    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim), in that shape."""
+    if documents is None:
+        return _transposed(q, k, v, scale, mask)
+    return _packed(q, k, v, documents, scale, mask).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+class VarlenDocuments(VarlenMetadata):
+    """The documents of a batch, as the mask of a model with ``attn_type`` "varlen". It needs no metadata on device."""
+
+    documents: Documents
+
+    @classmethod
+    def of(cls, documents: Documents) -> VarlenDocuments:
+        ends = documents.of_keys.tensor
+        mask = cls(ends, ends, 0, 0)
+        mask.documents = documents
+        return mask
+
+
+class BlockDocuments(BlockMask):
+    """The documents of a batch, as the mask of a model with ``attn_type`` "flex". It has no blocks."""
+
+    def __init__(self, documents: Documents | None) -> None:
+        self.documents = documents  # without the blocks of BlockMask, which only flex attention reads
+
+
+class MaskOfBatch:
+    """Replaces ``get_attention_masks`` of a model: finds the documents of a batch, once for all layers."""
+
+    def __init__(self, mask: Any, by_document: bool, microbatches: int | None) -> None:
+        self.mask, self.by_document, self.microbatches = mask, by_document, microbatches
+
+    def __call__(self, input_batch: Tensor, tokenizer: BaseTokenizer, extra_inputs: Any = None) -> Any:
+        if not self.by_document:
+            return self.mask(None)
+        assert tokenizer.eos_id is not None
+        documents = Documents.of(input_batch, tokenizer.eos_id)
+        if self.microbatches is None:
+            return self.mask(documents)
+        return Microbatches(map(self.mask, documents.split(self.microbatches)))
+
+
+REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    ScaledDotProductAttentionWrapper: NpuCausalAttention,
+    VarlenAttentionWrapper: NpuVarlenAttention,
+    FlexAttentionWrapper: NpuFlexAttention,
+    MaskedAttention: NpuMaskedAttention,
+    DocumentMask: NpuDocumentMask,
+    FrameAttention: NpuFrameAttention,
+}
+MASKS = {"varlen": VarlenDocuments.of, "flex": BlockDocuments}
+"""The masks of TorchTitan's models, by their ``attn_type``."""
+MODELS_WITH_MASKS = (Transformer, Qwen3Model, DeepSeekV3Model)
+"""Models whose masks are causal or causal within documents, and nothing else."""
+
+
+@register
+class AttentionConverter(Converter):
+    """Replaces the attention of TorchTitan's dense models, and that of qwen3_vl's decoder and vision tower."""
+
+    name = "npu_attention"
+    looks_for = "dense attention of a TorchTitan model"
+    operators = ("npu_fusion_attention",)
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        masked = isinstance(model, MODELS_WITH_MASKS)
+        return [
+            (fqn, module)
+            for fqn, module in model.named_modules()
+            if type(module) in REPLACEMENTS and (masked or type(module) is not FlexAttentionWrapper)
+        ]
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        targets = super().found_targets(model)
+        if not self._masks_documents(model):
+            return targets
+        if self.parallel_dims.cp_enabled:
+            raise UsageError(
+                f"model.converters: {self.name} masks documents in this flavor, which context parallel does not split; "
+                "choose a flavor without a document mask, or parallelism.context_parallel_degree = 1"
+            )
+        compiled = self.job_config.compile
+        if compiled.enable and "model" in compiled.components:
+            raise UsageError(
+                f"model.converters: {self.name} masks documents in this flavor. Their ends are constants of a graph, "
+                "which would be compiled again for each batch; choose a flavor without a document mask, or "
+                "compile.enable = false"
+            )
+        return targets
+
+    def convert(self, model: nn.Module) -> None:
+        self.mask = CausalMask()
+        super().convert(model)
+        model.register_forward_pre_hook(self.mask.prepare, with_kwargs=True)
+        args: Any = getattr(model, "model_args", None)
+        if getattr(args, "attn_type", None) in MASKS:
+            replaced: Any = model
+            replaced.get_attention_masks = MaskOfBatch(
+                MASKS[args.attn_type], self._masks_documents(model), self._microbatches()
+            )
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        cls = REPLACEMENTS[type(module)]
+        if cls is NpuCausalAttention and self.parallel_dims.cp_enabled:
+            cls = NpuContextParallelAttention
+        new: Any = retyped(module, cls)
+        new.mask = self.mask
+        if isinstance(new, NpuContextParallelAttention):
+            new.head_tail = self.job_config.parallelism.context_parallel_load_balancer == "headtail"
+        return new
+
+    def _masks_documents(self, model: nn.Module) -> bool:
+        args = getattr(model, "model_args", None)
+        return getattr(args, "attn_type", None) in MASKS and getattr(args, "attn_mask_type", None) == "block_causal"
+
+    def _microbatches(self) -> int | None:
+        if not self.parallel_dims.pp_enabled:
+            return None
+        return (
+            self.job_config.training.local_batch_size // self.job_config.parallelism.pipeline_parallel_microbatch_size
+        )
