@@ -7,12 +7,15 @@ another difference appears, and if a listed one is gone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from torchtitan_npu.emulator.build import ACL_DTYPES, ANY_DTYPE, dtype_set
+from torchtitan_npu.emulator.build import DTYPES as DTYPES_OF_CANN
 from torchtitan_npu.emulator.limits import bounds, documented_limits, is_documented
 from torchtitan_npu.ops import OPS
 
@@ -31,21 +34,9 @@ DIFFERENCES = {
     ("npu_moe_gating_top_k", "renorm"): OURS_IS_NARROWER,
     ("npu_rotary_mul", "the layout of r1 and r2"): "our operator takes four dimensions, hence not TND",
     ("npu_rotary_mul_backward", "the layout of r1 and r2"): "our operator takes four dimensions, hence not TND",
-    ("npu_lightning_indexer_grad", "the number of heads of query"): "CANN before 9.1 allows 64 only",
     ("npu_all_gather_base_mm", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
     ("npu_mm_reduce_scatter_base", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
-    ("npu_sparse_flash_attention", "sparse_block_size"): NOT_OURS,
-    ("npu_sparse_flash_attention", "attention_mode"): NOT_OURS,
-    ("npu_sparse_flash_attention_grad", "the batch size"): NOT_OURS,
-    ("npu_sparse_flash_attention_grad", "the number of queries"): NOT_OURS,
-    ("npu_sparse_flash_attention_grad", "the number of keys"): NOT_OURS,
-    ("npu_sparse_flash_attention_grad", "sparse_block_size"): NOT_OURS,
-    ("npu_sparse_flash_attention_grad", "sparse_indices.dtype"): NOT_OURS,
-    ("npu_lightning_indexer", "weights.dtype"): NOT_OURS,
-    ("npu_lightning_indexer_grad", "the batch size"): NOT_OURS,
-    ("npu_lightning_indexer_grad", "the number of queries"): NOT_OURS,
     ("npu_lightning_indexer_grad", "the number of keys"): NOT_OURS,
-    ("npu_lightning_indexer_grad", "sparse_indices.dtype"): NOT_OURS,
     ("npu_sparse_lightning_indexer_grad_kl_loss", "weights.dtype"): NOT_OURS,
     ("npu_sparse_lightning_indexer_grad_kl_loss", "the batch size"): NOT_OURS,
     ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of queries"): NOT_OURS,
@@ -56,9 +47,67 @@ DIFFERENCES = {
     ("npu_rotary_mul_backward", "B * N with gradients for r1 and r2"): NOT_OURS,
     ("npu_rotary_mul_backward", "B with r1 of the layout B1SD or BS1D"): NOT_OURS,
     ("npu_swiglu", "input's memory"): NOT_OURS,
-    ("npu_swiglu_backward", "the number of dimensions of input"): NOT_OURS,
     ("npu_swiglu_backward", "grad_output's memory"): NOT_OURS,
 }
+
+
+DTYPE_COLUMNS = {
+    ("npu_fusion_attention", "query.dtype"): ("aclnnFlashAttentionScoreV3", "query"),
+    ("npu_fusion_attention_grad", "query.dtype"): ("aclnnFlashAttentionScoreGrad", "query"),
+    ("npu_grouped_matmul", "x.dtype"): ("aclnnGroupedMatmulV4", "x"),
+    ("npu_grouped_matmul_add_", "x.dtype"): ("aclnnGroupedMatmulAdd", "x"),
+    ("npu_sparse_flash_attention", "query.dtype"): ("aclnnSparseFlashAttention", "query"),
+    ("npu_sparse_flash_attention_grad", "query.dtype"): ("aclnnSparseFlashAttentionGrad", "query"),
+    ("npu_lightning_indexer", "query.dtype"): ("aclnnLightningIndexer", "query"),
+    ("npu_lightning_indexer", "weights.dtype"): ("aclnnLightningIndexer", "weights"),
+    ("npu_lightning_indexer_grad", "query.dtype"): ("aclnnLightningIndexerGrad", "query"),
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "query.dtype"): ("aclnnSparseLightningIndexerGradKLLoss", "query"),
+    ("npu_moe_gating_top_k", "x.dtype"): ("aclnnMoeGatingTopK", "x"),
+    ("npu_moe_gating_top_k_backward", "x_norm.dtype"): ("aclnnMoeGatingTopKBackward", "xNorm"),
+    ("npu_moe_token_permute", "tokens.dtype"): ("aclnnMoeTokenPermute", "tokens"),
+    ("npu_moe_token_permute_grad_v2", "tokens_dtype"): ("aclnnMoeTokenPermuteGrad", "permutedOutputGrad"),
+    ("npu_moe_token_unpermute", "permuted_tokens.dtype"): ("aclnnMoeTokenUnpermute", "permutedTokens"),
+    ("_npu_moe_token_unpermute", "permuted_tokens.dtype"): ("aclnnMoeTokenUnpermute", "permutedTokens"),
+    ("npu_rotary_mul", "input.dtype"): ("aclnnRotaryPositionEmbedding", "x"),
+    ("npu_rotary_mul_backward", "input.dtype"): ("aclnnRotaryPositionEmbeddingGrad", "xOptional"),
+    ("npu_mrope", "query.dtype"): ("aclnnRopeWithSinCosCache", "queryIn"),
+    ("npu_rms_norm", "input.dtype"): ("aclnnRmsNorm", "x"),
+    ("npu_rms_norm_backward", "input.dtype"): ("aclnnRmsNormGrad", "x"),
+    ("npu_add_rms_norm", "x1.dtype"): ("aclnnAddRmsNorm", "x1"),
+    ("npu_swiglu", "input.dtype"): ("aclnnSwiGlu", "x"),
+    ("npu_swiglu_backward", "input.dtype"): ("aclnnSwiGluGrad", "x"),
+}
+"""Our limits of dtypes, and the columns of CANN's documents that ``cann_dtypes.json`` has."""
+
+OTHER_DTYPE_LIMITS = {
+    # Their documents have the dtypes in prose or elsewhere; cann_limits.json has them.
+    *(("npu_all_gather_base_mm", "input.dtype"), ("npu_mm_reduce_scatter_base", "input.dtype")),
+    *(
+        ("npu_sparse_flash_attention_grad", "sparse_indices.dtype"),
+        ("npu_lightning_indexer_grad", "sparse_indices.dtype"),
+    ),
+    ("npu_moe_token_unpermute_grad_v2", "permuted_tokens_dtype"),
+}
+
+NOT_ON_950 = {"npu_lightning_indexer_grad", "npu_moe_gating_top_k_backward", "npu_mrope"}
+"""Operators whose documents have no dtypes for the 950."""
+
+
+@pytest.mark.parametrize(("key", "column"), DTYPE_COLUMNS.items(), ids=lambda item: ": ".join(item))
+def test_dtypes_are_those_of_the_documents(key: tuple[str, str], column: tuple[str, str]) -> None:
+    """A column also has dtypes of quantized calls, which our operators do not have: int8 and 8-bit floats."""
+    (ours,) = (limit.allowed for limit in OPS[key[0]].limits if limit.what == key[1])
+    document = json.loads(DTYPES_OF_CANN.read_text())[column[0]]["dtypes"]
+    for series in ("910B", "910_93", "950"):
+        documented = dtype_set(document, column[1], series, "master")
+        assert (documented == ANY_DTYPE) == (series == "950" and key[0] in NOT_ON_950)
+        found = {name for name in DTYPES if documented >> ACL_DTYPES[name] & 1}
+        assert documented == ANY_DTYPE or found == {str(dtype).removeprefix("torch.") for dtype in ours}, series
+
+
+def test_every_limit_of_a_dtype_has_its_column() -> None:
+    limits = {(name, limit.what) for name, op in OPS.items() for limit in op.limits if limit.what.endswith("dtype")}
+    assert limits == DTYPE_COLUMNS.keys() | OTHER_DTYPE_LIMITS
 
 
 def newest(allowed: dict[str, Any]) -> Any:

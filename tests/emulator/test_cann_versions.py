@@ -58,6 +58,32 @@ for heads, count in ((64, 1), (32, 1), (64, 3072)):
         print(next(line for line in str(error).splitlines() if "CANN" in line or "supports" in line))
 """
 
+DSA_CALL = """
+import torch, torch_npu
+from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.models.deepseek_v32 import get_train_spec
+
+args = get_train_spec().model_args["671B"]
+attention = NpuSparseAttention(args)
+tokens, heads, width, rope = 3, 32, args.kv_lora_rank, args.qk_rope_head_dim  # TP 4
+
+
+def random(*shape, dtype=torch.bfloat16):
+    return torch.randn(1, tokens, *shape).to(dtype).npu()
+
+
+keys = random(1, width)
+try:
+    attention(
+        random(heads, width), random(heads, rope), keys, random(1, rope), keys,
+        random(args.index_n_heads, args.index_head_dim), random(args.index_head_dim),
+        random(args.index_n_heads, dtype=torch.float32), None, 1.0,
+    ).cpu()
+    print("computed")
+except RuntimeError as error:
+    print(next(line for line in str(error).splitlines() if "CANN" in line or "supports" in line))
+"""
+
 
 def test_a_missing_operator_is_torch_npus_error() -> None:
     version, gating, sinks = _run("8.5")
@@ -77,6 +103,13 @@ def test_the_limits_of_a_version() -> None:
     assert "the number of heads of query is 32; CANN 8.5 on 910B supports 64" in heads
     assert "sparse_count is 3072; CANN 8.5 on 910B supports 1..2048" in count
     assert _run("9.1", INDEXER) == ["computed"] * 3
+
+
+def test_npu_dsa_fails_on_cann_8_5() -> None:
+    """DeepSeek-V3.2's weights of the index heads are float32, which CANN 8.5 does not take."""
+    (line,) = _run("8.5", DSA_CALL)
+    assert "npu_lightning_indexer: weights.dtype is float32; CANN 8.5 on 910B supports float16, bfloat16" in line
+    assert _run("9.0", DSA_CALL) == ["computed"]
 
 
 def _run(cann: str, script: str = CALLS) -> list[str]:

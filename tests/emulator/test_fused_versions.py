@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels import attention
-from torchtitan_npu.emulator.kernels.fused import argument_names
-from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS
+from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, argument_names
 from torchtitan_npu.ops import OPS
 
 KINDS = {name: prototype["kinds"] for name, prototype in json.loads(PROTOTYPES.read_text()).items()}

@@ -26,9 +26,15 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+from torchtitan_npu import chips
 
 RUNTIME_FOLDER = Path(__file__).with_name("runtime")
 PROTOTYPES = Path(__file__).with_name("prototypes.json")
+DTYPES = Path(__file__).with_name("cann_dtypes.json")
+"""The dtypes that CANN's documents list for operators, by argument, series of chips and version of CANN."""
+
 RUNTIME = "libascendcl.so"
 """The emulator's library. CANN's other libraries are links to it, so that the loader maps it once."""
 
@@ -69,6 +75,16 @@ FIELDS = {"d": "real", "f": "single", **dict.fromkeys("tTsSIFBzpo", "pointer")}
 """The field of ``union argument`` that holds it; integers otherwise."""
 
 
+ACL_DTYPES = {
+    **{"float32": 0, "float16": 1, "int8": 2, "int32": 3, "uint8": 4, "int16": 6, "uint16": 7, "uint32": 8, "int64": 9},
+    **{"uint64": 10, "float64": 11, "bool": 12, "complex64": 16, "complex128": 17, "bfloat16": 27, "complex32": 33},
+    **{"hifloat8": 34, "float8_e5m2": 35, "float8_e4m3fn": 36, "float8_e8m0fnu": 37},
+}
+"""The numbers of ``aclDataType``; ``runtime/arguments.c`` has the same."""
+
+ANY_DTYPE = 2**64 - 1
+
+
 class BuildError(Exception):
     """The emulator cannot be built here; the message says what to install."""
 
@@ -79,14 +95,14 @@ def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
     ``cann`` is the version of CANN to emulate, ``"9.1"`` or ``"9.1.0"`` (default: ``NPU_EMULATOR_CANN``).
     """
     version = _short_name(cann or os.environ.get("NPU_EMULATOR_CANN") or DEFAULT_CANN_VERSION)
-    wheel = _libraries_of("torch_npu")
+    wheel = libraries_of("torch_npu")
     folder = _cache_folder() / _key(wheel, version)
     if (folder / "complete").exists():
         return folder
     report(f"building the emulator of CANN in {folder} (once, about 20 s)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        _compile(Path(temporary) / "built", version, wheel, _libraries_of("torch"))
+        _compile(Path(temporary) / "built", version, wheel, libraries_of("torch"))
         (Path(temporary) / "built" / "complete").touch()
         try:
             (Path(temporary) / "built").rename(folder)
@@ -112,13 +128,13 @@ def _key(wheel: list[Path], cann: str) -> str:
     compiler = _run("gcc", "--version").splitlines()[0]
     version = importlib.metadata.version("torch_npu")
     content = hashlib.sha256(f"{compiler} {sys.version} {wheel[0].parent} {platform.machine()}".encode())
-    for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, Path(__file__))):
+    for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, DTYPES, Path(chips.__file__), Path(__file__))):
         if path.is_file():
             content.update(path.read_bytes())
     return f"torch_npu-{version}-cann-{cann}-{content.hexdigest()[:16]}"
 
 
-def _libraries_of(package: str) -> list[Path]:
+def libraries_of(package: str) -> list[Path]:
     """Return the shared libraries of an installed package, without importing it: torch would load torch_npu."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -136,7 +152,7 @@ def _compile(folder: Path, cann: str, wheel: list[Path], torch: list[Path]) -> N
     rest = folder / "rest.c"
     # Mangled C++ names are valid C names.
     lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)]
-    rest.write_text("\n".join([f'const char cann_version[] = "{CANN_VERSIONS[cann]}";', *lines]))
+    rest.write_text("\n".join([f'const char cann_version[] = "{CANN_VERSIONS[cann]}";', _chip_table(), *lines]))
     shared = ("gcc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic")  # short names of ours stay ours
     _run(
         *shared,
@@ -180,27 +196,63 @@ def operator_entries(names: Iterable[str], cann: str) -> str:
     ``aclnnXGetWorkspaceSize`` keeps the arguments, ``aclnnX`` launches.
     """
     prototypes = json.loads(PROTOTYPES.read_text())
+    documents = json.loads(DTYPES.read_text())
     versions = list(CANN_VERSIONS)
     lines = ['#include "runtime.h"']
     for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
         since = prototypes[name].get("since", versions[0])
         if versions.index(since) <= versions.index(cann):
-            lines += _entry(name, **{key: prototypes[name][key] for key in ("kinds", "arguments", "outputs")})
+            prototype = {key: prototypes[name][key] for key in ("kinds", "arguments", "outputs")}
+            lines += _entry(name, **prototype, document=documents.get(name), cann=cann)
     return "\n".join(lines)
 
 
-def _entry(name: str, kinds: str, arguments: list[str], outputs: list[str]) -> list[str]:
+def _entry(
+    name: str, kinds: str, arguments: list[str], outputs: list[str], document: dict[str, Any] | None, cann: str
+) -> list[str]:
     mask = sum(1 << i for i, argument in enumerate(arguments) if argument in outputs)
     parameters = "".join(f"{C_TYPES[kind]} a{i}, " for i, kind in enumerate(kinds))
     values = ", ".join(f"{{.{FIELDS.get(kind, 'integer')} = a{i}}}" for i, kind in enumerate(kinds)) or "{0}"
+    dtypes, source = "0", ""
+    lines = []
+    if document is not None:
+        dtypes, source = f"{name}_dtypes", document["source"]
+        sets = [dtype_set(document["dtypes"], name, each, cann) for each in chips.SERIES for name in arguments]
+        lines.append(f"static const uint64_t {dtypes}[] = {{{', '.join(f'{each:#x}' for each in sets)}}};")
+    names = ",".join(arguments)
     return [
-        f'static const operator {name}_operator = {{"{name}", "{kinds}", "{",".join(arguments)}", {mask:#x}}};',
+        *lines,
+        f'static const operator {name}_operator = {{"{name}", "{kinds}", "{names}", {mask:#x}, {dtypes}, "{source}"}};',
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
         f" argument all[] = {{{values}}};"
         f" return operator_prepare(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
         f"int {name}(void *workspace, uint64_t size, void *executor, void *on)"
         " { return operator_launch(executor, on); }",
     ]
+
+
+def dtype_set(document: dict[str, Any], argument: str, series: str, cann: str) -> int:
+    """Return the dtypes that an argument may have, bit i for number i of ``aclDataType``."""
+    for arguments, by_series in document.items():
+        if argument in arguments.split():
+            for several, history in by_series.items():
+                if series in several.split():
+                    dtypes = in_version(cann, history)
+                    return ANY_DTYPE if dtypes is None else sum(1 << ACL_DTYPES[name] for name in dtypes.split())
+    return ANY_DTYPE
+
+
+def in_version(cann: str, history: dict[str, Any]) -> Any:
+    """Return the entry of a version in ``{first version: entry}``; ``None`` if there is none."""
+    versions = list(CANN_VERSIONS)
+    until = versions[: versions.index(cann) + 1]
+    return next((history[each] for each in reversed(until) if each in history), None)
+
+
+def _chip_table() -> str:
+    series = list(chips.SERIES)
+    rows = [f'{{"{name}", {series.index(chip.series)}}}' for name, chip in chips.CHIPS.items()]
+    return f"const struct {{ const char *name; int series; }} chips[] = {{{', '.join(rows)}, {{0, 0}}}};"
 
 
 def missing_libraries(wheel: list[Path], torch: list[Path]) -> set[str]:

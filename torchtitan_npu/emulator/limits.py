@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu.chips import find_chip
-from torchtitan_npu.emulator.build import CANN_VERSIONS, RUNTIME
+from torchtitan_npu.emulator.build import CANN_VERSIONS, RUNTIME, in_version
 
 if TYPE_CHECKING:
     from torchtitan_npu.ops import Op
@@ -38,7 +38,7 @@ def version_limit_errors(op: Op, arguments: dict[str, Any]) -> Iterator[str]:
 def _limits_of(op: str) -> list[tuple[str, list[Any]]]:
     version, chip = emulated_version_and_chip()
     rows = [row for row in documented_limits() if row["op"] == op and chip in row["chips"]]
-    limits = [(row["what"], allowed_in(version, row["allowed"])) for row in rows]
+    limits = [(row["what"], in_version(version, row["allowed"])) for row in rows]
     return [(what, allowed) for what, allowed in limits if isinstance(allowed, list)]
 
 
@@ -55,13 +55,6 @@ def emulated_version_and_chip() -> tuple[str, str]:
     library.aclrtGetSocName.restype = ctypes.c_char_p
     series = find_chip(library.aclrtGetSocName().decode()).series
     return next(short for short, number in CANN_VERSIONS.items() if number == version), series
-
-
-def allowed_in(version: str, allowed: dict[str, Any]) -> Any:
-    """Return the values that a version allows; ``None`` if its documents do not say."""
-    versions = list(CANN_VERSIONS)
-    until = versions[: versions.index(version) + 1]
-    return next((allowed[each] for each in reversed(until) if each in allowed), None)
 
 
 def limited_value(op: Op, what: str, arguments: dict[str, Any]) -> tuple[bool, Any]:

@@ -1,4 +1,4 @@
-"""The Python side of the emulator. The runtime imports this package when the first operator is called.
+"""The Python side of the emulator. The runtime imports this package and calls ``install`` before the first operator.
 
 Every module of this package registers the kernels that it defines.
 """
@@ -6,9 +6,7 @@ Every module of this package registers the kernels that it defines.
 import pkgutil
 from importlib import import_module
 
-from torchtitan_npu.emulator.kernels.dispatch import install
+from torchtitan_npu.emulator.kernels.dispatch import install as install
 
 for _module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
     import_module(_module.name)
-
-install()

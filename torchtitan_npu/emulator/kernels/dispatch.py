@@ -5,12 +5,22 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import re
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, Refused, describe
+from torchtitan_npu.emulator.kernels.registry import (
+    CHECKS,
+    FAMILIES,
+    KERNELS,
+    Refused,
+    argument_names,
+    describe_call,
+    prototype,
+)
 from torchtitan_npu.torch_internals.dispatch import without_function_modes
 from torchtitan_npu.torch_internals.tensors import tensor_of_capsule
 
@@ -36,24 +46,39 @@ def check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
         with without_function_modes():
             return CHECKS[name](*arguments) or 0
     except Refused as error:
-        return PARAMETER_ERROR, f"{_call(name, arguments)}: {error}"
+        return PARAMETER_ERROR, f"{describe_call(name, arguments)}: {error}"
 
 
 def failure(name: str, arguments: tuple[Any, ...] | None, error: BaseException) -> str:
     """Return the message of an exception in a kernel or a check, which the runtime returns as the device's error."""
-    call = name if arguments is None else _call(name, arguments)
+    call = name if arguments is None else describe_call(name, arguments)
     return f"{call} failed in the emulator:\n{''.join(traceback.format_exception(error))}"
 
 
-def _call(name: str, arguments: tuple[Any, ...]) -> str:
-    return f"{name}({', '.join(map(describe, arguments))})"
-
-
 def _missing(name: str, arguments: tuple[Any, ...]) -> str:
+    outputs = [
+        python_name
+        for python_name, argument in zip(argument_names(name), prototype(name)["arguments"], strict=True)
+        if argument in prototype(name)["outputs"]
+    ]
     return (
-        f"the emulator has no kernel for {_call(name, arguments)}; add one in torchtitan_npu/emulator/kernels:\n"
-        f'@kernel("{name}")\ndef compute(...): ...'
+        f"the emulator has no kernel for {describe_call(name, arguments)}. "
+        f"Add to torchtitan_npu/emulator/kernels/{_family_of(prototype(name)['source'])}.py:\n\n"
+        f'@kernel("{name}")\n'
+        f"def {_function_name(name)}({', '.join(argument_names(name))}):\n"
+        f"    ...  # write {', '.join(outputs)} in place\n"
     )
+
+
+def _family_of(source: str) -> str:
+    """Return the module with most operators that CANN declares in the folder of ``source``."""
+    folder = source.split("/")[:3]  # owner, repository, folder
+    near = (FAMILIES[name] for name in KERNELS if prototype(name)["source"].split("/")[:3] == folder)
+    return Counter(near).most_common(1)[0][0]
+
+
+def _function_name(operator: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operator.removeprefix("aclnn")).lower()
 
 
 def install() -> None:

@@ -16,18 +16,14 @@ the emulated version of CANN, is refused with CANN's code for invalid parameters
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.emulator.kernels.families import write
-from torchtitan_npu.emulator.kernels.registry import Refused, check, kernel
+from torchtitan_npu.emulator.kernels.registry import Refused, argument_names, check, kernel
 from torchtitan_npu.emulator.limits import version_limit_errors
 
 if TYPE_CHECKING:
@@ -85,18 +81,6 @@ def kernel_by_name(*names: str) -> Callable[[Callable[..., None]], Callable[...,
 def by_name(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of a call of the ``aclnn`` operator ``name`` by name."""
     return dict(zip(argument_names(name), values, strict=True))
-
-
-@cache
-def argument_names(name: str) -> list[str]:
-    """Return the names of an operator's arguments as Python writes them: ``attenMaskOptional`` is ``atten_mask``."""
-    names = (argument.removesuffix("Optional") for argument in _prototypes()[name]["arguments"])
-    return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", argument).lower() for argument in names]
-
-
-@cache
-def _prototypes() -> dict[str, Any]:
-    return json.loads(PROTOTYPES.read_text())
 
 
 def _op(name: str) -> Op:

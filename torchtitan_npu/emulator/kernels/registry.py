@@ -12,13 +12,22 @@ A kernel returns None, or the sizes of outputs whose size depends on the data, `
 
 from __future__ import annotations
 
+import inspect
+import json
+import keyword
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+from torchtitan_npu.emulator.build import PROTOTYPES
 
 Kernel = Callable[..., "dict[int, tuple[int, ...]] | None"]
 Check = Callable[..., "int | None"]
 
 KERNELS: dict[str, Kernel] = {}
+FAMILIES: dict[str, str] = {}
+"""The module of this package that registered an operator: ``"pointwise"``."""
 CHECKS: dict[str, Check] = {}
 
 
@@ -34,9 +43,18 @@ def kernel(*names: str) -> Callable[[Kernel], Kernel]:
             if name in KERNELS:
                 raise ValueError(f"{name} has two kernels")
             KERNELS[name] = function
+            FAMILIES[name] = _module_in_import()
         return function
 
     return register
+
+
+def _module_in_import() -> str:
+    """Return the last part of the name of the module whose body is executing."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return frame.f_globals["__name__"].rpartition(".")[2] if frame is not None else ""
 
 
 def check(*names: str) -> Callable[[Check], Check]:
@@ -56,3 +74,27 @@ def describe(value: Any) -> str:
     if hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value)
+
+
+def describe_call(name: str, arguments: tuple[Any, ...]) -> str:
+    """Return a call with the prototype's names: ``aclnnAdd(self=float32[2], other=…)``."""
+    names = prototype(name)["arguments"]
+    return f"{name}({', '.join(f'{key}={describe(value)}' for key, value in zip(names, arguments, strict=True))})"
+
+
+@cache
+def argument_names(name: str) -> list[str]:
+    """Return the names of an operator's arguments as Python writes them: ``attenMaskOptional`` is ``atten_mask``."""
+    names = (argument.removesuffix("Optional") for argument in prototype(name)["arguments"])
+    words = (re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower() for name in names)
+    return [f"{word}_" if keyword.iskeyword(word) else word for word in words]
+
+
+def prototype(name: str) -> dict[str, Any]:
+    """Return the entry of an operator in ``prototypes.json``."""
+    return _prototypes()[name]
+
+
+@cache
+def _prototypes() -> dict[str, Any]:
+    return json.loads(PROTOTYPES.read_text())

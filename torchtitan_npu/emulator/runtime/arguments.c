@@ -30,10 +30,10 @@ static void *take(char kind) {
     return slot;
 }
 
-bool is_object(const void *pointer, char kind) {
+char object_kind(const void *pointer) {
     size_t distance = (const char *)pointer - region;
-    return region && distance < (size_t)SLOT * SLOTS && distance % SLOT == 0 && ((const object *)pointer)->magic == MAGIC &&
-           ((const object *)pointer)->kind == kind;
+    bool is_slot = region && distance < (size_t)SLOT * SLOTS && distance % SLOT == 0;
+    return is_slot && ((const object *)pointer)->magic == MAGIC ? ((const object *)pointer)->kind : 0;
 }
 
 void retain(void *pointer) { __atomic_add_fetch(&((object *)pointer)->references, 1, __ATOMIC_RELAXED); }

@@ -19,7 +19,7 @@ static void import_python_side(void) {
     void (*release_state)(int) = dlsym(RTLD_DEFAULT, "PyGILState_Release");
     if (!ensure || !run || !release_state) return;
     int state = ensure();
-    run("import torchtitan_npu.emulator.kernels");
+    run("import torchtitan_npu.emulator.kernels; torchtitan_npu.emulator.kernels.install()");
     release_state(state);
 }
 
@@ -73,14 +73,98 @@ static bool is_null(const call *of) {
 
 static int run_call(task *one) { return null_kernels && is_null((call *)one) ? ACL_SUCCESS : python.run((call *)one); }
 
-int operator_prepare(const operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor) {
-    if (!is_ready(which->name)) return ACLNN_ERR_INNER;
+/* The length of the name of argument i, and where it begins. */
+static int argument_name(const operator *of, int i, const char **name) {
+    const char *at = of->arguments;
+    while (i--) at = strchr(at, ',') + 1;
+    *name = at;
+    return (int)strcspn(at, ",");
+}
+
+static const char *handle_type(char kind) {
+    switch (kind) {
+    case 't': return "aclTensor";
+    case 'T': return "aclTensorList";
+    case 's': return "aclScalar";
+    case 'S': return "aclScalarList";
+    case 'I': return "aclIntArray";
+    case 'F': return "aclFloatArray";
+    case 'B': return "aclBoolArray";
+    }
+    return "no object of ACL, or one that was destroyed";
+}
+
+static bool has_prototypes_types(const operator *which, const argument *arguments, int count) {
     for (int i = 0; i < count; i++) {
         char kind = which->kinds[i];
-        if (!strchr(HANDLES, kind) || !arguments[i].pointer || is_object(arguments[i].pointer, kind)) continue;
-        set_message("%s: argument %d is not of the kind '%c' that its prototype has (%s)", which->name, i, kind, which->kinds);
-        return ACLNN_ERR_PARAM_INVALID;
+        if (!strchr(HANDLES, kind) || !arguments[i].pointer || object_kind(arguments[i].pointer) == kind) continue;
+        const char *name;
+        int length = argument_name(which, i, &name);
+        set_message("%s: argument %d, %.*s, is %s; its prototype has %s", which->name, i + 1, length, name,
+                    handle_type(object_kind(arguments[i].pointer)), handle_type(kind));
+        return false;
     }
+    return true;
+}
+
+/* Documented dtypes: build.py generates the chips, and for each operator a set of dtypes by series and argument. */
+extern const struct {
+    const char *name;
+    int series;
+} chips[];
+extern const char cann_version[];
+
+static int series(void) {
+    static int found = -1;
+    if (found < 0) {
+        const char *name = aclrtGetSocName();
+        int i = 0;
+        while (chips[i].name && strcmp(chips[i].name, name)) i++;
+        if (chips[i].name) found = chips[i].series;
+        else set_message("NPU_EMULATOR_CHIP: %s is no chip of torch_npu; see torchtitan_npu/chips.py", name);
+    }
+    return found;
+}
+
+static bool is_empty(const tensor *one) {
+    for (int i = 0; i < one->rank; i++)
+        if (!one->shape[i]) return true;
+    return false;
+}
+
+static bool has_dtype(const operator *which, int i, uint64_t allowed, const tensor *one) {
+    if (!one || one->dtype < 0 || one->dtype >= 64 || allowed >> one->dtype & 1) return true;
+    if (is_empty(one)) return true; /* an argument that is left out */
+    char names[512] = "";
+    for (int dtype = 0; dtype < 64; dtype++)
+        if (allowed >> dtype & 1 && dtype_size(dtype)) {
+            if (*names) strncat(names, ", ", sizeof names - strlen(names) - 1);
+            strncat(names, dtype_name(dtype), sizeof names - strlen(names) - 1);
+        }
+    const char *name;
+    int length = argument_name(which, i, &name);
+    set_message("%s: %.*s is %s; CANN %s on %s takes %s (%s)", which->name, length, name, dtype_name(one->dtype), cann_version,
+                aclrtGetSocName(), names, which->document);
+    return false;
+}
+
+static bool has_documented_dtypes(const operator *which, const argument *arguments, int count) {
+    if (series() < 0) return false;
+    if (!which->dtypes) return true;
+    const uint64_t *allowed = which->dtypes + series() * count;
+    for (int i = 0; i < count; i++) {
+        if (which->kinds[i] == 't' && !has_dtype(which, i, allowed[i], arguments[i].pointer)) return false;
+        if (which->kinds[i] != 'T' || !arguments[i].pointer) continue;
+        const list *of = arguments[i].pointer;
+        for (uint64_t k = 0; k < of->length; k++)
+            if (!has_dtype(which, i, allowed[i], (const tensor *)of->items[k])) return false;
+    }
+    return true;
+}
+
+int operator_prepare(const operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor) {
+    if (!is_ready(which->name)) return ACLNN_ERR_INNER;
+    if (!has_prototypes_types(which, arguments, count) || !has_documented_dtypes(which, arguments, count)) return ACLNN_ERR_PARAM_INVALID;
     call *made = calloc(1, sizeof *made + count * sizeof *arguments);
     made->head = (task){.step = run_call, .release = release_call, .name = which->name, .category = OPERATOR};
     made->which = which;

@@ -18,6 +18,8 @@ enum {
     ACLNN_ERR_INNER = 561000,
 };
 
+const char *aclrtGetSocName(void); /* the chip (device.c) */
+
 /* Settings, read from the environment once (settings.c). */
 const char *setting(const char *name, const char *otherwise);
 long long setting_number(const char *name, long long otherwise);
@@ -91,7 +93,7 @@ enum { ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_INT32 = 3, ACL_INT64 = 9, ACL_DOUBLE 
 size_t dtype_size(int dtype); /* 0: unknown */
 const char *dtype_name(int dtype);
 bool is_floating(int dtype);
-bool is_object(const void *pointer, char kind); /* whether the pointer is a live object of this kind */
+char object_kind(const void *pointer); /* 0: the pointer is no live object */
 void retain(void *pointer);
 void release(void *pointer);
 
@@ -107,6 +109,8 @@ typedef struct {
     const char *kinds;     /* one letter an argument, see C_TYPES in build.py */
     const char *arguments; /* their names, "self,other,alpha,out" */
     uint64_t outputs;      /* bit i: argument i is written */
+    const uint64_t *dtypes; /* by series and argument; bit i: CANN takes dtype i. NULL: the documents do not say */
+    const char *document;
 } operator;
 typedef struct {
     task head;

@@ -22,6 +22,7 @@ from torchtitan_npu.ops.lightning_indexer import reference
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
     AnyOf,
+    batch_size,
     check_absent,
     check_indices,
     check_layouts,
@@ -31,6 +32,7 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     check_tokens,
     check_weights,
     memory_format,
+    sequence_length,
 )
 from torchtitan_npu.ops.sparse_flash_attention.op import SAMPLE_KEYS, SAMPLE_QUERIES, sample_selection
 
@@ -171,6 +173,7 @@ declare(
             *SIZES,
             Limit("the number of heads of query", lambda query, **_: query.shape[-2], range(1, 65)),
             SELECTED,
+            Limit("weights.dtype", lambda weights, **_: weights.dtype, (*HALVES, torch.float32)),
             Limit("query's memory", lambda query, **_: memory_format(query), ("contiguous",)),
             Limit("key's memory", lambda key, **_: memory_format(key), ("contiguous",)),
             Limit("weights' memory", lambda weights, **_: memory_format(weights), ("contiguous",)),
@@ -248,8 +251,19 @@ declare(
         sharding=grad_sharding,
         limits=(
             *SIZES,
-            Limit("the number of heads of query", lambda query, **_: query.shape[-2], (64,)),
+            Limit("the number of heads of query", lambda query, **_: query.shape[-2], range(1, 65)),
             Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], (2048,)),
+            Limit("sparse_indices.dtype", lambda sparse_indices, **_: sparse_indices.dtype, (torch.int32,)),
+            Limit(
+                "the batch size",
+                lambda query, actual_seq_lengths_query=None, **_: batch_size(query, actual_seq_lengths_query),
+                range(1, 1025),
+            ),
+            Limit(
+                "the number of queries",
+                lambda query, actual_seq_lengths_query=None, **_: sequence_length(query, actual_seq_lengths_query),
+                range(1, 131073),
+            ),
         ),
         sample=grad_sample,
         flops=grad_flops,

@@ -45,6 +45,16 @@ def statistics_shape(query: Tensor, key: Tensor) -> list[int]:
     return [*tokens[:-1], key_heads, tokens[-1], heads // key_heads]
 
 
+def batch_size(query: Tensor, lengths: Tensor | None) -> int:
+    """Return the batch size of queries (B, S, N, D), or the number of documents of queries (T, N, D)."""
+    return query.shape[0] if query.dim() == 4 else 1 if lengths is None else lengths.shape[0]
+
+
+def sequence_length(tensor: Tensor, lengths: Tensor | None) -> int:
+    """Return S of (B, S, N, D). For packed documents (T, N, D) return their average, which the longest one exceeds."""
+    return tensor.shape[1] if tensor.dim() == 4 else -(-tensor.shape[0] // batch_size(tensor, lengths))
+
+
 def memory_format(tensor: Tensor | None) -> str:
     """Return a description of the strides, for a limit."""
     return "contiguous" if tensor is None or tensor.is_contiguous() else "not contiguous"

@@ -20,6 +20,7 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
     ROPE_SIZES,
     TOP_K_OF_GRADIENTS,
+    batch_size,
     check_absent,
     check_indices,
     check_layouts,
@@ -31,6 +32,7 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     check_tokens,
     memory_format,
     rope_size,
+    sequence_length,
     statistics_dtype,
     statistics_shape,
 )
@@ -227,10 +229,10 @@ def _flop_sizes(
     )
 
 
-HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128)
 SIZES = (
     Limit("query.dtype", lambda query, **_: query.dtype, HALVES),
-    Limit("the number of heads of query", lambda query, **_: query.shape[-2], HEADS),
+    Limit("the number of heads of query", lambda query, **_: query.shape[-2], POWERS_OF_TWO),
     Limit("the number of heads of key", lambda key, **_: key.shape[-2], (1,)),
     Limit("the head size of query", lambda query, **_: query.shape[-1], (512,)),
     Limit("the head size of query_rope", lambda query_rope, **_: rope_size(query_rope), ROPE_SIZES),
@@ -253,6 +255,8 @@ FORWARD = declare(
         autograd=Autograd(save, backward),
         limits=(
             *SIZES,
+            Limit("sparse_block_size", lambda sparse_block_size=1, **_: sparse_block_size, POWERS_OF_TWO),
+            Limit("attention_mode", lambda attention_mode=MLA_ABSORBED, **_: attention_mode, (MLA_ABSORBED,)),
             Limit("query's memory", lambda query, **_: memory_format(query), ("contiguous",)),
             Limit("key's memory", lambda key, **_: memory_format(key), ("contiguous",)),
             Limit("value's memory", lambda value, **_: memory_format(value), ("contiguous",)),
@@ -342,6 +346,23 @@ declare(
         limits=(
             *SIZES,
             Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], TOP_K_OF_GRADIENTS),
+            Limit("sparse_indices.dtype", lambda sparse_indices, **_: sparse_indices.dtype, (torch.int32,)),
+            Limit("sparse_block_size", lambda sparse_block_size=1, **_: sparse_block_size, (1, 8, 16, 32, 64)),
+            Limit(
+                "the batch size",
+                lambda query, actual_seq_qlen=None, **_: batch_size(query, actual_seq_qlen),
+                range(1, 257),
+            ),
+            Limit(
+                "the number of queries",
+                lambda query, actual_seq_qlen=None, **_: sequence_length(query, actual_seq_qlen),
+                range(1, 131073),
+            ),
+            Limit(
+                "the number of keys",
+                lambda key, actual_seq_kvlen=None, **_: sequence_length(key, actual_seq_kvlen),
+                range(1, 131073),
+            ),
         ),
         sample=grad_sample,
         flops=grad_flops,

@@ -56,7 +56,10 @@ def backward(npu: Any, ctx: Any, grad_output: Tensor) -> dict[str, Tensor]:
     return {"input": npu.npu_swiglu_backward(grad_output, *ctx.saved_tensors, ctx.dim)}
 
 
-LIMITS = (Limit("input.dtype", lambda input, **_: input.dtype, NPU_FLOATS),)
+LIMITS = (
+    Limit("input.dtype", lambda input, **_: input.dtype, NPU_FLOATS),
+    Limit("the number of dimensions of input", lambda input, **_: input.dim(), range(1, MAX_DIMS + 1)),
+)
 
 declare(
     Op(

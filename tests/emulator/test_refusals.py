@@ -1,0 +1,123 @@
+"""What GetWorkspaceSize refuses: an operator without a kernel, an object of another type, a dtype of no document."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_npu.emulator.build import ACL_DTYPES, OPERATORS, RUNTIME, dtype_set, in_version
+from torchtitan_npu.emulator.kernels.registry import KERNELS
+
+PARAMETER_ERROR = 161002
+
+
+def test_a_missing_kernel_names_the_lines_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 3).npu()
+    monkeypatch.delitem(KERNELS, "aclnnClamp")
+    with pytest.raises(RuntimeError) as error:
+        x.clamp(0, 1).cpu()
+    text = str(error.value)
+    assert "no kernel for aclnnClamp(self=float32[2, 3], clipValueMin=0, clipValueMax=1, out=float32[2, 3])" in text
+    assert "Add to torchtitan_npu/emulator/kernels/copies.py:" in text
+    assert (
+        '@kernel("aclnnClamp")\ndef clamp(self, clip_value_min, clip_value_max, out):\n    ...  # write out in place'
+    ) in text
+
+
+def test_an_object_of_another_type_is_named() -> None:
+    torch.ones(1).npu()  # the libraries are loaded
+    runtime, operators = ctypes.CDLL(RUNTIME), ctypes.CDLL(OPERATORS)
+    runtime.aclCreateScalar.restype = runtime.aclGetRecentErrMsg.restype = ctypes.c_void_p
+    value, workspace, executor = ctypes.c_float(1), ctypes.c_uint64(), ctypes.c_void_p()
+    scalar = ctypes.c_void_p(runtime.aclCreateScalar(ctypes.byref(value), ACL_DTYPES["float32"]))
+
+    def refused(*arguments: ctypes.c_void_p | None) -> str:
+        code = operators.aclnnAddGetWorkspaceSize(*arguments, ctypes.byref(workspace), ctypes.byref(executor))
+        assert code == PARAMETER_ERROR
+        return ctypes.string_at(runtime.aclGetRecentErrMsg()).decode()
+
+    assert refused(None, scalar, scalar, None) == (
+        "aclnnAdd: argument 2, other, is aclScalar; its prototype has aclTensor"
+    )
+    runtime.aclDestroyScalar(scalar)
+    assert refused(None, None, scalar, None) == (
+        "aclnnAdd: argument 3, alpha, is no object of ACL, or one that was destroyed; its prototype has aclScalar"
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "matmul of float64": (
+        lambda: torch.ones(2, 2, dtype=torch.float64).npu() @ torch.ones(2, 2, dtype=torch.float64).npu(),
+        r"aclnnMatmul: self is float64; CANN \S+ on Ascend910B3 takes float32, float16, bfloat16 \(hicann/ops-nn/",
+    ),
+    "nll_loss of float64": (
+        lambda: torch.nn.functional.nll_loss(torch.ones(2, 2, dtype=torch.float64).npu(), torch.tensor([0, 1]).npu()),
+        r"aclnnNLLLoss: self is float64",
+    ),
+    "layer_norm of float64": (
+        lambda: torch.nn.functional.layer_norm(torch.ones(2, 2, dtype=torch.float64).npu(), (2,)),
+        r"aclnnLayerNorm\w*: input is float64",
+    ),
+    "cumsum of bool": (
+        lambda: torch.ones(2, dtype=torch.bool).npu().cumsum(0, dtype=torch.bool),
+        r"aclnnCumsum\w*: self is bool",
+    ),
+    "sort of float64": (
+        lambda: torch.ones(2, dtype=torch.float64).npu().sort().values,
+        r"aclnnSort: self is float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_dtype_of_no_document_is_refused(case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises(RuntimeError, match=rf"error code is {PARAMETER_ERROR}[\s\S]*{message}"):
+        call()
+
+
+BFLOAT16 = """
+import torch, torch_npu
+x = torch.ones(2, dtype=torch.bfloat16).npu()
+print("start")
+try:
+    print(x + x)
+except RuntimeError as error:
+    print(next(line for line in str(error).splitlines() if "chip" in line or "CANN" in line))
+"""
+
+
+@pytest.mark.parametrize(
+    ("chip", "message"),
+    [
+        ("Ascend910A", "aclnnAdd: self is bfloat16; CANN 9.2.0 on Ascend910A takes float32, float16, "),
+        ("Ascend910_9362", "tensor([2., 2.], device='npu:0', dtype=torch.bfloat16)"),
+    ],
+)
+def test_the_dtypes_of_a_chip(chip: str, message: str) -> None:
+    environment = {**os.environ, "NPU_EMULATOR_CHIP": chip}
+    ran = subprocess.run([sys.executable, "-c", BFLOAT16], env=environment, capture_output=True, text=True, check=True)
+    assert message in ran.stdout.partition("start\n")[2], ran.stdout
+
+
+def test_the_runtime_numbers_dtypes_as_the_build() -> None:
+    runtime = ctypes.CDLL(str(Path(os.environ["ASCEND_HOME_PATH"], "lib64", RUNTIME)))
+    runtime.dtype_name.restype = ctypes.c_char_p
+    assert {name: number for number in range(64) if (name := runtime.dtype_name(number).decode()) != "unknown"} == (
+        ACL_DTYPES
+    )
+
+
+def test_the_dtypes_of_a_version() -> None:
+    document = {"self out": {"910B 910_93": {"9.0": "float32 float16", "master": None}}}
+    assert dtype_set(document, "out", "910_93", "9.1") == 0b11
+    unknown = [("self", "910B", "8.5"), ("self", "910B", "master"), ("self", "950", "9.1"), ("other", "910B", "9.1")]
+    assert {dtype_set(document, *which) for which in unknown} == {2**64 - 1}
+    assert in_version("9.1", {"8.5": 1, "9.0": 2}) == 2 and in_version("8.5", {"9.0": 2}) is None

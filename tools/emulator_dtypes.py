@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+# ruff: noqa: RUF001 (the documents are Chinese, with the punctuation of that language)
+"""Write the dtypes that CANN's operators take, read from the documents in git repositories of its public sources.
+
+    tools/emulator_dtypes.py hicann/ops-math=PATH hicann/ops-nn=PATH cannmirror/ops-transformer=PATH \\
+        > torchtitan_npu/emulator/cann_dtypes.json
+
+It has the inputs of operators for which the emulator has a kernel. A document has a table with a column of dtypes, and
+notes on products that differ. An argument is left out if its cell refers to another argument, and a note is left out if
+it depends on more than a dtype. Dtypes that the emulator does not have, such as int4, are left out as well. Documents
+of 8.5 that have lists instead of tables are not read. What is left out is unknown, hence not refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+from emulator_prototypes import VERSIONS, files, has_branch
+
+from torchtitan_npu.emulator.build import PROTOTYPES
+from torchtitan_npu.emulator.kernels.registry import KERNELS
+
+SERIES = {
+    "950": ("Ascend 950", "950PR", "950DT"),
+    "910_93": ("Atlas A3",),
+    "910B": ("Atlas A2", "Atlas 800I A2"),
+    "310B": ("Atlas 200I-500 A2",),
+    "310P": ("Atlas 推理系列", "Atlas inference series"),
+    "910": ("Atlas 训练系列", "Atlas training series"),
+}
+"""How the documents' names of a series of chips begin (``torchtitan_npu.chips.SERIES``)."""
+
+DTYPES = {
+    "FLOAT": "float32",
+    "FLOAT32": "float32",
+    "FLOAT16": "float16",
+    "BFLOAT16": "bfloat16",
+    "BF16": "bfloat16",
+    "DOUBLE": "float64",
+    "FLOAT64": "float64",
+    "COMPLEX32": "complex32",
+    "COMPLEX64": "complex64",
+    "COMPLEX128": "complex128",
+    "BOOL": "bool",
+    **{name: name.lower() for name in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")},
+    **{name: name.lower() for name in ("HIFLOAT8", "FLOAT8_E5M2", "FLOAT8_E4M3FN")},
+    "FLOAT8_E8M0": "float8_e8m0fnu",
+}
+NOT_EMULATED = {
+    "INT4",
+    "UINT1",
+    "FLOAT4_E2M1",
+    "FLOAT4_E1M2",
+    "STRING",
+    "QINT8",
+    "QUINT8",
+    "QINT16",
+    "QUINT16",
+    "QINT32",
+}
+
+CONTRADICTED = {
+    ("aclnnLightningIndexerGrad", "sparseIndices"): "INT64 in documents before 9.1, int32 in the operator's definition",
+    ("aclnnSparseFlashAttentionGrad", "sparseIndices"): "INT64 in documents before 9.1, int32 in its definition",
+}
+"""Arguments whose documents are wrong, and how one knows."""
+
+SECTION = re.compile(r"^#+ *`?(aclnn\w+)GetWorkspaceSize`?\s*$(.*?)(?=^#+ |\Z)", re.MULTILINE | re.DOTALL)
+TERM = re.compile(r"<term>\s*(.*?)\s*</term>")
+SUPPORT = re.compile(r"<term>([^<|]*)</term>\s*(?:\||[:：])\s*(√|×|支持|不支持|Yes|No)", re.IGNORECASE)
+RETURNS = re.compile(r"返回值|\*\*Return")
+VERBS = {"仅支持": "only", "额外支持": "also", "不支持": "not", "支持": "only", "cannot be": "not", "can be": "only"}
+VERB = re.compile("|".join(VERBS))
+SUBJECT = re.compile(r"参数|输入|输出|数据类型|The data type|的|均|`|\band\b|[、，,和与]")
+"""What a sentence may have before its verb, besides names of arguments."""
+
+
+class Table(HTMLParser):
+    """The rows of the first table, cells with their text; a cell over several rows is in each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.pending: dict[int, tuple[int, str]] = {}
+        self.cell: list[str] | None = None
+        self.span = 1
+        self.ended = False
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if self.ended:
+            return
+        if tag == "tr":
+            self.rows.append([])
+            self.fill()
+        elif tag in ("td", "th") and self.rows:
+            self.cell = []
+            self.span = int(dict(attributes).get("rowspan") or 1)
+        elif self.cell is not None:
+            self.cell.append(f"<{tag}>")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th") and self.cell is not None:
+            text = " ".join("".join(self.cell).split())
+            if self.span > 1:
+                self.pending[len(self.rows[-1])] = (self.span - 1, text)
+            self.rows[-1].append(text)
+            self.cell = None
+            self.fill()
+        self.ended |= tag == "table"
+
+    def handle_data(self, data: str) -> None:
+        if self.cell is not None:
+            self.cell.append(data)
+
+    def fill(self) -> None:
+        """Add cells of earlier rows that reach into this one."""
+        row = self.rows[-1]
+        while len(row) in self.pending and self.pending[len(row)][0]:
+            left, text = self.pending[len(row)]
+            self.pending[len(row)] = (left - 1, text)
+            row.append(text)
+
+
+Allowed = dict[str, dict[str, frozenset[str]]]
+"""Dtypes by series and argument."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("repositories", nargs="+", metavar="OWNER/NAME=PATH")
+    prototypes = json.loads(PROTOTYPES.read_text())
+    found: dict[str, dict[str, Allowed]] = defaultdict(dict)
+    sources: dict[str, str] = {}
+    for argument in parser.parse_args().repositories:
+        repository, _, path = argument.partition("=")
+        for version, branch in VERSIONS.items():
+            if not has_branch(path, branch):
+                continue
+            for file, text in files(path, branch, "GetWorkspaceSize", "*aclnn*.md"):
+                for operator, allowed in documented(text, f"{repository} {branch} {file}"):
+                    if operator in KERNELS and allowed:
+                        inputs = input_tensors(operator, prototypes[operator])
+                        chosen = {s: {a: d for a, d in one.items() if a in inputs} for s, one in allowed.items()}
+                        found[operator].setdefault(version, chosen)
+                        sources[operator] = f"{repository}/{file}"
+    lines = [
+        f"{json.dumps(name)}: {json.dumps({'source': sources[name], 'dtypes': table}, ensure_ascii=False)}"
+        for name in sorted(found)
+        if (table := merged(found[name]))
+    ]
+    print("{\n" + ",\n".join(lines) + "\n}")
+
+
+def input_tensors(operator: str, prototype: dict[str, Any]) -> set[str]:
+    """Return the tensors that an operator reads.
+
+    An output may have more dtypes than its document lists: CANN casts the result.
+    """
+    tensors = {name for name, kind in zip(prototype["arguments"], prototype["kinds"], strict=True) if kind in "tT"}
+    inputs = {name for name in tensors if name not in prototype["outputs"] or name.endswith("Ref")}
+    return {name for name in inputs if (operator, name) not in CONTRADICTED}
+
+
+def documented(text: str, place: str) -> Iterator[tuple[str, Allowed]]:
+    """Yield each operator of a document with its dtypes by series and argument."""
+    supported = {
+        series: mark.lower() in ("√", "支持", "yes")
+        for name, mark in SUPPORT.findall(text.partition("## 功能说明")[0].partition("## Function")[0])
+        for series in series_of(name)
+    }
+    for match in SECTION.finditer(text):
+        body = RETURNS.split(match[2])[0]
+        table = Table()
+        table.feed(body)
+        columns = dtype_columns(table.rows, f"{place} {match[1]}")
+        if not columns:
+            continue
+        series = [one for one, is_supported in supported.items() if is_supported]
+        allowed = {one: dict(columns) for one in series}
+        for chips, names, verb, dtypes in notes(body.rpartition("</table>")[2]):
+            for one in set(chips) & allowed.keys():
+                if verb != "if":
+                    apply(allowed[one], names or list(columns), bool(names), verb, dtypes)
+                elif not dtypes <= frozenset().union(*columns.values()):
+                    allowed[one].clear()
+        share_notes(allowed)
+        yield match[1], allowed
+
+
+def share_notes(allowed: Allowed) -> None:
+    """Give A2 and A3 the dtypes of both: they run the same kernels, and many notes name only one of them."""
+    one, other = allowed.get("910B", {}), allowed.get("910_93", {})
+    for argument in one.keys() & other.keys():
+        one[argument] = other[argument] = one[argument] | other[argument]
+
+
+def series_of(text: str) -> list[str]:
+    """Return the series of ``Atlas A2 训练系列产品/Atlas A2 推理系列产品``."""
+    parts = [part.strip() for part in re.split("[、/]", text.replace("200I/500", "200I-500"))]
+    return [name for name, starts in SERIES.items() if any(part.startswith(starts) for part in parts)]
+
+
+def dtype_columns(rows: list[list[str]], place: str) -> dict[str, frozenset[str]]:
+    """Return the dtypes of each argument whose cell is a plain list of dtypes."""
+    header = next((row for row in rows if "数据类型" in row or "Data Type" in row), None)
+    if header is None:
+        return {}
+    column = header.index("数据类型" if "数据类型" in header else "Data Type")
+    found = {}
+    for row in rows[rows.index(header) + 1 :]:
+        if len(row) > column:
+            dtypes = dtype_list(row[column], f"{place} {row[0]}")
+            name = re.match(r"\w+", row[0])
+            if dtypes and name:
+                found[name[0]] = dtypes
+    return found
+
+
+def dtype_list(text: str, place: str) -> frozenset[str] | None:
+    """Return the dtypes of ``FLOAT、FLOAT16``; ``None`` if the text is something else."""
+    words = [word for word in re.split(r"[、，,\s/;；。]|<br>|<term>|<p>|\bor\b|\band\b|或", text) if word]
+    known = DTYPES.keys() | NOT_EMULATED
+    if not words or any(word not in known for word in words):
+        if place and any(word in known for word in words):
+            print(f"{place}: {text}", file=sys.stderr)
+        return None
+    return frozenset(DTYPES[word] for word in words if word in DTYPES)
+
+
+def notes(text: str) -> Iterator[tuple[list[str], list[str], str, frozenset[str]]]:
+    """Yield (series, arguments, verb, dtypes) of each note on dtypes.
+
+    The verb is "if" for a note that allows some under a condition. If these are not in the table, the dtypes of the
+    series are unknown.
+    """
+    chips: list[str] = []
+    depth = 0
+    for line in text.splitlines():
+        content = line.strip().lstrip("-* ").strip()
+        if not content or content.startswith("<!--"):
+            continue
+        indent = len(line) - len(line.lstrip())
+        if terms := TERM.findall(content):
+            chips = [series for term in terms for series in series_of(term)]
+            depth = indent
+            content = re.split(r"</term>\s*[:：]?", content)[-1]
+        elif indent <= depth:
+            chips = []
+        for sentence in re.split(r"[。；;]|\.(?:\s|$)|，(?=[a-z]\w*额外)", content):
+            if chips and (verb := VERB.search(sentence)):
+                names = SUBJECT.sub(" ", sentence[: verb.start()]).split()
+                dtypes = dtype_list(re.sub("数据类型|类型", " ", sentence[verb.end() :]), "")
+                if dtypes and all(re.fullmatch(r"[a-z]\w*", name) for name in names):
+                    yield chips, names, VERBS[verb[0]], dtypes
+                elif VERBS[verb[0]] != "not":
+                    mentioned = re.findall(r"[A-Z]\w+", sentence)
+                    yield chips, [], "if", frozenset(DTYPES[word] for word in mentioned if word in DTYPES)
+
+
+def apply(
+    columns: dict[str, frozenset[str]], names: list[str], is_named: bool, verb: str, dtypes: frozenset[str]
+) -> None:
+    """Change the dtypes of arguments as a note says. A list for all arguments counts for those whose column has it."""
+    for name in names:
+        before = columns.get(name)
+        if before is None:
+            continue
+        if verb == "not":
+            columns[name] = before - dtypes
+        elif verb == "also":
+            columns[name] = before | dtypes
+        elif is_named or dtypes <= before:
+            columns[name] = dtypes
+
+
+def merged(versions: dict[str, Allowed]) -> dict[str, dict[str, dict[str, str | None]]]:
+    """Return ``{arguments: {series: {first version: dtypes}}}``; arguments and series that agree share an entry."""
+    by_argument: dict[str, dict[str, dict[str, str | None]]] = defaultdict(dict)
+    arguments = list(dict.fromkeys(name for one in versions.values() for columns in one.values() for name in columns))
+    order = list(dict.fromkeys(DTYPES.values()))
+    for argument in arguments:
+        by_series: dict[str, dict[str, str | None]] = {}
+        for series in SERIES:
+            history: dict[str, str | None] = {}
+            before = None
+            for version in VERSIONS:
+                dtypes = versions.get(version, {}).get(series, {}).get(argument)
+                now = None if dtypes is None else " ".join(sorted(dtypes, key=order.index))
+                if now != before:
+                    history[version] = before = now
+            if history:
+                by_series[series] = history
+        groups: dict[str, list[str]] = defaultdict(list)
+        for series, history in by_series.items():
+            groups[json.dumps(history)].append(series)
+        by_argument[argument] = {" ".join(names): json.loads(history) for history, names in groups.items()}
+    shared: dict[str, list[str]] = defaultdict(list)
+    for argument, table in by_argument.items():
+        if table:
+            shared[json.dumps(table)].append(argument)
+    return {" ".join(names): json.loads(table) for table, names in shared.items()}
+
+
+if __name__ == "__main__":
+    main()
