@@ -196,9 +196,10 @@ def documented(text: str, place: str) -> Iterator[tuple[str, Allowed]]:
 
 def share_notes(allowed: Allowed) -> None:
     """Give A2 and A3 the dtypes of both: they run the same kernels, and many notes name only one of them."""
-    one, other = allowed.get("910B", {}), allowed.get("910_93", {})
-    for argument in one.keys() & other.keys():
-        one[argument] = other[argument] = one[argument] | other[argument]
+    if allowed.keys() >= {"910B", "910_93"}:
+        one, other = allowed["910B"], allowed["910_93"]
+        allowed["910B"] = {argument: one[argument] | other[argument] for argument in one if argument in other}
+        allowed["910_93"] = dict(allowed["910B"])
 
 
 def series_of(text: str) -> list[str]:
@@ -253,7 +254,7 @@ def notes(text: str) -> Iterator[tuple[list[str], list[str], str, frozenset[str]
             content = re.split(r"</term>\s*[:：]?", content)[-1]
         elif indent <= depth:
             chips = []
-        for sentence in re.split(r"[。；;]|\.(?:\s|$)|，(?=[a-z]\w*额外)", content):
+        for sentence in re.split(r"[。；;]|\.(?:\s|$)|，(?=[a-z]\w*额外|当类型)", content):
             if chips and (verb := VERB.search(sentence)):
                 names = SUBJECT.sub(" ", sentence[: verb.start()]).split()
                 dtypes = dtype_list(re.sub("数据类型|类型", " ", sentence[verb.end() :]), "")

@@ -74,3 +74,4 @@ int aclrtDeviceTaskAbort(int32_t device, uint32_t timeout) { return ACL_SUCCESS;
 int aclrtSetDeviceSatMode(int mode) { return ACL_SUCCESS; }
 int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return ACL_SUCCESS; }
 int aclSetCompileopt(int option, const char *value) { return ACL_SUCCESS; }
+int aclrtSetStreamOverflowSwitch(void *on, uint32_t flag) { return ACL_SUCCESS; } /* of the 910, whose overflows saturate */
