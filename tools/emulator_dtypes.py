@@ -67,10 +67,11 @@ NOT_EMULATED = {
 }
 
 CONTRADICTED = {
+    ("aclnnCumsum", "self"): "no BOOL in the document, while the interface casts self to the dtype of out, unchecked",
     ("aclnnLightningIndexerGrad", "sparseIndices"): "INT64 in documents before 9.1, int32 in the operator's definition",
     ("aclnnSparseFlashAttentionGrad", "sparseIndices"): "INT64 in documents before 9.1, int32 in its definition",
 }
-"""Arguments whose documents are wrong, and how one knows."""
+"""Arguments whose documents are wrong, by CANN's own sources."""
 
 SECTION = re.compile(r"^#+ *`?(aclnn\w+)GetWorkspaceSize`?\s*$(.*?)(?=^#+ |\Z)", re.MULTILINE | re.DOTALL)
 TERM = re.compile(r"<term>\s*(.*?)\s*</term>")

@@ -89,7 +89,7 @@ OTHER_DTYPE_LIMITS = {
     ("npu_moe_token_unpermute_grad_v2", "permuted_tokens_dtype"),
 }
 
-NOT_ON_950 = {"npu_lightning_indexer_grad", "npu_moe_gating_top_k_backward", "npu_mrope"}
+NOT_ON_950 = {"npu_lightning_indexer_grad", "npu_moe_gating_top_k_backward"}
 """Operators whose documents have no dtypes for the 950."""
 
 

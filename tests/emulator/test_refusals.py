@@ -65,9 +65,9 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         lambda: torch.nn.functional.layer_norm(torch.ones(2, 2, dtype=torch.float64).npu(), (2,)),
         r"aclnnLayerNorm\w*: input is float64",
     ),
-    "cumsum of bool": (
-        lambda: torch.ones(2, dtype=torch.bool).npu().cumsum(0, dtype=torch.bool),
-        r"aclnnCumsum\w*: self is bool",
+    "gelu of float64": (
+        lambda: torch.nn.functional.gelu(torch.ones(2, dtype=torch.float64).npu()),
+        r"aclnnGelu\w*: \w+ is float64",
     ),
     "sort of float64": (
         lambda: torch.ones(2, dtype=torch.float64).npu().sort().values,
