@@ -66,8 +66,15 @@ NOT_EMULATED = {
     "QINT32",
 }
 
+NO_BFLOAT16 = "no BFLOAT16 in the document, while the interface's source lists it for A2 and A3"
 CONTRADICTED = {
+    ("aclnnChannelShuffle", "self"): NO_BFLOAT16,
     ("aclnnCumsum", "self"): "no BOOL in the document, while the interface casts self to the dtype of out, unchecked",
+    ("aclnnGatherV3", "self"): NO_BFLOAT16,
+    ("aclnnInplaceBernoulliTensor", "selfRef"): NO_BFLOAT16,
+    ("aclnnInplaceBernoulliTensor", "prob"): NO_BFLOAT16,
+    ("aclnnInplaceDivMod", "selfRef"): NO_BFLOAT16,
+    ("aclnnInplaceDivMod", "other"): NO_BFLOAT16,
     ("aclnnLightningIndexerGrad", "sparseIndices"): "INT64 in documents before 9.1, int32 in the operator's definition",
     ("aclnnSparseFlashAttentionGrad", "sparseIndices"): "INT64 in documents before 9.1, int32 in its definition",
 }
