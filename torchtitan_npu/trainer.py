@@ -35,9 +35,9 @@ class Trainer(TitanTrainer):
         self.has_stepped = False
         super().__init__(job_config)
         loss_fn = getattr(self.loss_fn, "loss_fn", None)
-        self.chunked_loss = isinstance(loss_fn, ChunkedCrossEntropy)
-        if isinstance(loss_fn, ChunkedCrossEntropy):
-            loss_fn.defer_output(self.model_parts)
+        self.chunked_loss = loss_fn if isinstance(loss_fn, ChunkedCrossEntropy) else None
+        if self.chunked_loss:
+            self.chunked_loss.defer_output(self.model_parts)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own_context = getattr(self.model_args, "context_parallel", None)
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)

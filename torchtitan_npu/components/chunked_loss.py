@@ -71,7 +71,10 @@ class ChunkedCrossEntropy:
 
 
 class DeferredOutput(nn.Module):
-    """An output layer that returns its input. Hooks of FSDP and tensor parallel do not run: the loss does their work."""
+    """An output layer that returns its input.
+
+    The hooks of FSDP and tensor parallel do not run. :class:`ChunkedCrossEntropy` does their work.
+    """
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -62,7 +62,8 @@ class Npu:
     loss_chunk_tokens: int = 0
     """
     Compute the output layer and the loss in chunks of this many tokens, so that the logits of all tokens are never in
-    memory at once. 0 turns this off. The loss is then not compiled. See [Compute the loss in chunks](../how-to/chunked-loss.md).
+    memory at once; 0 turns this off. The loss is then not compiled. See
+    [Compute the loss in chunks](../how-to/chunked-loss.md).
     """
 
     matmul_sharding: bool = field(default_factory=lambda: platform.backend() == "npu")
