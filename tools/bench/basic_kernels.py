@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -419,9 +420,9 @@ def causal_attention(
 
     def sdpa(backend: SDPBackend) -> Tensor:
         """Transpose as TorchTitan's models do."""
-        transposed = (t.transpose(1, 2) for t in (q, k, v))
+        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*transposed, is_causal=True, enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     def ours() -> Tensor:
         return fused_attention.attention(q, k, v, None, mask)
@@ -444,7 +445,8 @@ def packed_attention(machine: Machine, lengths: list[int], heads: int, key_heads
 
     def varlen() -> Tensor:
         longest = max(lengths)
-        return varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True)
+        output = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True)
+        return cast(Tensor, output)
 
     def ours() -> Tensor:
         return fused_attention.packed_attention(q, k, v, ends, None, mask)

@@ -100,7 +100,8 @@ class NpuContextParallelAttention(NpuCausalAttention):
         length = keys.shape[SEQUENCE_DIM] // count
         outputs = []
         for chunk, queries in zip(own, q.to_local().chunk(len(own), SEQUENCE_DIM), strict=True):
-            visible = (tensor.narrow(SEQUENCE_DIM, 0, (chunk + 1) * length) for tensor in (keys, values))
+            end = (chunk + 1) * length
+            visible = keys.narrow(SEQUENCE_DIM, 0, end), values.narrow(SEQUENCE_DIM, 0, end)
             outputs.append(_transposed(queries, *visible, scale, self.mask.tensor))
         output = torch.cat(outputs, dim=SEQUENCE_DIM)
         return DTensor.from_local(output, q.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)
@@ -178,13 +179,14 @@ class NpuFrameAttention(FrameAttention):
 
 def _transposed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
     """Return the attention of ``q`` (bsz, heads, seqlen, head_dim), in that shape."""
-    return attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), scale, mask).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return attention(q, k, v, scale, mask).transpose(1, 2)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, mask: Tensor | None) -> Tensor:
     """Return the attention of ``q`` (bsz, heads, seqlen, head_dim) in documents: (bsz * seqlen, heads, head_dim)."""
-    rows = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
-    return packed_attention(*rows, documents.of_keys.integers, scale, mask)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+    return packed_attention(q, k, v, documents.of_keys.integers, scale, mask)
 
 
 def _in_documents(
