@@ -22,7 +22,10 @@ from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.models.documents import Documents, Ends
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
+from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
@@ -55,14 +58,32 @@ class Step:
 
     targets: dict[str, int]
     """Number of modules that each converter replaced."""
-    calls: Calls
-    """The operators called in forward, backward, gradient clipping and optimizer."""
+    calls: CallsAndLimits
+    """The operators called in forward, backward, gradient clipping and optimizer, and the NPU limits they exceed."""
     gradients: set[str]
     """The parameters that have a gradient."""
     outputs: dict[str, list[Any]]
     """Shape and dtype of each output, by module."""
     model: nn.Module
     """The trained model, or this rank's pipeline stage."""
+
+
+class CallsAndLimits(Calls):
+    """Record also the limits of the NPU's kernels that a call exceeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit_errors: list[str] = []
+
+    def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op.namespace == "npu" and (ours := OPS.get(op_name(op))):
+            self.limit_errors += ours.limit_errors(**by_name(op, args, kwargs))
+        return super().call(op, args, kwargs)
+
+
+def op_name(op: OpOverload) -> str:
+    """Return the name as in ``OPS``."""
+    return str(op).removeprefix("npu.").removesuffix(".default")
 
 
 def run_step(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
@@ -172,7 +193,7 @@ def train_step(config: JobConfig, args: Any) -> Step:
         if dims.tp_enabled or dims.cp_enabled:
             # DTensor runs an operator twice on its first call, to infer the output's shape
             forward_and_backward()
-        with Calls() as calls:
+        with CallsAndLimits() as calls:
             forward_and_backward()
             parameters = list(model.parameters())
             pp_mesh = dims.get_optional_mesh("pp")

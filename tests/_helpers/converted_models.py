@@ -15,6 +15,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
+from torchtitan_npu.config.npu import Npu
 
 torchtitan_npu.register()
 
@@ -32,9 +33,11 @@ def job(converters: tuple[str, ...] = ()) -> JobConfig:
     return config
 
 
-def convert(model: nn.Module, *converters: str) -> nn.Module:
-    """Convert ``model`` as TorchTitan's trainer does, and return it."""
-    build_model_converters(job(converters), ParallelDims(**LAYOUT)).convert(model)
+def convert(model: nn.Module, *converters: str, **options: Any) -> nn.Module:
+    """Convert ``model`` as TorchTitan's trainer does, with ``options`` of the section ``[npu]``, and return it."""
+    config: Any = job(converters)
+    config.npu = Npu(**options)
+    build_model_converters(config, ParallelDims(**LAYOUT)).convert(model)
     return model
 
 

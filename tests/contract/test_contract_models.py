@@ -118,6 +118,7 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     plain, converted = eager(model), run_step(model, converters)
     assert plain.gradients and converted.gradients == plain.gradients
     assert all(converted.targets.values())
+    assert converted.calls.limit_errors == []
     removed = removed_operators(model, converters)
     kept = Counter({op: n for op, n in plain.calls.count("npu").items() if f"npu::{op}" not in removed})
     assert converted.calls.count("npu") == kept + expected_calls(model, converted)
@@ -201,6 +202,7 @@ EVIDENCE = {
 def test_parallel(model: str, layout: dict[str, Any]) -> None:
     step = run_step(model, matching(model), **layout)
     assert step.gradients == eager(model).gradients
+    assert step.calls.limit_errors == []
     called = step.calls.count("npu")
     expected = expected_calls(model, step, ep="ep" in layout)
     if "cp" in layout:  # attention runs for a front part and a back part of the sequence

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config.job_config import ActivationCheckpoint, Optimizer
@@ -35,6 +36,7 @@ from tests._helpers.converted_models import (
     step,
 )
 from tests._helpers.moe_layers import DIM, ROUNDINGS, build_moe, call, call_exact, in_dtype, output_gradient, tokens
+from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.permute import NpuMoE, NpuTokenReorderer
 from torchtitan_npu.errors import UsageError
@@ -159,6 +161,55 @@ def test_scores_after_the_experts_in_float32() -> None:
     assert seen["scores"].grad.dtype == torch.float32
     budget = DIM * float32 * products.abs().sum(2)
     assert ((seen["scores"].grad - products.sum(2)).abs() <= budget).all()
+
+
+def test_scores_rounded_to_the_dtype_of_the_rows() -> None:
+    """With ``npu.moe_combine_dtype = "rows"``: scores rounded once, float32 sums of their products rounded once."""
+    top_k, float32, bfloat16 = 4, torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    plain = in_dtype(build_moe(top_k=top_k, score_before_experts=False), torch.bfloat16)
+    seen = scored(convert(plain, "npu_permute", moe_combine_dtype="rows"), tokens(2, 16, dtype=torch.bfloat16))
+    order = seen["choices"].flatten().argsort(stable=True)
+    rows = torch.empty_like(seen["rows_out"]).index_copy(0, order, seen["rows_out"]).double().view(-1, top_k, DIM)
+    terms = rows * seen["scores"].detach().bfloat16().double().unsqueeze(-1)  # (tokens, top_k, dim)
+    exact, in_float32 = terms.sum(1), top_k * float32 * terms.abs().sum(1)
+    assert ((seen["output"].flatten(0, 1) - exact).abs() <= bfloat16 / 2 * exact.abs() + 2 * in_float32).all()
+
+    products = rows * output_gradient(seen["output"]).flatten(0, 1).double().unsqueeze(1)
+    assert seen["scores"].grad.dtype == torch.float32
+    budget = DIM * float32 * products.abs().sum(2) + bfloat16 / 2 * products.sum(2).abs()
+    assert ((seen["scores"].grad - products.sum(2)).abs() <= budget).all()
+
+
+class CombineDtypes(TorchDispatchMode):
+    """Record the dtypes of the floating-point tensors of each call of unpermute and its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "unpermute" in str(op):
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            self.calls.append({tensor.dtype for tensor in tensors if tensor.is_floating_point()})
+        return op(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("combine_dtype", "dtype"), [("scores", torch.float32), ("rows", torch.bfloat16)])
+def test_the_combine_has_one_dtype(combine_dtype: str, dtype: torch.dtype) -> None:
+    """On an NPU the gradient of a call with different dtypes is NaN. Saved rows stay bfloat16."""
+    model = in_dtype(build_moe(top_k=4, score_before_experts=False), torch.bfloat16)
+    model = convert(model, "npu_permute", moe_combine_dtype=combine_dtype)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with CombineDtypes() as mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call(model, tokens(2, 16, dtype=torch.bfloat16))
+    assert mode.calls == [{dtype}, {dtype}]
+    assert {tensor.dtype for tensor in saved if tensor.shape == (2 * 16 * 4, DIM)} == {torch.bfloat16}
 
 
 def full_ac(layer: nn.Module) -> nn.Module:
@@ -401,7 +452,7 @@ def test_reports_exceeded_npu_limits(caplog: pytest.LogCaptureFixture) -> None:
         convert(copy.deepcopy(model), "npu_permute")
     assert refusal in caplog.messages
     config = job()
-    config.npu = type("Npu", (), {"strict_limits": True})
+    config.npu = Npu(strict_limits=True)
     with pytest.raises(UsageError) as error:
         CONVERTERS["npu_permute"](config, ParallelDims(**LAYOUT)).convert(model)
     assert str(error.value) == refusal
@@ -429,7 +480,7 @@ ALL_PAIRS = "the number of indices is 16777216; the NPU kernel supports 0 to 167
 def test_limits_apply_to_one_ranks_tokens(section: str, layout: dict[str, int], refused: bool) -> None:
     """A rank has all tokens if tensor parallel gathers them, else its part of each sequence, or a microbatch."""
     config = job()
-    config.npu = type("Npu", (), {"strict_limits": True})
+    config.npu = Npu(strict_limits=True)
     config.model.name = "deepseek_v3"
     config.training.local_batch_size = config.validation.local_batch_size = 8
     config.validation.enable = section == "validation"

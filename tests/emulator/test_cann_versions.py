@@ -44,14 +44,31 @@ for call in (
         print(str(error).splitlines()[0])
 """
 
-INDEXER = """
+LIMITS = """
 import torch, torch_npu
 
 key = torch.ones(1, 1, 1, 128, dtype=torch.bfloat16).npu()
-for heads, count in ((64, 1), (32, 1), (64, 3072)):
+
+
+def index(heads, count):
     query, weights = key.expand(1, 1, heads, 128).contiguous(), torch.ones(1, 1, heads, dtype=torch.bfloat16).npu()
+    torch_npu.npu_lightning_indexer(query, key, weights, sparse_count=count)
+
+
+def unpermute_grad(**rows):
+    grad, places = torch.ones(2, 4).npu(), torch.arange(2, dtype=torch.int32).npu()
+    torch_npu.npu_moe_token_unpermute_grad_v2(grad, places, 2, grad.dtype, **rows)
+
+
+for call in (
+    lambda: index(64, 1),
+    lambda: index(32, 1),
+    lambda: index(64, 3072),
+    lambda: unpermute_grad(permuted_tokens=torch.ones(2, 4).npu()),
+    lambda: unpermute_grad(),
+):
     try:
-        torch_npu.npu_lightning_indexer(query, key, weights, sparse_count=count)
+        call()
         torch.npu.synchronize()
         print("computed")
     except RuntimeError as error:
@@ -97,12 +114,16 @@ def test_a_missing_operator_is_torch_npus_error() -> None:
 
 
 def test_the_limits_of_a_version() -> None:
-    """CANN 8.5 has the operators of npu_dsa with narrower limits: 64 heads and 2048 keys."""
-    computed, heads, count = _run("8.5", INDEXER)
-    assert computed == "computed"
+    """CANN 8.5 has the operators of npu_dsa with narrower limits: 64 heads and 2048 keys.
+
+    Its gradient of unpermute requires the rows even where it does not read them.
+    """
+    computed, heads, count, with_rows, without_rows = _run("8.5", LIMITS)
+    assert computed == with_rows == "computed"
     assert "the number of heads of query is 32; CANN 8.5 on 910B supports 64" in heads
     assert "sparse_count is 3072; CANN 8.5 on 910B supports 1..2048" in count
-    assert _run("9.1", INDEXER) == ["computed"] * 3
+    assert "whether permuted_tokens is given is False; CANN 8.5 on 910B supports True" in without_rows
+    assert _run("9.1", LIMITS) == ["computed"] * 5
 
 
 def test_npu_dsa_fails_on_cann_8_5() -> None:

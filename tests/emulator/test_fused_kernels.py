@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
+from torchtitan_npu.compile.backend import bypass_codegen
 from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.ops import OPS, Op, define
+from torchtitan_npu.ops.moe_permute.function import unpermute
 
 define("npu_on_cpu")
 
@@ -141,3 +143,24 @@ def test_workspace_of_a_long_sequence() -> None:
     size = workspaces.sparse_attention_grad(query, key, indices, rope, sparse_block_size=1)
     # 32768 rows of 32 heads of 576 elements in float32 are 2.25 GiB of it
     assert size / 2**30 == pytest.approx(2.85, abs=0.05)
+
+
+def test_unpermute_of_different_dtypes_is_refused() -> None:
+    """Hardware computes the forward, and NaN in the gradient."""
+    rows, places = torch.ones(8, 16, dtype=torch.bfloat16, device="npu"), torch.arange(8, dtype=torch.int32).npu()
+    scores, npu = torch.ones(4, 2, device="npu"), torch.ops.npu
+    with pytest.raises(RuntimeError, match="the dtype of permuted_tokens and probs is bfloat16 and float32; the NPU"):
+        npu.npu_moe_token_unpermute(rows, places, scores)
+    with pytest.raises(RuntimeError, match="permuted_tokens and probs is bfloat16 and float32; the NPU kernel"):
+        npu.npu_moe_token_unpermute_grad_v2(rows[:4], places, 8, rows.dtype, scores, permuted_tokens=rows)
+
+
+def test_a_compiled_region_with_an_undefined_output() -> None:
+    """From CANN 9.1, torch_npu's unpermute without scores returns an undefined tensor for its backward."""
+    places = torch.randperm(8, generator=torch.Generator().manual_seed(0)).int().npu()
+    rows = torch.arange(32.0, device="npu").view(8, 4).requires_grad_()
+    assert torch.ops.npu._npu_moe_token_unpermute(rows, places)[1] is None
+    weights = torch.arange(32.0, device="npu").view(8, 4)
+    region = torch.compile(lambda x: unpermute(2 * x, places) * weights, backend=bypass_codegen)
+    region(rows).sum().backward()
+    assert torch.equal(rows.grad, torch.zeros_like(weights).index_copy(0, places, 2 * weights))

@@ -20,6 +20,7 @@ from tests._helpers.error_budget import assert_within, rounding_budget, unit_rou
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.moe_permute import function
 
 permute = torch.ops.npu.npu_moe_token_permute
 unpermute = torch.ops.npu.npu_moe_token_unpermute
@@ -363,3 +364,30 @@ def test_sharded_equals_unsharded(placement: Placement, num_out_tokens: int | No
         assert all(torch.equal(actual, whole) for actual, whole in zip(full, expected[:4] + expected[5:], strict=True))
         if placement == Shard(1):  # the hidden dimension stays sharded
             assert placements == [Shard(1), Replicate(), Shard(1), Shard(1), Partial(), Shard(1)]
+
+
+def test_gradients_of_the_function() -> None:
+    """The function calls the gradient operator itself, in float64 here: with scores, and without."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    scores = torch.rand(3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    places = torch.randperm(6, generator=generator).int()
+    assert torch.autograd.gradcheck(
+        lambda *x: function.weighted_unpermute(x[0], places, x[1], x[0].dtype), (rows, scores)
+    )
+    assert torch.autograd.gradcheck(lambda x: function.unpermute(x, places), (rows,))
+    torch.testing.assert_close(function.unpermute(rows, places), rows[places])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_function_returns_gradients_in_the_dtypes_of_its_arguments(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 4, generator=generator).bfloat16().requires_grad_()
+    scores, places = torch.rand(3, 2, generator=generator, requires_grad=True), torch.randperm(6).int()
+    out = function.weighted_unpermute(rows, places, scores, dtype)
+    assert out.dtype == dtype
+    assert [grad.dtype for grad in torch.autograd.grad(out.sum(), (rows, scores))] == [torch.bfloat16, torch.float32]
+    (only_scores,) = torch.autograd.grad(
+        function.weighted_unpermute(rows.detach(), places, scores, dtype).sum(), (scores,)
+    )
+    assert only_scores.dtype == torch.float32

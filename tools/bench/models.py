@@ -24,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,20 +72,16 @@ def perturb(model: Any, seed: int) -> None:
     """Change one percent of the bfloat16 weights by one ulp."""
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        chosen = torch.rand(parameter.shape, device="cuda", generator=generator) < 0.01
+        chosen = torch.rand(parameter.shape, device=device, generator=generator) < 0.01
         parameter.detach().view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
 
 
-def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> dict[str, Any]:
-    """Train in this process.
-
-    Return the logged losses, the tokens per second after the warm-up, and the peak of allocated bytes after the first
-    step.
-    """
-    import torch
-
+@contextmanager
+def trainer_of(layers: int, eager: bool, options: list[str]) -> Iterator[Any]:
+    """Build the trainer of a model with ``layers`` layers in this process, and close it at the end."""
     import torchtitan_npu.trainer as trainer_module
     from torchtitan_npu.config.parser import JobConfigManager
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
@@ -98,30 +96,46 @@ def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[
         config.job.dump_folder, config.checkpoint.enable = folder, False
         config.metrics.enable_tensorboard = False
         trainer = trainer_module.Trainer(config)
+        yield trainer
+        trainer.close()
+
+
+def train(trainer: Any, batches: Iterator[Any], steps: int) -> dict[str, Any]:
+    """Train from the first step on.
+
+    Return the logged losses, the tokens per second after the warm-up, and the peak of allocated bytes after the first
+    step.
+    """
+    import torch
+
+    losses, peaks = [], []
+    log = trainer.metrics_processor.log
+
+    def keep(step: int, loss: float, *args: object, **kwargs: object) -> None:
+        losses.append(loss)
+        peaks.append(torch.cuda.max_memory_allocated())  # since the previous log, where TorchTitan resets it
+        log(step, loss, *args, **kwargs)
+
+    trainer.metrics_processor.log = keep
+    for step in range(1, steps + 1):
+        trainer.step = step
+        trainer.train_step(batches)
+        if step in (WARM_UP, steps):
+            torch.cuda.synchronize()
+        if step == WARM_UP:
+            start = time.perf_counter()
+    seconds = (time.perf_counter() - start) / (steps - WARM_UP)
+    trainer.metrics_processor.log = log
+    tokens = trainer.job_config.training.seq_len * trainer.job_config.training.local_batch_size
+    return {"tokens_per_second": tokens / seconds, "memory": max(peaks[1:]), "losses": losses}
+
+
+def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> dict[str, Any]:
+    """Train in this process."""
+    with trainer_of(layers, eager, options) as trainer:
         if perturbed:
             perturb(trainer.model_parts[0], perturbed)
-        losses, peaks = [], []
-        log = trainer.metrics_processor.log
-
-        def keep(step: int, loss: float, *args: object, **kwargs: object) -> None:
-            losses.append(loss)
-            peaks.append(torch.cuda.max_memory_allocated())  # since the previous log, where TorchTitan resets it
-            log(step, loss, *args, **kwargs)  # type: ignore[arg-type]
-
-        trainer.metrics_processor.log = keep  # type: ignore[method-assign, assignment]
-        batches = trainer.batch_generator(trainer.dataloader)  # type: ignore[arg-type]
-        for step in range(1, steps + 1):
-            trainer.step = step
-            trainer.train_step(batches)
-            if step in (WARM_UP, steps):
-                torch.cuda.synchronize()
-            if step == WARM_UP:
-                start = time.perf_counter()
-        seconds = (time.perf_counter() - start) / (steps - WARM_UP)
-        tokens = config.training.seq_len * config.training.local_batch_size
-        result = {"tokens_per_second": tokens / seconds, "memory": max(peaks[1:]), "losses": losses}
-        trainer.close()
-    return result
+        return train(trainer, trainer.batch_generator(trainer.dataloader), steps)
 
 
 def in_a_process(layers: int, name: str, steps: int, options: list[str], timeout: float) -> dict[str, Any]:

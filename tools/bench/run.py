@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. All but one need a GPU.
 
-    python tools/bench/run.py [--only ops attention indexer models long curves host_dispatch_cuda] [--numbers DIR]
+    python tools/bench/run.py [--only ops attention indexer models long curves combine ...] [--numbers DIR]
     python tools/bench/run.py --only host_dispatch_cpu
     python tools/bench/run.py --render      # only write tables and plots again
 
@@ -39,6 +39,7 @@ PARTS = {
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
+    "combine": ["moe_combine.py"],
     "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--modes", *HOST_MODES],
     "host_dispatch_cuda": [
         *("host_dispatch.py", "--device", "cuda", "--modes", "eager", "bypassed", "inductor", "--operators", "fused")
@@ -281,6 +282,37 @@ def models(numbers: Numbers) -> str:
     return table(head, rows)
 
 
+COMBINE = {"upstream": "TorchTitan's combine", "scores": '`"scores"`', "rows": '`"rows"`'}
+
+
+def combine(numbers: Numbers) -> str:
+    """Return the table of the two dtypes of the MoE combine: differences from TorchTitan's losses, speed and memory."""
+    runs = {name: [row for row in numbers["rows"] if row["variant"] == name] for name in COMBINE}
+    speeds = {name: statistics.median(row["tokens_per_second"] for row in rows) for name, rows in runs.items()}
+    memory = {name: max(row["memory"] for row in rows) / GIB for name, rows in runs.items()}
+    lines = []
+    for name, rows in runs.items():
+        losses = [row["losses"] for row in rows]
+        others = [row["losses"] for row in runs["upstream"]]
+        pairs = combinations(losses, 2) if name == "upstream" else product(losses, others)
+        difference = statistics.mean(statistics.mean(relative_differences(*pair)) for pair in pairs)
+        final = [each[-1] for each in losses]
+        lines.append(
+            [
+                COMBINE[name],
+                str(len(rows)),
+                f"{difference:.1e}",
+                f"{statistics.mean(final):.5f} ± {statistics.stdev(final):.5f}",
+                f"{speeds[name]:.0f}",
+                f"{speeds[name] / speeds['rows']:.3f}",
+                f"{memory[name]:.2f}",
+                f"{memory[name] / memory['rows']:.3f}",
+            ]
+        )
+    head = ["", "runs", "mean difference from TorchTitan's runs", "last loss", "tokens per second", 'of `"rows"`']
+    return table([*head, "memory, GiB", 'of `"rows"`'], lines)
+
+
 HOST_PARTS = {
     "prolog": "prolog",
     "epilog": "epilog with dense feed-forward",
@@ -346,6 +378,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "models": models,
     "long": models,
     "curves": curves,
+    "combine": combine,
     "host_dispatch_cpu": host_dispatch,
     "host_dispatch_cuda": host_dispatch,
 }

@@ -2,7 +2,7 @@
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -78,6 +78,14 @@ class Npu:
     gather theirs. If false, TorchTitan's layout gathers all tokens before the router.
     """
 
+    moe_combine_dtype: Literal["scores", "rows"] = "scores"
+    """
+    With the converter `npu_permute`, the dtype in which the outputs of a token's experts are weighted and summed.
+    `"scores"`: float32, as in TorchTitan; the outputs are cast for the call. `"rows"`: that of the outputs; the scores
+    are rounded to it. No effect on models that weight the experts' inputs. See
+    [`npu_permute`](converters.md#npu_permute).
+    """
+
     mrope_in_training: bool = False
     """
     With the converter `npu_mrope`, call `npu_mrope` in training too, with this package's gradient: torch_npu has no
@@ -108,5 +116,7 @@ def check_npu(job: "JobContext") -> None:
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:
             raise UsageError(f'npu.{key} is for the pass "sequence_parallel", which npu.graph_passes does not list')
+    if npu.moe_combine_dtype != defaults.moe_combine_dtype and "npu_permute" not in job.config.model.converters:
+        raise UsageError("npu.moe_combine_dtype is for the converter npu_permute, which model.converters does not list")
     if npu.matmul_sharding and job.dims.tp_enabled and (ops := job.unshardable_matmuls):
         raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {ops[0]}")

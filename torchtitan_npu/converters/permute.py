@@ -17,9 +17,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu import platform
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
+from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.moe_permute.function import unpermute, weighted_unpermute
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 
 
@@ -48,6 +50,8 @@ class NpuMoE(MoE):
     :mod:`torchtitan_npu.compile.block_regions` sets it."""
     waits_for_counts = False
     """The host needs the number of tokens per expert."""
+    combine_dtype: str = "scores"
+    """Sum the experts' outputs in the dtype of the scores, or of the outputs: ``npu.moe_combine_dtype``."""
 
     def extra_repr(self) -> str:
         return f"top_k={self.router.top_k}, permutation=npu_moe_token_permute"
@@ -83,10 +87,12 @@ class NpuMoE(MoE):
         shared = None if self.shared_experts is None else self.shared_experts(x)
 
         if self.score_before_experts:
-            out = torch.ops.npu.npu_moe_token_unpermute(rows, row_of_pair).view(-1, top_k, dim).sum(dim=1)
-        else:  # weight in the wider dtype; TorchTitan uses float32
-            rows = rows.to(torch.promote_types(rows.dtype, x.dtype))
-            out = torch.ops.npu.npu_moe_token_unpermute(rows, row_of_pair, scores).to(x.dtype)
+            out = unpermute(rows, row_of_pair).view(-1, top_k, dim).sum(dim=1)
+        else:
+            dtype = torch.promote_types(rows.dtype, x.dtype)
+            if self.combine_dtype == "scores":  # float32, as TorchTitan
+                dtype = torch.promote_types(dtype, scores.dtype)
+            out = weighted_unpermute(rows, row_of_pair, scores, dtype).to(x.dtype)
         if tokens is not None:
             out = out.new_zeros(x.shape).index_copy(0, tokens, out)
         return (out if shared is None else shared + out).view(shape)
@@ -149,6 +155,7 @@ class PermuteConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         moe = with_forward(module, NpuMoE)
+        moe.combine_dtype = npu_options(self.job_config).moe_combine_dtype
         reorderer = type(moe.reorderer)
         if reorderer.forward is not TokenReorderer.forward:
             raise UsageError(

@@ -17,6 +17,7 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops.moe_permute.function import unpermute
 from torchtitan_npu.upstream.hooks import token_combine_with, token_dispatch_with, with_expert_parallel_styles
 from torchtitan_npu.upstream.rebind import refers_to
 
@@ -53,7 +54,7 @@ def sort_by_expert(
 
 def restore_order(rows: Tensor, shape: torch.Size, sorted_index: Tensor) -> Tensor:
     """Undo :func:`sort_by_expert` for the experts' outputs, as TorchTitan's ``_unpermute`` does."""
-    return torch.ops.npu.npu_moe_token_unpermute(rows, sorted_index)
+    return unpermute(rows, sorted_index)
 
 
 _dispatch = token_dispatch_with(sort_by_expert)

@@ -210,9 +210,24 @@ def unpermute_sample() -> dict[str, Any]:
     }
 
 
+def _dtype_of_all(*dtypes: torch.dtype) -> str:
+    """Return the name of the common dtype, or ``"bfloat16 and float32"`` if there is none."""
+    return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+ONE_DTYPE = tuple(map(_dtype_of_all, NPU_FLOATS))
+"""CANN documents any pair of dtypes, but for different dtypes the NPU's gradient kernel returns NaN."""
+LIMIT_OF_TOP_K = Limit("the top-k of probs", lambda probs, **_: 1 if probs is None else probs.shape[1], NPU_TOP_K)
 UNPERMUTE_LIMITS = (
     Limit("permuted_tokens.dtype", lambda permuted_tokens, **_: permuted_tokens.dtype, NPU_FLOATS),
-    Limit("the top-k of probs", lambda probs, **_: 1 if probs is None else probs.shape[1], NPU_TOP_K),
+    Limit(
+        "the dtype of permuted_tokens and probs",
+        lambda permuted_tokens, probs, **_: _dtype_of_all(
+            permuted_tokens.dtype, permuted_tokens.dtype if probs is None else probs.dtype
+        ),
+        ONE_DTYPE,
+    ),
+    LIMIT_OF_TOP_K,
 )
 
 declare(
@@ -344,7 +359,22 @@ declare(
         sharding=unpermute_grad_sharding,
         limits=(
             Limit("permuted_tokens_dtype", lambda permuted_tokens_dtype, **_: permuted_tokens_dtype, NPU_FLOATS),
-            UNPERMUTE_LIMITS[1],
+            Limit(
+                "the dtype of grad_unpermuted_tokens, permuted_tokens and probs",
+                lambda grad_unpermuted_tokens, permuted_tokens_dtype, permuted_tokens, probs, **_: _dtype_of_all(
+                    grad_unpermuted_tokens.dtype,
+                    permuted_tokens_dtype,
+                    *(tensor.dtype for tensor in (permuted_tokens, probs) if tensor is not None),
+                ),
+                ONE_DTYPE,
+            ),
+            LIMIT_OF_TOP_K,
+            # required before CANN 9.1
+            Limit(
+                "whether permuted_tokens is given",
+                lambda permuted_tokens, **_: permuted_tokens is not None,
+                (True, False),
+            ),
         ),
         sample=unpermute_grad_sample,
     )

@@ -1,0 +1,108 @@
+#!/usr/bin/env python
+"""Train DeepSeek-V3.2 with 4 layers on one GPU with both values of npu.moe_combine_dtype: losses, speed and memory.
+
+    python tools/bench/moe_combine.py [--runs 8] [--steps 50] [--json FILE]
+
+The runs have the same batches and, except for rounding, the same weights: in all but the first, one percent of the
+initial weights differ by one ulp. The two variants take turns in one process, so that they share the GPU's clock. Their
+losses are compared with those of TorchTitan's own combine, which is float32: a process without npu_permute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import need_gpu, rank_environment, write, write_partial
+from models import BASIC, BFLOAT16, GIB, converters, perturb, train, trainer_of
+
+LAYERS = 4
+UPSTREAM = "upstream"
+VARIANTS = ("scores", "rows")
+UPSTREAM_RUNS = 3
+"""Runs of TorchTitan's combine: enough to tell how far two of them are apart."""
+EVERY_STEP = ["--metrics.log_freq", "1"]
+
+
+def measure(variants: list[str], runs: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Train in this process, ``runs`` times with each variant."""
+    from torchtitan_npu.converters.permute import NpuMoE
+
+    names = [name for name in ("npu_dsa", *BASIC) if variants != [UPSTREAM] or name != "npu_permute"]
+    with trainer_of(LAYERS, False, [*BFLOAT16, *EVERY_STEP, *converters(*names)]) as trainer:
+        model = trainer.model_parts[0]
+        batches = list(islice(trainer.dataloader, steps))
+        state = {name: tensor.detach().cpu() for name, tensor in tensors(model)}
+        schedule = trainer.lr_schedulers.state_dict()
+        for run in range(runs):
+            for variant in variants:
+                restart(trainer, state, schedule)
+                if run:
+                    perturb(model, run)
+                for module in model.modules():
+                    if isinstance(module, NpuMoE):
+                        module.combine_dtype = variant
+                yield {"variant": variant, "run": run, **train(trainer, trainer.batch_generator(batches), steps)}
+
+
+def tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def restart(trainer: Any, state: dict[str, Any], schedule: dict[str, Any]) -> None:
+    """Set weights, optimizer and learning rate to those of the start."""
+    for name, tensor in tensors(trainer.model_parts[0]):
+        tensor.detach().copy_(state[name])
+    for optimizer in trainer.optimizers.optimizers:
+        optimizer.state.clear()
+    trainer.optimizers.zero_grad()
+    trainer.lr_schedulers.load_state_dict(schedule)
+
+
+def in_a_process(variants: list[str], runs: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of :func:`measure` as a new process prints them, and raise if it fails."""
+    variables = rank_environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    command = [sys.executable, __file__, "--measure", *variants, "--runs", str(runs), "--steps", str(steps)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise SystemExit(f"the runs of {', '.join(variants)} failed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", nargs="+", help="train these variants in this process")
+    args = parser.parse_args()
+    need_gpu()
+    if args.measure:
+        for row in measure(args.measure, args.runs, args.steps):
+            print(json.dumps(row), flush=True)
+        return 0
+    rows: list[dict[str, Any]] = []
+    for variants, runs in ((list(VARIANTS), args.runs), ([UPSTREAM], min(args.runs, UPSTREAM_RUNS))):
+        for row in in_a_process(variants, runs, args.steps):
+            rows.append(row)
+            speed, memory = row["tokens_per_second"], row["memory"] / GIB
+            print(f"{row['variant']:8} {row['run']}  {speed:8.0f} tokens/s  {memory:6.2f} GiB  {row['losses'][-1]:.5f}")
+            if args.json:
+                write_partial(args.json, rows)
+    if args.json:
+        write(args.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
