@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 # ruff: noqa: RUF001 (the documents are Chinese, with the punctuation of that language)
 """Write the dtypes that CANN's operators take, read from the documents in git repositories of its public sources.
 
-    tools/emulator_dtypes.py hicann/ops-math=PATH hicann/ops-nn=PATH cannmirror/ops-transformer=PATH \\
+    python -m tools.emulator_dtypes hicann/ops-math=PATH hicann/ops-nn=PATH cannmirror/ops-transformer=PATH \\
         > torchtitan_npu/emulator/cann_dtypes.json
 
 It has the inputs of operators for which the emulator has a kernel. A document has a table with a column of dtypes, and
@@ -22,8 +21,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
-from emulator_prototypes import VERSIONS, files, has_branch
-
+from tools.emulator_prototypes import VERSIONS, files, has_branch
 from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels.registry import KERNELS
 
