@@ -69,7 +69,7 @@ class NpuSparseAttention(SparseAttention):
         query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
         value = key if v is k else prepared(v)
         query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(2))
-        weights = index_weights if documents is None else index_weights.flatten(0, 1)
+        weights = (index_weights if documents is None else index_weights.flatten(0, 1)).contiguous()  # in float32
 
         with torch.no_grad():  # (bsz, seqlen, 1, topk)
             indices, _ = torch.ops.npu.npu_lightning_indexer(

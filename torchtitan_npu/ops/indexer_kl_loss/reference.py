@@ -45,7 +45,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
         d_keys = torch.zeros_like(index_keys)
         elements = keys.shape[-1] + indexer_elements(x.query_index)
         for rows, selected in selections(document, x.query, x.sparse_indices, elements):
-            if not torch.equal(selected.valid, x.sparse_indices[rows.index] >= 0):
+            if not torch.equal(selected.valid, selected.indices >= 0):
                 raise UsageError("sparse_indices must not contain keys beyond those that its row may attend to")
             valid = selected.valid
             q = heads_of(with_rope(x.query, x.query_rope, rows), 1)

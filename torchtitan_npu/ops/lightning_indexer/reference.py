@@ -87,7 +87,8 @@ def npu_lightning_indexer_grad(
         elements = sparse_indices.shape[-2] * sparse_indices.shape[-1] * indexer_elements(query)
         for rows in document.rows(elements, query.device):
             selected = SelectedKeys(sparse_indices[rows.index], rows.visible, len(document.keys))
-            gradient = dy[rows.index].to(keys.dtype).masked_fill_(~selected.valid, 0)
+            d_scores = dy[rows.index][..., : selected.indices.shape[-1]]
+            gradient = d_scores.to(keys.dtype).masked_fill(~selected.valid, 0)
             dq, dw = indexer_gradients(
                 gradient,
                 heads_of(query[rows.index], key_heads),
@@ -110,9 +111,9 @@ def indexer_elements(query_index: Tensor) -> int:
 def indexer_gradients(
     gradient: Tensor, q: Tensor, w: Tensor, k: Tensor, selected: SelectedKeys, d_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``q`` (r, n, g, d) and ``w`` (r, n, g), given that of the scores, (r, n, K).
+    """Return the gradients of ``q`` (r, n, g, d) and ``w`` (r, n, g), given that of the scores, (r, n, places).
 
-    Adds the gradients of the selected keys ``k`` (r, n, K, d) to ``d_keys``.
+    Adds the gradients of the selected keys ``k`` (r, n, places, d) to ``d_keys``.
     """
     # zero at places without a key, also in a padding row, which may hold any value
     logits = torch.einsum("rngd,rnsd->rngs", q, k).masked_fill_(~selected.valid[:, :, None], 0)

@@ -149,13 +149,13 @@ def selections(
 ) -> Iterator[tuple[Rows, SelectedKeys]]:
     """Yield the document's rows with their keys. ``gathered`` is the number of elements gathered per selected key."""
     *_, key_heads, count = sparse_indices.shape
-    elements = count * (key_heads * gathered + 3 * query.shape[-2])
+    elements = min(count, len(document.keys)) * (key_heads * gathered + 3 * query.shape[-2])
     for rows in document.rows(elements, query.device):
         yield rows, SelectedKeys(sparse_indices[rows.index], rows.visible, len(document.keys))
 
 
 def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float) -> Tensor:
-    """Return the softmax's argument, (rows, N2, N1/N2, K), -inf at places without a key."""
+    """Return the softmax's argument, (rows, N2, N1/N2, places), -inf at places without a key."""
     logits = torch.einsum("rngd,rnsd->rngs", q, k).mul_(scale)
     return logits.masked_fill_(~selected.valid[:, :, None], -torch.inf)
 
@@ -163,7 +163,7 @@ def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float)
 def attention_weights(
     q: Tensor, k: Tensor, selected: SelectedKeys, scale: float, maximum: Tensor, total: Tensor
 ) -> Tensor:
-    """Return the softmax (rows, N2, N1/N2, K), given its statistics (rows, N2, N1/N2); 0 at places without a key."""
+    """Return the softmax (rows, N2, N1/N2, places), given its statistics (rows, N2, N1/N2); 0 at places without a key."""
     logits = attention_logits(q, k, selected, scale)
     weights = logits.sub_(maximum[..., None]).exp_().div_(total[..., None])
     return weights.masked_fill_(~selected.valid[:, :, None], 0)

@@ -98,25 +98,27 @@ class SelectedKeys:
     """The keys that some rows selected, out of the ``keys`` of their document.
 
     ``indices`` (rows, N2, K), ``visible`` (rows, 1, 1). A place without a key (-1, or a key that its row may not attend
-    to) reads from and writes to a row of zeros that follows the keys.
+    to) reads from and writes to a row of zeros that follows the keys. Places behind the keys of every row are left out,
+    so that a short sequence costs little with any top-k.
     """
 
     def __init__(self, indices: Tensor, visible: Tensor, keys: int):
         if bool(((indices[..., :-1] < 0) & (indices[..., 1:] >= 0)).any()):
             raise UsageError("sparse_indices must have its keys first and -1 after them, in every row")
-        self.valid = (indices >= 0) & (indices < visible)
-        """Places that hold a key: (rows, N2, K)."""
-        self._shape = indices.shape
+        self.indices = indices[..., : max(1, int((indices >= 0).sum(-1).max()))]
+        """The given indices up to the last key of any row: (rows, N2, places)."""
+        self.valid = (self.indices >= 0) & (self.indices < visible)
+        """Places that hold a key: (rows, N2, places)."""
         heads = torch.arange(indices.shape[1], device=indices.device)[:, None]
-        self._places = (torch.where(self.valid, indices, keys) + heads * (keys + 1)).flatten()
+        self._rows = (torch.where(self.valid, self.indices, keys) + heads * (keys + 1)).flatten()
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the selected keys (rows, N2, K, D) of a tensor that :func:`with_zero_row` returned."""
-        return tensor.flatten(0, 1).index_select(0, self._places).view(*self._shape, tensor.shape[-1])
+        """Return the selected keys (rows, N2, places, D) of a tensor that :func:`with_zero_row` returned."""
+        return tensor.flatten(0, 1).index_select(0, self._rows).view(*self.valid.shape, tensor.shape[-1])
 
     def scatter_add_(self, total: Tensor, values: Tensor) -> None:
-        """Add ``values`` (rows, N2, K, D) to their keys in ``total``, (N2, keys + 1, D)."""
-        total.flatten(0, 1).index_add_(0, self._places, values.reshape(-1, values.shape[-1]))
+        """Add ``values`` (rows, N2, places, D) to their keys in ``total``, (N2, keys + 1, D)."""
+        total.flatten(0, 1).index_add_(0, self._rows, values.reshape(-1, values.shape[-1]))
 
 
 def with_zero_row(tensor: Tensor) -> Tensor:
