@@ -164,7 +164,7 @@ def test_finds_nothing_in_another_model() -> None:
         build_on_meta("deepseek_v3", "npu_dsa")
 
 
-def limit_errors(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[str]:
+def limit_errors(flavor: str, dtype: Any = "bfloat16", tp: int = 1, shard: int = 1, **changes: Any) -> list[str]:
     """Return the NPU limits that one layer of a flavor exceeds."""
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
@@ -177,7 +177,8 @@ def limit_errors(flavor: str, dtype: Any = "bfloat16", **changes: Any) -> list[s
         from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
 
         model = DeepSeekV32Model(args)
-    converter = CONVERTERS["npu_dsa"](config, ParallelDims(**LAYOUT))
+    dims = ParallelDims(**{**LAYOUT, "tp": tp, "dp_shard": shard, "world_size": tp * shard})
+    converter = CONVERTERS["npu_dsa"](config, dims)
     ((fqn, module),) = converter.targets(model)
     return converter.limit_errors(fqn, module)
 
@@ -205,6 +206,12 @@ def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
 )
 def test_reports_exceeded_npu_limits(change: dict[str, Any], text: str) -> None:
     assert any(text in message for message in limit_errors("debugmodel_npu", **change))
+
+
+def test_tensor_parallel_without_fsdp_has_no_mixed_precision() -> None:
+    assert limit_errors("671B", tp=2, shard=2) == []
+    text = "query.dtype is float32 (training.dtype, because without FSDP tensor parallel has no mixed precision); the"
+    assert any(text in message for message in limit_errors("671B", tp=2))
 
 
 def test_top_k_is_in_the_representation() -> None:

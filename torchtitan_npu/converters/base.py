@@ -13,8 +13,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
-from torchtitan.config import JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.job_config import Training, Validation
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
@@ -69,6 +70,12 @@ class Converter(ABC):
             size = config.parallelism.pipeline_parallel_microbatch_size
             microbatches = max(1, config.training.local_batch_size // size)
         return [(section.local_batch_size // microbatches, section.seq_len // dims.cp) for section in sections]
+
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of the activations. TorchTitan has no mixed precision with TP or PP and without FSDP."""
+        training, dims = self.job_config.training, self.parallel_dims
+        mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
+        return TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
 
     def job_error(self) -> str | None:
         """Return why this job cannot use the converter with any model, or ``None``."""

@@ -145,7 +145,7 @@ class DsaConverter(Converter):
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         attention = cast(SparseAttention, module)
         args = attention.args
-        dtype = TORCH_DTYPE_MAP[self.job_config.training.mixed_precision_param]
+        dtype = self.compute_dtype()
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(1, 3, *shape, dtype=dtype, device="meta")
@@ -166,4 +166,8 @@ class DsaConverter(Converter):
         if args.warmup:  # the warm-up selects all keys, so the limit applies to training.seq_len
             for number in ("sparse_count is", "top-k is"):
                 messages = [text.replace(number, f"{number} training.seq_len in the warm-up,") for text in messages]
+        training = self.job_config.training
+        if dtype != TORCH_DTYPE_MAP[training.mixed_precision_param]:
+            why = f"{training.dtype} (training.dtype, because without FSDP tensor parallel has no mixed precision)"
+            messages = [text.replace(f"dtype is {training.dtype}", f"dtype is {why}") for text in messages]
         return messages

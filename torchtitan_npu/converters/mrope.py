@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
@@ -131,7 +130,7 @@ class MRoPEConverter(Converter):
         """Return the arguments of a call in one layer on one rank, on the meta device."""
         training = self.job_config.training
         tokens = training.local_batch_size * training.seq_len
-        dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+        dtype = self.compute_dtype()
         query, key = (
             torch.empty(tokens, heads // self.parallel_dims.tp * module.head_dim, dtype=dtype, device="meta")
             for heads in (module.n_heads, module.n_kv_heads)

@@ -163,7 +163,7 @@ def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float)
 def attention_weights(
     q: Tensor, k: Tensor, selected: SelectedKeys, scale: float, maximum: Tensor, total: Tensor
 ) -> Tensor:
-    """Return the softmax (rows, N2, N1/N2, places), given its statistics (rows, N2, N1/N2); 0 at places without a key."""
+    """Return the softmax (rows, N2, N1/N2, places), given its statistics (rows, N2, N1/N2); 0 without a key."""
     logits = attention_logits(q, k, selected, scale)
     weights = logits.sub_(maximum[..., None]).exp_().div_(total[..., None])
     return weights.masked_fill_(~selected.valid[:, :, None], 0)
