@@ -34,6 +34,8 @@ class Record:
     """Parameters without gradients."""
     changed: set[str] = field(default_factory=set)
     """Entries of the model's state that changed, if a test records them."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """The model's state after the last step, if a test records it."""
 
     @property
     def losses(self) -> list[float]:
@@ -135,7 +137,8 @@ def together(records: list[Record]) -> Record:
     biases: dict[str, Tensor] = {}
     for name, bias in (entry for record in records for entry in record.biases.items()):
         assert torch.equal(biases.setdefault(name, bias), bias), name
-    return replace(last_stage, gradients=gradients, biases=biases)
+    weights = {name: weight for record in records for name, weight in record.weights.items()}
+    return replace(last_stage, gradients=gradients, biases=biases, weights=weights)
 
 
 def assert_same_balance(actual: Record, expected: Record) -> None:

@@ -173,14 +173,13 @@ def test_multi_token_prediction() -> None:
     assert {op: called[op] for op in expected} == expected
 
 
+# FSDP, TP, EP and PP alone compute on the emulator (tests/emulator/test_training.py); these need more ranks, or models
+# that it does not train.
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
-    ("llama3", {"shard": 8}),
     ("llama3", {"replicate": 2, "shard": 2, "tp": 2}),
     ("llama3", {"cp": 4, "tp": 2}),
     ("llama4", {"tp": 2, "ep": 4}),
-    ("qwen3", {"shard": 4, "tp": 2}),
     ("qwen3", {"cp": 2, "tp": 2}),
-    ("qwen3_moe", {"ep": 4}),
     ("deepseek_v3", {"cp": 2, "ep": 8}),
     ("deepseek_v3", {"tp": 2, "ep": 4, "etp": 2}),
     ("gpt_oss", {"ep": 8}),

@@ -5,10 +5,13 @@ Every kernel that a test calls is checked to write only what its prototype decla
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
-from collections.abc import Iterator
-from typing import Any
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,6 +23,26 @@ if platform.backend() != "npu":
     raise pytest.UsageError("tests/emulator needs the real torch_npu: source tools/contract_env.sh first")
 
 from torchtitan_npu.emulator.kernels.registry import KERNELS, Kernel
+
+Result = TypeVar("Result")
+Shared = Callable[[str, Callable[[], Result]], Result]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared[Any]:
+    """Return a function that computes a named result once, also if pytest-xdist runs several workers."""
+
+    def get(name: str, compute: Callable[[], Result]) -> Result:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            return compute()
+        file = tmp_path_factory.getbasetemp().parent / f"{name}.pickle"  # the folder of this run, above the worker's
+        with open(file.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                file.write_bytes(pickle.dumps(compute()))
+        return pickle.loads(file.read_bytes())
+
+    return get
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests._helpers.layouts import FUSED
-from tests._helpers.multirank import run_on_ranks
-from tests._helpers.training import Record, assert_same_balance, assert_same_gradients, together
-from tests.emulator.training_jobs import train
+from tests._helpers.training import Record, assert_same_balance, assert_same_gradients
+from tests.emulator.conftest import Shared
+from tests.emulator.training_jobs import Job, run_on_cpu
 
 CONVERTERS = {
     **FUSED,
-    "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"],
+    "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"],  # npu_dsa: see test_dsa_training.py
     "qwen3_vl": ["npu_rms_norm", "npu_attention"],  # npu_mrope supports the sections of heads of 128 only
 }
 MODELS = ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_vl"]
@@ -30,24 +23,15 @@ GELU_TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="session")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    """Return the eager runs of a process that does not load torch_npu."""
-    file = tmp_path_factory.mktemp("cpu") / "records"
-    command = [sys.executable, "-m", "tests.emulator.training_jobs", str(file), *MODELS]
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=environment)
-    return pickle.loads(file.read_bytes())
+def on_cpu(shared: Shared) -> dict[str, Record]:
+    """Return the eager runs of the CPU backend."""
+    return shared("float32", lambda: run_on_cpu({model: Job(model) for model in MODELS}))
 
 
-def assert_equal_training(records: list[Record], expected: Record, tolerance: float = TOLERANCE) -> None:
-    actual = together(records)
+def assert_equal_training(actual: Record, expected: Record, tolerance: float = TOLERANCE) -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=tolerance)
     assert_same_gradients(actual, expected, tolerance)
     assert_same_balance(actual, expected)
-
-
-def train_on(ranks: int, model: str, layout: dict[str, int], options: dict[str, Any]) -> list[Record]:
-    return run_on_ranks(ranks, train, model, layout, options, process_group=False)
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["eager", "converters"])
@@ -55,7 +39,7 @@ def train_on(ranks: int, model: str, layout: dict[str, int], options: dict[str, 
 def test_one_device(model: str, converted: bool, on_cpu: dict[str, Record]) -> None:
     options = {"model.converters": CONVERTERS[model] if converted else []}
     tolerance = GELU_TOLERANCE if model == "qwen3_vl" else TOLERANCE
-    assert_equal_training(train_on(1, model, {}, options), on_cpu[model], tolerance)
+    assert_equal_training(Job(model, options=options).run(), on_cpu[model], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +55,24 @@ def test_one_device(model: str, converted: bool, on_cpu: dict[str, Record]) -> N
     ids=str,
 )
 def test_two_devices(model: str, layout: dict[str, int], on_cpu: dict[str, Record]) -> None:
-    assert_equal_training(train_on(2, model, layout, {"model.converters": CONVERTERS[model]}), on_cpu[model])
+    job = Job(model, 2, layout, {"model.converters": CONVERTERS[model]})
+    assert_equal_training(job.run(), on_cpu[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    [
+        ("llama3", 4, {"shard": 2, "tp": 2}),
+        ("llama3", 4, {"pp": 2, "shard": 2}),
+        ("qwen3_moe", 4, {"shard": 2, "tp": 2, "ep": 2}),
+        ("deepseek_v3", 4, {"shard": 2, "tp": 2, "ep": 4}),
+        ("deepseek_v32", 4, {"cp": 2, "shard": 2}),
+        ("llama3", 8, {"shard": 2, "tp": 2, "pp": 2}),
+        ("deepseek_v32", 8, {"shard": 2, "cp": 2, "tp": 2, "ep": 4}),
+    ],
+    ids=str,
+)
+def test_products_of_layouts(model: str, ranks: int, layout: dict[str, int], on_cpu: dict[str, Record]) -> None:
+    job = Job(model, ranks, layout, {"model.converters": CONVERTERS[model]})
+    assert_equal_training(job.run(timeout=300), on_cpu[model])

@@ -1,15 +1,22 @@
 """Train tiny models from the same weights, on the backend of this process.
 
-python -m tests.emulator.training_jobs FILE MODEL ...    # eager runs on one rank, as one pickled dictionary
+python -m tests.emulator.training_jobs JOBS RECORDS    # run a pickled dictionary of jobs, and pickle their records
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import subprocess
 import sys
+import tempfile
 import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +24,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.training import Record, plain, recording, train_until
+from tests._helpers.training import Record, plain, recording, state, together, train_until
+from torchtitan_npu.planner import Calls
 
+ROOT = Path(__file__).parents[2]
 STEPS = 5
 VISION = {
     "n_layers": 4,
@@ -29,25 +38,103 @@ VISION = {
     "hidden_dim": 96,
     "mrope_section": (6, 5, 5),
 }
+DSA = {
+    **deepseek_v32_training.SMALLER,
+    "n_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "index_topk": 1024,
+}
+"""The smallest sizes that the NPU's sparse attention supports."""
 
 
-def train(model: str, layout: dict[str, int], options: dict[str, Any]) -> Record:
-    """Train ``model`` on this rank, and return the record with its tensors on the CPU."""
-    options = {"training.steps": STEPS, "training.mixed_precision_param": "float32", **options}
-    if model == "deepseek_v32":
-        layouts.add_flavor("deepseek_v32", "tiny", deepseek_v32_training.SMALLER)
-        options = {"model.name": "deepseek_v32", "model.flavor": "tiny", "training.seq_len": 32, **options}
+class Job(NamedTuple):
+    model: str
+    """A key of ``layouts.TINY``, ``deepseek_v32``, ``deepseek_v32_dsa`` or ``qwen3_vl``."""
+    ranks: int = 1
+    layout: dict[str, int] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}  # noqa: RUF012
+    sizes: dict[str, Any] = {}  # noqa: RUF012
+    """Changes to the sizes of ``deepseek_v32_dsa``."""
+
+    def run(self, timeout: float = 120) -> Record:
+        """Train on the ranks of this process's backend, and merge their records."""
+        return together(run_on_ranks(self.ranks, train, self, process_group=False, timeout=timeout))
+
+
+def run_on_cpu(jobs: dict[str, Job]) -> dict[str, Record]:
+    """Train in a process that does not load torch_npu."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder, "jobs"), Path(folder, "records")
+        given.write_bytes(pickle.dumps(jobs))
+        command = [sys.executable, "-m", "tests.emulator.training_jobs", str(given), str(found)]
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+        return pickle.loads(found.read_bytes())
+
+
+def train(job: Job) -> Record:
+    """Train on this rank, and return the record with its tensors on the CPU."""
+    with started(job) as (trainer, record):
+        train_until(trainer, trainer.job_config.training.steps)
+        record.weights = state(trainer.model_parts)
+    return on_host(record)
+
+
+def train_and_count(job: Job) -> tuple[Record, Counter[str]]:
+    """Also return the number of calls of each ``npu`` operator."""
+    with Calls() as calls:
+        record = train(job)
+    return record, Counter(calls.count("npu"))
+
+
+def train_and_export(job: Job) -> Record:
+    """Also save the weights of the last step as a checkpoint, and in Hugging Face's format as another step."""
+    with started(job) as (trainer, record):
+        train_until(trainer, STEPS)
+        record.weights = state(trainer.model_parts)
+        trainer.checkpointer.last_save_in_hf, trainer.checkpointer.last_save_model_only = False, False
+        trainer.checkpointer.save(STEPS, last_step=True)
+        trainer.checkpointer.last_save_in_hf, trainer.checkpointer.last_save_model_only = True, True
+        trainer.checkpointer.save(STEPS + 1, last_step=True)
+    return on_host(record)
+
+
+def train_until_killed(job: Job, step: int) -> None:
+    """Train on this rank until it kills itself after ``step``, without a chance to clean up."""
+    with started(job) as (trainer, _):
+        train_until(trainer, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_host(record: Record) -> Record:
+    for tensors in (record.gradients, record.biases, record.weights):
+        tensors.update({name: tensor.cpu() for name, tensor in tensors.items()})
+    return record
+
+
+@contextmanager
+def started(job: Job) -> Iterator[tuple[Any, Record]]:
+    """Yield the Trainer, at its last checkpoint or else with :func:`weights`, and the record of its steps."""
+    with recording(job_config(job)) as (trainer, record):
+        if trainer.step == 0:
+            for part in trainer.model_parts:
+                set_weights(part)
+        yield trainer, record
+
+
+def job_config(job: Job) -> Any:
+    model, options = job.model, {"training.steps": STEPS, "training.mixed_precision_param": "float32"}
+    if model.startswith("deepseek_v32"):
+        sizes = DSA if model == "deepseek_v32_dsa" else deepseek_v32_training.SMALLER
+        layouts.add_flavor("deepseek_v32", "tiny", {**sizes, **job.sizes})
+        options |= {"model.name": "deepseek_v32", "model.flavor": "tiny", "training.seq_len": 32}
         model = "deepseek_v3"
     elif model == "qwen3_vl":
         layouts.TINY["qwen3_vl"] = ("qwen3_vl", "debugmodel", VISION)
-        options = {"training.dataset": "shapes", "validation.dataset": "shapes_validation", **options}
-    with recording(layouts.job_config(model, layout, options)) as (trainer, record):
-        for part in trainer.model_parts:
-            set_weights(part)
-        train_until(trainer, STEPS)
-    record.gradients = {name: grad.cpu() for name, grad in record.gradients.items()}
-    record.biases = {name: bias.cpu() for name, bias in record.biases.items()}
-    return record
+        options |= {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
+    return layouts.job_config(model, job.layout, {**options, **job.options})
 
 
 def set_weights(part: nn.Module) -> None:
@@ -66,6 +153,6 @@ def weights(name: str, shape: torch.Size) -> Tensor:
 
 
 if __name__ == "__main__":
-    _, file, *models = sys.argv
-    records = {model: run_on_ranks(1, train, model, {}, {}, process_group=False)[0] for model in models}
-    Path(file).write_bytes(pickle.dumps(records))
+    _, given, found = sys.argv
+    jobs: dict[str, Job] = pickle.loads(Path(given).read_bytes())
+    Path(found).write_bytes(pickle.dumps({name: job.run(timeout=600) for name, job in jobs.items()}))
