@@ -40,7 +40,7 @@ def measure(variants: list[str], runs: int, steps: int) -> Iterator[dict[str, An
     with trainer_of(LAYERS, False, [*BFLOAT16, *EVERY_STEP, *converters(*names)]) as trainer:
         model = trainer.model_parts[0]
         batches = list(islice(trainer.dataloader, steps))
-        state = {name: tensor.detach().cpu() for name, tensor in tensors(model)}
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors(model)}
         schedule = trainer.lr_schedulers.state_dict()
         for run in range(runs):
             for variant in variants:
