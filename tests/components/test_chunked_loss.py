@@ -16,6 +16,18 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.error_budget import assert_within, unit_roundoff
+from tests._helpers.linear_cross_entropy import (
+    CHUNK,
+    DIM,
+    ROWS,
+    TOKENS,
+    VOCABULARY,
+    chunked,
+    eager,
+    inputs,
+    oracle,
+    squared_errors,
+)
 from tests._helpers.training import TOLERANCE
 from tests.models.test_qwen3_vl_training import SIZES
 from torchtitan_npu.components import chunked_loss
@@ -24,38 +36,6 @@ from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy, LinearCr
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
-
-ROWS, DIM, VOCABULARY, CHUNK, TOKENS = 37, 24, 53, 8, 31.0
-
-
-def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, weight and labels, some of which are ignored. The last chunk is smaller."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(ROWS, DIM, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, DIM, generator=generator).to(dtype).requires_grad_()
-    labels = torch.randint(VOCABULARY, (ROWS,), generator=generator)
-    labels[torch.tensor([0, 9, 10, ROWS - 1])] = IGNORE_INDEX
-    return hidden, weight, labels
-
-
-def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    loss = LinearCrossEntropy.apply(hidden, weight, labels, TOKENS, CHUNK, None)
-    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-
-def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = F.linear(hidden, weight)
-    loss = cross_entropy_loss(logits.unsqueeze(0), labels.unsqueeze(0)) / TOKENS
-    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-
-def oracle(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    h, w = (x.detach().double() for x in (hidden, weight))
-    counts = (labels != IGNORE_INDEX).double()
-    log_p = (h @ w.T).log_softmax(1)
-    one_hot = F.one_hot(labels.clamp(min=0), VOCABULARY).double()
-    grad = (log_p.exp() - one_hot) * counts[:, None] / TOKENS
-    return -(log_p * one_hot).sum(1).mul(counts).sum() / TOKENS, grad @ w, grad.T @ h
 
 
 def test_loss_and_gradients_are_within_the_rounding_of_float32() -> None:
@@ -87,31 +67,17 @@ def test_loss_and_gradients_are_within_the_rounding_of_float32() -> None:
 def test_bfloat16_is_as_accurate_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both round the logits, their gradient and the results to bfloat16. Sums over chunks are float32."""
     monkeypatch.setattr(chunked_loss, "VOCABULARY_STEP", 16)  # as many calls as a large vocabulary needs
-    squares = torch.zeros(2, 3)
-    for seed in range(20):
-        tensors = inputs(torch.bfloat16, seed)
-        exact = oracle(*tensors)
-        for row, function in zip(squares, (chunked, eager), strict=True):
-            results = function(*tensors)
-            assert all(x.dtype == torch.bfloat16 for x in results[1:])
-            row += torch.stack([(x - y).square().sum() for x, y in zip(results, exact, strict=True)])
-    assert (squares[0, 1:] <= 1.01 * squares[1, 1:]).all(), squares
+    ours, theirs = (squared_errors(function, torch.bfloat16) for function in (chunked, eager))
+    assert (ours[1:] <= 1.01 * theirs[1:]).all(), (ours, theirs)
     # the rounding of the logits is the error of both losses
-    assert squares[0, 0].item() == pytest.approx(squares[1, 0].item(), rel=1e-3)
+    assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-3)
 
 
 def test_autocast_is_as_accurate_as_eager() -> None:
-    squares = torch.zeros(2, 3)
-    for seed in range(20):
-        tensors = inputs(torch.float32, seed)
-        exact = oracle(*tensors)
-        for row, function in zip(squares, (chunked, eager), strict=True):
-            with torch.autocast("cpu", torch.bfloat16):
-                results = function(*tensors)
-            assert all(x.dtype == torch.float32 for x in results)
-            row += torch.stack([(x - y).square().sum() for x, y in zip(results, exact, strict=True)])
-    assert (squares[0] <= 1.01 * squares[1]).all(), squares
-    assert squares[0, 0] > 1e-6  # autocast has rounded
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (squared_errors(function, torch.float32) for function in (chunked, eager))
+    assert (ours <= 1.01 * theirs).all(), (ours, theirs)
+    assert ours[0] > 1e-6  # autocast has rounded
 
 
 def build(name: str) -> Any:

@@ -52,9 +52,10 @@ VARIANTS = {
     "basic": converters("npu_dsa", *BASIC),
     "compile": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen"],
     "swap": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen", "--optimizer.swap"],
+    "chunked": [*converters("npu_dsa", *BASIC), "--npu.loss_chunk_tokens", "4096"],
 }
-"""Each variant adds to the previous one. Eager expands keys and values of every head; the others use absorbed
-attention on the latent vectors, like the fused operator."""
+"""Each variant adds to the previous one, but "chunked" adds to "basic". Eager expands keys and values of every head.
+The others use absorbed attention on the latent vectors, like the fused operator."""
 BFLOAT16 = ["--training.dtype", "bfloat16"]
 FULL = ["--activation_checkpoint.mode", "full"]
 CONFIG_SEQUENCE = 4096

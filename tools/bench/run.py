@@ -38,6 +38,9 @@ PARTS = {
     "indexer": ["indexer_kernels.py"],
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
+    "chunked_loss": [
+        *("models.py", "--layers", "8", "20", "24", "--seq-len", "32768", "--only", "basic", "chunked", "--steps", "3")
+    ],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
     "combine": ["moe_combine.py"],
     "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--modes", *HOST_MODES],
@@ -161,6 +164,7 @@ VARIANTS = {
     "basic": "+ `npu_rms_norm`, `npu_rope`, `npu_permute`, `npu_gmm`",
     "compile": "+ compile (`npu.bypass_codegen`)",
     "swap": "+ swap optimizer",
+    "chunked": "the same, with `npu.loss_chunk_tokens = 4096`",
 }
 SAVED = {
     "rms_norm forward": "RMSNorm",
@@ -377,6 +381,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "indexer": kernels,
     "models": models,
     "long": models,
+    "chunked_loss": models,
     "curves": curves,
     "combine": combine,
     "host_dispatch_cpu": host_dispatch,
