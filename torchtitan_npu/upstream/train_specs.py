@@ -123,7 +123,7 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
             model = parallelize(model, dims, job_config)
         if dims.tp_enabled and not sequence_parallel_moe:
             fix_moe_gradients(model, dims.get_mesh("tp"), dims.ep_enabled and not dims.etp_enabled)
-        if backend == "cpu":
+        if backend != "cuda":
             _reduce_by_plain_sums(model)
         return model
 
@@ -202,7 +202,11 @@ def _pass_local_tensors_to_attention(model: Any) -> None:
 
 
 def _reduce_by_plain_sums(model: nn.Module) -> None:
-    """Let FSDP reduce gradients by a plain sum: gloo has no pre-multiplied sum."""
+    """Let FSDP reduce gradients by a plain sum: TorchTitan's divide factor is 1.
+
+    FSDP passes the factor to NCCL as a pre-multiplied sum. gloo has none. On HCCL torch_npu first multiplies the
+    unsharded gradient by it, in a kernel of its own.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
