@@ -21,7 +21,9 @@ from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.cli.doctor.host import check_host
 from torchtitan_npu.cli.doctor.imports import check_imports
+from torchtitan_npu.cli.doctor.network import check_interfaces
 from torchtitan_npu.cli.doctor.versions import check_versions, version_of
+from torchtitan_npu.cli.network_interfaces import addresses
 
 if TYPE_CHECKING:
     from torchtitan_npu.platform import Backend
@@ -139,6 +141,8 @@ def environment(machine: Machine) -> Iterator[Finding]:
         yield yellow(" ".join(caution.names), caution.why, caution.advice)
     if not found:
         yield green("environment", "no conflicting variables")
+    if machine.backend == "npu":
+        yield check_interfaces(addresses(), os.environ)
 
 
 def operators(machine: Machine) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torchtitan_npu.cli.launch import environment_profile as profile
 from torchtitan_npu.cli.launch.failure_report import describe, failures_of, gather_reports, report_path, write_report
 from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
+from torchtitan_npu.cli.network_interfaces import SELECTORS, addresses, interface_towards
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
         except ModuleNotFoundError as missing:
             raise UsageError(f"{sys.executable} has no {missing.name}: see docs/how-to/install.md") from missing
         prepare_environment(options.profile or platform.backend())
+        if options.nodes > 1 and platform.backend() == "npu":
+            choose_interface(options.master)
         return launch(options, folder, argv)
     except UsageError as error:
         print(f"launch: error: {error}", file=sys.stderr)
@@ -88,6 +91,26 @@ def prepare_environment(name: str) -> None:
     print(f"launch: profile {name}: {' '.join(f'{k}={v}' for k, v in added.items()) or 'nothing to add'}")
     if kept:
         print(f"launch: kept your settings: {' '.join(f'{k}={os.environ[k]}' for k in kept)}")
+    os.environ |= added
+
+
+def choose_interface(master: str) -> None:
+    """Let HCCL and gloo use the interface towards node 0, unless the user has chosen one.
+
+    HCCL takes the first interface by name. With several, it may be one that does not reach the other nodes.
+    """
+    if any(name in os.environ for name in SELECTORS):
+        return
+    found = addresses()
+    name = interface_towards(master, found) if len(found) > 1 else None
+    if name is None:
+        return
+    added = {"HCCL_SOCKET_IFNAME": f"={name}"}  # "=": exactly this name, not a prefix
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        added["GLOO_SOCKET_IFNAME"] = name
+    print(
+        f"launch: {len(found)} network interfaces; towards {master}: {' '.join(f'{k}={v}' for k, v in added.items())}"
+    )
     os.environ |= added
 
 
