@@ -15,6 +15,8 @@ class Chip:
     """A key of :data:`SERIES`: the chips that share CANN's documents."""
     memory: int | None
     """Bytes of one device, as ``torch.npu.get_device_properties(0).total_memory`` reports them. ``None``: no report."""
+    peak_flops: float | None
+    """Operations per second of matrix products in bfloat16. ``None``: the chip has no bfloat16."""
 
 
 SERIES = {
@@ -46,10 +48,38 @@ _MEMORY = {
     **dict.fromkeys((f"Ascend910{name}" for name in SERIES["910_93"]), 61.27),
 }
 
+_CUBES = {
+    "910B": {"B1": (24, 1.85), "B2": (24, 1.8), "B2C": (24, 1.8), "B3": (20, 1.8), "B4": (20, 1.5), "B4-1": (20, 1.5)},
+    "910_93": {
+        **dict.fromkeys(("_9362", "_9363"), (20, 1.5)),
+        "_9372": (20, 1.8),
+        **dict.fromkeys(("_9381", "_9382"), (24, 1.8)),
+        **dict.fromkeys(("_9391", "_9392"), (24, 1.85)),
+    },
+    "950": {
+        **dict.fromkeys(("DT_950x", "DT_950y"), (8, 1.65)),
+        "PR_950z": (4, 1.65),
+        **{name: (28, 1.65) for name in SERIES["950"] if name[3:6] == "957"},
+        **{name: (32, 1.65) for name in SERIES["950"] if name[3:6] == "958"},
+        **{name: (36, 1.8) for name in SERIES["950"] if name[3:6] in ("959", "95A")},
+    },
+}
+"""Matrix units (``cube_core_cnt``) and their clock in GHz (``cube_freq``) by series and chip, from the public
+repository hicann/runtime, ``src/platform/platform_config/*.ini``. A unit multiplies two 16 x 16 matrices per cycle."""
+
+FLOPS_PER_CYCLE = 2 * 16**3
+
+
+def _peak_flops(series: str, suffix: str) -> float | None:
+    cubes, ghz = _CUBES.get(series, {}).get(suffix, (0, 0.0))
+    return cubes * ghz * 1e9 * FLOPS_PER_CYCLE or None
+
+
 CHIPS = {
-    name: Chip(series, int(_MEMORY[name] * GIB) if name in _MEMORY else None)
+    name: Chip(series, int(_MEMORY[name] * GIB) if name in _MEMORY else None, _peak_flops(series, suffix))
     for series, names in SERIES.items()
-    for name in (f"Ascend{series[:3]}{suffix}" for suffix in names)
+    for suffix in names
+    for name in [f"Ascend{series[:3]}{suffix}"]
 }
 """Chips by name."""
 

@@ -60,6 +60,8 @@ def prepare() -> None:
     """Make TorchTitan importable and runnable on this backend. Call it once, before anything imports TorchTitan."""
     if backend() != "cuda" or importlib.util.find_spec("triton") is None:
         _replace_triton_kernels()
+    if backend() == "npu":  # torch sets time-outs for NCCL and gloo; the Trainer sets HCCL's
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported for")
     if backend() == "cpu":
         _detect_cpu()
         _add_integer_histc()

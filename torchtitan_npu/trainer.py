@@ -5,26 +5,36 @@ Import it after :func:`torchtitan_npu.platform.prepare`. Importing it registers 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_module
 from torchtitan.train import Trainer as TitanTrainer
 
 import torchtitan_npu.converters
 import torchtitan_npu.upstream.train_specs  # noqa: F401
+from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
+from torchtitan_npu.components.metrics import peak_flops
+from torchtitan_npu.components.profiling import profile_npu
+from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
+from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
+from torchtitan_npu.upstream.hooks import train_with, with_peak_flops
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 
@@ -33,7 +43,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         self.has_stepped = False
-        super().__init__(job_config)
+        with_peak_flops(TitanTrainer.__init__, peak_flops(job_config))(self, job_config)
         loss_fn = getattr(self.loss_fn, "loss_fn", None)
         self.chunked_loss = loss_fn if isinstance(loss_fn, ChunkedCrossEntropy) else None
         if self.chunked_loss:
@@ -43,7 +53,12 @@ class Trainer(TitanTrainer):
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
 
     def init_distributed(self) -> ParallelDims:
+        job = self.job_config
+        if platform.backend() == "npu":
+            recorder = flight_recorder_variables(job.comm, job.job.dump_folder)
+            os.environ |= {name: value for name, value in recorder.items() if name not in os.environ}
         dims = ParallelDims.of(super().init_distributed())
+        dims.hccl_buffers = hccl_buffers(job.comm)
         if dims.tp_enabled:
             use_matmul_sharding(dims.get_mesh("tp"), self.job_config.npu.matmul_sharding)
         return dims
@@ -65,7 +80,15 @@ class Trainer(TitanTrainer):
     def train(self) -> None:
         torch_compiles = self.job_config.compile.enable and not self.job_config.npu.bypass_codegen
         with log_compile_progress() if torch_compiles else nullcontext():  # our own backend reports its progress itself
-            super().train()
+            if platform.backend() == "npu":
+                train_with(profile_npu, self._set_timeouts)(self)
+            else:
+                super().train()
+
+    def _set_timeouts(self, timeout: timedelta, parallel_dims: ParallelDims) -> None:
+        """Set the time-outs of all groups after the first step, as TorchTitan does for NCCL and gloo."""
+        set_pg_timeouts(timeout, parallel_dims)  # waits for all ranks
+        set_timeouts(parallel_dims.get_all_one_dimensional_meshes().values(), timeout)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         started = time.perf_counter()
@@ -74,6 +97,8 @@ class Trainer(TitanTrainer):
         super().train_step(data_iterator)
         if not self.has_stepped and self.job_config.compile.enable:
             logger.info(f"The first step took {time.perf_counter() - started:.1f} s, including compilation")
+        if not self.has_stepped and self.job_config.npu.empty_cache_after_first_step:
+            device_module.empty_cache()
         graph_passes.report(self.model_parts)  # includes graphs compiled by the validation after the previous step
         self.has_stepped = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
+from torchtitan_npu import platform
 from torchtitan_npu.config import preflight
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import check_job
@@ -262,6 +264,10 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         ({"checkpoint__create_seed_checkpoint": True}, 2, "checkpoint.create_seed_checkpoint needs one rank"),
         ({"checkpoint__create_seed_checkpoint": True}, 1, "needs checkpoint.enable"),
         ({"profiling__enable_profiling": True}, 1, "profiling.enable_profiling needs an accelerator"),
+        ({"profiling__npu_level": "level1"}, 1, "profiling.npu_level is for torch_npu's profiler"),
+        ({"comm__hccl_buffers": ["ep=64"]}, 1, "comm.hccl_buffers is for HCCL; this job runs on cpu"),
+        ({"comm__train_timeout_seconds": 0}, 1, "comm.train_timeout_seconds is 0; it must be at least 1"),
+        ({"npu__peak_tflops": -1.0}, 1, "npu.peak_tflops is -1.0; it must be at least 0"),
         ({"profiling__enable_memory_snapshot": True}, 1, "profiling.enable_memory_snapshot needs an accelerator"),
         ({"training__enable_cpu_offload": True}, 1, "training.enable_cpu_offload needs an accelerator"),
         ({"checkpoint__async_mode": "async_with_pinned_mem"}, 1, "async_with_pinned_mem"),
@@ -356,3 +362,25 @@ def test_more_than_one_data_worker_is_an_error(section: str) -> None:
         check_job(config, world_size=1)
     config.npu.layout_independent_data = False
     check_job(config, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profiling__npu_ranks": [2]}, "profiling.npu_ranks: there is no rank 2; the job has 2"),
+        ({"profiling__profile_freq": 3}, "profiling.profile_freq is 3; it must be at least profiler_warmup"),
+        ({"profiling__profiler_active": 0}, "profiling.profiler_active is 0; it must be at least 1"),
+        ({"profiling__enable_profiling": False, "profiling__npu_memory": True}, "profiling.npu_memory needs"),
+        ({"comm__hccl_buffers": ["ep"]}, "comm.hccl_buffers: 'ep' is not DIMENSION=MIB"),
+        ({"comm__hccl_buffers": ["pe=1"]}, "comm.hccl_buffers: dimension 'pe' is not known"),
+        ({"comm__hccl_buffers": ["ep=0"]}, "comm.hccl_buffers: ep is 0; it must be at least 1"),
+        ({"comm__hccl_buffers": ["ep=1", "ep=2"]}, "comm.hccl_buffers lists ep twice"),
+    ],
+    ids=str,
+)
+def test_keys_for_npus(options: dict[str, Any], message: str) -> None:
+    valid = {"profiling__enable_profiling": True, "comm__hccl_buffers": ["ep=64", "tp=32"]}
+    with platform.job_for("npu"):
+        check_job(job(**valid), world_size=2)
+        with pytest.raises(UsageError, match=re.escape(message)):
+            check_job(job(**valid | options), world_size=2)

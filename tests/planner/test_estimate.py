@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests._helpers.layouts import add_flavor
+from torchtitan_npu import platform
+from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.planner import fake_ranks
@@ -19,7 +21,7 @@ from torchtitan_npu.planner.parameters import model_args
 from torchtitan_npu.planner.per_rank import communicators, group_names, mesh_sizes, uses_fsdp
 from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
 from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
-from torchtitan_npu.planner.traffic import Traffic
+from torchtitan_npu.planner.traffic import Traffic, hccl_memory
 from torchtitan_npu.torch_internals.collectives import process_group
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
@@ -96,7 +98,7 @@ MOE = {
 def test_experts(layout: str) -> None:
     degrees, checkpointing = MOE[layout]
     config = job("deepseek_v32", degrees, checkpointing)
-    assert compare(config).communicators == communicators(config, balances_experts=True)
+    assert compare(config).communicators == len(communicators(config, balances_experts=True))
 
 
 LAYOUTS = [
@@ -110,15 +112,31 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "npu"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_mesh_dimensions_over_all_ranks_share_a_group(layout: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_mesh_dimensions_over_all_ranks_share_a_group(
+    layout: dict[str, int], backend: platform.Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On NPUs, EP has its own group, and so has a dimension with its own size of HCCL's buffers."""
     config = job("deepseek_v32", layout)
+    config.comm.hccl_buffers = ["tp=32"] if backend == "npu" else []
     p, world = config.parallelism, world_size(config)
     degrees = {name: getattr(p, key) for name, key in DEGREES.items()}
-    with caplog.at_level(logging.CRITICAL), fake_ranks(world):
+    with caplog.at_level(logging.CRITICAL), fake_ranks(world), platform.job_for(backend):
         dims = ParallelDims(**degrees, etp=1, world_size=world)
+        dims.hccl_buffers = hccl_buffers(config.comm)
         dims.build_mesh()
         names = Traffic.over(dims).names
         found = {name for group, name in names.items() if process_group(group).size() > 1}
-    sizes, expected = mesh_sizes(config), group_names(config)
+        sizes, expected = mesh_sizes(config), group_names(config)
     assert {expected[name] for name in expected if sizes[name] > 1} == found - {"loss"}
+    if backend == "npu":
+        assert all(name in found for name in ("ep", "tp") if sizes[name] > 1)
+
+
+def test_memory_of_hccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    with platform.job_for("npu"):
+        assert hccl_memory(["fsdp", "ep"], {"ep": 64, "tp": 32}) == 2 * (200 + 64) << 20
+    with platform.job_for("cpu"):
+        assert hccl_memory(["fsdp", "ep"], {}) == 0

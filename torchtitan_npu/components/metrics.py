@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
@@ -9,13 +10,24 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import get_peak_flops
 
+from torchtitan_npu import platform
+from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses, step_means
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
+from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.upstream.hooks import with_peak_flops
 
 
 class MetricsProcessor(TitanMetricsProcessor):
-    """Log each auxiliary loss under ``loss_metrics/`` and, after TorchTitan's line, on the console."""
+    """Log each auxiliary loss under ``loss_metrics/`` and, after TorchTitan's line, on the console.
+
+    MFU is relative to the peak of the NPU, or to ``npu.peak_tflops``.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+        with_peak_flops(TitanMetricsProcessor.__init__, peak_flops(job_config))(self, job_config, parallel_dims, tag)
 
     def log(
         self,
@@ -32,6 +44,27 @@ class MetricsProcessor(TitanMetricsProcessor):
         super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | extra)
         if means:
             logger.info(f"step: {step:2}  " + "  ".join(f"{name}: {mean:8.5f}" for name, mean in means.items()))
+
+
+def peak_flops(job_config: JobConfig) -> Callable[[str], float]:
+    """Return a function from the name of a device to its peak in bfloat16: ``npu.peak_tflops``, or that of the chip.
+
+    It is nan for an NPU without a number.
+    """
+    tflops = npu_options(job_config).peak_tflops
+
+    def peak(device: str) -> float:
+        if tflops:
+            return 1e12 * tflops
+        if platform.backend() != "npu":
+            return get_peak_flops(device)
+        chip = CHIPS.get(device)
+        if chip is None or chip.peak_flops is None:
+            logger.warning(f"MFU is nan: the peak of {device} is not known; set npu.peak_tflops")
+            return float("nan")
+        return chip.peak_flops
+
+    return peak
 
 
 def build_metrics_processor(

@@ -7,11 +7,13 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Debug as TitanDebug
 
 from torchtitan_npu import platform
+from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.dsa import Dsa
 from torchtitan_npu.config.mtp import Mtp
 from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.config.optimizer import Optimizer
 from torchtitan_npu.config.parallelism import Parallelism
+from torchtitan_npu.config.profiling import Profiling
 from torchtitan_npu.config.training import Training
 
 
@@ -27,6 +29,8 @@ class JobConfig(TitanJobConfig):
     optimizer: Optimizer = field(default_factory=Optimizer)
     debug: Debug = field(default_factory=Debug)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    comm: Comm = field(default_factory=Comm)
+    profiling: Profiling = field(default_factory=Profiling)
     npu: Npu = field(default_factory=Npu)
     dsa: Dsa = field(default_factory=Dsa)
     mtp: Mtp = field(default_factory=Mtp)

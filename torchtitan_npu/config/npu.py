@@ -92,6 +92,18 @@ class Npu:
     gradient for it. If false, training computes the angles once per forward pass and calls `npu_rotary_mul`.
     """
 
+    peak_tflops: float = 0.0
+    """
+    Peak of a device in bfloat16, in 10¹² operations per second, by which the logged MFU divides. 0: from a table of
+    chips. Set it if the chip is clocked otherwise.
+    """
+
+    empty_cache_after_first_step: bool = False
+    """
+    Return unused memory of PyTorch's cache to the device after the first step. The workspaces of CANN's operators and
+    HCCL's buffers are not in that cache. Set it if a later step fails in CANN or HCCL although the cache has memory.
+    """
+
 
 def check_npu(job: "JobContext") -> None:
     """Check the keys for graph passes and matrix products. Other sections check the keys that concern them."""
@@ -112,6 +124,7 @@ def check_npu(job: "JobContext") -> None:
                 f"npu.loss_chunk_tokens must be 0 with FSDP and torch {torch.__version__}: before 2.13, FSDP fails if "
                 "the output layer does not run in the model's forward pass"
             )
+    check_at_least("npu.peak_tflops", npu.peak_tflops, 0)
     defaults = Npu()
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:

@@ -17,6 +17,7 @@ from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
 from torchtitan_npu.config.checkpoint import check_checkpoint
+from torchtitan_npu.config.comm import check_comm
 from torchtitan_npu.config.compile import check_compile
 from torchtitan_npu.config.dsa import check_dsa
 from torchtitan_npu.config.job_config import JobConfig
@@ -62,6 +63,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_compile,
     check_checkpoint,
     check_profiling,
+    check_comm,
     check_attention,
     check_converters,
     check_mtp,

@@ -41,7 +41,7 @@ RUNTIME = "libascendcl.so"
 OPERATORS = "libopapi.so"
 """The library in which torch_npu looks up operators."""
 
-OPENED_AT_RUN_TIME = (OPERATORS, "libhcomm.so", "libms_tools_ext.so")
+OPENED_AT_RUN_TIME = (OPERATORS, "libhcomm.so", "libms_tools_ext.so", "libmsprofiler.so", "libascend_hal.so")
 """Libraries that torch_npu opens by name, besides those it links to."""
 
 MEMORY_TOOL = "libascend_kernel_hook.so"

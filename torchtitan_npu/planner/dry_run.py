@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapStates
+from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_ranks
 from torchtitan_npu.planner.flops import flops
 from torchtitan_npu.planner.memory import HOST, Memory
-from torchtitan_npu.planner.traffic import Traffic, hccl_buffers
+from torchtitan_npu.planner.traffic import Traffic, hccl_memory
 from torchtitan_npu.planner.trainer import DryRunTrainer
 from torchtitan_npu.planner.unsupported_jobs import check_dry_run
 from torchtitan_npu.torch_internals.dispatch import OpOverload
@@ -200,7 +201,7 @@ def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: in
         timeline=timeline,
         phases=phases,
         communicators=len(traffic.groups),
-        hccl_buffers=hccl_buffers(len(traffic.groups)),
+        hccl_buffers=hccl_memory(traffic.communicators(), hccl_buffers(trainer.job_config.comm)),
     )
 
 

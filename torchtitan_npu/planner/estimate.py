@@ -11,6 +11,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.dry_run_ranks import assumed_load
@@ -31,7 +32,7 @@ from torchtitan_npu.planner.per_rank import (
 from torchtitan_npu.planner.pipeline_schedule import bubble, microbatches_in_flight
 from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
 from torchtitan_npu.planner.step_time import Rates
-from torchtitan_npu.planner.traffic import hccl_buffers
+from torchtitan_npu.planner.traffic import hccl_memory
 
 ACTIVATIONS = ("activations", "backward pass", "other")
 LAYERS = (2, 4)
@@ -112,7 +113,7 @@ class Estimator:
         layers = sum(name.startswith("layers.") for name in modules)
         scale = local_tokens(config) / self.tokens
         total += scale * (needed + saved * layers * microbatches_in_flight(config, stage))
-        total += hccl_buffers(communicators(config, self.balances_experts))
+        total += hccl_memory(communicators(config, self.balances_experts), hccl_buffers(config.comm))
         total += (busier - 1) * ROWS_PER_ROUTED_TOKEN * self._routed(config) * self.args.dim * 2
         return int(total)
 

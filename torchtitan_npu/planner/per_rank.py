@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.planner.layout import degrees, world_size
 from torchtitan_npu.planner.parameters import Size
 from torchtitan_npu.planner.pipeline_schedule import gathers_per_batch
 from torchtitan_npu.planner.traffic import GROUPS
+from torchtitan_npu.upstream.parallel_dims import own_groups
 
 
 def mesh_sizes(config: JobConfig) -> dict[str, int]:
@@ -22,14 +24,17 @@ def mesh_sizes(config: JobConfig) -> dict[str, int]:
 
 
 def group_names(config: JobConfig) -> dict[str, str]:
-    """Return the name of each mesh dimension's process group in a dry run. Dimensions over all ranks share one."""
-    sizes, world = mesh_sizes(config), world_size(config)
-    over_all_ranks = "/".join(name for name in GROUPS if sizes[name] == world)
-    return {name: over_all_ranks if sizes[name] == world else name for name in GROUPS}
+    """Return the name of each mesh dimension's process group in a dry run. Dimensions over all ranks share one.
+
+    Some have their own: see :meth:`torchtitan_npu.upstream.parallel_dims.ParallelDims.build_mesh`.
+    """
+    sizes, world, separate = mesh_sizes(config), world_size(config), own_groups(hccl_buffers(config.comm))
+    shared = [name for name in GROUPS if sizes[name] == world and name not in separate]
+    return {name: "/".join(shared) if name in shared else name for name in GROUPS}
 
 
-def communicators(config: JobConfig, balances_experts: bool) -> int:
-    """Return how many groups of more than one rank a step uses. Dimensions over all ranks share one.
+def communicators(config: JobConfig, balances_experts: bool) -> set[str]:
+    """Return the groups of more than one rank that a step uses. Dimensions over all ranks share one, "".
 
     Expert balancing counts tokens over ``loss``. With EP, the replicas of experts are a group of their own.
     """
@@ -38,7 +43,9 @@ def communicators(config: JobConfig, balances_experts: bool) -> int:
         del sizes["loss"]
     if sizes["ep"] > 1:
         sizes["dp_replicate of experts"] = sizes["dp_replicate"]
-    return len({"" if size == world else name for name, size in sizes.items() if size > 1})
+    separate = own_groups(hccl_buffers(config.comm))
+    shared = {name for name, size in sizes.items() if size == world and name not in separate}
+    return {"" if name in shared else name for name, size in sizes.items() if size > 1}
 
 
 def uses_fsdp(config: JobConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,10 @@ class Traffic:
             names.setdefault(loss.get_group().group_name, "loss")
         return cls(names)
 
+    def communicators(self) -> list[str]:
+        """Return the mesh dimensions of the groups of more than one rank that were used."""
+        return [self.names.get(group, "world") for group in self.groups]
+
     def record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record a call of ``op`` if it is a collective; a wait or a barrier sends nothing."""
         if op.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
@@ -83,17 +87,18 @@ class Traffic:
         self.sent[key] += round(incoming * COLLECTIVES[collective][1](group.size()))
 
 
-def hccl_buffers(communicators: int) -> int:
-    """Return the device memory that HCCL takes for ``communicators`` process groups; 0 if the job is not for NPUs.
+def hccl_memory(communicators: Iterable[str], own_sizes: Mapping[str, int]) -> int:
+    """Return the device memory that HCCL takes for the process groups ``communicators``; 0 if the job is not for NPUs.
 
-    Each takes two buffers of HCCL_BUFFSIZE MB, 200 by default (train_configs/env/npu.env).
+    Each takes two buffers of HCCL_BUFFSIZE MB, 200 by default (train_configs/env/npu.env), or of its size among
+    ``own_sizes`` (``comm.hccl_buffers``).
     """
     if platform.job_backend() != "npu":
         return 0
     size = os.environ.get("HCCL_BUFFSIZE", "200")
     if not size.isdecimal():
         raise UsageError(f"HCCL_BUFFSIZE={size}: must be a number of MB")
-    return communicators * 2 * int(size) << 20
+    return sum(2 * own_sizes.get(name, int(size)) << 20 for name in communicators)
 
 
 def _group(arguments: dict[str, Any]) -> Any:

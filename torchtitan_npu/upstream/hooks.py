@@ -8,11 +8,13 @@ argument. Any module may import this one: of this package it imports only
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ParallelStyle
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers_with_moe_load_balancing
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.expert_parallel import ExpertParallel, ReordererSequenceParallel
@@ -21,6 +23,9 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
 from torchtitan.models.moe.utils import _permute, _unpermute
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_qwen3_tp
 from torchtitan.protocols.train_spec import OptimizersBuilder, ParallelizeFunction, PipeliningFunction
+from torchtitan.tools import utils
+from torchtitan.tools.profiling import maybe_enable_profiling
+from torchtitan.train import Trainer
 
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 from torchtitan_npu.upstream.rebind import rebound, refers_to
@@ -109,6 +114,23 @@ def token_dispatch_with(permute: Callable[..., Any]) -> Callable[..., Any]:
 def token_combine_with(unpermute: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``ExpertParallel._token_combine`` with ``unpermute`` in place of its ``_unpermute``."""
     return rebound(ExpertParallel._token_combine, {_unpermute: unpermute})
+
+
+def train_with(profiling: Callable[..., Any], set_timeouts: Callable[..., None]) -> Callable[..., Any]:
+    """Return ``Trainer.train`` with ``profiling`` and ``set_timeouts`` in place of TorchTitan's.
+
+    They are ``maybe_enable_profiling``, which knows CUDA and XPU, and ``set_pg_timeouts``, which knows NCCL and gloo.
+    """
+    replacements = {maybe_enable_profiling: profiling, dist_utils: SimpleNamespace(set_pg_timeouts=set_timeouts)}
+    return rebound(Trainer.train, replacements)
+
+
+def with_peak_flops(init: Callable[..., None], peak_flops: Callable[[str], float]) -> Callable[..., None]:
+    """Return ``init``, of the Trainer or the MetricsProcessor, with ``peak_flops`` in place of ``get_peak_flops``.
+
+    TorchTitan's takes an NPU for an A100.
+    """
+    return rebound(init, {utils: SimpleNamespace(**vars(utils) | {"get_peak_flops": peak_flops})})
 
 
 def with_rotations(

@@ -1,0 +1,126 @@
+"""A job with FSDP and EP over the same two emulated NPUs: its collectives, profile, metrics and time-outs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.config.comm import Comm
+from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
+from torchtitan_npu.torch_internals.hccl import hccl_options, options_of
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {
+    "training.steps": "3",
+    "training.seq_len": "32",
+    "training.local_batch_size": "1",
+    "training.global_batch_size": "2",
+    "parallelism.data_parallel_shard_degree": "2",
+    "parallelism.expert_parallel_degree": "2",
+    "parallelism.tensor_parallel_degree": "1",
+    "activation_checkpoint.mode": "none",
+    "metrics.log_freq": "1",
+    "profiling.profile_freq": "2",
+    "profiling.profiler_warmup": "1",
+    "profiling.npu_ranks": "1",
+    "profiling.npu_cycles": "1",
+    "comm.hccl_buffers": "ep=64",
+}
+
+
+class Job(NamedTuple):
+    calls: list[dict[str, Any]]
+    """Launches of rank 0 in the last step."""
+    output: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("job")
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--log", str(folder / "calls.json"), "--"]
+    command += ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan_npu.train"]
+    command += [f"--job.config_file={ROOT / 'train_configs/deepseek_v3_debugmodel.toml'}"]
+    command += [f"--job.dump_folder={folder}"]
+    command += [f"--{key}={value}" for key, value in OPTIONS.items()]
+    command += ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot"]
+    command += ["--npu.empty_cache_after_first_step"]
+    ran = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    calls = [call for call in json.loads((folder / "calls.json").read_text()) if call["rank"] == 0]
+    return Job([call for call in calls if call["step"] == 3], ran.stdout, folder)
+
+
+def test_gradients_are_not_multiplied_before_they_are_reduced(job: Job) -> None:
+    """FSDP's divide factor, 1, would be a multiplication of the unsharded gradient on HCCL."""
+    streams = {call["stream"] for call in job.calls if call["operator"] == "HcclReduceScatter"}
+    operators = {call["operator"] for call in job.calls if call["stream"] in streams}
+    assert streams and not any("Mul" in operator for operator in operators), operators
+
+
+def test_experts_have_their_own_communicator(job: Job) -> None:
+    """Each communicator of torch_npu has its own stream, and collectives of one stream wait for each other."""
+    streams = {name: {call["stream"] for call in job.calls if call["operator"] == name} for name in ALL_RANKS}
+    assert all(streams.values())
+    assert not streams["HcclAlltoAllV"] & (streams["HcclAllGather"] | streams["HcclReduceScatter"])
+
+
+ALL_RANKS = ("HcclAlltoAllV", "HcclAllGather", "HcclReduceScatter")
+
+
+def test_the_chosen_rank_and_steps_are_profiled(job: Job) -> None:
+    (profile,) = (job.folder / "profile_traces").iterdir()
+    assert profile.name.startswith("rank1_")
+    events = json.loads((profile / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
+    names = {event["name"] for event in events}
+    assert "aclnnFlashAttentionScore" in names and "ProfilerStep#1" in names and "ProfilerStep#2" not in names
+    groups = json.loads((profile / "profiler_metadata.json").read_text())["parallel_group_info"]
+    assert [group["global_ranks"] for group in groups.values()].count([0, 1]) >= 2
+
+
+def test_memory_snapshots_are_written(job: Job) -> None:
+    file = job.folder / "memory_snapshot" / "iteration_2" / "rank0_memory_snapshot.pickle"
+    assert pickle.loads(file.read_bytes())["segments"]
+
+
+def test_utilization_is_that_of_the_chip(job: Job) -> None:
+    assert "A100" not in job.output
+    (tflops, mfu) = re.findall(r"tflops: ([\d.]+).*?mfu: ([\d.]+)%", job.output)[-1]
+    assert float(mfu) == pytest.approx(100 * float(tflops) / 294.912, abs=0.01)
+
+
+def test_the_options_of_a_group() -> None:
+    assert hccl_options().hccl_config == {}
+    assert hccl_options(64).hccl_config == {"hccl_buffer_size": 64}
+
+
+def timeouts_of_the_default_group() -> list[float]:
+    if not dist.is_initialized():
+        dist.init_process_group("hccl")
+    found = []
+    for seconds in (7, 1800):
+        set_timeouts([], timedelta(seconds=seconds))
+        assert dist.group.WORLD is not None
+        found.append(options_of(dist.group.WORLD)._timeout.total_seconds())
+    return found
+
+
+def test_the_timeout_is_set() -> None:
+    assert run_on_ranks(1, timeouts_of_the_default_group, process_group=False) == [[7, 1800]]
+
+
+def test_the_flight_recorder_is_configured(tmp_path: Path) -> None:
+    variables = flight_recorder_variables(Comm(trace_buf_size=5), str(tmp_path))
+    assert variables["TORCH_HCCL_TRACE_BUFFER_SIZE"] == "5"
+    assert Path(variables["TORCH_HCCL_DEBUG_INFO_TEMP_FILE"]) == tmp_path / "comm_traces" / "rank_"
+    assert flight_recorder_variables(Comm(trace_buf_size=0), "") == {"TORCH_HCCL_TRACE_BUFFER_SIZE": "0"}

@@ -1,0 +1,51 @@
+"""Section ``[comm]``: TorchTitan's keys, and the buffers of HCCL's communicators."""
+
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchtitan.config.job_config import Comm as TitanComm
+
+from torchtitan_npu import platform
+from torchtitan_npu.config.check_helpers import check_at_least, check_known
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+MESH_DIMENSIONS = ("pp", "dp_replicate", "fsdp", "efsdp", "cp", "tp", "ep", "etp")
+"""TorchTitan's mesh dimensions that have process groups."""
+
+
+@dataclass
+class Comm(TitanComm):
+    hccl_buffers: list[str] = field(default_factory=list)
+    """
+    Buffers of HCCL's communicators in MiB, by mesh dimension: `["ep=400", "tp=64"]`. A communicator takes twice as much
+    device memory. The others have the size `HCCL_BUFFSIZE`, 200 by default. Dimensions: `pp`, `dp_replicate`, `fsdp`,
+    `efsdp`, `cp`, `tp`, `ep`, `etp`. Only on NPUs.
+    """
+
+
+def hccl_buffers(comm: TitanComm) -> dict[str, int]:
+    """Return the MiB of each mesh dimension that ``comm.hccl_buffers`` lists."""
+    found: dict[str, int] = {}
+    for entry in getattr(comm, "hccl_buffers", ()):
+        name, equals, size = entry.partition("=")
+        if not equals or not size.isdecimal():
+            raise UsageError(f'comm.hccl_buffers: {entry!r} is not DIMENSION=MIB, such as "ep=400"')
+        check_known("comm.hccl_buffers: dimension", name, MESH_DIMENSIONS)
+        check_at_least(f"comm.hccl_buffers: {name}", int(size), 1)
+        if name in found:
+            raise UsageError(f"comm.hccl_buffers lists {name} twice")
+        found[name] = int(size)
+    return found
+
+
+def check_comm(job: "JobContext") -> None:
+    comm = job.config.comm
+    for key in ("init_timeout_seconds", "train_timeout_seconds"):
+        check_at_least(f"comm.{key}", getattr(comm, key), 1)
+    check_at_least("comm.trace_buf_size", comm.trace_buf_size, 0)
+    if hccl_buffers(comm) and platform.job_backend() != "npu":
+        raise UsageError(f"comm.hccl_buffers is for HCCL; this job runs on {platform.job_backend()}")
