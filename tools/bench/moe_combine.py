@@ -42,9 +42,10 @@ def measure(variants: list[str], runs: int, steps: int) -> Iterator[dict[str, An
         batches = list(islice(trainer.dataloader, steps))
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors(model)}
         schedule = trainer.lr_schedulers.state_dict()
+        rate = trainer.optimizers.optimizers[0].param_groups[0]["lr"]
         for run in range(runs):
             for variant in variants:
-                restart(trainer, state, schedule)
+                restart(trainer, state, schedule, rate)
                 if run:
                     perturb(model, run)
                 for module in model.modules():
@@ -58,12 +59,14 @@ def tensors(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers()
 
 
-def restart(trainer: Any, state: dict[str, Any], schedule: dict[str, Any]) -> None:
+def restart(trainer: Any, state: dict[str, Any], schedule: dict[str, Any], rate: float) -> None:
     """Set weights, optimizer and learning rate to those of the start."""
     for name, tensor in tensors(trainer.model_parts[0]):
         tensor.detach().copy_(state[name])
     for optimizer in trainer.optimizers.optimizers:
         optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["lr"] = rate  # a schedule's state does not have it
     trainer.optimizers.zero_grad()
     trainer.lr_schedulers.load_state_dict(schedule)
 

@@ -70,15 +70,47 @@ def flash_backward(
     return tuple(grads)
 
 
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def cudnn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    with_lse: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    debug: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Compute ``aten::_scaled_dot_product_cudnn_attention``: (B, N, S, D) and (B, N, S, 1)."""
+    out, lse, *_ = flash_forward(*heads_first(q, k, v), None, None, 0, 0, 0.0, causal, False, **kwargs)
+    empty = q.new_empty(0)
+    return out.transpose(1, 2), lse.unsqueeze(-1), empty, empty, 0, 0, empty, empty, empty
+
+
+def cudnn_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    causal = args[-1]
+    tensors = heads_first(dy, q, k, v, out)
+    grads = flash_backward(*tensors, lse.squeeze(-1), None, None, 0, 0, 0.0, causal, None, None, **kwargs)
+    return tuple(heads_first(*grads))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _flash_attention(device: str) -> Iterator[None]:
-    """Give a machine without a GPU kernels of these two operators: everything around them is tested there."""
+    """Give a machine without a GPU kernels of these operators: everything around them is tested there."""
     if device == "cuda":
         yield
         return
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", flash_forward, "CPU")
     library.impl("_flash_attention_backward", flash_backward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
     yield
     library._destroy()
 
@@ -94,10 +126,16 @@ CASES = {
     "documents, statistics by row": {"shape": (1, 40, 4, 2, 16), "ends": [7, 8, 40], "softmax_layout": "TND"},
     "frames": {"shape": (1, 40, 4, 4, 16), "ends": [10, 20, 40], "causal": False},
 }
+ON_CUDNN = ("causal", "grouped", "smaller values", "unmasked", "heads first")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_agrees_with_scaled_dot_product_attention(name: str, device: str, gpu: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "cudnn"), [(name, False) for name in CASES] + [(name, True) for name in CASES if name in ON_CUDNN]
+)
+def test_agrees_with_scaled_dot_product_attention(
+    name: str, cudnn: bool, device: str, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_runs_on_cudnn", lambda *_: cudnn)
     case: dict[str, Any] = CASES[name]
     bsz, seqlen, heads, key_heads, size = case["shape"]
     layout, causal, ends = case.get("layout", "BSND"), case.get("causal", True), case.get("ends")

@@ -1,7 +1,8 @@
-"""Attention on PyTorch's own flash attention, for GPUs.
+"""Attention on PyTorch's own kernels, for GPUs.
 
-It runs the calls that models make: half precision, unmasked or causal with aligned ends. The reference runs the others.
-Flash attention keeps the logarithm of the sum of exponentials; it is returned as the statistic m, with l = 1.
+They run the calls that models make: half precision, unmasked or causal with aligned ends. The reference runs others.
+Sequences of equal length run on cuDNN's kernels where PyTorch has them, documents on its flash attention. Both keep the
+logarithm of the sum of exponentials; it is returned as the statistic m, with l = 1.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ def npu_fusion_attention(
         return reference.npu_fusion_attention(query, key, value, input_layout=input_layout, scale=scale, **rest)
     is_causal = rest["atten_mask"] is not None
     q, k, v = (_rows(tensor, input_layout) for tensor in (query, key, value))
-    sequences = _sequences(q, k, **rest)
-    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, padded, *sequences, 0.0, is_causal, False, scale=scale
-    )
+    if _runs_on_cudnn(q, k, v, is_causal):
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *heads_first, None, True, 0.0, is_causal, False, scale=scale
+        )
+        output, lse = output.transpose(1, 2), lse.squeeze(-1)
+    else:
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, padded, *_sequences(q, k, **rest), 0.0, is_causal, False, scale=scale
+        )
     output = _rows(output[..., : v.shape[-1]], input_layout).contiguous()
     statistic = _stored(lse, input_layout, **rest)
     return output, statistic, torch.ones_like(statistic), query.new_empty(0), 0, 0, 0
@@ -56,13 +63,21 @@ def npu_fusion_attention_grad(
         return reference.npu_fusion_attention_grad(query, key, value, dy, **options)
     is_causal = rest["atten_mask"] is not None
     q, k, v, d_out, out = (_rows(tensor, input_layout) for tensor in (query, key, value, dy, attention_in))
-    sequences = _sequences(q, k, **rest)
-    v, d_out, out = (F.pad(tensor, (0, q.shape[-1] - tensor.shape[-1])) for tensor in (v, d_out, out))
     lse = _loaded(softmax_max + softmax_sum.log(), input_layout, **rest)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        d_out, q, k, v, out, lse, *sequences, 0.0, is_causal, *no_dropout, scale=scale_value
-    )
+    if _runs_on_cudnn(q, k, v, is_causal):
+        heads_first = (tensor.transpose(1, 2) for tensor in (d_out, q, k, v, out))
+        no_dropout = (torch.zeros((), dtype=torch.int64, device=q.device),) * 2
+        lengths = None, None, q.shape[1], k.shape[1]
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *heads_first, lse.unsqueeze(-1), *no_dropout, None, *lengths, 0.0, is_causal, scale=scale_value
+        )
+        dq, dk, dv = (grad.transpose(1, 2) for grad in (dq, dk, dv))
+    else:
+        v, d_out, out = (F.pad(tensor, (0, q.shape[-1] - tensor.shape[-1])) for tensor in (v, d_out, out))
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            d_out, q, k, v, out, lse, *_sequences(q, k, **rest), 0.0, is_causal, *no_dropout, scale=scale_value
+        )
     grads = (_rows(grad, input_layout).contiguous() for grad in (dq, dk, dv[..., : value.shape[-1]]))
     return *grads, None, query.new_empty(0, dtype=torch.float32)
 
@@ -88,6 +103,17 @@ def _is_supported(
         return sparse_mode in (2, 3) and actual_seq_qlen == actual_seq_kvlen
     queries, keys = (tensor.shape[layout.index("S")] for tensor in (query, key))
     return (sparse_mode == 2 and queries == keys) or (sparse_mode == 3 and queries <= keys)
+
+
+def _runs_on_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Return whether cuDNN's kernels take these sequences (B, S, N, D). Its causal mask aligns the starts."""
+    if q.dim() == 3 or q.shape[1] != k.shape[1]:
+        return False
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    is_grouped = q.shape[2] != k.shape[2]
+    return torch.backends.cuda.can_use_cudnn_attention(
+        torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, is_causal, is_grouped)
+    )
 
 
 def _rows(tensor: Tensor, layout: str) -> Tensor:
