@@ -19,7 +19,7 @@ LAYERS = [
     {"upstream.hooks", "upstream.rebind"},
     {"torch_internals"},
     # sections of the configuration, and what every layer needs; what platform prepares, it imports in that call
-    {"chips", "config", "errors", "log", "platform", "pytree"},
+    {"cann", "chips", "config", "errors", "log", "platform", "pytree"},
 ]
 """Each module imports from its own layer and those below it. The longest matching name counts."""
 

@@ -37,6 +37,11 @@ def backend() -> Backend:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def cann_version() -> str | None:
+    """Return the version of CANN that torch_npu loaded, such as ``"9.1.0"``, or ``None`` without an NPU."""
+    return torch.get_device_module("npu").utils.get_cann_version() or None if backend() == "npu" else None
+
+
 _job_backends: list[Backend] = []
 
 

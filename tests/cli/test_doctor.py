@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from torchtitan_npu.cann import version_numbers
 from torchtitan_npu.cli.doctor import host, versions
 from torchtitan_npu.cli.doctor.devices import memory_of
 from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding
 from torchtitan_npu.cli.doctor.imports import error_in
 from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS
-from torchtitan_npu.cli.doctor.versions import numbers
 from torchtitan_npu.components import available_memory
 from torchtitan_npu.ops import OPS
 
@@ -106,7 +106,9 @@ def test_versions_that_do_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, value in install_cann(tmp_path, "8.3.RC1").items():
         monkeypatch.setenv(name, value)
     lines = {line.check: line for line in versions.check_versions(on_npu=True)}
-    assert {check for check, line in lines.items() if line.status == "red"} == {"torch_npu", "CANN"}
+    assert {check for check, line in lines.items() if line.status == "red"} == {"torch_npu", "CANN", "npu_dsa"}
+    assert lines["npu_dsa"].what.startswith("npu_dsa needs CANN 9.0 or newer, and 8.3.RC1 is installed: ")
+    assert lines["npu_dsa"].advice == "install CANN 9.2.0, or remove npu_dsa from model.converters"
     assert lines["torch_npu"].what.startswith("2.9.0.post2 with torch 2.13.0")
     assert lines["torch_npu"].advice == "pip install torch_npu==2.13.0"
     assert (lines["CANN"].what, lines["CANN"].advice) == ("8.3.RC1, older than 9.2.0", "install CANN 9.2.0")
@@ -285,6 +287,6 @@ def test_the_docs_show_the_versions_that_the_doctor_checks() -> None:
 
 
 def test_version_numbers() -> None:
-    assert numbers("2.12.0.post2+cpu") == (2, 12, 0)
-    assert numbers("8.3.RC1") == (8, 3)
-    assert numbers("9.2.0") > numbers("9.1.0") > numbers("8.5.0")
+    assert version_numbers("2.12.0.post2+cpu") == (2, 12, 0)
+    assert version_numbers("8.3.RC1") == (8, 3)
+    assert version_numbers("9.2.0") > version_numbers("9.1.0") > version_numbers("8.5.0")

@@ -20,7 +20,7 @@ from torchtitan.config.job_config import Training, Validation
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 
-from torchtitan_npu import platform
+from torchtitan_npu import cann, platform
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
@@ -82,6 +82,9 @@ class Converter(ABC):
         for other, reason in self.conflicts.items():
             if other in self.job_config.model.converters:
                 return f"{self.name} and {other} cannot be combined: {reason}; list one of them"
+        installed = platform.cann_version()
+        if installed is not None and (error := cann.converter_error(self.name, installed)):
+            return f"{error}; install a newer CANN, or remove {self.name} from the list"
         return None
 
     def check_job(self) -> None:

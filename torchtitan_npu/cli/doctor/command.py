@@ -102,8 +102,7 @@ class Machine:
             found = platform.backend()
             if found != "cpu":
                 self.ranks = torch.get_device_module(found).device_count()
-            if found == "npu":
-                self.cann = torch.get_device_module(found).utils.get_cann_version() or None
+            self.cann = platform.cann_version()
         except (AttributeError, ImportError, RuntimeError, OSError) as error:
             self.error = first_line(error)
         self.backend: Backend = backend or ("npu" if version_of("torch_npu") else found)

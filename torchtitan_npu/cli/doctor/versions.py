@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torchtitan_npu import cann
+from torchtitan_npu.cann import version_numbers
 from torchtitan_npu.cli.doctor.findings import Finding, green, red, yellow
 
 TABLE = tomllib.loads((Path(__file__).parent / "versions.toml").read_text())
@@ -47,7 +49,7 @@ def _torch_npu(on_npu: bool, torch: str | None, installed: str | None, stack: di
             yield red("torch_npu", "not installed", f"pip install torch_npu=={wanted}")
         else:
             yield green("torch_npu", "not installed and not needed here")
-    elif torch is not None and numbers(installed)[:3] != numbers(torch)[:3]:
+    elif torch is not None and version_numbers(installed)[:3] != version_numbers(torch)[:3]:
         # If torch_npu matches the table, torch has to change.
         change = f"torch_npu=={wanted}" if installed != wanted else f"torch=={stack['torch']}"
         what = f"{installed} with torch {torch}: torch_npu requires the torch of its own version"
@@ -65,9 +67,9 @@ def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterato
             yield red("CANN", "not found", "install CANN and source its set_env.sh in this shell")
         else:
             yield green("CANN", "not found and not needed here")
-    elif numbers(installed) < numbers(wanted)[:2]:
+    elif version_numbers(installed) < version_numbers(wanted)[:2]:
         yield red("CANN", f"{installed}, older than {wanted}", f"install CANN {wanted}")
-    elif numbers(installed)[:2] != numbers(wanted)[:2]:
+    elif version_numbers(installed)[:2] != version_numbers(wanted)[:2]:
         yield yellow(
             "CANN",
             f"{installed}; the tested version is {wanted}",
@@ -75,6 +77,9 @@ def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterato
         )
     else:
         yield green("CANN", installed)
+    for converter in cann.CONVERTERS:
+        if installed is not None and (error := cann.converter_error(converter, installed)):
+            yield red(converter, error, f"install CANN {wanted}, or remove {converter} from model.converters")
 
 
 def _others(on_npu: bool) -> Iterator[Finding]:
@@ -88,9 +93,9 @@ def _others(on_npu: bool) -> Iterator[Finding]:
                 yield yellow(name, f"{DRIVER} does not exist", "install the driver; in a container, mount that file")
             else:
                 yield red(name, "not installed", f"pip install {name}=={wanted}")
-        elif row.get("exact") and numbers(installed) != numbers(wanted):
+        elif row.get("exact") and version_numbers(installed) != version_numbers(wanted):
             yield red(name, f"{installed}, not {wanted}: {row['why']}", f"pip install {name}=={wanted}")
-        elif numbers(installed) >= numbers(wanted):
+        elif version_numbers(installed) >= version_numbers(wanted):
             yield green(name, installed)
         elif name == "triton-ascend" and version_of("triton"):
             yield red(
@@ -107,13 +112,8 @@ def _others(on_npu: bool) -> Iterator[Finding]:
 def stack_of(torch: str | None) -> dict[str, str] | None:
     """Return the row of the table with the same minor version as ``torch``."""
     rows: list[dict[str, Any]] = TABLE["stack"]
-    return next((row for row in rows if torch and numbers(row["torch"])[:2] == numbers(torch)[:2]), None)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Parse ``"2.12.0.post2+cpu"`` as (2, 12, 0) and ``"8.3.RC1"`` as (8, 3)."""
-    leading = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in leading[0].split(".")) if leading else ()
+    minor = version_numbers(torch or "")[:2]
+    return next((row for row in rows if version_numbers(row["torch"])[:2] == minor), None)
 
 
 def version_of(package: str) -> str | None:
