@@ -245,13 +245,13 @@ class Attention:
 class Loss:
     """The KL divergence of the indexer's distribution from attention's over the selected keys, of one document.
 
-    ``attention`` and ``scores`` are of the same document, with one key head; ``mask`` (queries, 1, keys).
+    ``attention`` and ``scores`` are of the same document; the indexer has one key head. ``mask`` (queries, 1, keys).
     """
 
     def __init__(self, attention: Attention, scores: Scores, mask: Tensor, u: float):
-        keys, heads = mask.shape[-1], attention.p.shape[2]
+        keys, heads = mask.shape[-1], attention.p.shape[1] * attention.p.shape[2]
         some = mask.any(-1, keepdim=True)
-        total = attention.p.sum(2)
+        total = attention.p.sum((1, 2))[:, None]
         p = torch.where(mask, total / total.sum(-1, keepdim=True), 0)
         log_softmax = scores.scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
         softmax = torch.where(mask, log_softmax.exp(), 0)
@@ -260,7 +260,7 @@ class Loss:
         self.d_scores = softmax - p
 
         # attention's softmax has the errors of its exponential and of the statistics; then it is summed and scaled
-        p_error = 2 * attention.relative.amax(2) * 2 + (2 * (keys + heads) + 8) * u
+        p_error = 2 * attention.relative.amax((1, 2))[:, None] * 2 + (2 * (keys + heads) + 8) * u
         score_error = torch.where(mask, scores.budget, 0).amax(-1, keepdim=True) if keys else torch.zeros_like(p_error)
         spread = torch.where(mask, scores.scores.abs(), 0).amax(-1, keepdim=True) if keys else torch.zeros_like(p_error)
         log_error = 2 * score_error + (2 * spread + keys + 6) * u

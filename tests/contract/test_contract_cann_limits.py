@@ -25,6 +25,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 OURS_IS_NARROWER = "torch_npu's own documentation allows less than CANN's"
 NOT_OURS = "our table does not have the limit"
 MADE_CONTIGUOUS = f"{NOT_OURS}: the operator's definition makes strided tensors contiguous, whatever its document says"
+NEXT_OPERATOR = "the indexer's loss, which takes these statistics, allows 1 to 131072"
 
 DIFFERENCES = {
     ("npu_fusion_attention", "the number of documents"): OURS_IS_NARROWER,
@@ -38,11 +39,9 @@ DIFFERENCES = {
     ("npu_all_gather_base_mm", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
     ("npu_mm_reduce_scatter_base", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
     ("npu_lightning_indexer_grad", "the number of keys"): f"{NOT_OURS}: no converter calls the operator",
-    ("npu_sparse_lightning_indexer_grad_kl_loss", "weights.dtype"): NOT_OURS,
-    ("npu_sparse_lightning_indexer_grad_kl_loss", "the batch size"): NOT_OURS,
-    ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of queries"): NOT_OURS,
-    ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of keys"): NOT_OURS,
-    ("npu_sparse_lightning_indexer_grad_kl_loss", "sparse_mode"): NOT_OURS,
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of keys"): "CANN before 9.1 allows 131072",
+    ("npu_dense_lightning_indexer_softmax_lse", "the number of queries"): NEXT_OPERATOR,
+    ("npu_dense_lightning_indexer_softmax_lse", "the number of keys"): NEXT_OPERATOR,
     ("npu_moe_gating_top_k", "norm_type"): NOT_OURS,
     ("npu_moe_gating_top_k_backward", "norm_type"): NOT_OURS,
     ("npu_rotary_mul_backward", "B * N with gradients for r1 and r2"): f"{NOT_OURS}: that of npu_rotary_mul says it",
@@ -63,6 +62,15 @@ DTYPE_COLUMNS = {
     ("npu_lightning_indexer", "weights.dtype"): ("aclnnLightningIndexer", "weights"),
     ("npu_lightning_indexer_grad", "query.dtype"): ("aclnnLightningIndexerGrad", "query"),
     ("npu_sparse_lightning_indexer_grad_kl_loss", "query.dtype"): ("aclnnSparseLightningIndexerGradKLLoss", "query"),
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "weights.dtype"): (
+        "aclnnSparseLightningIndexerGradKLLoss",
+        "weights",
+    ),
+    ("npu_dense_lightning_indexer_softmax_lse", "query_index.dtype"): (
+        "aclnnDenseLightningIndexerSoftmaxLse",
+        "queryIndex",
+    ),
+    ("npu_dense_lightning_indexer_softmax_lse", "weights.dtype"): ("aclnnDenseLightningIndexerSoftmaxLse", "weight"),
     ("npu_moe_gating_top_k", "x.dtype"): ("aclnnMoeGatingTopK", "x"),
     ("npu_moe_gating_top_k_backward", "x_norm.dtype"): ("aclnnMoeGatingTopKBackward", "xNorm"),
     ("npu_moe_token_permute", "tokens.dtype"): ("aclnnMoeTokenPermute", "tokens"),
@@ -88,6 +96,10 @@ OTHER_DTYPE_LIMITS = {
         ("npu_lightning_indexer_grad", "sparse_indices.dtype"),
     ),
     ("npu_moe_token_unpermute_grad_v2", "permuted_tokens_dtype"),
+    *(
+        ("npu_dense_lightning_indexer_grad_kl_loss", "query.dtype"),
+        ("npu_dense_lightning_indexer_grad_kl_loss", "weights.dtype"),
+    ),
 }
 
 NOT_ON_950 = {"npu_lightning_indexer_grad", "npu_moe_gating_top_k_backward"}

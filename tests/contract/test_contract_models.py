@@ -11,7 +11,7 @@ import pytest
 
 from tests._helpers.contract_step import MODELS, Step, job, matching, model_args, run_step, train_step
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.converters.dsa import FusedAttention
 from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.planner import fake_ranks
 
@@ -130,33 +130,42 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     assert converted.outputs == {name: plain.outputs[name] for name in converted.outputs}
 
 
+WARMUP = {
+    "npu_fusion_attention": 1,
+    "npu_dense_lightning_indexer_softmax_lse": 1,
+    "npu_dense_lightning_indexer_grad_kl_loss": 1,
+}
+WITHOUT_LOSS = {op: 1 for op in EXPECTED["npu_dsa"].per_target if not op.endswith("kl_loss")}
+
+
 @pytest.mark.parametrize(
-    ("dsa", "learns", "not_called"),
+    ("dsa", "learns", "calls"),
     [
-        # only indexers are trained, by their own losses
-        ({"stage": "warmup"}, {"indexer"}, {"npu_sparse_flash_attention_grad": 2}),
-        ({"document_mask": True}, {"indexer", "rest"}, {}),
-        ({"indexer_loss": False}, {"rest"}, {"npu_sparse_lightning_indexer_grad_kl_loss": 2}),
+        # only indexers are trained, by their own losses over all keys
+        ({"stage": "warmup"}, {"indexer"}, WARMUP),
+        ({"stage": "warmup", "document_mask": True}, {"indexer"}, WARMUP),
+        ({"document_mask": True}, {"indexer", "rest"}, EXPECTED["npu_dsa"].per_target),
+        ({"indexer_loss": False}, {"rest"}, WITHOUT_LOSS),
     ],
-    ids=["warmup", "documents", "without_loss"],
+    ids=["warmup", "warmup with documents", "documents", "without_loss"],
 )
 def test_stages_of_sparse_attention(
-    dsa: dict[str, Any], learns: set[str], not_called: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    dsa: dict[str, Any], learns: set[str], calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, packed = NpuSparseAttention.forward, []
+    forward, packed = FusedAttention.forward, []
 
-    def recorded(self: NpuSparseAttention, *args: Any, documents: Documents | None, **kwargs: Any) -> Any:
+    def recorded(self: FusedAttention, *args: Any, documents: Documents | None, **kwargs: Any) -> Any:
         packed.append(documents is not None)
         return forward(self, *args, documents=documents, **kwargs)
 
-    monkeypatch.setattr(NpuSparseAttention, "forward", recorded)
+    monkeypatch.setattr(FusedAttention, "forward", recorded)
     step = run_step("deepseek_v32", matching("deepseek_v32"), dsa)
     expected = {n for n in eager("deepseek_v32").gradients if ("indexer" if ".indexer." in n else "rest") in learns}
     assert expected and step.gradients == expected
     assert packed == [dsa.get("document_mask", False)] * 2
     called = step.calls.count("npu")
-    attention = {op: 2 * times - not_called.get(op, 0) for op, times in EXPECTED["npu_dsa"].per_target.items()}
-    assert {op: called[op] for op in attention} == attention
+    attention = WARMUP | EXPECTED["npu_dsa"].per_target
+    assert {op: times for op, times in called.items() if op in attention} == {op: 2 * n for op, n in calls.items()}
 
 
 def test_multi_token_prediction() -> None:

@@ -16,15 +16,19 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from tests._helpers.converted_models import LAYOUT, build_on_meta, convert, job
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
-from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters import CONVERTERS, dsa
 from torchtitan_npu.converters.dsa import NpuSparseAttention
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.planner import Calls
+from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.ops.indexer_kl_loss import spans
+from torchtitan_npu.planner import BelowSubclasses, Calls
 from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 GRADIENT, LOSS = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"
+DENSE_ATTENTION = "npu_fusion_attention"
+DENSE_STATISTICS, DENSE_LOSS = "npu_dense_lightning_indexer_softmax_lse", "npu_dense_lightning_indexer_grad_kl_loss"
 LAYERS = 3
 EOS = int(tokens()[0, 5])
 
@@ -76,13 +80,52 @@ def test_trains_like_eager_absorbed_or_not(changes: dict[str, Any], packed: bool
     fused = convert(copy.deepcopy(absorbed), "npu_dsa")
     with Calls() as calls:
         ours = step(fused, documents)
-    expected_calls = {INDEXER: LAYERS, ATTENTION: LAYERS}
-    expected_calls |= {} if "warmup" in changes else {GRADIENT: LAYERS}
-    expected_calls |= {LOSS: LAYERS} if learns(fused) else {}
+    if "warmup" in changes:
+        expected_calls = dict.fromkeys((DENSE_ATTENTION, DENSE_STATISTICS, DENSE_LOSS), LAYERS)
+    else:
+        expected_calls = {INDEXER: LAYERS, ATTENTION: LAYERS, GRADIENT: LAYERS}
+        expected_calls |= {LOSS: LAYERS} if learns(fused) else {}
     assert calls.count("npu") == expected_calls
     expected = step(absorbed, documents)
     assert_same(ours, expected)
     assert_same(step(plain, documents), expected)
+
+
+class ArgumentsOf(BelowSubclasses):
+    """Record the arguments of all calls of some ``npu::`` operators."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.calls = names, list[dict[str, Any]]()
+
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op._schema.name.removeprefix("npu::") in self.names:
+            self.calls.append(by_name(op, args, kwargs))
+        return op(*args, **kwargs)
+
+
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_more_queries_and_documents_than_a_call_takes(
+    packed: bool, warmup: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With limits of 10 queries and 3 documents in a call, instead of 8192 and 256, the step is the same."""
+    monkeypatch.setattr(spans, "MAX_QUERIES", 10)
+    monkeypatch.setattr(dsa, "MAX_DOCUMENTS", 3)
+    documents = Documents.of(tokens(), EOS) if packed else None
+    groups = 1 if documents is None else -(-len(documents.of_keys.integers) // 3)
+    assert groups > 1 or not packed
+    model = build(model_args(warmup=warmup))
+    fused = convert(copy.deepcopy(model), "npu_dsa")
+    with ArgumentsOf(*((DENSE_LOSS, DENSE_ATTENTION) if warmup else (LOSS, GRADIENT))) as called:
+        ours = step(fused, documents)
+    assert_same(ours, step(model, documents))
+    assert len(called.calls) >= LAYERS * (2 * groups if warmup else groups + (4 if packed else 3))
+    for arguments in called.calls:
+        ends = arguments.get("actual_seq_qlen")
+        assert ends is None or len(ends) <= 3
+        if "sparse_indices" in arguments and "query_index" in arguments:
+            assert arguments["query"].shape[0 if packed else 1] <= 10
 
 
 @pytest.mark.parametrize(
@@ -164,12 +207,15 @@ def test_finds_nothing_in_another_model() -> None:
         build_on_meta("deepseek_v3", "npu_dsa")
 
 
-def limit_errors(flavor: str, dtype: Any = "bfloat16", tp: int = 1, shard: int = 1, **changes: Any) -> list[str]:
+def limit_errors(
+    flavor: str, dtype: Any = "bfloat16", tp: int = 1, shard: int = 1, seq_len: int = 4096, **changes: Any
+) -> list[str]:
     """Return the NPU limits that one layer of a flavor exceeds."""
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
     config = job(("npu_dsa",))
     config.training.mixed_precision_param = dtype
+    config.training.seq_len, config.training.local_batch_size = seq_len, 1
     args = copy.deepcopy(deepseekv32_args[flavor])
     for name, value in {"n_layers": 1, "vocab_size": 8, **changes}.items():
         setattr(args, name, value)
@@ -189,6 +235,14 @@ def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
     assert any("float32" in text for text in limit_errors(flavor, "float32"))
 
 
+@pytest.mark.parametrize("warmup", [False, True], ids=["sparse", "warmup"])
+def test_sequences_of_an_npu(warmup: bool) -> None:
+    """DeepSeek trained both stages on 128k tokens."""
+    assert limit_errors("671B", seq_len=2**17, warmup=warmup) == []
+    longer = limit_errors("671B", seq_len=2**17 + 1, warmup=warmup)
+    assert any("the number of keys is 131073; the NPU kernel supports 1 to 131072" in text for text in longer)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -196,10 +250,7 @@ def test_flavors_for_npus_are_within_the_limits(flavor: str) -> None:
         ({"kv_lora_rank": 256}, "the head size of query is 256; the NPU kernel supports 512"),
         ({"index_topk": 2500}, "sparse_count is 2500"),
         ({"index_head_dim": 64}, "the head size of query is 64; the NPU kernel supports 128"),
-        (
-            {"warmup": True, "seq_len": 16384},
-            "sparse_count is training.seq_len in the warm-up, 16384; the NPU kernel",
-        ),
+        ({"warmup": True, "qk_nope_head_dim": 64}, f"{DENSE_LOSS}: the head size of query is 64; the NPU kernel"),
         ({"index_topk": 512, "indexer_loss": False}, "npu_sparse_flash_attention_grad: top-k is 512"),
     ],
     ids=str,

@@ -38,7 +38,7 @@ MTP_LAYER = MOE_LAYER + 3 * 48 + 2 * 48 * 48
         ({"absorb": False}, 3, 0, 0, 12 + 16 + 10, 7, 2 * SEQUENCE + 4 * 7),
         ({"indexer_loss": False}, 3, 0, 0, 20 + 16 + 20, 7, 2 * SEQUENCE),
         ({"index_topk": 4096}, 3, 0, 0, 20 + 16 + 20, SEQUENCE, 6 * SEQUENCE),
-        ({"warmup": True}, 3, 0, 0, 20 + 16 + 20, SEQUENCE, 6 * SEQUENCE),
+        ({"warmup": True}, 3, 0, 0, 12 + 16 + 10, SEQUENCE, 6 * SEQUENCE),
         ({"n_mtp_layers": 2}, 5, 2 * MTP_LAYER, 2 * UNMET, 20 + 16 + 20, 7, 2 * SEQUENCE + 4 * 7),
     ],
     ids=[

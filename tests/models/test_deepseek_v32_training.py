@@ -68,7 +68,10 @@ def test_the_warm_up_trains_only_the_indexer() -> None:
         ("sparse", {"pp": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "full"}),
         ("sparse", {"ep": 2}, {"model.converters": CONVERTERS, **SELECTIVE, **COMPILED}),
         pytest.param("warmup", {"ep": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
-        ("warmup", {"shard": 2}, {"model.converters": CONVERTERS}),
+        pytest.param("warmup", {"shard": 2}, {"model.converters": CONVERTERS}, marks=pytest.mark.slow),
+        ("warmup", {"cp": 2}, {"model.converters": CONVERTERS, **SELECTIVE}),
+        ("warmup", {"tp": 2}, {"model.converters": CONVERTERS}),
+        pytest.param("warmup", {"tp": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -76,7 +79,7 @@ def test_any_layout_gives_one_ranks_losses_and_gradients(
     stage: str, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
     records = train_on(2, layout, {"dsa.stage": stage, **options})
-    assert_as_on_one_rank(records, one_rank(stage))
+    assert_as_on_one_rank(records, one_rank(stage), "tp" in layout)
 
 
 def test_resumes_on_another_layout(tmp_path: Path) -> None:

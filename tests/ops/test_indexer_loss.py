@@ -13,13 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from tests._helpers.error_budget import assert_within, rounding_budget
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.indexer_kl_loss import spans
 from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
+from torchtitan_npu.ops.indexer_kl_loss.spans import loss_in_spans
 from torchtitan_npu.ops.sparse_flash_attention import selected_keys
+from torchtitan_npu.planner import Calls
 
 npu_loss = torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss
 
@@ -91,6 +94,68 @@ def test_agrees_with_the_oracle(docs: Documents, top_k: int, with_rope: bool) ->
     assert_within("loss", loss, total, total_budget + len(docs.sizes) * u * total.abs())
 
 
+def float64(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the same call in float64, with the statistics that it has."""
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("BSND", [(7, 9)] * 2),
+        ("TND", [(7, 9)]),  # one document in several spans
+        ("TND", [(2, 2), (1, 4), (5, 5), (0, 2), (1, 1), (3, 6)]),  # spans that end in documents, and between two
+    ],
+    ids=["rows", "one document", "documents"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("most", [1, 3, 4, 100])
+def test_spans_of_queries_equal_one_call(
+    most: int, dtype: torch.dtype, layout: str, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator documents 8192 queries. In bfloat16 every span rounds its part of a key's gradient."""
+    monkeypatch.setattr(spans, "MAX_QUERIES", most)
+    docs = Documents(layout, sizes, True, dtype, torch.Generator().manual_seed(0))
+    call = arguments(docs, *make(docs, 3))
+    exact = float64(call)
+    *expected, expected_loss = npu_loss(**exact)
+    dim = 0 if layout == "TND" else 1
+    parts = list(spans.spans_of(**call))
+    assert len(parts) == -(-call["query"].shape[dim] // most)
+    with Calls() as calls:
+        *grads, loss = loss_in_spans(**call)
+    assert calls.count("npu") == {"npu_sparse_lightning_indexer_grad_kl_loss": len(parts)}
+    # a few hundred roundings in the dtype of the computation, and one of each output
+    u = torch.finfo(docs.compute).eps
+    torch.testing.assert_close(loss, expected_loss.to(loss.dtype), rtol=300 * u, atol=0)
+    for name, grad, value in zip(LEARNS, grads, expected, strict=True):
+        rounded = value.abs()
+        if name == "key_index" and len(parts) > 1:
+            assert grad.dtype == docs.compute
+            rounded = torch.zeros_like(value)
+            for span in parts:
+                d_span = npu_loss(**spans.part_of(exact, span))[1]
+                rounded.narrow(dim, span.keys.start, d_span.shape[dim]).add_(d_span.abs())
+        budget = rounded * unit_roundoff(dtype) + 300 * u * value.abs().max()
+        assert_within(f"gradient of {name}", grad, value, budget)
+
+
+def test_a_call_of_the_documented_limit_is_one_span() -> None:
+    query = torch.empty(1, 8192, 1, 1, device="meta")
+    assert [s.queries for s in spans.spans_of(query, query, "BSND")] == [slice(0, 8192)]
+    longer = torch.empty(1, 8193, 1, 1, device="meta")
+    assert [s.queries for s in spans.spans_of(longer, longer, "BSND")] == [slice(0, 8192), slice(8192, 8193)]
+    limits = {limit.what: limit for limit in OPS["npu_sparse_lightning_indexer_grad_kl_loss"].limits}
+    limit = limits["the number of queries"]
+    assert limit.value(query) in limit.allowed and limit.value(longer) not in limit.allowed
+    packed = {"query": longer[0]}
+    assert limit.value(**packed, actual_seq_qlen=[8193]) not in limit.allowed
+    assert limit.value(**packed, actual_seq_qlen=[1, 8193]) in limit.allowed
+    batch = limits["the batch size"]
+    assert batch.value(**packed, actual_seq_qlen=list(range(256))) in batch.allowed
+    assert batch.value(**packed, actual_seq_qlen=list(range(257))) not in batch.allowed
+
+
 def formula_loss(call: dict[str, Any]) -> Tensor:
     """Compute the loss of a BSND batch by the paper's formula, for autograd to differentiate."""
     indices = call["sparse_indices"][:, :, 0].long()
@@ -140,7 +205,7 @@ def learn(call: dict[str, Any], weight: float = 1.0) -> tuple[Tensor, list[Tenso
     for tensor in tensors.values():
         tensor.grad = None
     output = torch.zeros_like(call["query"].detach()).requires_grad_()
-    with_loss = with_indexer_loss(output, **call, account=account)
+    with_loss = with_indexer_loss(output, account, loss_in_spans, **{"layout": "BSND", **call})
     assert torch.equal(with_loss, output) and account.losses == []  # the forward computes nothing
     (3 * with_loss).sum().backward()
     assert output.grad is not None and (output.grad == 3).all()

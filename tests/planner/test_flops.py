@@ -145,6 +145,33 @@ def test_indexer_loss() -> None:
     assert loss() == plain(of_attention, backward=False)[0] + sum(plain(of_indexer))
 
 
+def test_dense_indexer_loss() -> None:
+    """The statistics need the indexer's scores of all keys, the loss both scores and the indexer's gradients."""
+    size = 128
+
+    def loss() -> int:
+        with fake_device(), Counted() as mode, torch.no_grad():
+            attention = leaf(BATCH, QUERIES, HEADS, size), leaf(BATCH, KEYS, HEADS, size)
+            index = leaf(BATCH, QUERIES, INDEX_HEADS, INDEX_SIZE), leaf(BATCH, KEYS, 1, INDEX_SIZE)
+            weights = leaf(BATCH, QUERIES, INDEX_HEADS)
+            statistics = [torch.ones(BATCH, HEADS, QUERIES, 1) for _ in range(2)]
+            of_index = npu.npu_dense_lightning_indexer_softmax_lse(*index, weights)
+            ropes = {"query_rope": leaf(BATCH, QUERIES, HEADS, ROPE), "key_rope": leaf(BATCH, KEYS, HEADS, ROPE)}
+            npu.npu_dense_lightning_indexer_grad_kl_loss(
+                *attention, *index, weights, *statistics, *of_index, 1.0, **ropes
+            )
+        return mode.forward
+
+    def of_attention() -> Tensor:
+        return torch.bmm(leaf(BATCH * HEADS, QUERIES, size + ROPE), leaf(BATCH * HEADS, size + ROPE, KEYS))
+
+    def of_indexer() -> Tensor:
+        return torch.bmm(leaf(BATCH, QUERIES * INDEX_HEADS, INDEX_SIZE), leaf(BATCH, INDEX_SIZE, KEYS))
+
+    scores = plain(of_indexer, backward=False)[0]
+    assert loss() == scores + plain(of_attention, backward=False)[0] + sum(plain(of_indexer))
+
+
 def test_fusion_attention() -> None:
     def fused() -> Tensor:
         query, key, value = (leaf(BATCH, HEADS, tokens, 32) for tokens in (QUERIES, KEYS, KEYS))

@@ -2,12 +2,14 @@
 
 Selecting keys, attending to them, and the loss that trains the selection are one operator each. None of them keeps the
 scores of all keys. The loss and its gradients are computed in the backward pass, so activation checkpointing neither
-computes nor counts them twice.
+computes nor counts them twice. In the warm-up, which attends to all keys, dense attention and a dense loss replace
+them.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +19,24 @@ from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.models.sparse_attention.attention import SparseAttention
+from torchtitan_npu.models.sparse_attention.attention import SparseAttention, SparseAttentionArgs
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.dense_indexer_kl_loss.function import dense_loss
+from torchtitan_npu.ops.fusion_attention.function import CAUSAL, causal_mask
 from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
+from torchtitan_npu.ops.indexer_kl_loss.op import MAX_QUERIES
+from torchtitan_npu.ops.indexer_kl_loss.spans import loss_in_spans
+from torchtitan_npu.ops.sparse_flash_attention.checks import MAX_DOCUMENTS
 from torchtitan_npu.ops.sparse_flash_attention.op import MLA_ABSORBED
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
+DENSE_ATTENTION = "npu_fusion_attention"
+DENSE_STATISTICS, DENSE_LOSS = "npu_dense_lightning_indexer_softmax_lse", "npu_dense_lightning_indexer_grad_kl_loss"
 
 
-class NpuSparseAttention(SparseAttention):
-    """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
-
-    supports_strided_queries = False
-    """The kernels accept strided queries, as the einsum before stores them: true on a GPU."""
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
-
-    def prepare_queries(self, q: Tensor) -> Tensor:
-        # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
-        return q if self.supports_strided_queries else q.contiguous()
+class FusedAttention(SparseAttention):
+    """:class:`SparseAttention` on fused operators. Documents are packed (TND), at most 256 in a call."""
 
     def forward(
         self,
@@ -53,23 +51,89 @@ class NpuSparseAttention(SparseAttention):
         documents: Documents | None,
         scale: float,
     ) -> Tensor:
-        bsz, layout = q.shape[0], "BSND" if documents is None else "TND"
+        queries: tuple[Tensor, ...] = (q, q_rope, index_q, index_weights)
+        keys: tuple[Tensor, ...] = (k, k_rope, index_k) if v is k else (k, k_rope, index_k, v)
+        if documents is None:
+            return self.attend(*queries, *keys, documents=None, scale=scale)
+        queries, keys = (tuple(x.flatten(0, 1) for x in tensors) for tensors in (queries, keys))
+        outputs = [
+            self.attend(
+                *(rows(x, of_queries) for x in queries), *(rows(x, of_keys) for x in keys), documents=group, scale=scale
+            )
+            for of_queries, of_keys, group in documents.groups(MAX_DOCUMENTS)
+        ]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unflatten(0, (len(q), -1))
+
+    def attend(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        index_q: Tensor,
+        index_weights: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        index_k: Tensor,
+        v: Tensor | None = None,
+        *,
+        documents: Documents | None,
+        scale: float,
+    ) -> Tensor:
+        """Attend as :class:`SparseAttention` does, to tensors without the batch's dimension if there are documents.
+
+        Without ``v``, the keys are the values.
+        """
+        raise NotImplementedError
+
+
+def rows(tensor: Tensor, tokens: slice) -> Tensor:
+    """Return some rows. The gradient of a slice is a copy, which all rows do not need."""
+    return tensor if tokens == slice(0, len(tensor)) else tensor[tokens]
+
+
+class NpuSparseAttention(FusedAttention):
+    """Absorbed :class:`SparseAttention` on ``npu_lightning_indexer`` and ``npu_sparse_flash_attention``."""
+
+    supports_strided_queries = False
+    """The kernels accept strided queries, as the einsum before stores them: true on a GPU."""
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
+
+    def prepare_queries(self, q: Tensor) -> Tensor:
+        # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
+        return q if self.supports_strided_queries else q.contiguous()
+
+    def attend(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        index_q: Tensor,
+        index_weights: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        index_k: Tensor,
+        v: Tensor | None = None,
+        *,
+        documents: Documents | None,
+        scale: float,
+    ) -> Tensor:
+        layout = "BSND" if documents is None else "TND"
         query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
 
-        def typed(tensor: Tensor) -> Tensor:
-            """Cast to the queries' dtype: autocast ignores these operators, and a norm may return float32."""
-            return (tensor if documents is None else tensor.flatten(0, 1)).to(q.dtype)
-
         def prepared(tensor: Tensor) -> Tensor:
-            """Also make contiguous, which an NPU requires."""
-            return typed(tensor).contiguous()
+            """Cast to the queries' dtype, and make contiguous, which an NPU requires.
 
-        query = typed(q) if self.supports_strided_queries else prepared(q)
+            Autocast ignores these operators, and a norm may return float32.
+            """
+            return tensor.to(q.dtype).contiguous()
+
+        query = q if self.supports_strided_queries else prepared(q)
         query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
-        value = key if v is k else prepared(v)
-        query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(2))
-        weights = (index_weights if documents is None else index_weights.flatten(0, 1)).contiguous()  # in float32
+        value = key if v is None else prepared(v)
+        query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(-2))
+        weights = index_weights.contiguous()  # in float32
 
         with torch.no_grad():  # (bsz, seqlen, 1, topk)
             indices, _ = torch.ops.npu.npu_lightning_indexer(
@@ -97,26 +161,98 @@ class NpuSparseAttention(SparseAttention):
             attention_mode=MLA_ABSORBED,
             return_softmax_lse=True,
         )
-        if (account := self.account()) is not None:
-            output = with_indexer_loss(
-                output,
-                account,
-                query=query.detach(),
-                key=key.detach(),
-                query_index=query_index,
-                key_index=key_index,
-                weights=weights,
-                sparse_indices=indices,
-                softmax_max=softmax_max,
-                softmax_sum=softmax_sum,
-                scale_value=scale,
-                query_rope=query_rope.detach(),
-                key_rope=key_rope.detach(),
-                actual_seq_qlen=query_end_list,
-                actual_seq_klen=key_end_list,
-                layout=layout,
-            )
-        return output if documents is None else output.unflatten(0, (bsz, -1))
+        if (account := self.account()) is None:
+            return output
+        return with_indexer_loss(
+            output,
+            account,
+            loss_in_spans,
+            query=query.detach(),
+            key=key.detach(),
+            query_index=query_index,
+            key_index=key_index,
+            weights=weights,
+            sparse_indices=indices,
+            softmax_max=softmax_max,
+            softmax_sum=softmax_sum,
+            scale_value=scale,
+            query_rope=query_rope.detach(),
+            key_rope=key_rope.detach(),
+            actual_seq_qlen=query_end_list,
+            actual_seq_klen=key_end_list,
+            layout=layout,
+        )
+
+
+class NpuDenseAttention(FusedAttention):
+    """Attention to all keys for the warm-up, on ``npu_fusion_attention``. Every head has its own keys and values.
+
+    Attention itself is not trained. The loss covers all keys, of any number up to 131072.
+    """
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        return DENSE_ATTENTION, DENSE_STATISTICS, DENSE_LOSS
+
+    def attend(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        index_q: Tensor,
+        index_weights: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        index_k: Tensor,
+        v: Tensor | None = None,
+        *,
+        documents: Documents | None,
+        scale: float,
+    ) -> Tensor:
+        assert v is not None, "keys per head differ from the values"
+        layout = "BSND" if documents is None else "TND"
+        ends: dict[str, Sequence[int] | None] = {"actual_seq_qlen": None, "actual_seq_klen": None}
+        if documents is not None:
+            ends = {"actual_seq_qlen": documents.of_queries.integers, "actual_seq_klen": documents.of_keys.integers}
+        q_rope, k, k_rope, v, index_q, index_k = (
+            x.to(q.dtype).contiguous() for x in (q_rope, k, k_rope, v, index_q, index_k.unsqueeze(-2))
+        )
+        output, softmax_max, softmax_sum, *_ = torch.ops.npu.npu_fusion_attention(
+            torch.cat([q, q_rope], dim=-1),
+            torch.cat([k, k_rope.expand(*k.shape[:-1], -1)], dim=-1),
+            v,
+            q.shape[-2],
+            layout,
+            atten_mask=causal_mask(q.device),
+            scale=scale,
+            actual_seq_qlen=ends["actual_seq_qlen"],
+            actual_seq_kvlen=ends["actual_seq_klen"],
+            sparse_mode=CAUSAL,
+            softmax_layout="" if documents is None else "TND",
+        )
+        if (account := self.account()) is None:
+            return output
+        # (bsz, n_heads, seqlen, 1) or (n_heads, tokens, 1), of eight equal copies
+        softmax_max, softmax_sum = (
+            (x[..., :1] if documents is None else x[..., :1].transpose(0, 1)).contiguous()
+            for x in (softmax_max, softmax_sum)
+        )
+        return with_indexer_loss(
+            output,
+            account,
+            dense_loss,
+            query=q.contiguous(),
+            key=k,
+            query_index=index_q,
+            key_index=index_k,
+            weights=index_weights.contiguous(),  # in float32
+            softmax_max=softmax_max,
+            softmax_sum=softmax_sum,
+            scale_value=scale,
+            query_rope=q_rope,
+            key_rope=k_rope,
+            layout=layout,
+            **ends,
+        )
 
 
 @register
@@ -133,41 +269,85 @@ class DsaConverter(Converter):
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         targets = super().found_targets(model)
         for fqn, module in targets:
-            if not cast(SparseAttention, module).args.absorb:
+            args = cast(SparseAttention, module).args
+            if not (args.absorb or args.warmup):
                 raise UsageError(f"model.converters: {self.name} supports latent keys only; {fqn} needs absorb=True")
         return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        if cast(SparseAttention, module).args.warmup:
+            return retyped(module, NpuDenseAttention)
         attention = retyped(module, NpuSparseAttention)
         attention.supports_strided_queries = platform.job_backend() == "cuda"
         return attention
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         attention = cast(SparseAttention, module)
-        args = attention.args
-        dtype = self.compute_dtype()
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(1, 3, *shape, dtype=dtype, device="meta")
-
-        heads = args.n_heads // self.parallel_dims.tp
-        q, q_rope = empty(heads, args.kv_lora_rank), empty(heads, args.qk_rope_head_dim)
-        k, k_rope = empty(1, args.kv_lora_rank), empty(1, args.qk_rope_head_dim)
-        index_q, index_k = empty(args.index_n_heads, args.index_head_dim), empty(1, args.index_head_dim)
-        weights = empty(args.index_n_heads, dtype=torch.float32)  # always float32, see Indexer.queries
-        indices = empty(1, attention.topk, dtype=torch.int32)
-        sparse: dict[str, Any] = {"query": q, "key": k, "query_rope": q_rope, "key_rope": k_rope}
-        sparse["sparse_indices"] = indices
-        messages = OPS[INDEXER].limit_errors(query=index_q, key=index_k, weights=weights, sparse_count=attention.topk)
-        for operator in (ATTENTION, f"{ATTENTION}_grad"):
-            messages += OPS[operator].limit_errors(value=k, **sparse)
-        if attention.indexer_loss is not None:
-            messages += OPS[LOSS].limit_errors(query_index=index_q, weights=weights, **sparse)
-        if args.warmup:  # the warm-up selects all keys, so the limit applies to training.seq_len
-            for number in ("sparse_count is", "top-k is"):
-                messages = [text.replace(number, f"{number} training.seq_len in the warm-up,") for text in messages]
+        messages = (
+            self._dense_limit_errors(attention) if attention.args.warmup else self._sparse_limit_errors(attention)
+        )
         training = self.job_config.training
-        if dtype != TORCH_DTYPE_MAP[training.mixed_precision_param]:
+        if self.compute_dtype() != TORCH_DTYPE_MAP[training.mixed_precision_param]:
             why = f"{training.dtype} (training.dtype, because without FSDP tensor parallel has no mixed precision)"
             messages = [text.replace(f"dtype is {training.dtype}", f"dtype is {why}") for text in messages]
         return messages
+
+    def _sparse_limit_errors(self, attention: SparseAttention) -> list[str]:
+        args, index = attention.args, self._index_tensors(attention.args)
+        heads = args.n_heads // self.parallel_dims.tp
+        sparse = {
+            "query": self._of_queries(heads, args.kv_lora_rank),
+            "key": self._of_keys(1, args.kv_lora_rank),
+            "query_rope": self._of_queries(heads, args.qk_rope_head_dim),
+            "key_rope": self._of_keys(1, args.qk_rope_head_dim),
+            "sparse_indices": self._of_queries(1, attention.topk, dtype=torch.int32),
+        }
+        messages = OPS[INDEXER].limit_errors(
+            query=index["query_index"],
+            key=index["key_index"],
+            weights=index["weights"],
+            sparse_count=attention.topk,
+        )
+        for operator in (ATTENTION, f"{ATTENTION}_grad"):
+            messages += OPS[operator].limit_errors(value=sparse["key"], **sparse)
+        if attention.indexer_loss is not None:
+            span = {**sparse, "query": sparse["query"][:, :MAX_QUERIES]}
+            messages += OPS[LOSS].limit_errors(**index, **span)
+        return messages
+
+    def _dense_limit_errors(self, attention: SparseAttention) -> list[str]:
+        args, index = attention.args, self._index_tensors(attention.args)
+        heads, size, rope = args.n_heads // self.parallel_dims.tp, args.qk_nope_head_dim, args.qk_rope_head_dim
+        messages = OPS[DENSE_ATTENTION].limit_errors(
+            query=self._of_queries(heads, size + rope),
+            key=self._of_keys(heads, size + rope),
+            value=self._of_keys(heads, args.v_head_dim),
+            head_num=heads,
+            input_layout="BSND",
+            actual_seq_qlen=None,
+        )
+        messages += OPS[DENSE_STATISTICS].limit_errors(**index)
+        return messages + OPS[DENSE_LOSS].limit_errors(
+            query=self._of_queries(heads, size),
+            key=self._of_keys(heads, size),
+            query_rope=self._of_queries(heads, rope),
+            key_rope=self._of_keys(heads, rope),
+            **index,
+        )
+
+    def _index_tensors(self, args: SparseAttentionArgs) -> dict[str, Tensor]:
+        return {
+            "query_index": self._of_queries(args.index_n_heads, args.index_head_dim),
+            "key_index": self._of_keys(1, args.index_head_dim),
+            "weights": self._of_queries(args.index_n_heads, dtype=torch.float32),  # always float32, see Indexer.queries
+        }
+
+    def _of_queries(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of this rank's queries, without memory."""
+        bsz, tokens = (max(sizes) for sizes in zip(*self.batches(), strict=True))
+        return torch.empty(bsz, tokens, *shape, dtype=dtype or self.compute_dtype(), device="meta")
+
+    def _of_keys(self, *shape: int) -> Tensor:
+        """Return a tensor of the keys of all tokens, without memory."""
+        bsz, tokens = (max(sizes) for sizes in zip(*self.batches(), strict=True))
+        return torch.empty(bsz, tokens * self.parallel_dims.cp, *shape, dtype=self.compute_dtype(), device="meta")

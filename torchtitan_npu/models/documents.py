@@ -63,6 +63,21 @@ class Documents(NamedTuple):
             parts.append(Documents(ends, ends))
         return parts
 
+    def groups(self, most: int) -> list[tuple[slice, slice, Documents]]:
+        """Split into groups of at most ``most`` documents, each with the tokens of its queries and of its keys."""
+        count = len(self.of_keys.integers)
+        if count <= most:
+            return [(slice(0, self.of_queries.integers[-1]), slice(0, self.of_keys.integers[-1]), self)]
+        device, query, key, groups = self.of_keys.tensor.device, 0, 0, []
+        for first in range(0, count, most):
+            query_ends, key_ends = (ends.integers[first : first + most] for ends in self)
+            group = Documents(
+                Ends.of([end - query for end in query_ends], device), Ends.of([end - key for end in key_ends], device)
+            )
+            groups.append((slice(query, query_ends[-1]), slice(key, key_ends[-1]), group))
+            query, key = query_ends[-1], key_ends[-1]
+        return groups
+
     def part(self, row: int, seqlen: int, first: int, last: int) -> tuple[int, Documents]:
         """Return the first visible key and the documents of the tokens ``first`` to ``last`` (excluded) of one row.
 

@@ -10,6 +10,7 @@ torch_npu's operators. Elsewhere this package defines them: reference kernels on
 from __future__ import annotations
 
 from torchtitan_npu.ops import (  # noqa: F401
+    dense_indexer_kl_loss,
     fusion_attention,
     grouped_matmul,
     indexer_kl_loss,

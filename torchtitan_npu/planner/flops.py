@@ -14,7 +14,6 @@ from torch.utils import flop_counter
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.grouped_matmul.op import product_flops
-from torchtitan_npu.ops.indexer_kl_loss.op import flops_for_keys
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
 
 Arguments = dict[str, Any]
@@ -26,11 +25,6 @@ def _of(op: str) -> Formula:
     formula = OPS[op].flops
     assert formula is not None
     return lambda arguments, output: formula(**arguments)
-
-
-def _dense_indexer_loss(a: Arguments, output: Any) -> int:
-    keys = a["key"].shape[a["layout"].index("T" if "T" in a["layout"] else "S")]
-    return flops_for_keys(keys, a["query"], a["query_rope"], a["query_index"])
 
 
 def _matmul_backward(a: Arguments, output: Any) -> int:
@@ -49,7 +43,6 @@ def _cpu_attention_backward(a: Arguments, output: Any) -> int:
 FORMULAS: dict[str, Formula] = {
     **{f"npu::{op.name}": _of(op.name) for op in OPS.values() if op.flops is not None},
     # operators of torch_npu that this package does not define
-    "npu::npu_dense_lightning_indexer_grad_kl_loss": _dense_indexer_loss,
     "npu::npu_fusion_attention_v3": _of("npu_fusion_attention"),
     "npu::npu_fusion_attention_grad_v3": _of("npu_fusion_attention_grad"),
     "aten::matmul": lambda a, output: 2 * output.numel() * a["self"].shape[-1],

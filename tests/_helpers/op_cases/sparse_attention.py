@@ -141,6 +141,43 @@ def loss(
     return arguments
 
 
+def index_inputs(device: str, layout: str, dtype: torch.dtype, weights: torch.dtype | None) -> list[torch.Tensor]:
+    query_index, key_index, w = make(device, layout, dtype, (0, 8, 128), (1, 1, 128), (0, 8))
+    return [query_index, key_index, w.to(weights or dtype)]
+
+
+def document_ends(layout: str) -> dict[str, Any]:
+    return {"layout": layout} | ({"actual_seq_qlen": [5, 12], "actual_seq_klen": [9, 16]} if layout == "TND" else {})
+
+
+def dense_statistics(
+    layout: str = "BSND", dtype: torch.dtype = BF16, weights: torch.dtype | None = None, **options: Any
+) -> Arguments:
+    def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(index_inputs(device, layout, dtype, weights)), document_ends(layout) | options
+
+    return arguments
+
+
+def dense_loss(
+    layout: str = "BSND",
+    dtype: torch.dtype = BF16,
+    weights: torch.dtype | None = None,
+    rope: bool = True,
+    **options: Any,
+) -> Arguments:
+    def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sizes = ((0, 32, 128), (1, 32, 128), (0, 32, 64), (1, 32, 64))
+        query, key, query_rope, key_rope = make(device, layout, dtype, *sizes)
+        shape: tuple[int, ...] = (2, 32, QUERIES, 1) if layout == "BSND" else (32, 2 * QUERIES, 1)
+        index_shape = (2, 1, QUERIES) if layout == "BSND" else (1, 2 * QUERIES)
+        of_softmax = [torch.ones(s, dtype=F32, device=device) for s in (shape, shape, index_shape, index_shape)]
+        call = document_ends(layout) | ({"query_rope": query_rope, "key_rope": key_rope} if rope else {})
+        return (query, key, *index_inputs(device, layout, dtype, weights), *of_softmax, 0.1), call | options
+
+    return arguments
+
+
 def replace(build: Arguments, position: int, change: Callable[[torch.Tensor], Any]) -> Arguments:
     """Return the call with one positional argument changed."""
 
@@ -154,6 +191,7 @@ def replace(build: Arguments, position: int, change: Callable[[torch.Tensor], An
 INDEXER, INDEXER_GRAD = "npu_lightning_indexer", "npu_lightning_indexer_grad"
 ATTENTION, ATTENTION_GRAD = "npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"
 LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
+DENSE_STATISTICS, DENSE_LOSS = "npu_dense_lightning_indexer_softmax_lse", "npu_dense_lightning_indexer_grad_kl_loss"
 
 CASES = [
     Case(INDEXER, "BSND", indexer(), forward_only=True),
@@ -230,4 +268,19 @@ CASES = [
     Case(LOSS, "two key heads", replace(loss(), 3, lambda t: t.repeat(1, 1, 2, 1)), "us"),
     Case(LOSS, "TND without lengths", loss("TND", actual_seq_qlen=None), "us"),
     Case(LOSS, "lengths that do not end at the last token", loss("TND", actual_seq_klen=[9, 15]), "us"),
+    Case(DENSE_STATISTICS, "BSND", dense_statistics()),
+    Case(DENSE_STATISTICS, "TND", dense_statistics("TND")),
+    Case(DENSE_STATISTICS, "float16, weights in float32", dense_statistics(dtype=F16, weights=F32)),
+    Case(DENSE_STATISTICS, "sees every key", dense_statistics(sparse_mode=0), "us"),
+    Case(DENSE_STATISTICS, "two key heads", replace(dense_statistics(), 1, lambda t: t.repeat(1, 1, 2, 1)), "us"),
+    Case(DENSE_STATISTICS, "TND without lengths", dense_statistics("TND", actual_seq_qlen=None), "us"),
+    Case(DENSE_LOSS, "BSND", dense_loss()),
+    Case(DENSE_LOSS, "TND", dense_loss("TND")),
+    Case(DENSE_LOSS, "float16, weights in float32", dense_loss(dtype=F16, weights=F32)),
+    Case(DENSE_LOSS, "without rope", dense_loss(rope=False)),
+    Case(DENSE_LOSS, "one key head", replace(dense_loss(), 1, lambda t: t[:, :, :1]), "us"),
+    Case(DENSE_LOSS, "statistics of eight copies", replace(dense_loss(), 5, lambda t: t.repeat(1, 1, 1, 8)), "us"),
+    Case(DENSE_LOSS, "statistics of another indexer", replace(dense_loss(), 7, lambda t: t[..., :-1]), "us"),
+    Case(DENSE_LOSS, "sees every key", dense_loss(sparse_mode=0), "us"),
+    Case(DENSE_LOSS, "half a rope", dense_loss(key_rope=None), "us"),
 ]

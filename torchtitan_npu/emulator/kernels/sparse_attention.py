@@ -1,9 +1,7 @@
 """Sparse attention: the lightning indexer, attention over the keys that it selects, and its loss."""
 
-import torch
-
 from torchtitan_npu.emulator.kernels import workspaces
-from torchtitan_npu.emulator.kernels.fused import fused, kernel_by_name, or_none, without
+from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
 
 
 @fused("npu_lightning_indexer", "aclnnLightningIndexer", workspace=workspaces.indexer)
@@ -94,32 +92,30 @@ def indexer_loss(
     return {**rest, **optional}, (d_query_index, d_key_index, d_weights, loss)
 
 
-@kernel_by_name("aclnnDenseLightningIndexerSoftmaxLse")
+@fused("npu_dense_lightning_indexer_softmax_lse", "aclnnDenseLightningIndexerSoftmaxLse")
 def dense_indexer_softmax(
-    query_index,
-    key_index,
-    weight,
+    weight, actual_seq_lengths_query, actual_seq_lengths_key, softmax_max_out, softmax_sum_out, **rest
+):
+    lengths = {"actual_seq_qlen": actual_seq_lengths_query or None, "actual_seq_klen": actual_seq_lengths_key or None}
+    return {**rest, **lengths, "weights": weight}, (softmax_max_out, softmax_sum_out)
+
+
+@fused("npu_dense_lightning_indexer_grad_kl_loss", "aclnnDenseLightningIndexerGradKLLoss")
+def dense_indexer_loss(
+    query_rope,
+    key_rope,
     actual_seq_lengths_query,
     actual_seq_lengths_key,
-    layout,
-    sparse_mode,
-    softmax_max_out,
-    softmax_sum_out,
-    **_,
+    d_query_index,
+    d_key_index,
+    d_weights,
+    loss,
+    **rest,
 ):
-    """Return the maximum and the sum of the softmax over every key that a query may attend to."""
-    from torchtitan_npu.ops.sparse_flash_attention.selected_keys import documents, heads_of
-
-    key_heads = key_index.shape[-2]
-    highest, total = softmax_max_out.transpose(-1, -2), softmax_sum_out.transpose(-1, -2)
-    lengths = (actual_seq_lengths_query or None, actual_seq_lengths_key or None)
-    for document in documents(layout, sparse_mode, query_index, key_index, *lengths):
-        keys = key_index[document.key_index].float()
-        places = torch.arange(len(keys))
-        for rows in document.rows(query_index.shape[-2] * len(keys), query_index.device):
-            q, w = heads_of(query_index[rows.index], key_heads), heads_of(weight[rows.index], key_heads)
-            logits = torch.einsum("rngd,snd->rngs", q.float(), keys).relu_()
-            scores = torch.einsum("rng,rngs->rns", w.float(), logits).masked_fill_(places >= rows.visible, -torch.inf)
-            best = scores.amax(-1, keepdim=True)
-            highest[rows.index] = best.squeeze(-1)
-            total[rows.index] = (scores - best).exp().sum(-1)
+    optional = {
+        "query_rope": or_none(query_rope),
+        "key_rope": or_none(key_rope),
+        "actual_seq_qlen": actual_seq_lengths_query or None,
+        "actual_seq_klen": actual_seq_lengths_key or None,
+    }
+    return {**rest, **optional}, (d_query_index, d_key_index, d_weights, loss)

@@ -43,7 +43,10 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     """Number of keys that a query attends to, or all visible keys if there are fewer."""
 
     absorb: bool = True
-    """Attend to the latent keys, which all heads share, instead of to keys projected for each head."""
+    """Attend to the latent keys, which all heads share, instead of to keys projected for each head.
+
+    The warm-up always projects keys for each head: see :meth:`latent_keys`.
+    """
 
     indexer_loss: bool = True
     """Train the indexer; otherwise it is frozen."""
@@ -89,6 +92,13 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         """Return the elements per token that context parallel exchanges: latent, rotated and indexer keys."""
         return self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim
 
+    def latent_keys(self) -> bool:
+        """Return whether attention uses latent keys.
+
+        The warm-up, which attends to all keys, does not: a latent key is three times as wide as a head's own.
+        """
+        return self.absorb and not self.warmup
+
     def attended_keys(self) -> int:
         """Return the largest number of keys that a query attends to."""
         return self.seq_len if self.warmup else self.index_topk
@@ -124,7 +134,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         """
         nparams, flops = get_moe_model_nparams_and_flops(self, model, head_dims=0, seq_len=seq_len)
         keys = min(self.attended_keys(), seq_len)
-        if self.absorb:
+        if self.latent_keys():
             qk_head_dim, v_head_dim = self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
         else:
             qk_head_dim, v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim

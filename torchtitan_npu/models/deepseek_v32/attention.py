@@ -39,14 +39,14 @@ class Attention(DeepSeekV3Attention):
     It has three parts: :meth:`prolog` has the projections before attention, ``inner_attention`` has no parameters,
     :meth:`epilog` has the projections after it.
 
-    With ``absorb``, keys W_k c and values W_v c of a head are never computed from the latent vectors c, because
-    q · (W_k c) = (W_kᵀ q) · c and p · (W_v c) = W_v (p · c). The latent vectors c are then the one head of keys and
-    values.
+    With ``absorb``, except in the warm-up, keys W_k c and values W_v c of a head are never computed from the latent
+    vectors c, because q · (W_k c) = (W_kᵀ q) · c and p · (W_v c) = W_v (p · c). The latent vectors c are then the one
+    head of keys and values.
     """
 
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(args)
-        self.absorb = args.absorb
+        self.absorb = args.latent_keys()
         self.warmup = args.warmup
         # frozen without its loss: a trainable parameter that gets no gradient has no optimizer state, and a checkpoint
         # without that state cannot be resumed

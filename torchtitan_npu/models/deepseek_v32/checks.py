@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 def check_parallelism(args: DeepSeekV32ModelArgs, job_config: JobConfig) -> None:
     for key in ("tensor_parallel_degree", "context_parallel_degree"):
-        if getattr(job_config.parallelism, key) > 1 and not args.absorb:
+        if getattr(job_config.parallelism, key) > 1 and not (args.absorb or args.warmup):
             raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")

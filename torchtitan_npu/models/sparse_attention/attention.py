@@ -19,7 +19,9 @@ class SparseAttentionArgs(Protocol):
 
     n_heads: int
     kv_lora_rank: int
+    qk_nope_head_dim: int
     qk_rope_head_dim: int
+    v_head_dim: int
     index_n_heads: int
     index_head_dim: int
     absorb: bool

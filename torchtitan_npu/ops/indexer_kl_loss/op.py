@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
@@ -18,9 +19,12 @@ from torchtitan_npu.ops.indexer_kl_loss import reference
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.lightning_indexer.op import sample_inputs as indexer_sample
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
+    BATCH_SIZES,
     HALVES,
     ROPE_SIZES,
+    SEQUENCE_LENGTHS,
     TOP_K_OF_GRADIENTS,
+    batch_size,
     check_absent,
     check_indices,
     check_layouts,
@@ -30,6 +34,7 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     check_statistics,
     check_tokens,
     check_weights,
+    longest,
     rope_size,
     statistics_dtype,
 )
@@ -42,15 +47,7 @@ def checks(**arguments: Any) -> Iterator[str]:
     yield from check_absent("torch_npu does not document it", sinks=x.sinks)
     yield from check_tokens(x.layout, "query", x.query, "key", x.key)
     yield from check_tokens(x.layout, "query_index", x.query_index, "key_index", x.key_index)
-    for name, tensor, other_name, other in (
-        ("query_index", x.query_index, "query", x.query),
-        ("key_index", x.key_index, "key", x.key),
-    ):
-        if tensor.shape[:-2] != other.shape[:-2] or tensor.dtype != other.dtype:
-            yield (
-                f"{name} must have the tokens and dtype of {other_name}, {tuple(other.shape[:-2])} and {other.dtype}, "
-                f"not {tuple(tensor.shape[:-2])} and {tensor.dtype}"
-            )
+    yield from check_same_tokens(x.query_index, x.query, x.key_index, x.key)
     for name, tensor in (("key", x.key), ("key_index", x.key_index)):
         if tensor.shape[-2] != 1:
             yield f"{name} must have one head, not {tensor.shape[-2]}"
@@ -61,6 +58,19 @@ def checks(**arguments: Any) -> Iterator[str]:
     lengths = {"actual_seq_qlen": x.actual_seq_qlen, "actual_seq_klen": x.actual_seq_klen}
     yield from check_length_lists(x.layout, x.query, x.key, **lengths)
     yield from check_sparse_mode(x.sparse_mode, (3,))
+
+
+def check_same_tokens(query_index: Tensor, query: Tensor, key_index: Tensor, key: Tensor) -> Iterator[str]:
+    """Check the indexer's queries and keys against those of attention."""
+    for name, tensor, other_name, other in (
+        ("query_index", query_index, "query", query),
+        ("key_index", key_index, "key", key),
+    ):
+        if tensor.shape[:-2] != other.shape[:-2] or tensor.dtype != other.dtype:
+            yield (
+                f"{name} must have the tokens and dtype of {other_name}, {tuple(other.shape[:-2])} and {other.dtype}, "
+                f"not {tuple(tensor.shape[:-2])} and {tensor.dtype}"
+            )
 
 
 def fake(
@@ -98,6 +108,14 @@ def flops_for_keys(keys: int, query: Tensor, query_rope: Tensor | None, query_in
     return 2 * keys * (attention + 3 * query_index.numel())
 
 
+MAX_QUERIES = 8192
+"""The most queries of a document in one call: documented for CANN 9.0 and 9.1, and not checked by CANN.
+
+Documents: ops-transformer, attention/sparse_lightning_indexer_grad_kl_loss/docs, at v9.0.0 and 9.1.0. For more queries,
+call :func:`torchtitan_npu.ops.indexer_kl_loss.spans.loss_in_spans`.
+"""
+
+
 declare(
     Op(
         schema="npu::npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index, "
@@ -113,6 +131,7 @@ declare(
         sharding=sharding,
         limits=(
             Limit("query.dtype", lambda query, **_: query.dtype, HALVES),
+            Limit("weights.dtype", lambda weights, **_: weights.dtype, (*HALVES, torch.float32)),
             Limit("the number of heads of query", lambda query, **_: query.shape[-2], (32, 64, 128)),
             Limit("the head size of query", lambda query, **_: query.shape[-1], (512,)),
             Limit("the head size of query_rope", lambda query_rope, **_: rope_size(query_rope), ROPE_SIZES),
@@ -121,6 +140,22 @@ declare(
             ),
             Limit("the head size of query_index", lambda query_index, **_: query_index.shape[-1], (128,)),
             Limit("top-k", lambda sparse_indices, **_: sparse_indices.shape[-1], TOP_K_OF_GRADIENTS),
+            Limit(
+                "the batch size",
+                lambda query, actual_seq_qlen=None, **_: batch_size(query, actual_seq_qlen),
+                BATCH_SIZES,
+            ),
+            Limit(
+                "the number of queries",
+                lambda query, actual_seq_qlen=None, **_: longest(query, actual_seq_qlen),
+                range(1, MAX_QUERIES + 1),
+            ),
+            Limit(
+                "the number of keys",
+                lambda key, actual_seq_klen=None, **_: longest(key, actual_seq_klen),
+                SEQUENCE_LENGTHS,
+            ),
+            Limit("sparse_mode", lambda sparse_mode=3, **_: sparse_mode, (3,)),
         ),
         sample=sample,
         flops=flops,

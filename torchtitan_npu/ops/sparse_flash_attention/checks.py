@@ -24,6 +24,11 @@ HALVES = (torch.float16, torch.bfloat16)
 TOP_K_OF_GRADIENTS = tuple(range(1024, 8193, 1024))
 """The top-k that the NPU's gradient kernels take."""
 ROPE_SIZES = (None, 64)
+MAX_DOCUMENTS = 256
+"""The most batch rows, or packed documents, that the NPU's gradient kernels take in one call."""
+BATCH_SIZES = range(1, MAX_DOCUMENTS + 1)
+SEQUENCE_LENGTHS = range(1, 2**17 + 1)
+"""The lengths of a batch row, or of a packed document, that the NPU's gradient kernels take."""
 
 
 class AnyOf(tuple):  # type: ignore[type-arg]
@@ -45,9 +50,9 @@ def statistics_shape(query: Tensor, key: Tensor) -> list[int]:
     return [*tokens[:-1], key_heads, tokens[-1], heads // key_heads]
 
 
-def batch_size(query: Tensor, lengths: Tensor | None) -> int:
+def batch_size(query: Tensor, lengths: Tensor | Sequence[int] | None) -> int:
     """Return the batch size of queries (B, S, N, D), or the number of documents of queries (T, N, D)."""
-    return query.shape[0] if query.dim() == 4 else 1 if lengths is None else lengths.shape[0]
+    return query.shape[0] if query.dim() == 4 else 1 if lengths is None else len(lengths)
 
 
 def sequence_length(tensor: Tensor, lengths: Tensor | None) -> int:
@@ -62,6 +67,13 @@ def memory_format(tensor: Tensor | None) -> str:
 
 def rope_size(rope: Tensor | None) -> int | None:
     return None if rope is None else rope.shape[-1]
+
+
+def longest(tokens: Tensor, ends: Sequence[int] | None) -> int:
+    """Return S of (B, S, N, D), or the length of the longest document of (T, N, D), for a limit."""
+    if tokens.dim() == 4 or ends is None:
+        return tokens.shape[-3]
+    return max(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
 def check_layouts(**layouts: str | None) -> Iterator[str]:
