@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.emulator.hccl_ranks import SCENARIOS
+from torchtitan_npu.emulator.environment import process_variables
 
 RANKS = Path(__file__).with_name("hccl_ranks.py")
 INT32 = 2
@@ -46,6 +47,7 @@ def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "Ascend910_9392":
         # torch_npu calls HcclAllGatherV and HcclReduceScatterV on this chip only. The order is seeded, and groups are
         # sub-communicators.
+        variables |= process_variables(Path(os.environ["ASCEND_HOME_PATH"]), os.environ, seeded=True)
         variables |= {"NPU_EMULATOR_SEED": "5", "ROOTINFO_SUBCOMM_ENABLE": "1"}
     outcome = run_ranks(folder, "healthy", 3, **variables)
     assert not list(folder.glob("comm-*")), "a communicator has left its folder"

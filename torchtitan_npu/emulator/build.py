@@ -10,7 +10,9 @@ The result is a folder as ``ASCEND_HOME_PATH`` points to. It is cached by everyt
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -24,7 +26,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,9 @@ CANN_VERSIONS = {"8.5": "8.5.0", "9.0": "9.0.0", "9.1": "9.1.0", "master": "9.2.
 """Versions of CANN by their short names, oldest first. ``master`` answers the version after the last release."""
 
 DEFAULT_CANN_VERSION = "9.1"
+
+UNUSED_SECONDS = 30 * 24 * 3600
+"""A build that was not used for as long is removed when another one is made."""
 
 C_TYPES = {
     **dict.fromkeys("tTsSIFBzpo", "void *"),
@@ -97,20 +103,49 @@ def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
     version = _short_name(cann or os.environ.get("NPU_EMULATOR_CANN") or DEFAULT_CANN_VERSION)
     wheel = libraries_of("torch_npu")
     folder = _cache_folder() / _key(wheel, version)
-    if (folder / "complete").exists():
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if _is_cached(folder):
         return folder
     report(f"building the emulator of CANN in {folder} (once, about 20 s)")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        _compile(Path(temporary) / "built", version, wheel, libraries_of("torch"))
-        (Path(temporary) / "built" / "complete").touch()
-        try:
-            (Path(temporary) / "built").rename(folder)
-        except OSError:  # another process was first
-            if not (folder / "complete").exists():
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as temporary:
+        made = Path(temporary) / "built"
+        _compile(made, version, wheel, libraries_of("torch"))
+        (made / "complete").touch()
+        with _cache_lock(folder.parent):
+            if not (folder / "complete").exists():  # another process may have been first
                 shutil.rmtree(folder, ignore_errors=True)
-                (Path(temporary) / "built").rename(folder)
+                made.rename(folder)
+            unused = [each.rename(Path(temporary) / each.name) for each in unused_builds(folder.parent, folder)]
+        for each in unused:
+            shutil.rmtree(each, ignore_errors=True)
     return folder
+
+
+def _is_cached(folder: Path) -> bool:
+    """Return whether the build exists, and note that it is used now. The lock excludes its removal in between."""
+    with _cache_lock(folder.parent):
+        try:
+            os.utime(folder / "complete")
+        except FileNotFoundError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def _cache_lock(cache: Path) -> Iterator[None]:
+    with (cache / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def unused_builds(cache: Path, current: Path) -> list[Path]:
+    """Return the builds, and what interrupted builds have left, that were not used for :data:`UNUSED_SECONDS`."""
+    found = []
+    for folder in cache.iterdir():
+        used = folder / "complete" if (folder / "complete").exists() else folder
+        if folder.is_dir() and folder != current and time.time() - used.stat().st_mtime > UNUSED_SECONDS:
+            found.append(folder)
+    return found
 
 
 def _short_name(cann: str) -> str:
@@ -128,10 +163,25 @@ def _key(wheel: list[Path], cann: str) -> str:
     compiler = _run("gcc", "--version").splitlines()[0]
     version = importlib.metadata.version("torch_npu")
     content = hashlib.sha256(f"{compiler} {sys.version} {wheel[0].parent} {platform.machine()}".encode())
+    for package in ("torch", "torch_npu"):
+        content.update(_content_of(package).encode())
     for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, DTYPES, Path(chips.__file__), Path(__file__))):
         if path.is_file():
             content.update(path.read_bytes())
     return f"torch_npu-{version}-cann-{cann}-{content.hexdigest()[:16]}"
+
+
+def _content_of(package: str) -> str:
+    """Return a text that changes with the content of an installed package: its version and the hashes of its files.
+
+    A package that was not installed from a wheel has no hashes; it has the sizes and times of its libraries.
+    """
+    distribution = importlib.metadata.distribution(package)
+    record = distribution.read_text("RECORD")
+    if record is None:
+        stats = [(str(path), path.stat()) for path in libraries_of(package)]
+        record = "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
+    return f"{package} {distribution.version}\n{record}"
 
 
 def libraries_of(package: str) -> list[Path]:
@@ -177,9 +227,9 @@ def _compile(folder: Path, cann: str, wheel: list[Path], torch: list[Path]) -> N
     _run(
         *shared, "-I", include, "-I", RUNTIME_FOLDER, RUNTIME_FOLDER / "bridge.c", *link, "-o", libraries / "_bridge.so"
     )
-    nothing = folder / "nothing.c"
-    nothing.touch()
-    _run(*shared, nothing, "-o", libraries / MEMORY_TOOL)
+    tool = folder / "memory_tool.c"
+    tool.write_text("const char emulator_memory_tool = 1;")  # memory.c tests for it
+    _run(*shared, tool, "-o", libraries / MEMORY_TOOL)
     for name in {*missing_libraries(wheel, torch), *OPENED_AT_RUN_TIME} - {RUNTIME, OPERATORS}:
         (libraries / name).symlink_to(RUNTIME)
 
@@ -222,12 +272,12 @@ def _entry(
     names = ",".join(arguments)
     return [
         *lines,
-        f'static const operator {name}_operator = {{"{name}", "{kinds}", "{names}", {mask:#x}, {dtypes}, "{source}"}};',
+        f'static operator {name}_operator = {{"{name}", "{kinds}", "{names}", {mask:#x}, {dtypes}, "{source}", 0}};',
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
         f" argument all[] = {{{values}}};"
-        f" return operator_prepare(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
+        f" return emulator_prepare_call(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
         f"int {name}(void *workspace, uint64_t size, void *executor, void *on)"
-        " { return operator_launch(executor, on); }",
+        " { return emulator_launch_call(executor, on); }",
     ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
 import os
 import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -100,3 +102,11 @@ def install() -> None:
 
         mark_training_steps(bridge.mark_step)
     bridge.install(tensor_of_capsule, runner, check, CHECKS, failure)
+    atexit.register(_finish_queue, bridge.finish_queue)
+
+
+def _finish_queue(finish: Callable[[], str | None]) -> None:
+    """Run what is still queued when the program ends: later there is no interpreter for it."""
+    failed = finish()
+    if failed is not None:
+        print(f"emulator: a queued call failed: {failed}", file=sys.stderr)

@@ -5,8 +5,6 @@
  */
 #define _GNU_SOURCE
 #include "runtime.h"
-#include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -14,13 +12,18 @@ enum { SLOT = 256, SLOTS = 1 << 22, MAGIC = 0x4e505545 };
 _Static_assert(sizeof(tensor) <= SLOT, "a tensor fits a slot");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static char *region;
+static char *region; /* reserved when the library is loaded: read without the lock */
 static uint32_t taken;
 static void *unused; /* a list through the first word of each free slot */
 
+__attribute__((constructor)) static void prepare(void) {
+    region = mmap(NULL, (size_t)SLOT * SLOTS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (region == MAP_FAILED) abort(); /* 1 GiB of addresses */
+    hold_during_fork(&lock);
+}
+
 static void *take(char kind) {
     pthread_mutex_lock(&lock);
-    if (!region) region = mmap(NULL, (size_t)SLOT * SLOTS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     void *slot = unused;
     if (slot) unused = *(void **)slot;
     else if (taken < SLOTS) slot = region + (size_t)SLOT * taken++;
@@ -32,7 +35,7 @@ static void *take(char kind) {
 
 char object_kind(const void *pointer) {
     size_t distance = (const char *)pointer - region;
-    bool is_slot = region && distance < (size_t)SLOT * SLOTS && distance % SLOT == 0;
+    bool is_slot = distance < (size_t)SLOT * SLOTS && distance % SLOT == 0;
     return is_slot && ((const object *)pointer)->magic == MAGIC ? ((const object *)pointer)->kind : 0;
 }
 
@@ -77,10 +80,6 @@ static int destroy(void *pointer) {
 
 tensor *aclCreateTensor(const int64_t *shape, uint64_t rank, int dtype, const int64_t *stride, int64_t offset, int format,
                         const int64_t *storage_shape, uint64_t storage_rank, void *data) {
-    if (rank > 8) {
-        set_message("a tensor of %llu dimensions; operators take 8", (unsigned long long)rank);
-        return NULL;
-    }
     tensor *made = take('t');
     made->dtype = dtype;
     made->format = format;
@@ -88,7 +87,7 @@ tensor *aclCreateTensor(const int64_t *shape, uint64_t rank, int dtype, const in
     made->offset = offset;
     made->data = data;
     int64_t step = 1;
-    for (int i = (int)rank - 1; i >= 0; i--) {
+    for (int i = rank > MOST_DIMENSIONS ? -1 : (int)rank - 1; i >= 0; i--) {
         made->shape[i] = shape[i];
         made->stride[i] = stride ? stride[i] : step;
         step *= shape[i];
@@ -136,6 +135,7 @@ int aclDestroyBoolArray(void *one) { return destroy(one); }
 
 /* The caller deletes[] the shape. An operator whose output size depends on the data writes it back before. */
 int aclGetViewShape(const tensor *of, int64_t **shape, uint64_t *rank) {
+    if (of->rank > MOST_DIMENSIONS) return ACLNN_ERR_PARAM_INVALID;
     *rank = of->rank;
     *shape = malloc(sizeof of->shape);
     memcpy(*shape, of->shape, sizeof of->shape);

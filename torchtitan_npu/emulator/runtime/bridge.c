@@ -33,7 +33,7 @@ static const struct {
               [8] = {1, 32}, [9] = {0, 64}, [10] = {1, 64}, [11] = {2, 64}, [12] = {6, 8},  [16] = {5, 64}, [17] = {5, 128},
               [27] = {4, 16}, [33] = {5, 32}, [34] = {1, 8}, [35] = {12, 8}, [36] = {10, 8}, [37] = {14, 8}};
 
-static PyObject *from_dlpack, *run_kernel, *run_check, *checked_names, *describe_failure;
+static PyObject *from_dlpack, *run_kernel, *run_check, *checks, *describe_failure;
 
 static void free_managed(managed *one) { free(one); }
 
@@ -172,10 +172,10 @@ static void report(const call *from, PyObject *arguments) {
     if (traceback) PyException_SetTraceback(error, traceback);
     PyObject *text = PyObject_CallFunction(describe_failure, "sOO", from->which->name, arguments ? arguments : Py_None, error);
     const char *utf8 = text ? PyUnicode_AsUTF8(text) : NULL;
-    if (utf8) set_message("%s", utf8);
+    if (utf8) emulator_set_message(utf8);
     else {
         PyErr_Print();
-        set_message("%s: the emulator failed, see the traceback above", from->which->name);
+        emulator_set_message("the emulator failed, see the traceback above");
     }
     Py_XDECREF(text);
     Py_XDECREF(type);
@@ -183,11 +183,18 @@ static void report(const call *from, PyObject *arguments) {
     Py_XDECREF(traceback);
 }
 
+/* Return the name of an operator as a Python object. The GIL is held. */
+static PyObject *name_of(operator *which) {
+    if (!which->python_name) which->python_name = PyUnicode_InternFromString(which->name);
+    return which->python_name;
+}
+
 /* Call `function(name, stream, arguments)`. It returns None, sizes of outputs, or a message and an error code. */
 static PyObject *call_python(PyObject *function, const call *from) {
-    PyObject *arguments = make_arguments(from);
-    PyObject *result = arguments ? PyObject_CallFunction(function, "siO", from->which->name, stream_id(from->head.on), arguments) : NULL;
+    PyObject *name = name_of(from->which), *stream = PyLong_FromLong(emulator_stream_id(from->head.on)), *arguments = make_arguments(from);
+    PyObject *result = name && stream && arguments ? PyObject_Vectorcall(function, (PyObject *[]){name, stream, arguments}, 3, NULL) : NULL;
     if (!result) report(from, arguments);
+    Py_XDECREF(stream);
     Py_XDECREF(arguments);
     return result;
 }
@@ -195,11 +202,19 @@ static PyObject *call_python(PyObject *function, const call *from) {
 static int failure(PyObject *result) {
     int code = ACLNN_ERR_INNER;
     const char *text = "";
-    if (PyArg_ParseTuple(result, "is", &code, &text)) set_message("%s", text);
+    if (PyArg_ParseTuple(result, "is", &code, &text)) emulator_set_message(text);
     return code;
 }
 
+#if PY_VERSION_HEX < 0x030D0000
+#define Py_IsFinalizing _Py_IsFinalizing
+#endif
+
 static int run(call *from) {
+    if (Py_IsFinalizing()) { /* taking the GIL would end this thread */
+        emulator_set_message("an operator was called or still queued when Python ended");
+        return ACLNN_ERR_INNER;
+    }
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *result = call_python(run_kernel, from);
     int code = result ? ACL_SUCCESS : ACLNN_ERR_INNER;
@@ -221,30 +236,44 @@ static int check(call *from, uint64_t *workspace) {
     return code;
 }
 
-static bool has_check(const operator *which) {
+static const void *find_check(operator *which) {
     PyGILState_STATE state = PyGILState_Ensure();
-    bool result = PyMapping_HasKeyString(checked_names, which->name);
+    PyObject *name = name_of(which);
+    const void *found = name ? PyDict_GetItemWithError(checks, name) : NULL;
+    PyErr_Clear();
     PyGILState_Release(state);
-    return result;
+    return found;
 }
 
 static PyObject *install(PyObject *module, PyObject *arguments) {
-    if (!PyArg_ParseTuple(arguments, "OOOOO", &from_dlpack, &run_kernel, &run_check, &checked_names, &describe_failure)) return NULL;
+    static const python_side side = {run, find_check, check};
+    if (!PyArg_ParseTuple(arguments, "OOOO!O", &from_dlpack, &run_kernel, &run_check, &PyDict_Type, &checks, &describe_failure)) return NULL;
     Py_INCREF(from_dlpack);
     Py_INCREF(run_kernel);
     Py_INCREF(run_check);
-    Py_INCREF(checked_names);
+    Py_INCREF(checks);
     Py_INCREF(describe_failure);
-    set_python_side(&(python_side){run, check, has_check});
+    emulator_set_python_side(&side);
     Py_RETURN_NONE;
 }
 
-static PyObject *mark(PyObject *module, PyObject *unused) {
-    mark_step();
+static PyObject *mark_step(PyObject *module, PyObject *unused) {
+    emulator_mark_step();
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"mark_step", mark, METH_NOARGS, "mark_step(): a training step has ended"},
-                                {"install", install, METH_VARARGS, "install(from_dlpack, run_kernel, run_check, checked_names, describe_failure)"}, {0}};
+static PyObject *finish_queue(PyObject *module, PyObject *unused) {
+    const char *failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = emulator_finish_queue();
+    Py_END_ALLOW_THREADS
+    if (!failed) Py_RETURN_NONE;
+    return PyUnicode_FromString(failed);
+}
+
+static PyMethodDef methods[] = {{"mark_step", mark_step, METH_NOARGS, "mark_step(): a training step has ended"},
+                                {"finish_queue", finish_queue, METH_NOARGS, "finish_queue() -> str | None: run what is queued; the message of a failed task"},
+                                {"install", install, METH_VARARGS, "install(from_dlpack, run_kernel, run_check, checks, describe_failure)"},
+                                {0}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_bridge", .m_size = -1, .m_methods = methods};
 PyMODINIT_FUNC PyInit__bridge(void) { return PyModule_Create(&definition); }

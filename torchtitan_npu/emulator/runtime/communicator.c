@@ -9,11 +9,9 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -45,7 +43,7 @@ int64_t milliseconds_now(void) {
 /* Folders */
 
 static const char *base_folder(void) {
-    static char made[FOLDER_LENGTH / 2];
+    static __thread char made[FOLDER_LENGTH / 2];
     const char *given = setting("NPU_EMULATOR_FOLDER", NULL);
     struct statvfs room;
     if (given) snprintf(made, sizeof made, "%s", given);
@@ -223,8 +221,7 @@ __attribute__((destructor)) static void leave_all(void) {
     for (communicator *one = communicators; one; one = one->next) leave(one);
 }
 
-static void in_child(void) { pthread_mutex_init(&lock, NULL); }
-__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, in_child); }
+__attribute__((constructor)) static void prepare(void) { hold_during_fork(&lock); }
 
 int fail(communicator *one, int code, const char *format, ...) {
     char text[2048];
@@ -246,7 +243,7 @@ static bool has_ended(pid_t process) {
     snprintf(path, sizeof path, "/proc/%d/stat", (int)process);
     FILE *status = fopen(path, "r");
     if (!status) return kill(process, 0) && errno == ESRCH;
-    fscanf(status, "%*d (%*[^)]) %c", &state);
+    if (fscanf(status, "%*d (%*[^)]) %c", &state) != 1) state = 'Z';
     fclose(status);
     return state == 'Z';
 }
@@ -288,19 +285,11 @@ static int charge_buffers(communicator *one, const configuration *given) {
     if (given && given->buffer_megabytes != NOT_SET) megabytes = given->buffer_megabytes;
     one->charged = 2 * megabytes << 20;
     aclrtGetDevice(&one->device);
-    if (!charge_device(one->charged)) return HCCL_SUCCESS;
+    if (!charge_device(one->device, one->charged)) return HCCL_SUCCESS;
     /* torch_npu raises OutOfMemoryError for the code EL0004 */
     set_message("EL0004: Failed to allocate 2 x %llu MB for the buffers of communicator %s (HCCL_BUFFSIZE)",
                 (unsigned long long)megabytes, one->name);
     return HCCL_E_OOM;
-}
-
-static void discharge_buffers(communicator *one) {
-    int32_t current;
-    aclrtGetDevice(&current);
-    aclrtSetDevice(one->device);
-    discharge_device(one->charged);
-    aclrtSetDevice(current);
 }
 
 static int take_root(const char *folder) {
@@ -374,7 +363,7 @@ static int join(const char *folder, uint32_t ranks, uint32_t rank, const configu
         result = HCCL_E_SYSCALL;
     } else result = enter(made);
     if (result) {
-        discharge_buffers(made);
+        discharge_device(made->device, made->charged);
         if (made->lock >= 0) close(made->lock);
         free(made);
         return result;
@@ -394,7 +383,7 @@ static int join(const char *folder, uint32_t ranks, uint32_t rank, const configu
 
 int HcclCommDestroy(communicator *one) {
     if (!one || one->process != getpid()) return HCCL_SUCCESS;
-    discharge_buffers(one);
+    discharge_device(one->device, one->charged);
     drop(one);
     return HCCL_SUCCESS;
 }

@@ -5,10 +5,18 @@
 
 enum { VERSION_LENGTH = 128, OPTIONS = 64 };
 
-const char *aclrtGetSocName(void) { return setting("NPU_EMULATOR_CHIP", "Ascend910B3"); }
+static const char *chip;
+static uint32_t devices;
+
+__attribute__((constructor)) static void read_settings(void) {
+    chip = strdup(setting("NPU_EMULATOR_CHIP", "Ascend910B3"));
+    devices = (uint32_t)setting_number("NPU_EMULATOR_DEVICES", 8);
+}
+
+const char *aclrtGetSocName(void) { return chip; }
 
 int aclrtGetDeviceCount(uint32_t *count) {
-    *count = (uint32_t)setting_number("NPU_EMULATOR_DEVICES", 8);
+    *count = devices;
     return ACL_SUCCESS;
 }
 

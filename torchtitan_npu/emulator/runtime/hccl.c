@@ -13,7 +13,6 @@
  */
 #include "hccl.h"
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* All-reduces of more bytes are computed in parts, one on each rank, and then gathered. */
@@ -104,7 +103,7 @@ static bool in_parts(const operation *one) {
 }
 
 /* The part of an all-reduce that a rank computes. */
-static part share(const operation *one, uint32_t rank) {
+static part reduced_part(const operation *one, uint32_t rank) {
     uint64_t size = DTYPE_SIZE[one->what.dtype], count = one->what.count, ranks = one->of->ranks;
     uint64_t from = count * rank / ranks, to = count * (rank + 1) / ranks;
     return (part){from * size, (to - from) * size};
@@ -190,19 +189,19 @@ static int reduce_parts(operation *one, const char **from) {
     return ACL_SUCCESS;
 }
 
-/* Reduce the share of this rank into its own file, behind its data. */
-static void reduce_share(operation *one, const char **from) {
+/* Reduce the part of this rank into its own file, behind its data. */
+static void reduce_own_part(operation *one, const char **from) {
     communicator *in = one->of;
-    part own = share(one, in->rank);
+    part own = reduced_part(one, in->rank);
     char *to = in->data[in->rank].at + table_bytes(one) + one->bytes + own.offset;
     for (uint32_t rank = 0; rank < in->ranks; rank++) from[rank] += own.offset;
     reduce(to, (const void *const *)from, in->ranks, own.bytes / DTYPE_SIZE[one->what.dtype], one->what.dtype, one->what.op);
     __atomic_store_n(&member_of(one, in->rank)->reduced, one->number, __ATOMIC_RELEASE);
 }
 
-static void gather_shares(operation *one, const char **from) {
+static void gather_reduced_parts(operation *one, const char **from) {
     for (uint32_t rank = 0; rank < one->of->ranks; rank++) {
-        part of = share(one, rank);
+        part of = reduced_part(one, rank);
         memcpy(one->receive + of.offset, from[rank] + one->bytes + of.offset, of.bytes);
     }
 }
@@ -229,12 +228,12 @@ static int step_collective(operation *one) {
             result = one->what.op < 0 ? copy_parts(one, from) : reduce_parts(one, from);
             return result ? result : finish(one);
         }
-        reduce_share(one, from);
+        reduce_own_part(one, from);
         one->phase = WAIT_FOR_PARTS; /* fall through */
     case WAIT_FOR_PARTS:
         if ((result = wait_for_all(one, reduced, one->number))) return result;
         if (!find_data(one, from)) return communicator_error(in);
-        gather_shares(one, from);
+        gather_reduced_parts(one, from);
         return finish(one);
     default: return ACL_SUCCESS;
     }
@@ -325,7 +324,7 @@ static int launch_batch(operation *first) {
             if (one->send) poison_if_fresh(one->send, one->on);
             if (one->receive) poison_if_fresh(one->receive, one->on);
         }
-    int result = launch(first->on, &made->head);
+    int result = launch_task(first->on, &made->head);
     if (result) result = __atomic_load_n(&of->error, __ATOMIC_ACQUIRE);
     drop(of);
     return result;

@@ -1,20 +1,24 @@
-/* Memory. A device's memory is the host's, counted against NPU_EMULATOR_MEMORY.
+/* Memory. A device's memory is the host's, counted against NPU_EMULATOR_MEMORY (device_memory.c).
  *
  * torch_npu's allocator works as on a device: aclrtMalloc refuses what does not fit, and so do expandable segments
  * (aclrtMallocPhysical). In a seeded order, memory that the allocator gives out again is filled with NaN in front of its
- * first use, on the stream of that use. A task of another stream that still reads it then computes NaN.
+ * first use, on the stream of that use. A task of another stream that still reads it then computes NaN. Pages that were
+ * freed or unmapped are inaccessible: using them ends the process with a message.
  */
 #define _GNU_SOURCE
 #include "runtime.h"
-#include <pthread.h>
-#include <stdlib.h>
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
-enum { DEVICES = 64, ALIGNMENT = 512, HOST = 0, DEVICE = 1, UNREGISTERED = 2, POISON = 0xFF /* NaN in every floating-point format */ };
+enum { ALIGNMENT = 512, HOST = 0, DEVICE = 1, UNREGISTERED = 2, POISON = 0xFF /* NaN in every floating-point format */ };
 
-typedef struct range {
-    struct range *left, *right; /* a binary search tree by address; allocations come in no sorted order */
+typedef struct range { /* in a treap: a search tree by address, a heap by weight */
+    struct range *left, *right;
+    uint64_t weight;
     char *from;
     size_t size;
     int where, device;
@@ -23,14 +27,30 @@ typedef struct range {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static range *segments, *blocks; /* what aclrtMalloc and its relatives returned; what torch_npu's allocator gave out */
-static size_t used[DEVICES];
+static range *mappings;          /* of aclrtMapMem */
 static __thread int32_t current_device;
+static int32_t devices;
+
+/* A forked child has a copy of the memory; it is not the device's. */
+static void in_child(void) { segments = blocks = mappings = NULL; }
+
+__attribute__((constructor)) static void prepare(void) {
+    devices = (int32_t)setting_number("NPU_EMULATOR_DEVICES", 8);
+    hold_during_fork(&lock);
+    pthread_atfork(NULL, NULL, in_child);
+}
+
+/* Whether torch_npu's allocator reports its blocks: the library that it looks for is preloaded (build.py). */
+static bool blocks_are_reported(void) { return dlsym(RTLD_DEFAULT, "emulator_memory_tool"); }
 
 int aclrtSetDevice(int32_t device) {
-    long long devices = setting_number("NPU_EMULATOR_DEVICES", 8);
     if (device < 0 || device >= devices || device >= DEVICES) {
-        set_message("there is no device %d: the emulated machine has %lld", device, devices);
+        set_message("there is no device %d: the emulated machine has %d", device, devices);
         return ACL_ERROR_RT_INVALID_DEVICE;
+    }
+    if (order_is_seeded() && !blocks_are_reported()) {
+        set_message("NPU_EMULATOR_SEED needs libascend_kernel_hook.so in LD_PRELOAD: start the program with torchtitan-npu emulate --seed");
+        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
     }
     current_device = device;
     return ACL_SUCCESS;
@@ -41,7 +61,7 @@ int aclrtGetDevice(int32_t *device) {
     return ACL_SUCCESS;
 }
 
-static size_t total(void) { return (size_t)setting_number("NPU_EMULATOR_MEMORY", 64ll << 30); }
+/* Ranges */
 
 static range *find(range *root, const void *address) { /* the range that contains the address */
     range *found = NULL;
@@ -50,68 +70,111 @@ static range *find(range *root, const void *address) { /* the range that contain
     return found && (const char *)address < found->from + found->size ? found : NULL;
 }
 
-static void insert(range **root, range *one) {
-    while (*root) root = one->from < (*root)->from ? &(*root)->left : &(*root)->right;
+/* Set `low` to the ranges of `root` below the address and `high` to the others. */
+static void split(range *root, const char *address, range **low, range **high) {
+    if (!root) *low = *high = NULL;
+    else if (root->from < address) {
+        *low = root;
+        split(root->right, address, &root->right, high);
+    } else {
+        *high = root;
+        split(root->left, address, low, &root->left);
+    }
+}
+
+/* Return the ranges of both; all of `low` are below those of `high`. */
+static range *merge(range *low, range *high) {
+    if (!low || !high) return low ? low : high;
+    if (low->weight > high->weight) {
+        low->right = merge(low->right, high);
+        return low;
+    }
+    high->left = merge(low, high->left);
+    return high;
+}
+
+static range **child(range *of, const void *address) { return (const char *)address < of->from ? &of->left : &of->right; }
+
+static void insert(range **root, range value) {
+    range *one = malloc(sizeof *one);
+    *one = value;
+    one->weight = mix((uintptr_t)one->from, 0);
+    while (*root && (*root)->weight >= one->weight) root = child(*root, one->from);
+    split(*root, one->from, &one->left, &one->right);
     *root = one;
 }
 
 static range *take_out(range **root, const void *from) {
-    while (*root && (*root)->from != from) root = (const char *)from < (*root)->from ? &(*root)->left : &(*root)->right;
+    while (*root && (*root)->from != from) root = child(*root, from);
     range *one = *root;
-    if (!one) return NULL;
-    if (!one->left) *root = one->right;
-    else {
-        range *last = one->left;
-        while (last->right) last = last->right;
-        last->right = one->right;
-        *root = one->left;
-    }
+    if (one) *root = merge(one->left, one->right);
     return one;
 }
 
-static int charge(int device, size_t bytes) {
-    if (used[device] + bytes > total()) {
-        set_message("the emulated device %d has %zu bytes left of %zu, and %zu are asked for", device,
-                    total() - used[device], total(), bytes);
-        return ACL_ERROR_RT_MEMORY_ALLOCATION;
-    }
-    used[device] += bytes;
-    return ACL_SUCCESS;
+/* Inaccessible pages. The last ones are remembered, so that a fault in them is explained. */
+
+enum { REMEMBERED = 1024 };
+static struct {
+    char *from;
+    size_t size;
+    bool reserved; /* by aclrtReserveMemAddress, which releases them */
+} inaccessible[REMEMBERED];
+static unsigned next_inaccessible;
+static struct sigaction handler_before;
+
+static void explain_fault(int number, siginfo_t *info, void *context) {
+    static const char text[] = "emulator: a pointer to device memory was used after aclrtFree or aclrtUnmapMem\n";
+    const char *address = info->si_addr;
+    for (int i = 0; i < REMEMBERED; i++)
+        if (inaccessible[i].from && address >= inaccessible[i].from && address < inaccessible[i].from + inaccessible[i].size) {
+            if (write(STDERR_FILENO, text, sizeof text - 1) < 0) break;
+            break;
+        }
+    sigaction(SIGSEGV, &handler_before, NULL); /* the instruction faults again, for the handler before */
 }
 
-int charge_device(size_t bytes) {
-    pthread_mutex_lock(&lock);
-    int result = charge(current_device, bytes);
-    pthread_mutex_unlock(&lock);
-    return result;
+static void explain_faults(void) {
+    struct sigaction handler = {.sa_sigaction = explain_fault, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+    sigaction(SIGSEGV, &handler, &handler_before);
 }
 
-void discharge_device(size_t bytes) {
-    pthread_mutex_lock(&lock);
-    used[current_device] -= bytes;
-    pthread_mutex_unlock(&lock);
+/* The lock is held. The pages lose their memory and stay reserved until they are no longer remembered. */
+static void make_inaccessible(char *from, size_t size, bool reserved) {
+    static bool handled;
+    if (!handled) explain_faults();
+    handled = true;
+    mmap(from, size, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned i = next_inaccessible++ % REMEMBERED;
+    if (inaccessible[i].from && !inaccessible[i].reserved) munmap(inaccessible[i].from, inaccessible[i].size);
+    inaccessible[i].from = from;
+    inaccessible[i].size = size;
+    inaccessible[i].reserved = reserved;
 }
+
+/* The lock is held: these reserved pages are used again, or released. */
+static void forget_inaccessible(const char *from, size_t size) {
+    for (int i = 0; i < REMEMBERED; i++)
+        if (inaccessible[i].reserved && inaccessible[i].from >= from && inaccessible[i].from < from + size) inaccessible[i].from = NULL;
+}
+
+/* Allocations */
 
 static int allocate(void **out, size_t size, int where) {
     size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     if (!size) size = ALIGNMENT;
-    pthread_mutex_lock(&lock);
-    int result = where == DEVICE ? charge(current_device, size) : ACL_SUCCESS;
-    if (!result) {
-        void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (pages == MAP_FAILED) {
-            if (where == DEVICE) used[current_device] -= size;
-            set_message("the host has no %zu bytes left for the emulated device", size);
-            result = ACL_ERROR_RT_MEMORY_ALLOCATION;
-        } else {
-            range *made = calloc(1, sizeof *made);
-            *made = (range){.from = pages, .size = size, .where = where, .device = current_device};
-            insert(&segments, made);
-            *out = pages;
-        }
+    int result = where == DEVICE ? charge_device(current_device, size) : ACL_SUCCESS;
+    if (result) return result;
+    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pages == MAP_FAILED) {
+        if (where == DEVICE) discharge_device(current_device, size);
+        set_message("the host has no %zu bytes left for the emulated device", size);
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
     }
+    pthread_mutex_lock(&lock);
+    insert(&segments, (range){.from = pages, .size = size, .where = where, .device = current_device});
     pthread_mutex_unlock(&lock);
-    return result;
+    *out = pages;
+    return ACL_SUCCESS;
 }
 
 int aclrtSynchronizeDevice(void);
@@ -119,13 +182,13 @@ static int deallocate(void *from) {
     aclrtSynchronizeDevice(); /* queued tasks may use it */
     pthread_mutex_lock(&lock);
     range *one = take_out(&segments, from);
-    if (one) {
-        if (one->where == DEVICE) used[one->device] -= one->size;
-        munmap(one->from, one->size);
-        free(one);
-    }
+    if (one && one->where == DEVICE) make_inaccessible(one->from, one->size, false);
+    else if (one) munmap(one->from, one->size);
     pthread_mutex_unlock(&lock);
-    return one ? ACL_SUCCESS : ACL_ERROR_RT_PARAM_INVALID;
+    if (!one) return ACL_ERROR_RT_PARAM_INVALID;
+    if (one->where == DEVICE) discharge_device(one->device, one->size);
+    free(one);
+    return ACL_SUCCESS;
 }
 
 int aclrtMalloc(void **out, size_t size, int policy) { return allocate(out, size, DEVICE); }
@@ -136,8 +199,7 @@ int aclrtFree(void *from) { return deallocate(from); }
 int aclrtFreeHost(void *from) { return deallocate(from); }
 
 int aclrtGetMemInfo(int attribute, size_t *left, size_t *all) {
-    *all = total();
-    *left = *all - used[current_device];
+    device_memory(current_device, left, all);
     return ACL_SUCCESS;
 }
 
@@ -162,10 +224,8 @@ int aclrtPointerGetAttributes(const void *address, pointer_attributes *out) {
 /* Host memory that the program pins itself */
 
 int aclrtHostRegister(void *from, uint64_t size, int type, void **device_address) {
-    range *made = calloc(1, sizeof *made);
-    *made = (range){.from = from, .size = size, .where = HOST};
     pthread_mutex_lock(&lock);
-    insert(&segments, made);
+    insert(&segments, (range){.from = from, .size = size, .where = HOST});
     pthread_mutex_unlock(&lock);
     if (device_address) *device_address = from;
     return ACL_SUCCESS;
@@ -190,10 +250,8 @@ typedef struct {
 int aclrtReserveMemAddress(void **out, size_t size, size_t alignment, void *wanted, uint64_t flags) {
     void *pages = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED) return ACL_ERROR_RT_MEMORY_ALLOCATION;
-    range *made = calloc(1, sizeof *made);
-    *made = (range){.from = pages, .size = size, .where = DEVICE, .device = current_device};
     pthread_mutex_lock(&lock);
-    insert(&segments, made);
+    insert(&segments, (range){.from = pages, .size = size, .where = DEVICE, .device = current_device});
     pthread_mutex_unlock(&lock);
     *out = pages;
     return ACL_SUCCESS;
@@ -202,6 +260,7 @@ int aclrtReserveMemAddress(void **out, size_t size, size_t alignment, void *want
 int aclrtReleaseMemAddress(void *from) {
     pthread_mutex_lock(&lock);
     range *one = take_out(&segments, from);
+    if (one) forget_inaccessible(one->from, one->size);
     pthread_mutex_unlock(&lock);
     if (!one) return ACL_ERROR_RT_PARAM_INVALID;
     munmap(one->from, one->size);
@@ -210,9 +269,7 @@ int aclrtReleaseMemAddress(void *from) {
 }
 
 int aclrtMallocPhysical(physical **out, size_t size, const void *properties, uint64_t flags) {
-    pthread_mutex_lock(&lock);
-    int result = charge(current_device, size);
-    pthread_mutex_unlock(&lock);
+    int result = charge_device(current_device, size);
     if (result) return result;
     *out = malloc(sizeof **out);
     **out = (physical){size, current_device};
@@ -220,19 +277,29 @@ int aclrtMallocPhysical(physical **out, size_t size, const void *properties, uin
 }
 
 int aclrtFreePhysical(physical *one) {
-    pthread_mutex_lock(&lock);
-    used[one->device] -= one->size;
-    pthread_mutex_unlock(&lock);
+    discharge_device(one->device, one->size);
     free(one);
     return ACL_SUCCESS;
 }
 
 int aclrtMapMem(void *from, size_t size, size_t offset, physical *one, uint64_t flags) {
-    return mprotect(from, size, PROT_READ | PROT_WRITE) ? ACL_ERROR_RT_MEMORY_ALLOCATION : ACL_SUCCESS;
+    if (mprotect(from, size, PROT_READ | PROT_WRITE)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    pthread_mutex_lock(&lock);
+    forget_inaccessible(from, size);
+    insert(&mappings, (range){.from = from, .size = size});
+    pthread_mutex_unlock(&lock);
+    return ACL_SUCCESS;
 }
 
-/* The size of the mapping is not passed; the pages stay readable until the address is released or mapped again. */
-int aclrtUnmapMem(void *from) { return aclrtSynchronizeDevice(); }
+int aclrtUnmapMem(void *from) {
+    int result = aclrtSynchronizeDevice(); /* queued tasks may use it */
+    pthread_mutex_lock(&lock);
+    range *one = take_out(&mappings, from);
+    if (one) make_inaccessible(one->from, one->size, true);
+    pthread_mutex_unlock(&lock);
+    free(one);
+    return one ? result : ACL_ERROR_RT_PARAM_INVALID;
+}
 
 /* Blocks of torch_npu's allocator. It reports them through mstx if a memory tool is preloaded; in a seeded order the
  * emulator preloads a library of that tool's name (environment.py). */
@@ -267,10 +334,8 @@ void mstxMemHeapUnregister(void *one, void *heap) {}
 void mstxMemRegionsRegister(void *one, const reported_blocks *given) {
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < given->count; i++) {
-        range *made = calloc(1, sizeof *made);
-        *made = (range){.from = given->ranges[i].from, .size = given->ranges[i].size, .fresh = true};
-        free(take_out(&blocks, made->from));
-        insert(&blocks, made);
+        free(take_out(&blocks, given->ranges[i].from));
+        insert(&blocks, (range){.from = given->ranges[i].from, .size = given->ranges[i].size, .fresh = true});
     }
     pthread_mutex_unlock(&lock);
 }
@@ -329,7 +394,7 @@ static int launch_copy(stream *on, const char *name, void *to, const void *from,
     made->from = from;
     made->size = size;
     made->value = value;
-    return launch(on, &made->head);
+    return launch_task(on, &made->head);
 }
 
 void poison_if_fresh(const void *address, stream *on) {

@@ -2,16 +2,16 @@
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 static const char HANDLES[] = "tTsSIFB";
-static python_side python;
+static const python_side *python; /* set with release and read with acquire: what it points to is complete then */
 static pthread_once_t imported = PTHREAD_ONCE_INIT;
 
-void set_python_side(const python_side *side) { python = *side; }
+static const python_side *python_or_null(void) { return __atomic_load_n(&python, __ATOMIC_ACQUIRE); }
+
+void emulator_set_python_side(const python_side *side) { __atomic_store_n(&python, side, __ATOMIC_RELEASE); }
 
 static void import_python_side(void) {
     int (*ensure)(void) = dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
@@ -23,14 +23,15 @@ static void import_python_side(void) {
     release_state(state);
 }
 
-static bool is_ready(const char *name) {
-    if (!python.run) { /* not pthread_once: while one thread imports, it must not hold the GIL and wait for another */
+/* Return the Python side; NULL with a message if there is none. */
+static const python_side *find_python(const char *name) {
+    if (!python_or_null()) { /* while one thread imports, another must not hold the GIL and wait for it */
         void *released = release_gil();
         pthread_once(&imported, import_python_side);
         take_gil(released);
     }
-    if (!python.run) set_message("%s: the emulator's kernels could not be imported (torchtitan_npu.emulator.kernels)", name);
-    return python.run;
+    if (!python_or_null()) set_message("%s: the emulator's kernels could not be imported (torchtitan_npu.emulator.kernels)", name);
+    return python_or_null();
 }
 
 static void release_call(task *one) {
@@ -71,7 +72,7 @@ static bool is_null(const call *of) {
     return outputs.floating && !outputs.other && !from_integers && strcmp(of->which->name, "aclnnMaskedSelect");
 }
 
-static int run_call(task *one) { return null_kernels && is_null((call *)one) ? ACL_SUCCESS : python.run((call *)one); }
+static int run_call(task *one) { return null_kernels && is_null((call *)one) ? ACL_SUCCESS : python_or_null()->run((call *)one); }
 
 /* The length of the name of argument i, and where it begins. */
 static int argument_name(const operator *of, int i, const char **name) {
@@ -94,14 +95,28 @@ static const char *handle_type(char kind) {
     return "no object of ACL, or one that was destroyed";
 }
 
+static bool has_many_dimensions(char kind, const void *pointer) {
+    if (!pointer) return false;
+    if (kind == 't') return ((const tensor *)pointer)->rank > MOST_DIMENSIONS;
+    for (uint64_t i = 0; kind == 'T' && i < ((const list *)pointer)->length; i++)
+        if (has_many_dimensions('t', ((const list *)pointer)->items[i])) return true;
+    return false;
+}
+
 static bool has_prototypes_types(const operator *which, const argument *arguments, int count) {
     for (int i = 0; i < count; i++) {
         char kind = which->kinds[i];
-        if (!strchr(HANDLES, kind) || !arguments[i].pointer || object_kind(arguments[i].pointer) == kind) continue;
+        if (!strchr(HANDLES, kind) || !arguments[i].pointer) continue;
+        bool is_same = object_kind(arguments[i].pointer) == kind;
+        if (is_same && !has_many_dimensions(kind, arguments[i].pointer)) continue;
         const char *name;
         int length = argument_name(which, i, &name);
-        set_message("%s: argument %d, %.*s, is %s; its prototype has %s", which->name, i + 1, length, name,
-                    handle_type(object_kind(arguments[i].pointer)), handle_type(kind));
+        if (is_same)
+            set_message("%s: argument %d, %.*s, is a tensor of more than %d dimensions, which no operator of CANN takes", which->name, i + 1, length,
+                        name, MOST_DIMENSIONS);
+        else
+            set_message("%s: argument %d, %.*s, is %s; its prototype has %s", which->name, i + 1, length, name,
+                        handle_type(object_kind(arguments[i].pointer)), handle_type(kind));
         return false;
     }
     return true;
@@ -115,12 +130,13 @@ extern const struct {
 extern const char cann_version[];
 
 static int series(void) {
-    static int found = -1;
+    static int known = -1;
+    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (found < 0) {
         const char *name = aclrtGetSocName();
         int i = 0;
         while (chips[i].name && strcmp(chips[i].name, name)) i++;
-        if (chips[i].name) found = chips[i].series;
+        if (chips[i].name) __atomic_store_n(&known, found = chips[i].series, __ATOMIC_RELAXED);
         else set_message("NPU_EMULATOR_CHIP: %s is no chip of torch_npu; see torchtitan_npu/chips.py", name);
     }
     return found;
@@ -162,22 +178,29 @@ static bool has_documented_dtypes(const operator *which, const argument *argumen
     return true;
 }
 
-int operator_prepare(const operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor) {
-    if (!is_ready(which->name)) return ACLNN_ERR_INNER;
+static int check_arguments(const python_side *side, call *made, uint64_t *workspace) {
+    const void *check = side->find_check(made->which);
+    if (!check || is_accepted(made, check, workspace)) return ACL_SUCCESS;
+    int result = side->check(made, workspace);
+    if (!result) accept_call(made, check, *workspace);
+    return result;
+}
+
+int emulator_prepare_call(operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor) {
+    const python_side *side = find_python(which->name);
+    if (!side) return ACLNN_ERR_INNER;
     if (!has_prototypes_types(which, arguments, count) || !has_documented_dtypes(which, arguments, count)) return ACLNN_ERR_PARAM_INVALID;
-    call *made = calloc(1, sizeof *made + count * sizeof *arguments);
+    call *made = malloc(sizeof *made + count * sizeof *arguments);
     made->head = (task){.step = run_call, .release = release_call, .name = which->name, .category = OPERATOR};
     made->which = which;
     made->count = count;
     memcpy(made->arguments, arguments, count * sizeof *arguments);
     *workspace = 0;
     *executor = made;
-    if (python.has_check(which)) {
-        int result = python.check(made, workspace);
-        if (result) {
-            free(made);
-            return result;
-        }
+    int result = check_arguments(side, made, workspace);
+    if (result) {
+        free(made);
+        return result;
     }
     for (int i = 0; i < count; i++) { /* the caller frees its arguments before a queued call runs */
         if (strchr(HANDLES, which->kinds[i]) && arguments[i].pointer) retain(arguments[i].pointer);
@@ -199,9 +222,9 @@ static void poison_fresh_tensors(const call *of, stream *on) {
     }
 }
 
-int operator_launch(void *executor, void *on) {
+int emulator_launch_call(void *executor, void *on) {
     if (order_is_seeded()) poison_fresh_tensors(executor, on);
-    return launch(on, executor);
+    return launch_task(on, executor);
 }
 
 /* Older operators, by name and attributes, are not emulated. */

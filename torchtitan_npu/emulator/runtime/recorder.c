@@ -7,9 +7,7 @@
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <math.h>
-#include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -37,9 +35,10 @@ __attribute__((constructor)) static void read_settings(void) {
     const char *names = setting("NPU_EMULATOR_RECORD", "");
     wanted = (strstr(names, "launches") ? LAUNCHES : 0) | (strstr(names, "log") ? LOG : 0) | (strstr(names, "trace") ? TRACE : 0);
     recording = wanted;
+    hold_during_fork(&lock);
 }
 
-double microseconds_now(void) {
+static double microseconds_now(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
@@ -210,7 +209,7 @@ static void write_arguments(FILE *to, const call *of) {
 static void write_call(const task *one, uint64_t bytes, double end) {
     fprintf(calls, "{\"rank\": %s, \"process\": %d, \"step\": %llu, \"order\": %llu, \"operator\": \"%s\", \"stream\": %d, \"launched\": %.1f, "
                    "\"began\": %.1f, \"duration\": %.1f, \"bytes\": %llu",
-            setting("RANK", "null"), (int)getpid(), (unsigned long long)steps, (unsigned long long)one->order, one->name, stream_id(one->on),
+            setting("RANK", "null"), (int)getpid(), (unsigned long long)one->training_step, (unsigned long long)one->order, one->name, emulator_stream_id(one->on),
             one->launched, one->began, end - one->began, (unsigned long long)bytes);
     if (one->category == OPERATOR) {
         fputs(", \"arguments\": ", calls);
@@ -222,8 +221,8 @@ static void write_call(const task *one, uint64_t bytes, double end) {
 static void write_trace(const task *one, uint64_t bytes, double end) {
     fprintf(trace, "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"%s\", \"pid\": %d, \"tid\": %d, \"ts\": %.1f, \"dur\": %.1f, "
                    "\"args\": {\"launched\": %.1f, \"bytes\": %llu, \"step\": %llu}}\n",
-            one->name, CATEGORIES[one->category], (int)getpid(), stream_id(one->on), one->began, end - one->began, one->launched,
-            (unsigned long long)bytes, (unsigned long long)steps);
+            one->name, CATEGORIES[one->category], (int)getpid(), emulator_stream_id(one->on), one->began, end - one->began, one->launched,
+            (unsigned long long)bytes, (unsigned long long)one->training_step);
 }
 
 /* The lock is held. */
@@ -240,11 +239,22 @@ static void open_files(void) {
                 setting("RANK", "0"));
 }
 
-static void record(const task *one, double end) {
-    uint64_t bytes = one->category == OPERATOR ? bytes_of_call((const call *)one) : one->bytes;
+static uint64_t bytes_of(const task *one) { return one->category == OPERATOR ? bytes_of_call((const call *)one) : one->bytes; }
+
+/* A launch counts in the training step in which it is made, although it may run later. */
+void record_launch(task *one) {
+    one->launched = microseconds_now();
     pthread_mutex_lock(&lock);
     open_files();
-    if (wanted & LAUNCHES && one->category != CONTROL) count(one, bytes);
+    one->training_step = steps;
+    if (wanted & LAUNCHES && one->category != CONTROL) count(one, bytes_of(one));
+    pthread_mutex_unlock(&lock);
+}
+
+static void record(const task *one, double end) {
+    uint64_t bytes = bytes_of(one);
+    pthread_mutex_lock(&lock);
+    open_files();
     if (calls && one->category != CONTROL) write_call(one, bytes, end);
     if (trace) write_trace(one, bytes, end);
     pthread_mutex_unlock(&lock);
@@ -257,7 +267,7 @@ int recorded_step(task *one) {
     return result;
 }
 
-void mark_step(void) {
+void emulator_mark_step(void) {
     pthread_mutex_lock(&lock);
     open_files();
     steps++;

@@ -1,8 +1,20 @@
-/* Shared declarations of the CANN emulator. Each .c file begins with what it emulates. */
+/* Shared declarations of the CANN emulator. Each .c file begins with what it emulates.
+ *
+ * Besides CANN's functions the library exports those that libopapi.so, _bridge.so and Python call: emulator_… . All others
+ * are hidden, because the library is loaded with its symbols global.
+ */
 #pragma once
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
+
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* functions have CANN's parameters */
+#pragma GCC visibility push(hidden)
+#define EXPORTED __attribute__((visibility("default")))
+
+enum { DEVICES = 64, MOST_DIMENSIONS = 8 };
 
 /* Result codes of ACL that torch_npu tests for or prints. */
 enum {
@@ -18,15 +30,20 @@ enum {
     ACLNN_ERR_INNER = 561000,
 };
 
-const char *aclrtGetSocName(void); /* the chip (device.c) */
+EXPORTED const char *aclrtGetSocName(void); /* the chip (device.c) */
 
-/* Settings, read from the environment once (settings.c). */
+/* Environment variables (settings.c). Those that a launch needs are read once, when the library is loaded. */
 const char *setting(const char *name, const char *otherwise);
 long long setting_number(const char *name, long long otherwise);
+
+uint64_t mix(uint64_t value, uint64_t salt); /* pseudo-random bits that depend on both (settings.c) */
+
+void hold_during_fork(pthread_mutex_t *lock); /* fork.c */
 
 /* The message of the last error of this thread, which aclGetRecentErrMsg returns. */
 void set_message(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *message(void);
+EXPORTED void emulator_set_message(const char *text);
 
 /* Streams (streams.c). A task is tried until its step does not answer PENDING. */
 enum { PENDING = -1 };
@@ -39,26 +56,29 @@ typedef struct task {
     uint64_t order; /* in which tasks were launched, over all streams */
     stream *on;
     enum { CONTROL, COPY, OPERATOR, COLLECTIVE } category;
-    uint64_t bytes;         /* that a copy or collective moves */
-    double launched, began; /* in microseconds, if a recorder is on */
+    uint64_t bytes; /* that a copy or collective moves */
+    double launched, began;  /* in microseconds; this and what follows only if a recorder is on */
+    uint64_t training_step;  /* in which it was launched */
 } task;
-int launch(stream *on, task *one);
-int stream_id(const stream *one);
+int launch_task(stream *on, task *one);
 bool order_is_seeded(void);
+EXPORTED int emulator_stream_id(const stream *one);
+EXPORTED const char *emulator_finish_queue(void); /* before the interpreter ends; return a message if a task failed */
 
 /* Records (recorder.c). */
 extern bool recording;
-double microseconds_now(void);
-int recorded_step(task *one); /* run the step and record the task when it has ended */
-void mark_step(void);         /* a training step has ended */
+void record_launch(task *one);
+int recorded_step(task *one);         /* run the step and record the task when it has ended */
+EXPORTED void emulator_mark_step(void); /* a training step has ended */
 
 /* Release the GIL if this thread holds it, before it blocks; a kernel on another thread may need it. */
 void *release_gil(void);
 void take_gil(void *released);
 
-/* Memory (memory.c). */
-int charge_device(size_t bytes); /* count bytes that the device would hold besides tensors; an error code if there are too many */
-void discharge_device(size_t bytes);
+/* Memory (device_memory.c, memory.c). */
+int charge_device(int device, size_t bytes); /* an error code if the device has not as many left */
+void discharge_device(int device, size_t bytes);
+void device_memory(int device, size_t *left, size_t *all);
 void poison_if_fresh(const void *address, stream *on);
 
 /* Arguments of operators (arguments.c): what aclCreateTensor and its relatives return. */
@@ -69,10 +89,11 @@ typedef struct {
 } object;
 typedef struct {
     object head;
-    int32_t dtype, format, rank;
+    int32_t dtype, format;
+    int32_t rank;   /* if it is above MOST_DIMENSIONS, no operator takes the tensor */
     int64_t offset; /* in elements */
     void *data;
-    int64_t shape[8], stride[8];
+    int64_t shape[MOST_DIMENSIONS], stride[MOST_DIMENSIONS];
 } tensor;
 typedef struct {
     object head;
@@ -111,20 +132,27 @@ typedef struct {
     uint64_t outputs;      /* bit i: argument i is written */
     const uint64_t *dtypes; /* by series and argument; bit i: CANN takes dtype i. NULL: the documents do not say */
     const char *document;
+    void *python_name;     /* the name as a Python object, made by bridge.c */
 } operator;
 typedef struct {
     task head;
-    const operator *which;
+    operator *which;
     int count;
     argument arguments[];
 } call;
-int operator_prepare(const operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor);
-int operator_launch(void *executor, void *on);
+EXPORTED int emulator_prepare_call(operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor);
+EXPORTED int emulator_launch_call(void *executor, void *on);
+
+/* Arguments that a check has accepted (accepted_calls.c). `check` identifies the check. */
+bool is_accepted(const call *of, const void *check, uint64_t *workspace);
+void accept_call(const call *of, const void *check, uint64_t workspace);
 
 /* The Python side (bridge.c) sets these when it is imported. */
 typedef struct {
-    int (*run)(call *);                             /* compute; an error code */
-    int (*check)(call *, uint64_t *workspace);      /* refuse arguments, state the workspace */
-    bool (*has_check)(const operator *which);
+    int (*run)(call *);                        /* compute; an error code */
+    const void *(*find_check)(operator *which); /* NULL: the operator has no check */
+    int (*check)(call *, uint64_t *workspace); /* refuse arguments, state the workspace */
 } python_side;
-void set_python_side(const python_side *side);
+EXPORTED void emulator_set_python_side(const python_side *side);
+
+#pragma GCC visibility pop

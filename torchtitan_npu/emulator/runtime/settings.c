@@ -2,7 +2,6 @@
 #include "runtime.h"
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 const char *setting(const char *name, const char *otherwise) {
@@ -15,6 +14,14 @@ long long setting_number(const char *name, long long otherwise) {
     return value ? atoll(value) : otherwise;
 }
 
+/* The finalizer of SplitMix64. */
+uint64_t mix(uint64_t value, uint64_t salt) {
+    value += (salt + 1) * 0x9E3779B97F4A7C15ull;
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9ull;
+    value = (value ^ value >> 27) * 0x94D049BB133111EBull;
+    return value ^ value >> 31;
+}
+
 static __thread char text[16384];
 
 void set_message(const char *format, ...) {
@@ -23,6 +30,8 @@ void set_message(const char *format, ...) {
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
 }
+
+void emulator_set_message(const char *given) { set_message("%s", given); }
 
 const char *message(void) { return text; }
 

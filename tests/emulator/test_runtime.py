@@ -1,0 +1,189 @@
+"""The runtime's C functions, called without torch_npu: memory, forks, strings, symbols."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_npu.emulator.build import RUNTIME, RUNTIME_FOLDER
+
+LIBRARY = Path(os.environ["ASCEND_HOME_PATH"], "lib64", RUNTIME)
+PROLOG = f"""
+import ctypes, os, sys, threading
+runtime = ctypes.CDLL({str(LIBRARY)!r})
+runtime.aclGetRecentErrMsg.restype = ctypes.c_char_p
+def allocate(size):
+    address = ctypes.c_void_p()
+    return runtime.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(size), 0), address
+"""
+
+
+def start(program: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, **variables}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", PROLOG + program], env=environment, text=True, **pipes)
+
+
+@pytest.mark.parametrize("path", sorted(RUNTIME_FOLDER.glob("*.c")), ids=lambda path: path.name)
+def test_sources_compile_without_warnings(path: Path) -> None:
+    include = sysconfig.get_paths()["include"]
+    command = ["gcc", "-Wall", "-Wextra", "-Werror", "-O2", "-fsyntax-only", "-I", include, str(path)]
+    subprocess.run(command, check=True)
+
+
+def test_only_names_with_a_prefix_are_exported() -> None:
+    """The library's symbols are global: a function called ``reduce`` would replace one of another library."""
+    lines = subprocess.run(["nm", "-D", "--defined-only", LIBRARY], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in lines.splitlines()}
+    assert {"aclrtMalloc", "HcclAllReduce", "emulator_launch_call"} <= names
+    assert not names & {"launch_task", "reduce", "release", "retain", "setting", "message", "mix", "recording", "drop"}
+
+
+def test_a_seed_needs_the_reports_of_the_allocator() -> None:
+    ran = start("print(runtime.aclrtSetDevice(0)); print(runtime.aclGetRecentErrMsg())", NPU_EMULATOR_SEED="3")
+    output, _ = ran.communicate()
+    assert output.startswith("207000") and "start the program with torchtitan-npu emulate --seed" in output
+
+
+FORKS = """
+def use():
+    for _ in range(20):
+        runtime.aclDestroyIntArray(ctypes.c_void_p(create(None, 0)))
+        runtime.aclrtFree(allocate(512)[1])
+
+create = runtime.aclCreateIntArray
+create.restype = ctypes.c_void_p
+stop = False
+def use_until_stopped():
+    while not stop:
+        use()
+threads = [threading.Thread(target=use_until_stopped) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(60):
+    child = os.fork()
+    if child == 0:
+        use()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+stop = True
+"""
+
+
+def test_a_forked_child_finds_no_lock_taken() -> None:
+    ran = start(FORKS)
+    try:
+        _, errors = ran.communicate(timeout=30)
+    finally:
+        ran.kill()
+    assert ran.returncode == 0, errors
+
+
+HOLD = """
+print(allocate(768 << 10)[0], flush=True)
+sys.stdin.read()
+"""
+
+ASK = """
+for _ in range(2):
+    print(allocate(512 << 10)[0], runtime.aclGetRecentErrMsg(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_processes_share_the_memory_of_a_device(tmp_path: Path) -> None:
+    machine = {"NPU_EMULATOR_FOLDER": str(tmp_path), "NPU_EMULATOR_MEMORY": str(1 << 20)}
+    one = start(HOLD, **machine)
+    assert one.stdout is not None and one.stdout.readline() == "0\n"
+    other = start(ASK, **machine)
+    assert other.stdout is not None and other.stdin is not None
+    refused = other.stdout.readline()
+    assert refused.startswith("207001") and f"other processes use {768 << 10}" in refused
+    one.send_signal(signal.SIGKILL)
+    one.wait()
+    other.stdin.write("\n")
+    other.stdin.flush()
+    assert other.stdout.readline().startswith("0 "), "a process that has ended uses nothing"
+    other.communicate("\n")
+
+
+FREED = """
+address = allocate(512)[1]
+ctypes.memset(address, 1, 512)
+runtime.aclrtFree(address)
+print("freed", flush=True)
+ctypes.string_at(address, 1)
+"""
+
+UNMAPPED = """
+address, physical = ctypes.c_void_p(), ctypes.c_void_p()
+page = ctypes.c_size_t(1 << 21)
+runtime.aclrtReserveMemAddress(ctypes.byref(address), page, ctypes.c_size_t(0), None, ctypes.c_uint64(0))
+runtime.aclrtMallocPhysical(ctypes.byref(physical), page, None, ctypes.c_uint64(0))
+for _ in range(2):
+    assert runtime.aclrtMapMem(address, page, ctypes.c_size_t(0), physical, ctypes.c_uint64(0)) == 0
+    ctypes.memset(address, 1, page.value)
+    assert runtime.aclrtUnmapMem(address) == 0
+print("freed", flush=True)
+ctypes.string_at(address, 1)
+"""
+
+
+@pytest.mark.parametrize("program", [FREED, UNMAPPED], ids=["freed", "unmapped"])
+def test_freed_memory_is_inaccessible(program: str) -> None:
+    ran = start(program)
+    output, errors = ran.communicate()
+    assert output == "freed\n" and ran.returncode == -signal.SIGSEGV
+    assert "a pointer to device memory was used after aclrtFree or aclrtUnmapMem" in errors
+
+
+class Range(ctypes.Structure):
+    _fields_ = [("device", ctypes.c_uint32), ("start", ctypes.c_void_p), ("size", ctypes.c_uint64)]
+
+
+class Blocks(ctypes.Structure):
+    _fields_ = [
+        ("heap", ctypes.c_void_p),
+        ("type", ctypes.c_int),
+        ("count", ctypes.c_size_t),
+        ("ranges", ctypes.POINTER(Range)),
+        ("handles", ctypes.c_void_p),
+    ]
+
+
+class Reference(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("start", ctypes.c_void_p)]
+
+
+class References(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_size_t), ("blocks", ctypes.POINTER(Reference))]
+
+
+def test_many_blocks_in_ascending_order() -> None:
+    """A block is found in logarithmic time: a list of as many would take several seconds."""
+    count, first = 60_000, 1 << 40
+    runtime = ctypes.CDLL(str(LIBRARY))
+    ranges = (Range * count)(*(Range(0, first + 512 * i, 512) for i in range(count)))
+    references = (Reference * count)(*(Reference(0, first + 512 * i) for i in range(count)))
+    began = time.monotonic()
+    runtime.mstxMemRegionsRegister(None, ctypes.byref(Blocks(None, 0, count, ranges, None)))
+    runtime.mstxMemRegionsUnregister(None, ctypes.byref(References(count, references)))
+    assert time.monotonic() - began < 2
+
+
+def test_secure_string_functions() -> None:
+    runtime = ctypes.CDLL(str(LIBRARY))
+    text = ctypes.create_string_buffer(8)
+    assert runtime.strcpy_s(text, ctypes.c_size_t(8), b"seven c") == 0 and text.value == b"seven c"
+    assert runtime.strcpy_s(text, ctypes.c_size_t(8), b"eight ch") != 0 and text.value == b""
+    room, most = ctypes.c_size_t(8), ctypes.c_size_t(7)
+    assert runtime.snprintf_s(text, room, most, b"%s-%d", b"abc", ctypes.c_int(42)) == 6 and text.value == b"abc-42"
+    assert runtime.snprintf_s(text, room, most, b"%s", b"too long for it") == -1 and text.value == b"too lon"
