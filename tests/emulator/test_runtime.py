@@ -27,9 +27,14 @@ def allocate(size):
 
 
 def start(program: str, **variables: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, **variables}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", PROLOG + program], env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROLOG + program],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("path", sorted(RUNTIME_FOLDER.glob("*.c")), ids=lambda path: path.name)

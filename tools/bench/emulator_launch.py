@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from harness import machine, write
 
 from torchtitan_npu.emulator.build import OPERATORS, PROTOTYPES, build
 
-MODES = {"empty": {}, "null": {"NPU_EMULATOR_NULL_KERNELS": "1"}, "kernels": {}}
+MODES: dict[str, dict[str, str]] = {"empty": {}, "null": {"NPU_EMULATOR_NULL_KERNELS": "1"}, "kernels": {}}
 HANDLES = ("Tensor", "Scalar", "TensorList", "ScalarList", "IntArray", "FloatArray", "BoolArray")
 CALLS_PER_ROUND = 3000
 WARM_UP = 300
@@ -77,11 +78,12 @@ def kernel_time(call: Callable[[], Any]) -> float:
     """Return the time of the Python functions that ``call`` runs, with the arguments of that call."""
     from torchtitan_npu.emulator.kernels.registry import KERNELS
 
-    kernels, captured = dict(KERNELS), []
+    kernels = dict(KERNELS)
+    captured: list[Callable[[], Any]] = []
 
     def capture(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            captured.append((kernels[name], arguments))
+            captured.append(partial(kernels[name], *arguments))
             return kernels[name](*arguments)
 
         return run
@@ -90,9 +92,7 @@ def kernel_time(call: Callable[[], Any]) -> float:
     result = call()  # keeps the memory of its outputs
     torch.npu.synchronize()
     KERNELS.update(kernels)
-    total = sum(
-        least_time(lambda kernel=kernel, arguments=arguments: kernel(*arguments)) for kernel, arguments in captured
-    )
+    total = sum(map(least_time, captured))
     del result
     return total
 
