@@ -30,8 +30,9 @@ from torchtitan_npu.emulator.build import OPERATORS, PROTOTYPES, build
 
 MODES: dict[str, dict[str, str]] = {"empty": {}, "null": {"NPU_EMULATOR_NULL_KERNELS": "1"}, "kernels": {}}
 HANDLES = ("Tensor", "Scalar", "TensorList", "ScalarList", "IntArray", "FloatArray", "BoolArray")
-CALLS_PER_ROUND = 3000
-WARM_UP = 300
+REPETITIONS = 200
+CALLS = 20
+"""Calls of a repetition: fewer than the scheduler's time slice allows, so that some repetitions are not interrupted."""
 
 
 def operators() -> dict[str, Callable[[], Any]]:
@@ -52,14 +53,12 @@ def operators() -> dict[str, Callable[[], Any]]:
 
 def least_time(function: Callable[[], Any]) -> float:
     """Return the microseconds of one call, the least of several repetitions."""
-    for _ in range(WARM_UP):
-        function()
     times = []
-    for _ in range(10):
+    for _ in range(REPETITIONS):
         began = time.perf_counter()
-        for _ in range(CALLS_PER_ROUND // 10):
+        for _ in range(CALLS):
             function()
-        times.append((time.perf_counter() - began) / (CALLS_PER_ROUND // 10))
+        times.append((time.perf_counter() - began) / CALLS)
     return min(times) * 1e6
 
 
@@ -90,7 +89,7 @@ def kernel_time(call: Callable[[], Any]) -> float:
 
     KERNELS.update({name: capture(name) for name in kernels})
     result = call()  # keeps the memory of its outputs
-    torch.npu.synchronize()
+    torch.accelerator.synchronize()
     KERNELS.update(kernels)
     total = sum(map(least_time, captured))
     del result

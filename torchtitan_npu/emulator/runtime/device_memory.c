@@ -26,6 +26,7 @@ static uint64_t *own = unshared; /* this process's row */
 static table *shared;
 static int file = -1;
 static uint64_t total;
+static const char *folder; /* NULL: the process has the machine for itself */
 
 static bool lock_byte(int byte, int type, int command) {
     struct flock range = {.l_type = (short)type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
@@ -35,7 +36,7 @@ static bool lock_byte(int byte, int type, int command) {
 }
 
 /* Map the table of the machine and take a row of it. Return whether that was possible. */
-static bool join_machine(const char *folder) {
+static bool join_machine(void) {
     char path[PATH_LENGTH];
     mkdir(folder, 0700);
     snprintf(path, sizeof path, "%s/devices", folder);
@@ -57,8 +58,7 @@ static bool join_machine(const char *folder) {
 
 static void begin_charge(void) {
     pthread_mutex_lock(&lock);
-    const char *folder = setting("NPU_EMULATOR_FOLDER", NULL);
-    if (folder && !shared && !join_machine(folder)) {
+    if (folder && !shared && !join_machine()) {
         fprintf(stderr, "emulator: the file %s/devices cannot be used (%s); name another folder in NPU_EMULATOR_FOLDER\n", folder, strerror(errno));
         abort();
     }
@@ -81,6 +81,8 @@ static void in_child(void) {
 
 __attribute__((constructor)) static void prepare(void) {
     total = (uint64_t)setting_number("NPU_EMULATOR_MEMORY", 64ll << 30);
+    const char *given = setting("NPU_EMULATOR_FOLDER", NULL);
+    folder = given ? strdup(given) : NULL;
     hold_during_fork(&lock);
     pthread_atfork(NULL, NULL, in_child);
 }
