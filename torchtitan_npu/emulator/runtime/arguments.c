@@ -71,7 +71,7 @@ static const struct {
 static bool is_known(int dtype) { return dtype >= 0 && dtype < (int)(sizeof DTYPES / sizeof *DTYPES) && DTYPES[dtype].size; }
 size_t dtype_size(int dtype) { return is_known(dtype) ? DTYPES[dtype].size : 0; }
 bool is_floating(int dtype) { return is_known(dtype) && DTYPES[dtype].floating; }
-const char *dtype_name(int dtype) { return is_known(dtype) ? DTYPES[dtype].name : "unknown"; }
+const char *emulator_dtype_name(int dtype) { return is_known(dtype) ? DTYPES[dtype].name : "unknown"; }
 
 static int destroy(void *pointer) {
     if (pointer) release(pointer);

@@ -155,11 +155,11 @@ static bool has_dtype(const operator *which, int i, uint64_t allowed, const tens
     for (int dtype = 0; dtype < 64; dtype++)
         if (allowed >> dtype & 1 && dtype_size(dtype)) {
             if (*names) strncat(names, ", ", sizeof names - strlen(names) - 1);
-            strncat(names, dtype_name(dtype), sizeof names - strlen(names) - 1);
+            strncat(names, emulator_dtype_name(dtype), sizeof names - strlen(names) - 1);
         }
     const char *name;
     int length = argument_name(which, i, &name);
-    set_message("%s: %.*s is %s; CANN %s on %s takes %s (%s)", which->name, length, name, dtype_name(one->dtype), cann_version,
+    set_message("%s: %.*s is %s; CANN %s on %s takes %s (%s)", which->name, length, name, emulator_dtype_name(one->dtype), cann_version,
                 aclrtGetSocName(), names, which->document);
     return false;
 }

@@ -140,7 +140,7 @@ static void write_tensor(FILE *to, const tensor *one) {
         fputs("null", to);
         return;
     }
-    fprintf(to, "{\"dtype\": \"%s\", \"shape\": ", dtype_name(one->dtype));
+    fprintf(to, "{\"dtype\": \"%s\", \"shape\": ", emulator_dtype_name(one->dtype));
     write_numbers(to, one->shape, one->rank);
     fputs(", \"strides\": ", to);
     write_numbers(to, one->stride, one->rank);
@@ -154,7 +154,7 @@ static void write_scalar(FILE *to, const scalar *one) {
     else if (one->dtype == ACL_INT32) fprintf(to, "%d", *(const int32_t *)one->value);
     else if (one->dtype == ACL_INT64) fprintf(to, "%lld", (long long)*(const int64_t *)one->value);
     else if (one->dtype == ACL_BOOL) fputs(*one->value ? "true" : "false", to);
-    else fprintf(to, "{\"dtype\": \"%s\"}", dtype_name(one->dtype));
+    else fprintf(to, "{\"dtype\": \"%s\"}", emulator_dtype_name(one->dtype));
 }
 
 static void write_list(FILE *to, char kind, const void *from) {

@@ -112,7 +112,7 @@ typedef struct {
 } array;
 enum { ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_INT32 = 3, ACL_INT64 = 9, ACL_DOUBLE = 11, ACL_BOOL = 12, ACL_BF16 = 27 }; /* some of aclDataType */
 size_t dtype_size(int dtype); /* 0: unknown */
-const char *dtype_name(int dtype);
+EXPORTED const char *emulator_dtype_name(int dtype);
 bool is_floating(int dtype);
 char object_kind(const void *pointer); /* 0: the pointer is no live object */
 void retain(void *pointer);
