@@ -110,9 +110,8 @@ def test_the_dtypes_of_a_chip(chip: str, message: str) -> None:
 def test_the_runtime_numbers_dtypes_as_the_build() -> None:
     runtime = ctypes.CDLL(str(Path(os.environ["ASCEND_HOME_PATH"], "lib64", RUNTIME)))
     runtime.emulator_dtype_name.restype = ctypes.c_char_p
-    assert {
-        name: number for number in range(64) if (name := runtime.emulator_dtype_name(number).decode()) != "unknown"
-    } == (ACL_DTYPES)
+    names = {number: runtime.emulator_dtype_name(number).decode() for number in range(64)}
+    assert {name: number for number, name in names.items() if name != "unknown"} == ACL_DTYPES
 
 
 def test_the_dtypes_of_a_version() -> None:
