@@ -170,7 +170,8 @@ class NpuFrameAttention(FrameAttention):
     """Attention within the frames of a batch, in one call."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-        ends, end = [], 0
+        ends: list[int] = []
+        end = 0
         for frames, length in runs:
             ends += range(end + length, end + frames * length + 1, length)
             end += frames * length

@@ -44,7 +44,8 @@ def heads_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Hea
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float, **_: Any) -> Any:
     """Compute ``aten::_flash_attention_forward``: (B, S, N, D) and (B, N, S), with documents (T, N, D) and (N, T)."""
     starts_q, starts_k, _, _, _, causal, _ = args
-    out, lse = torch.empty_like(q), q.transpose(-3, -2).new_empty(*q.transpose(-3, -2).shape[:-1], dtype=torch.float32)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty(q.transpose(-3, -2).shape[:-1], dtype=torch.float32)
     for rows, keys in zip(documents(starts_q, q.shape[-3]), documents(starts_k, k.shape[-3]), strict=True):
         one = heads_of(q[..., rows, :, :], k[..., keys, :, :], v[..., keys, :, :], causal, scale)
         lse[..., rows] = one.scores.logsumexp(-1)

@@ -109,10 +109,10 @@ def _runs_on_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Return whether cuDNN's kernels take these sequences (B, S, N, D). Its causal mask aligns the starts."""
     if q.dim() == 3 or q.shape[1] != k.shape[1]:
         return False
-    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
     is_grouped = q.shape[2] != k.shape[2]
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return torch.backends.cuda.can_use_cudnn_attention(
-        torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, is_causal, is_grouped)
+        torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, is_grouped)
     )
 
 
