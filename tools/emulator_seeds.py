@@ -99,11 +99,11 @@ def swap_optimizer() -> Iterator[Run]:
     weights, *gradients = ([torch.randn(300, 700, generator=generator) for _ in range(6)] for _ in range(3))
 
     def run() -> list[Tensor]:
-        parameters = [torch.nn.Parameter(weight.npu()) for weight in weights]
+        parameters = [torch.nn.Parameter(weight.to("npu")) for weight in weights]
         optimizer = SwapAdamW(parameters, lr=1e-2, slice_mib=1, foreach=False)
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient.npu() * 2
+                parameter.grad = gradient.to("npu") * 2
             optimizer.step()
         return list(parameters)
 
@@ -116,10 +116,11 @@ def copies() -> Iterator[Run]:
     host = [torch.full((4096,), float(i)).pin_memory() for i in range(8)]
 
     def run() -> list[Tensor]:
-        main, side = torch.npu.current_stream(), torch.npu.Stream()
+        npu = torch.get_device_module("npu")
+        main, side = npu.current_stream(), npu.Stream()
         results, done = [], []
         for batch in host:
-            with torch.npu.stream(side):
+            with npu.stream(side):
                 on_device = batch.to("npu", non_blocking=True)
             main.wait_stream(side)
             on_device.record_stream(main)

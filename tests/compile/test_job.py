@@ -90,7 +90,7 @@ def test_a_good_job_passes() -> None:
         ({"compile.enable": False, "npu.graph_passes": ["no_ops"]}, "npu.graph_passes needs compile.enable = true"),
         ({"npu.sp_min_tokens": 1}, 'npu.sp_min_tokens is for the pass "sequence_parallel", which npu.graph_passes'),
         ({"npu.sp_whole_inputs": True, "npu.graph_passes": ["no_ops"]}, "npu.sp_whole_inputs is for the pass"),
-        ({"npu.moe_combine_dtype": "rows"}, "npu.moe_combine_dtype is for the converter npu_permute, which"),
+        ({"npu.moe_combine_dtype": "scores"}, "npu.moe_combine_dtype is for the converter npu_permute, which"),
         ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = false"),
         ({"parallelism.enable_async_tensor_parallel": True}, r'use npu.graph_passes = \["async_tp"\]'),
         ({"activation_checkpoint.mode": "memory_budget"}, "cannot be combined with activation_checkpoint.mode"),

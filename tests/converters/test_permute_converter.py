@@ -142,10 +142,10 @@ def test_scores_before_the_experts_in_float32() -> None:
 
 
 def test_scores_after_the_experts_in_float32() -> None:
-    """bfloat16 rows times float32 scores, summed and rounded once: within one rounding of the exact sum."""
+    """With ``"scores"``: rows times float32 scores, summed and rounded once: within one rounding of the exact sum."""
     top_k, float32, bfloat16 = 4, torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
     plain = in_dtype(build_moe(top_k=top_k, score_before_experts=False), torch.bfloat16)
-    model = convert(plain, "npu_permute")
+    model = convert(plain, "npu_permute", moe_combine_dtype="scores")
     seen = scored(model, tokens(2, 16, dtype=torch.bfloat16))
     order = seen["choices"].flatten().argsort(stable=True)
     rows = torch.empty_like(seen["rows_out"]).index_copy(0, order, seen["rows_out"]).double().view(-1, top_k, DIM)

@@ -183,4 +183,5 @@ def add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     rows = torch.full((1,), len(hidden), dtype=torch.int64, device=hidden.device)
     for start in range(0, len(total), VOCABULARY_STEP):
         part = slice(start, start + VOCABULARY_STEP)
-        torch.ops.npu.npu_grouped_matmul_add_(total[part].unsqueeze(0), grad_logits[:, part], hidden, rows)
+        columns = grad_logits[:, part].contiguous()  # the GPU's kernel multiplies no strided matrices
+        torch.ops.npu.npu_grouped_matmul_add_(total[part].unsqueeze(0), columns, hidden, rows)

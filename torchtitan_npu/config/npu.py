@@ -78,7 +78,7 @@ class Npu:
     gather theirs. If false, TorchTitan's layout gathers all tokens before the router.
     """
 
-    moe_combine_dtype: Literal["scores", "rows"] = "scores"
+    moe_combine_dtype: Literal["scores", "rows"] = "rows"
     """
     With the converter `npu_permute`, the dtype in which the outputs of a token's experts are weighted and summed.
     `"scores"`: float32, as in TorchTitan; the outputs are cast for the call. `"rows"`: that of the outputs; the scores

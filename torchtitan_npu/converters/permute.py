@@ -50,7 +50,7 @@ class NpuMoE(MoE):
     :mod:`torchtitan_npu.compile.block_regions` sets it."""
     waits_for_counts = False
     """The host needs the number of tokens per expert."""
-    combine_dtype: str = "scores"
+    combine_dtype: str = "rows"
     """Sum the experts' outputs in the dtype of the scores, or of the outputs: ``npu.moe_combine_dtype``."""
 
     def extra_repr(self) -> str:
