@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
 from torchtitan_npu.compile.backend import bypass_codegen
-from torchtitan_npu.emulator.kernels import workspaces
-from torchtitan_npu.ops import OPS, Op, define
+from torchtitan_npu.ops import OPS, Op, define, workspaces
 from torchtitan_npu.ops.moe_permute.function import unpermute
 
 define("npu_on_cpu")

@@ -110,16 +110,17 @@ def test_advice_combines_one_mode_of_checkpointing_with_the_rest(monkeypatch: py
     assert changes[3:] == ['optimizer.swap = true; activation_checkpoint.mode = "full"']
 
 
-def test_the_plot_s_limit_leaves_room_for_hccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_s_limit_leaves_room_for_hccl_and_workspaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
     from torchtitan_npu.planner.plot import draw
 
     limits: list[float] = []
     monkeypatch.setattr(Axes, "axhline", lambda self, y, **_: limits.append(y))
-    one: Any = SimpleNamespace(rank=0, timeline=[{}], phases=[], peak=0, where="", phase="", hccl_buffers=1 << 30)
+    one: Any = SimpleNamespace(rank=0, timeline=[{}], phases=[], peak=0, where="", phase="")
+    one.hccl_buffers, one.kept_workspace = 1 << 30, 1 << 29
     draw(tmp_path / "memory.png", {"every rank": one}, 4 << 30, "a job")
-    assert limits == [3.0]
+    assert limits == [2.5]
 
 
 def test_an_npu_job_has_the_defaults_and_the_limits_of_an_npu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_the_arithmetic_of_the_671b_layout(capsys: pytest.CaptureFixture[str], t
     assert "do not fit 32 devices of 128 GB" in capsys.readouterr().out.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(64, "PP2 FSDP8 TP4 EP32"), (128, "PP2 FSDP16 TP4 EP64")])
+@pytest.mark.parametrize(("ranks", "name"), [(64, "PP2 FSDP4 CP2 TP4 EP32"), (128, "PP2 FSDP8 CP2 TP4 EP64")])
 def test_the_file_s_own_layout_is_searched(ranks: int, name: str) -> None:
     config = load("deepseek_v32_671b_32k")
     own = own_layout(config, ranks)
@@ -149,7 +149,9 @@ def test_a_busier_expert_makes_the_estimate_larger() -> None:
     config.training.global_batch_size = -1
     config = with_layout(config, {"dp_shard": 4, "ep": 4})
     model: Any = build_on_meta(config)
-    nothing: Any = SimpleNamespace(flops=0, at_peak={})  # the part of an unbalanced load is arithmetic
+    nothing: Any = SimpleNamespace(
+        flops=0, at_peak={}, kept_workspace=0
+    )  # the part of an unbalanced load is arithmetic
     estimator = Estimator(sizes(model), [nothing, nothing], 1, 0, model.model_args)
     parts = [list(estimator.parameters)]
     even, worst = (estimator.of_layout(config, parts, Rates(), load) for load in ("balanced", "worst"))

@@ -20,6 +20,7 @@ from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_ranks
 from torchtitan_npu.planner.flops import flops
 from torchtitan_npu.planner.memory import HOST, Memory
+from torchtitan_npu.planner.operator_workspaces import keeps_workspaces, kept_bytes
 from torchtitan_npu.planner.traffic import Traffic, hccl_memory
 from torchtitan_npu.planner.trainer import DryRunTrainer
 from torchtitan_npu.planner.unsupported_jobs import check_dry_run
@@ -73,11 +74,16 @@ class DryRun:
     """Process groups of more than one rank that the step used."""
     hccl_buffers: int
     """Bytes of device memory that HCCL takes for them on an NPU, in addition to the peak."""
+    workspace: int
+    """Bytes of the largest workspace of an operator on an NPU."""
+    workspace_operator: str
+    kept_workspace: int
+    """Bytes that torch_npu keeps for it, in addition to the peak; 0 if workspaces are part of the peak."""
 
     @property
     def needed(self) -> int:
         """Return the bytes of device memory that the rank needs."""
-        return self.peak + self.hccl_buffers
+        return self.peak + self.kept_workspace + self.hccl_buffers
 
 
 aten = torch.ops.aten
@@ -113,6 +119,8 @@ class Recorder(BelowSubclasses):
         return super().__torch_dispatch__(op, types, args, kwargs)
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as its real kernel does; its fake kernel returns a new tensor
         output = op(*args, **kwargs)
         if self._shape_inference is not None:
             if op is self._shape_inference:
@@ -202,6 +210,9 @@ def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: in
         phases=phases,
         communicators=len(traffic.groups),
         hccl_buffers=hccl_memory(traffic.communicators(), hccl_buffers(trainer.job_config.comm)),
+        workspace=memory.workspace[0],
+        workspace_operator=memory.workspace[1],
+        kept_workspace=kept_bytes(memory.workspace[0]) if keeps_workspaces() else 0,
     )
 
 

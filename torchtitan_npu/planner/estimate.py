@@ -34,7 +34,7 @@ from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
 from torchtitan_npu.planner.step_time import Rates
 from torchtitan_npu.planner.traffic import hccl_memory
 
-ACTIVATIONS = ("activations", "backward pass", "other")
+ACTIVATIONS = ("activations", "backward pass", "operator workspaces", "other")
 LAYERS = (2, 4)
 """Layers of the truncated models. Half of the difference between them is one layer's."""
 ROWS_PER_ROUTED_TOKEN = 6
@@ -112,6 +112,7 @@ class Estimator:
         total += self._gathered(config, modules)
         layers = sum(name.startswith("layers.") for name in modules)
         scale = local_tokens(config) / self.tokens
+        total += scale * self.base[-1].kept_workspace
         total += scale * (needed + saved * layers * microbatches_in_flight(config, stage))
         total += hccl_memory(communicators(config, self.balances_experts), hccl_buffers(config.comm))
         total += (busier - 1) * ROWS_PER_ROUTED_TOKEN * self._routed(config) * self.args.dim * 2

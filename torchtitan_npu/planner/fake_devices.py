@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_npu import platform
 from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, op_schema
 from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache
 from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode
@@ -22,6 +23,9 @@ def fake_device() -> AbstractContextManager[Any]:
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be one of ``world_size`` ranks whose collectives return at once and move nothing."""
+    devices = dist.Backend.backend_capability[dist.Backend.FAKE]
+    if platform.backend() not in devices:  # torch_npu asks a group for the backend of its device
+        devices.append(platform.backend())
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield

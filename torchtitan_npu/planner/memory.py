@@ -18,14 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_npu import platform
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.active_modules import ActiveModules
+from torchtitan_npu.planner.operator_workspaces import keeps_workspaces, operator_workspace
 from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 ALLOCATION = 512
 """Bytes. The allocators of CUDA and NPU round up to a multiple of it."""
+
+NPU_PADDING = 32
+"""Bytes that torch_npu's allocator adds to a block before it rounds."""
 
 CATEGORIES = (
     "parameters",
@@ -35,6 +40,7 @@ CATEGORIES = (
     "communication buffers",
     "activations",
     "backward pass",
+    "operator workspaces",
     "other",
 )
 """Categories in the order of the table. ``backward pass`` holds its temporaries: gradients of activations, recomputed
@@ -77,12 +83,16 @@ class Memory:
     peak: Peak = field(default_factory=Peak)
     peaks: dict[tuple[str, str], int] = field(default_factory=dict)
     """The most bytes in use, by phase and by module of a pipeline stage (``layers.0``, ``output``)."""
+    workspace: tuple[int, str] = 0, ""
+    """Bytes of the largest workspace, and its operator."""
 
     def __post_init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         """Blocks by the identity of their storage, which is one Python object as long as it lives."""
         self._gathered: dict[int, tuple[Block, weakref.ref[torch.UntypedStorage]]] = {}
         self._modules = ActiveModules()
+        self._padding = NPU_PADDING if platform.job_backend() == "npu" else 0
+        self._keeps_workspaces = keeps_workspaces()
         self._at_loss = False
         """Set while the last running module was the model's output layer, in the forward pass."""
 
@@ -98,6 +108,7 @@ class Memory:
         """Look for the peak from here on."""
         self.peak = Peak(self.total, len(self.events), self.phase, self.phase)
         self.peaks.clear()
+        self.workspace = 0, ""
 
     def add(self, tensors: Iterable[Any], purpose: str) -> None:
         """Set the purpose of ``tensors``, and record those that were not seen before."""
@@ -117,11 +128,20 @@ class Memory:
         self._follow_gathered([kwargs.get("out"), args[0] if op is torch.ops.aten.copy_.default else None])
         for tensor in filter(self._is_here, tree_leaves(output)):
             self._block(tensor, self._purpose())
+        if (workspace := operator_workspace(op, args, kwargs))[0]:
+            self._use_workspace(*workspace)
         if op.namespace == "c10d":  # collectives that write into a buffer; functional ones return activations
             for tensor in filter(self._is_here, tree_leaves(list(by_name(op, args, kwargs).values()))):
                 block = self._block(tensor, "communication buffers")
                 if block.purpose in ("activations", "backward pass", "other"):
                     block.purpose = "communication buffers"
+
+    def _use_workspace(self, size: int, op: str) -> None:
+        self.workspace = max(self.workspace, (size, op))
+        if not self._keeps_workspaces:
+            block = Block("operator workspaces")
+            self._change(block, self._rounded(size))
+            self._change(block, -block.size)
 
     def _is_here(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == self.device.type
@@ -143,16 +163,16 @@ class Memory:
         for tensor in filter(self._is_here, [*tree_leaves(out), copied]):
             storage = tensor.untyped_storage()
             known = self._blocks.get(id(storage))
-            if tensor is copied and known is not None and known.size == _rounded(storage.nbytes()):
+            if tensor is copied and known is not None and known.size == self._rounded(storage.nbytes()):
                 continue
             block = self._block(tensor, self._purpose())
-            if block.size != _rounded(storage.nbytes()):
+            if block.size != self._rounded(storage.nbytes()):
                 self._resized(block, storage.nbytes())
             self._gathered[id(storage)] = block, weakref.ref(storage)
 
     def _resized(self, block: Block, size: int) -> None:
         block.purpose = "gathered parameters"
-        self._change(block, _rounded(size) - block.size)
+        self._change(block, self._rounded(size) - block.size)
 
     def at(self, event: int) -> Counter[str]:
         """Return the bytes of each category after the first ``event`` events."""
@@ -191,7 +211,7 @@ class Memory:
         if key not in self._blocks:
             block = self._blocks[key] = Block(purpose)
             weakref.finalize(storage, self._free, key).atexit = False
-            self._change(block, _rounded(storage.nbytes()))
+            self._change(block, self._rounded(storage.nbytes()))
         return self._blocks[key]
 
     def _free(self, key: int) -> None:
@@ -224,6 +244,5 @@ class Memory:
         # the model's own code, FSDP and the pipeline.
         return "the loss" if self._at_loss and name is None else "between modules"
 
-
-def _rounded(size: int) -> int:
-    return -(-size // ALLOCATION) * ALLOCATION
+    def _rounded(self, size: int) -> int:
+        return -(-(size + self._padding) // ALLOCATION) * ALLOCATION if size else 0

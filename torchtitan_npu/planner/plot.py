@@ -8,7 +8,7 @@ from torchtitan_npu.planner.dry_run import DryRun
 from torchtitan_npu.planner.memory import CATEGORIES
 from torchtitan_npu.planner.report import GIB
 
-COLOURS = ("#4e79a7", "#76b7b2", "#b07aa1", "#f28e2b", "#edc948", "#59a14f", "#9c755f", "#bab0ac")
+COLOURS = ("#4e79a7", "#76b7b2", "#b07aa1", "#f28e2b", "#edc948", "#59a14f", "#9c755f", "#e15759", "#bab0ac")
 
 
 def draw(path: Path, runs: dict[str, DryRun], device_memory: int, title: str) -> None:
@@ -20,7 +20,7 @@ def draw(path: Path, runs: dict[str, DryRun], device_memory: int, title: str) ->
     for panel, (name, one) in zip(panels, runs.items(), strict=True):
         layers = [[point.get(category, 0) / GIB for point in one.timeline] for category in CATEGORIES]
         panel.stackplot(range(len(one.timeline)), layers, labels=CATEGORIES, colors=COLOURS, linewidth=0)
-        limit = (device_memory - one.hccl_buffers) / GIB  # HCCL's buffers are not drawn
+        limit = (device_memory - one.hccl_buffers - one.kept_workspace) / GIB  # neither is drawn
         panel.axhline(limit, color="red", linewidth=1)
         for begin, phase in one.phases:
             panel.axvline(begin, color="black", linewidth=0.5, linestyle=":")

@@ -21,9 +21,13 @@ def print_memory(console: Console, runs: dict[str, DryRun], device_memory: int) 
         table.add_row(category, *(f"{one.at_peak.get(category, 0) / GIB:.2f}" for one in runs.values()))
     table.add_section()
     table.add_row("peak", *(f"{one.peak / GIB:.2f}" for one in runs.values()))
+    if any(one.kept_workspace for one in runs.values()):
+        cells = (f"{one.kept_workspace / GIB:.2f} ({one.workspace_operator})" for one in runs.values())
+        table.add_row("largest operator workspace, in addition", *cells)
     if any(one.hccl_buffers for one in runs.values()):
         cells = (f"{one.hccl_buffers / GIB:.2f} ({one.communicators} groups)" for one in runs.values())
         table.add_row("HCCL's communication buffers, in addition", *cells)
+    table.add_row("needed", *(f"{one.needed / GIB:.2f}" for one in runs.values()))
     table.add_row("where", *(f"{one.where} ({one.phase})" for one in runs.values()))
     table.add_row("between steps", *(f"{sum(one.between_steps.values()) / GIB:.2f}" for one in runs.values()))
     table.add_section()

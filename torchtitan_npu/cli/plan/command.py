@@ -1,6 +1,7 @@
 """Predict memory, traffic and time of a training job without its devices, or search for a layout that fits.
 
-    torchtitan-npu plan --config X.toml [--world-size 64] [--rank representative|N] [--device-memory 64GiB]
+    torchtitan-npu plan --config X.toml [--world-size 64] [--rank representative|N]
+        [--chip Ascend910B3] [--device-memory 60.9GiB]
         [--expert-load balanced|1.5|worst] [--tflops 100] [--bandwidth 100,tp=200] [--no-advice]
         [--backend npu|cuda|cpu] [--json FILE] [--picture FILE] [--section.key value ...]
     torchtitan-npu plan --config X.toml --world-size 64 --search [--top 3]
@@ -25,6 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from torchtitan_npu import platform
+from torchtitan_npu.chips import DEFAULT_CHIP, find_chip
 from torchtitan_npu.cli.arguments import OneLineParser, memory_size
 from torchtitan_npu.errors import UsageError
 
@@ -36,7 +38,10 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument("--world-size", type=int, help="number of ranks; by default that of the file's layout")
     parser.add_argument("--rank", default="representative", help="representative, or the number of one rank")
-    parser.add_argument("--device-memory", type=memory_size, default=64 << 30, metavar="64GiB")
+    parser.add_argument("--chip", default=DEFAULT_CHIP, help="chip that the job is for (default: %(default)s)")
+    parser.add_argument(
+        "--device-memory", type=memory_size, metavar="60.9GiB", help="by default what torch reports on the chip"
+    )
     parser.add_argument("--expert-load", default="balanced", help="balanced, worst, or a factor such as 1.5")
     parser.add_argument("--tflops", type=float, default=100.0, help="assumed TFLOP/s of a device")
     parser.add_argument("--bandwidth", default="100", help="assumed GB/s that a device sends; by group: 100,tp=200")
@@ -72,8 +77,12 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise :class:`UsageError` for the first invalid option, before a dry run takes its time."""
     if args.world_size is not None and args.world_size < 1:
         raise UsageError(f"--world-size {args.world_size}: must be at least 1")
-    if args.device_memory < 1:
+    chip = find_chip(args.chip)
+    if args.device_memory is None and chip.memory is None:
+        raise UsageError(f"--chip {args.chip}: its memory is not known; set --device-memory")
+    if args.device_memory is not None and args.device_memory < 1:
         raise UsageError("--device-memory: must be more than 0")
+    args.device_memory = args.device_memory or chip.memory
     if args.top < 1:
         raise UsageError(f"--top {args.top}: must be at least 1")
     for name, path in (("--json", args.json), ("--picture", args.picture)):

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
 
 FORWARD = (
@@ -30,7 +29,7 @@ def attention(query, key, value, scale_value, softmax_max_out, softmax_sum_out, 
     return {**tensors, "scale": scale_value, **_options(query, key, **rest)}, outputs
 
 
-@fused("npu_fusion_attention_grad", *BACKWARD, workspace=workspaces.attention_grad)
+@fused("npu_fusion_attention_grad", *BACKWARD)
 def attention_grad(query, key_in, value, dy, scale_value, dq_out, dk_out, dv_out, **rest):
     tensors = {"query": query, "key": key_in, "value": value, "dy": dy, "scale_value": scale_value}
     saved = {name: rest.pop(name) for name in ("softmax_max", "softmax_sum", "attention_in")}

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.emulator.kernels.families import write
 from torchtitan_npu.emulator.kernels.registry import Refused, argument_names, check, kernel
 from torchtitan_npu.emulator.limits import version_limit_errors
@@ -30,14 +29,10 @@ if TYPE_CHECKING:
     from torchtitan_npu.ops import Op
 
 Translation = Callable[..., tuple[dict[str, Any], Sequence[Tensor | None]]]
-Workspace = Callable[..., int]
 
 
-def fused(op: str, *names: str, workspace: Workspace = workspaces.system) -> Callable[[Translation], Translation]:
-    """Register a translation: the ``aclnn`` operators ``names`` compute torch_npu's operator ``op``.
-
-    ``workspace`` returns the bytes of the operator's workspace, given torch_npu's arguments by name.
-    """
+def fused(op: str, *names: str) -> Callable[[Translation], Translation]:
+    """Register a translation: the ``aclnn`` operators ``names`` compute torch_npu's operator ``op``."""
 
     def register(translate: Translation) -> Translation:
         for name in names:
@@ -58,7 +53,7 @@ def fused(op: str, *names: str, workspace: Workspace = workspaces.system) -> Cal
                     raise Refused(problem)
                 for problem in version_limit_errors(_op(op), arguments):
                     raise Refused(problem)
-                return workspace(**arguments)
+                return _workspace(op, arguments)
 
             kernel(name)(compute)
             check(name)(refuse)
@@ -88,6 +83,12 @@ def _op(name: str) -> Op:
     from torchtitan_npu.ops import OPS
 
     return OPS[name]
+
+
+def _workspace(op: str, arguments: dict[str, Any]) -> int:
+    from torchtitan_npu.ops.workspaces import workspace
+
+    return workspace(op, **arguments)
 
 
 def _complete(op: str, arguments: dict[str, Any]) -> dict[str, Any]:

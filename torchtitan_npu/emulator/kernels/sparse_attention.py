@@ -1,10 +1,9 @@
 """Sparse attention: the lightning indexer, attention over the keys that it selects, and its loss."""
 
-from torchtitan_npu.emulator.kernels import workspaces
 from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
 
 
-@fused("npu_lightning_indexer", "aclnnLightningIndexer", workspace=workspaces.indexer)
+@fused("npu_lightning_indexer", "aclnnLightningIndexer")
 def indexer(
     actual_seq_lengths_query,
     actual_seq_lengths_key,
@@ -22,7 +21,7 @@ def indexer(
     return {**rest, **lengths, "return_value": return_values}, (sparse_indices_out, sparse_values_out)
 
 
-@fused("npu_lightning_indexer_grad", "aclnnLightningIndexerGrad", workspace=workspaces.indexer_grad)
+@fused("npu_lightning_indexer_grad", "aclnnLightningIndexerGrad")
 def indexer_grad(
     actual_seq_q_len, actual_seq_kv_len, head_num, input_layout, deterministic, dq_out, dk_out, dweights_out, **rest
 ):
@@ -39,7 +38,7 @@ def sparse_attention(block_table, attention_out, softmax_max, softmax_sum, sinks
     return {name: _optional(name, value) for name, value in rest.items()}, (attention_out, softmax_max, softmax_sum)
 
 
-@fused("npu_sparse_flash_attention_grad", "aclnnSparseFlashAttentionGrad", workspace=workspaces.sparse_attention_grad)
+@fused("npu_sparse_flash_attention_grad", "aclnnSparseFlashAttentionGrad")
 def sparse_attention_grad(
     actual_seq_lengths_query,
     actual_seq_lengths_kv,
@@ -66,11 +65,7 @@ def _optional(name, value):
     return or_none(value) if name in OPTIONAL else value
 
 
-@fused(
-    "npu_sparse_lightning_indexer_grad_kl_loss",
-    "aclnnSparseLightningIndexerGradKLLoss",
-    workspace=workspaces.indexer_loss,
-)
+@fused("npu_sparse_lightning_indexer_grad_kl_loss", "aclnnSparseLightningIndexerGradKLLoss")
 def indexer_loss(
     query_rope,
     key_rope,

@@ -1,5 +1,6 @@
 """Workspaces of fused operators on Ascend910B and Ascend910_93, from the public tiling of CANN's operators.
 
+A workspace is device memory that a kernel uses during a call. The emulator allocates it, and the planner counts it.
 Each function takes torch_npu's arguments by name and returns bytes. Buffers of a few MiB per core whose size depends on
 the choice of a tile are left out.
 
@@ -8,6 +9,7 @@ Source: op_host/ of the operators in the repositories ops-transformer and ops-nn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +23,6 @@ ALIGNMENT = 512
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def system(**_: Any) -> int:
-    return SYSTEM
 
 
 def attention_grad(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
@@ -74,3 +72,19 @@ def indexer_loss(
     scores = 4 * top_k * (query.shape[-2] + 2 * query_index.shape[-2] + 2)
     gradients = 4 * top_k * size
     return SYSTEM + CORES * 2 * (keys + scores + gradients) + 2 * 4 * key_index.numel() + ALIGNMENT
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "npu_fusion_attention_grad": attention_grad,
+    "npu_lightning_indexer": indexer,
+    "npu_lightning_indexer_grad": indexer_grad,
+    "npu_sparse_flash_attention_grad": sparse_attention_grad,
+    "npu_sparse_lightning_indexer_grad_kl_loss": indexer_loss,
+}
+"""The formulas by the name of torch_npu's operator. The other fused operators take :data:`SYSTEM`."""
+
+
+def workspace(op: str, **arguments: Any) -> int:
+    """Return the bytes of workspace of a call of the fused operator ``op``."""
+    formula = FORMULAS.get(op)
+    return SYSTEM if formula is None else formula(**arguments)

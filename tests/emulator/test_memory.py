@@ -1,0 +1,109 @@
+"""Device memory on the emulator: torch_npu's allocator for real, and the planner's prediction of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests._helpers.multirank import run_on_ranks
+from tests.emulator.peak_memory import JOBS, RANKS, measure
+from torchtitan_npu.ops.workspaces import SYSTEM
+from torchtitan_npu.planner.dry_run import dry_run_rank
+from torchtitan_npu.planner.operator_workspaces import kept_bytes
+
+MIB = 2**20
+TOLERANCE = 0.02
+IN_DEFAULT_RUN = ("llama3, PP2",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_DEFAULT_RUN else [pytest.mark.slow]) for name in JOBS]
+)
+def test_the_planner_predicts_the_peak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces have one formula for both, so the tolerance is relative to the rest."""
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    on_ranks = run_on_ranks(RANKS, measure, name, process_group=False, timeout=240)
+    for rank, measured in enumerate(on_ranks if "pp" in JOBS[name].layout else on_ranks[:1]):
+        run = dry_run_rank(JOBS[name].config(), RANKS, rank)
+        workspace = run.at_peak.get("operator workspaces", 0)
+        difference = run.peak / measured.allocated - 1
+        sizes = (measured.allocated, run.peak, workspace, measured.reserved)
+        text = " | ".join(f"{size / MIB:.1f}" for size in sizes)
+        print(f"| {name} | {rank} | {text} | {100 * difference:+.2f} % | {run.where} ({run.phase}) |")
+        assert abs(run.peak - measured.allocated) <= TOLERANCE * (measured.allocated - workspace), text
+
+
+def test_statistics_are_exact() -> None:
+    """A block has 32 bytes more than its tensor, and is rounded up to 512."""
+    torch.npu.synchronize()
+    before = torch.npu.memory_allocated()
+    torch.npu.reset_peak_memory_stats()
+    one = torch.empty(1500, dtype=torch.uint8, device="npu")
+    two = torch.empty(480, dtype=torch.uint8, device="npu")
+    del one
+    three = torch.empty(481, dtype=torch.uint8, device="npu")
+    assert torch.npu.memory_allocated() - before == 512 + 1024
+    assert torch.npu.max_memory_allocated() - before == 1536 + 512
+    del two, three
+    assert torch.npu.memory_allocated() == before
+
+
+SMALL_DEVICE = """
+import torch, torch_npu
+MIB = 2**20
+def empty(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="npu")
+def fails(call):
+    try:
+        call()
+    except torch.OutOfMemoryError as error:
+        return str(error).partition(" (")[0]
+x, weight = torch.ones(64, 64, device="npu"), torch.ones(64, device="npu")
+block = empty(150)
+del block  # cached, and too small for the next
+block = empty(200)
+print(torch.npu.memory_stats()["num_alloc_retries"], torch.npu.memory_stats()["num_ooms"])
+print(fails(lambda: empty(100)))
+print(fails(lambda: empty(40)), torch.npu.memory_stats()["num_ooms"])
+del block
+block = empty(240)
+print(fails(lambda: torch_npu.npu_rms_norm(x, weight)))
+"""
+
+
+def test_out_of_memory() -> None:
+    """On a device with 256 MiB. The allocator frees its cache and tries again; an error leaves the process usable."""
+    environment = {**os.environ, "NPU_EMULATOR_MEMORY": str(256 * MIB)}
+    ended = subprocess.run(
+        [sys.executable, "-c", SMALL_DEVICE], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines() == [
+        "1 0",
+        "NPU out of memory. Tried to allocate 102.00 MiB",
+        "None 1",
+        "NPU out of memory. Tried to allocate 18.00 MiB",  # the operator's workspace
+    ]
+
+
+KEPT = """
+import torch, torch_npu
+x, weight = torch.ones(64, 64, device="npu"), torch.ones(64, device="npu")
+def outside():
+    torch.npu.synchronize()
+    free, total = torch.npu.mem_get_info()
+    return total - free - torch.npu.memory_reserved()
+before = outside()
+for _ in range(3):
+    torch_npu.npu_rms_norm(x, weight)
+print(outside() - before)
+"""
+
+
+def test_a_kept_workspace_is_outside_the_caching_allocator() -> None:
+    environment = {**os.environ, "TASK_QUEUE_ENABLE": "2"}
+    ended = subprocess.run([sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, check=True)
+    assert int(ended.stdout) == kept_bytes(SYSTEM) == 18 * MIB
