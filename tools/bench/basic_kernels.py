@@ -445,7 +445,7 @@ def packed_attention(machine: Machine, lengths: list[int], heads: int, key_heads
     def varlen() -> Tensor:
         longest = max(lengths)
         keys, values = (t.repeat_interleave(heads // key_heads, 1) for t in (k, v))  # torch 2.11 has no enable_gqa
-        return cast(Tensor, varlen_attn(q, keys, values, starts, starts, longest, longest, is_causal=True))
+        return cast(Tensor, varlen_attn(q, keys, values, starts, starts, longest, longest, window_size=(-1, 0)))
 
     def ours() -> Tensor:
         return fused_attention.packed_attention(q, k, v, ends, None, mask)

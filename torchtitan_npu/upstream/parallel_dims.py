@@ -58,7 +58,7 @@ class ParallelDims(TitanParallelDims):
 
     def _group_overrides(self) -> dict[str, Any]:
         """Return the dimensions with a group of their own, and its options or, in a dry run, its backend."""
-        sizes = {name: getattr(self, name) for name in ("ep", "tp", "cp", "pp", "dp_replicate", "etp")}
+        sizes: dict[str, int] = {name: getattr(self, name) for name in ("ep", "tp", "cp", "pp", "dp_replicate", "etp")}
         sizes["fsdp"] = self.dp_shard * self.cp
         groups = own_groups(self.hccl_buffers)
         used = {name: buffer_mib for name, buffer_mib in groups.items() if sizes.get(name, self.ep) > 1}
