@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. All but one need a GPU.
+"""Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. Most need a GPU.
 
     python tools/bench/run.py [--only ops attention indexer models long curves combine ...] [--numbers DIR]
-    python tools/bench/run.py --only host_dispatch_cpu
+    python tools/bench/run.py --only host_dispatch_cpu                  # on a CPU
+    python tools/bench/run.py --only npu_launches npu_host_time         # on the emulator: . tools/contract_env.sh
     python tools/bench/run.py --render      # only write tables and plots again
 
 Each part is a separate program in this folder. It writes docs/benchmarks/PART.json, or to the folder of ``--numbers``.
@@ -47,7 +48,10 @@ PARTS = {
     "host_dispatch_cuda": [
         *("host_dispatch.py", "--device", "cuda", "--modes", "eager", "bypassed", "inductor", "--operators", "fused")
     ],
+    "npu_launches": ["npu_steps.py", "launches"],
+    "npu_host_time": ["npu_steps.py", "host_time"],
 }
+WITHOUT_GPU = ("host_dispatch_cpu", "npu_launches", "npu_host_time")
 
 
 Numbers = dict[str, Any]
@@ -351,6 +355,37 @@ def host_dispatch(numbers: Numbers) -> str:
     return f"{table(['', '', *HOST_MODES], rows)}\n\nSingle launches, µs: {costs}."
 
 
+NPU_MODELS = {"qwen3_moe": "qwen3 MoE"}
+
+
+def npu_launches(numbers: Numbers) -> str:
+    """Return the table of launches per layer and per step."""
+    lines, eager = [], {}
+    for row in numbers["rows"]:
+        model, layer, step = row["model"], sum(row["layer"]), sum(row["step"])
+        if row["variant"] == "eager":
+            eager[model] = layer, step
+        name = NPU_MODELS.get(model, model) if row["variant"] == "eager" else ""
+        phases = [f"{number:g}" for number in row["layer"]]
+        ratios = [f"{own / base:.2f}" for own, base in zip((layer, step), eager[model], strict=True)]
+        lines.append([name, row["variant"], *phases, f"{layer:g}", ratios[0], str(row["layers"]), str(step), ratios[1]])
+    head = ["model", "", "forward", "backward", "optimizer", "layer", "of eager", "layers", "step", "of eager"]
+    return table(head, lines)
+
+
+def npu_host_time(numbers: Numbers) -> str:
+    """Return the table of host times of a step, in ms, and the speed-ups over eager mode."""
+    lines = []
+    for row in numbers["rows"]:
+        speed_ups = {variant: 1 / ratio for variant, ratio in row["of_eager"].items() if variant != "eager"}
+        times = [
+            f"{ms:.1f}" + (f" ({speed_ups[name]:.2f})" if name in speed_ups else "") for name, ms in row["ms"].items()
+        ]
+        layout = "TP 2" if row["tensor_parallel"] == 2 else "one device"
+        lines.append([NPU_MODELS.get(row["model"], row["model"]), layout, str(row["layers"]), *times])
+    return table(["model", "", "layers", "eager, ms", "converters, ms", "compiled, ms"], lines)
+
+
 def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
     """Plot the time per token over the sequence length."""
     figure, axes = plt.subplots(figsize=(6.5, 4.2))
@@ -386,6 +421,8 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "combine": combine,
     "host_dispatch_cpu": host_dispatch,
     "host_dispatch_cuda": host_dispatch,
+    "npu_launches": npu_launches,
+    "npu_host_time": npu_host_time,
 }
 
 
@@ -423,7 +460,7 @@ def measure(part: str, folder: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_a_gpu = [part for part in PARTS if part != "host_dispatch_cpu"]
+    on_a_gpu = [part for part in PARTS if part not in WITHOUT_GPU]
     parser.add_argument(
         "--only", nargs="+", choices=list(PARTS), default=on_a_gpu, help="parts to run (default: all on a GPU)"
     )
