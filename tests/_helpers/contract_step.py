@@ -17,13 +17,16 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.layouts import DEGREES
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
 from torchtitan_npu.config.job_config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters.attention import VarlenDocuments
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.models.documents import Documents, Ends
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.ops.core.call_description import describe
 from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
@@ -69,15 +72,21 @@ class Step:
 
 
 class CallsAndLimits(Calls):
-    """Record also the limits of the NPU's kernels that a call exceeds."""
+    """Record also the arguments of our operators, and the limits of the NPU's kernels that a call exceeds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.limit_errors: list[str] = []
+        self.described: dict[str, list[dict[str, Any]]] = {}
+        """By operator, the different :func:`descriptions <describe>` of its calls."""
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op.namespace == "npu" and (ours := OPS.get(op_name(op))):
-            self.limit_errors += ours.limit_errors(**by_name(op, args, kwargs))
+            arguments = by_name(op, args, kwargs)
+            self.limit_errors += ours.limit_errors(**arguments)
+            described, known = describe(op, arguments), self.described.setdefault(ours.name, [])
+            if described not in known:
+                known.append(described)
         return super().call(op, args, kwargs)
 
 
@@ -151,6 +160,9 @@ def train_step(config: JobConfig, args: Any) -> Step:
         _, (model,), *_ = spec.pipelining_fn(model, dims, config, device, args, spec.parallelize_fn, loss_fn)
     else:
         model = spec.parallelize_fn(model, dims, config)
+    chunked_loss = getattr(loss_fn, "loss_fn", None)
+    if isinstance(chunked_loss, ChunkedCrossEntropy):
+        chunked_loss.defer_output([model])
     outputs = _record_outputs(model)
 
     batch = config.training.local_batch_size
@@ -176,6 +188,8 @@ def train_step(config: JobConfig, args: Any) -> Step:
             extra: dict[str, Any] = dict(masks)
             if getattr(args, "takes_attention_masks", False):
                 extra["attention_masks"] = _documents(batch, config.training.seq_len, device)
+            elif getattr(args, "attn_type", None) == "varlen":
+                extra["attention_masks"] = VarlenDocuments.of(_documents(batch, config.training.seq_len, device))
             if dims.cp_enabled:
                 own = context_parallel(config, dims, getattr(args, "context_parallel", None))
                 prepare = own.prepare if own else prepare_context_parallel_input

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests._helpers.contract_step import MODELS, Step, job, matching, model_args, run_step, train_step
+from tests._helpers.contract_step import MODELS, RANKS, Step, job, matching, model_args, run_step, train_step
+from tests._helpers.recorded_calls import check_calls, step_name
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.dsa import FusedAttention
 from torchtitan_npu.models.documents import Documents
@@ -118,6 +119,8 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     plain, converted = eager(model), run_step(model, converters)
     assert plain.gradients and converted.gradients == plain.gradients
     assert all(converted.targets.values())
+    if converters == matching(model):
+        check_calls(model, converted.calls)
     assert converted.calls.limit_errors == []
     removed = removed_operators(model, converters)
     kept = Counter({op: n for op, n in plain.calls.count("npu").items() if f"npu::{op}" not in removed})
@@ -150,7 +153,11 @@ WITHOUT_LOSS = {op: 1 for op in EXPECTED["npu_dsa"].per_target if not op.endswit
     ids=["warmup", "warmup with documents", "documents", "without_loss"],
 )
 def test_stages_of_sparse_attention(
-    dsa: dict[str, Any], learns: set[str], calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    dsa: dict[str, Any],
+    learns: set[str],
+    calls: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     forward, packed = FusedAttention.forward, []
 
@@ -162,10 +169,38 @@ def test_stages_of_sparse_attention(
     step = run_step("deepseek_v32", matching("deepseek_v32"), dsa)
     expected = {n for n in eager("deepseek_v32").gradients if ("indexer" if ".indexer." in n else "rest") in learns}
     assert expected and step.gradients == expected
+    check_calls(f"deepseek_v32, {request.node.callspec.id}", step.calls)
     assert packed == [dsa.get("document_mask", False)] * 2
     called = step.calls.count("npu")
     attention = WARMUP | EXPECTED["npu_dsa"].per_target
     assert {op: times for op, times in called.items() if op in attention} == {op: 2 * n for op, n in calls.items()}
+
+
+def test_documents_of_dense_attention() -> None:
+    config = job("llama3", matching("llama3"), {})
+    args = model_args("llama3", config)
+    args.attn_type, args.attn_mask_type = "varlen", "block_causal"
+    with fake_ranks(1):
+        step = train_step(config, args)
+    assert step.gradients == eager("llama3").gradients
+    check_calls("llama3, documents", step.calls)
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "value", "layout", "operator"),
+    [
+        ("llama3", "loss_chunk_tokens", 1024, {"shard": 8}, "npu_grouped_matmul_add_"),
+        ("deepseek_v3", "moe_combine_dtype", "rows", {}, "_npu_moe_token_unpermute"),
+    ],
+)
+def test_options(model: str, option: str, value: Any, layout: dict[str, int], operator: str) -> None:
+    config = job(model, matching(model), layout)
+    setattr(config.npu, option, value)
+    with fake_ranks(RANKS if layout else 1):
+        step = train_step(config, model_args(model, config))
+    assert step.gradients == eager(model).gradients
+    assert step.calls.count("npu")[operator]
+    check_calls(step_name(f"{model}, {option} {value}", layout), step.calls)
 
 
 def test_multi_token_prediction() -> None:
@@ -191,6 +226,7 @@ LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("qwen3", {"cp": 2, "tp": 2}),
     ("deepseek_v3", {"cp": 2, "ep": 8}),
     ("deepseek_v3", {"tp": 2, "ep": 4, "etp": 2}),
+    ("deepseek_v32", {"shard": 8}),
     ("gpt_oss", {"ep": 8}),
     ("gpt_oss", {"tp": 2, "ep": 4, "etp": 2}),
 ]
@@ -210,7 +246,7 @@ EVIDENCE = {
 def test_parallel(model: str, layout: dict[str, Any]) -> None:
     step = run_step(model, matching(model), **layout)
     assert step.gradients == eager(model).gradients
-    assert step.calls.limit_errors == []
+    check_calls(step_name(model, layout), step.calls)
     called = step.calls.count("npu")
     expected = expected_calls(model, step, ep="ep" in layout)
     if "cp" in layout:  # attention runs for a front part and a back part of the sequence

@@ -14,6 +14,9 @@ from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, 
 
 from tests._helpers import contract_step as step
 from tests._helpers.contract_step import Step
+from tests._helpers.recorded_calls import check_calls
+from torchtitan_npu.converters.attention import NpuDocumentMask
+from torchtitan_npu.models.documents import Documents, Ends
 from torchtitan_npu.models.qwen3_vl import (
     Grids,
     Qwen3VLModel,
@@ -102,6 +105,8 @@ def assert_complete_step(result: Step, converters: tuple[str, ...]) -> None:
 def test_a_step_on_one_device(model: str, converters: tuple[str, ...]) -> None:
     result = step.run_step(model, converters)
     assert_complete_step(result, converters)
+    if converters == CONVERTERS:
+        check_calls(model, result.calls)
     if "npu_rope" in converters:
         assert result.targets["npu_rope"] == TOWER and result.targets["npu_mrope"] == LAYERS + 1
 
@@ -119,6 +124,20 @@ def test_a_step_on_a_layout(model: str, layout: dict[str, int]) -> None:
     assert_complete_step(step.run_step(model, CONVERTERS, **layout), CONVERTERS)
 
 
+def test_frames_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = NpuDocumentMask()(ON_HOST["positions"]).of_keys.integers
+
+    def documents(self: NpuDocumentMask, positions: Tensor) -> Documents:
+        """Return the documents of :data:`ON_HOST`; fake tensors have no values to find them by."""
+        return Documents(*[Ends.of(ends, positions.device)] * 2)
+
+    monkeypatch.setattr(NpuDocumentMask, "forward", documents)
+    result = step.run_step("qwen3_vl", (*CONVERTERS, "npu_attention"))
+    assert result.gradients == {name for name, _ in result.model.named_parameters()}
+    assert result.calls.count("npu")["npu_fusion_attention"] == LAYERS + TOWER
+    check_calls("qwen3_vl, npu_attention", result.calls)
+
+
 @pytest.mark.parametrize("in_training", [False, True])
 def test_npu_mrope_in_one_call(in_training: bool) -> None:
     """Evaluation, and training with our autograd function."""
@@ -128,6 +147,7 @@ def test_npu_mrope_in_one_call(in_training: bool) -> None:
         if in_training:
             result = step.train_step(config, step.model_args("qwen3_vl", config))
             assert result.gradients == {name for name, _ in result.model.named_parameters()}
+            check_calls("qwen3_vl, mrope_in_training", result.calls)
             calls = result.calls
         else:
             from torchtitan.protocols.model_converter import build_model_converters

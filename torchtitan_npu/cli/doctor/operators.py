@@ -1,9 +1,17 @@
-"""Check the ``npu::`` operators that this package calls: registration, schema and results."""
+"""Check the ``npu::`` operators that this package calls: registration, schema and results.
+
+``recorded_calls.json`` lists the calls of training steps of our models (``tools/recorded_calls.py`` writes it). The
+doctor makes a small call with the dtypes, numbers of dimensions, strides and options of each.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +20,19 @@ from torch import Tensor
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import args_and_kwargs
+from torchtitan_npu.ops.core.call_description import apply, parse
+from torchtitan_npu.ops.core.samples import HIDDEN
 from torchtitan_npu.platform import Backend
 from torchtitan_npu.pytree import tree_leaves, tree_map
 from torchtitan_npu.torch_internals.dispatch import has_kernel, op_schema, parse_schema
 
 KEYS = {"npu": "PrivateUse1", "cuda": "CUDA", "cpu": "CPU"}
 """The dispatch key of each backend's kernels."""
-ROUNDINGS = 2
-"""The expected error in units of half the dtype's epsilon at the largest value: one rounding of the output, and one of
-an intermediate result, such as attention weights."""
+RECORDED_CALLS = Path(__file__).with_name("recorded_calls.json")
+ROUNDINGS = {torch.bfloat16: 2, torch.float32: 2 + math.isqrt(HIDDEN)}
+"""The expected error in units of half the dtype's epsilon at the largest value, by the input's dtype: one rounding of
+the output, and one of an intermediate result, such as attention weights. Sums are computed in float32; the rounding
+errors of a sum grow with the square root of its length."""
 WRONG = 16
 """A multiple of the expected error that rounding cannot explain."""
 OF_SEVERAL_RANKS = tuple(name for name, op in OPS.items() if op.sample is None)
@@ -34,25 +46,49 @@ class Sample:
 
     op: str
     arguments: dict[str, Any]
+    described: dict[str, Any]
+    """The recorded call. Empty if no recorded step calls the operator."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {text}" for name, text in self.described.items()) or "bfloat16"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one call."""
+
+    sample: Sample
+    error: float
+    """Relative to the largest value; infinite if the call fails."""
+    expected: float
+    """The error that rounding explains."""
+    failure: str = ""
 
 
 def check_operators(backend: Backend) -> Iterator[Finding]:
     """Check each operator."""
     torch.manual_seed(0)
-    for sample in samples():
-        op = OPS[sample.op]
-        yield _registration(op, backend) or _numbers(sample, backend)
+    for op in OPS.values():
+        if op.sample is not None:
+            yield _registration(op, backend) or _numbers([_result(sample, backend) for sample in samples(op)])
     for name in OF_SEVERAL_RANKS:
         yield _registration(OPS[name], backend) or green(
             name, "registered; not called, because it needs several devices"
         )
 
 
-def samples() -> Iterator[Sample]:
-    """Yield a sample call of every operator that one process can call."""
-    for op in OPS.values():
-        if op.sample is not None:
-            yield Sample(op.name, op.complete(**op.sample()))
+@functools.cache
+def recorded_calls() -> dict[str, list[dict[str, Any]]]:
+    """Return the different calls of each operator, each with its ``arguments`` and the ``steps`` that make it."""
+    return json.loads(RECORDED_CALLS.read_text())
+
+
+def samples(op: Op) -> Iterator[Sample]:
+    """Yield a small call like each recorded one, or a call in bfloat16 if no recorded step calls the operator."""
+    assert op.sample is not None
+    for described in [call["arguments"] for call in recorded_calls().get(op.name, [])] or [{}]:
+        parsed = parse(described)
+        yield Sample(op.name, op.complete(**apply(parsed, op.sample(**parsed))), described)
 
 
 def _registration(op: Op, backend: Backend) -> Finding | None:
@@ -68,21 +104,37 @@ def _registration(op: Op, backend: Backend) -> Finding | None:
     return red(op.name, f"is {found}, not {op.schema}", advice)
 
 
-def _numbers(sample: Sample, backend: Backend) -> Finding:
+def _result(sample: Sample, backend: Backend) -> Result:
     """Compare the operator with its reference in float64, relative to the largest value of each output."""
+    op = OPS[sample.op]
+    floats = [x.dtype for x in tree_leaves(sample.arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+    dtype = max(floats, key=lambda dtype: torch.finfo(dtype).eps)
+    expected = ROUNDINGS[dtype] * torch.finfo(dtype).eps / 2
     try:
         found = run(sample, backend)
     except RuntimeError as error:
-        return red(sample.op, first_line(error), OPERATOR_FAILS)
-    expected = OPS[sample.op].reference(**tree_map(to_float64, sample.arguments))
-    distance = largest_error(found, expected, OPS[sample.op].unordered_integers)
-    limit = ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2  # the dtype of every sample
-    what = f"error {distance:.1e} of the largest value"
-    if distance <= limit:
-        return green(sample.op, what)
-    if distance <= WRONG * limit:
-        return yellow(sample.op, f"{what}, where {limit:.1e} is expected", "compare loss curves early in the training")
-    return red(sample.op, f"{what}: wrong", OPERATOR_FAILS)
+        return Result(sample, math.inf, expected, first_line(error))
+    reference = op.reference(**tree_map(to_float64, sample.arguments))
+    if op.unused_outputs:
+        found, reference = (
+            [x for number, x in enumerate(outputs) if number not in op.unused_outputs] for outputs in (found, reference)
+        )
+    return Result(sample, largest_error(found, reference, op.unordered_integers), expected)
+
+
+def _numbers(results: list[Result]) -> Finding:
+    """Report the worst of an operator's results."""
+    worst = max(results, key=lambda result: result.error / result.expected)
+    name, call = worst.sample.op, f"in the call with {worst.sample}"
+    if worst.failure:
+        return red(name, f"{worst.failure} {call}", OPERATOR_FAILS)
+    what = f"error {worst.error:.1e} of the largest value"
+    if worst.error <= worst.expected:
+        return green(name, f"{what} in {len(results)} calls" if len(results) > 1 else what)
+    if worst.error <= WRONG * worst.expected:
+        expected = f"where {worst.expected:.1e} is expected"
+        return yellow(name, f"{what}, {expected}, {call}", "compare loss curves early in the training")
+    return red(name, f"{what}: wrong, {call}", OPERATOR_FAILS)
 
 
 def run(sample: Sample, backend: Backend) -> Any:
@@ -112,8 +164,8 @@ def largest_error(found: Any, expected: Any, any_order: bool = False) -> float:
     return max(_error(a, b, any_order) for a, b in pairs if isinstance(b, Tensor))
 
 
-def _error(found: Tensor, expected: Tensor, any_order: bool) -> float:
-    if found.shape != expected.shape:
+def _error(found: Tensor | None, expected: Tensor, any_order: bool) -> float:
+    if found is None or found.shape != expected.shape:
         return torch.inf
     if not expected.numel():
         return 0.0

@@ -67,11 +67,14 @@ class Op:
     autograd: Autograd | Through | None = None
     """The gradients. ``None`` if torch_npu has no gradient; then no gradient flows here either."""
     limits: tuple[Limit, ...] = ()
-    sample: Callable[[], dict[str, Any]] | None = None
-    """Return the arguments, by name, of one call within the limits. Random tensors are bfloat16, on the CPU.
-    ``None`` for an operator that a single process cannot call."""
+    sample: Callable[..., dict[str, Any]] | None = None
+    """Return the arguments, by name, of a small call within the limits, on the CPU. It receives the options of a
+    recorded call by name, and a :class:`~torchtitan_npu.ops.core.call_description.TensorDescription` for each tensor.
+    Without them, tensors are bfloat16. ``None`` for an operator that a single process cannot call."""
     unordered_integers: bool = False
     """Integers in the outputs, such as selected keys, may come in any order."""
+    unused_outputs: tuple[int, ...] = ()
+    """Outputs that no job uses. An NPU leaves them undefined in some calls."""
     flops: Callable[..., int] | None = None
     """Return the floating-point operations of a call. ``None`` for an operator without matrix products."""
 

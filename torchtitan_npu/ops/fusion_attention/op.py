@@ -11,9 +11,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
+from torchtitan_npu.ops.core.samples import BATCH, HEAD_SIZE, HEADS, TOKENS, randn
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.fusion_attention import reference
@@ -221,10 +222,20 @@ def backward(npu: Any, ctx: Any, dy: Tensor | None, *_: Any) -> dict[str, Tensor
     return dict(zip(("query", "key", "value"), grads, strict=False))
 
 
-def sample() -> dict[str, Any]:
-    query, key, value = (randn(2, TOKENS, HEADS, HEAD_SIZE) for _ in range(3))
-    options = {"head_num": HEADS, "input_layout": "BSND", "scale": HEAD_SIZE**-0.5}
-    return {"query": query, "key": key, "value": value, **options}
+def sample(
+    query: TensorDescription = BATCH,
+    input_layout: str = "BSND",
+    atten_mask: TensorDescription | None = None,
+    sparse_mode: int = 0,
+    **_: Any,
+) -> dict[str, Any]:
+    tokens = (TOKENS,) if input_layout == "TND" else (2, TOKENS)
+    tensors = {name: randn(*tokens, HEADS, HEAD_SIZE, dtype=query.dtype) for name in ("query", "key", "value")}
+    if atten_mask is not None:
+        tensors["atten_mask"] = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu_(1)
+    ends = [TOKENS // 4, TOKENS] if input_layout == "TND" else None
+    options = {"head_num": HEADS, "input_layout": input_layout, "scale": HEAD_SIZE**-0.5, "sparse_mode": sparse_mode}
+    return {**tensors, **options, "actual_seq_qlen": ends, "actual_seq_kvlen": ends}
 
 
 def flops(query: Tensor, key: Tensor, value: Tensor, input_layout: str, **_: Any) -> int:
@@ -314,12 +325,12 @@ def grad_sharding(**arguments: Any) -> Iterator[Strategy]:
         yield [rows, rows, rows, None, Replicate()], inputs
 
 
-def grad_sample() -> dict[str, Any]:
-    forward = sample()
-    out, softmax_max, softmax_sum, *_ = FORWARD.reference(**FORWARD.complete(**forward))
-    statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": out}
+def grad_sample(**described: Any) -> dict[str, Any]:
+    forward = sample(**described)
+    out, softmax_max, softmax_sum, softmax_in, *_ = FORWARD.reference(**FORWARD.complete(**forward))
+    statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": out}
     scale = forward.pop("scale")
-    return {**forward, "dy": randn(*out.shape), **statistics, "scale_value": scale}
+    return {**forward, "dy": randn(*out.shape, dtype=out.dtype), **statistics, "scale_value": scale}
 
 
 declare(

@@ -208,15 +208,13 @@ def cuda(
     return fused(**arguments)
 
 
-def sample() -> dict[str, Any]:
-    return {
-        "x": [randn(TOKENS, HIDDEN)],
-        "weight": [randn(len(SAMPLE_SIZES), HIDDEN, 128)],
-        "group_list": torch.tensor(SAMPLE_SIZES),
-        "split_item": 3,
-        "group_type": 0,
-        "group_list_type": 1,
-    }
+def sample(group_type: int = 0, **_: Any) -> dict[str, Any]:
+    """Return the products of the groups' rows or, with ``group_type`` 2, the gradient of the weights."""
+    x, weight = randn(TOKENS, HIDDEN), randn(len(SAMPLE_SIZES), HIDDEN, 128)
+    if group_type == 2:
+        x, weight = x.t(), randn(TOKENS, 128)
+    groups = {"group_list": torch.tensor(SAMPLE_SIZES), "group_list_type": 1, "group_type": group_type}
+    return {"x": [x], "weight": [weight], "split_item": 3, **groups}
 
 
 SAMPLE_SIZES = (16, 0, 30, 18)
@@ -333,7 +331,7 @@ def add_cuda(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:
     return reference.npu_grouped_matmul_add_(input=input, x=x, weight=weight, **others)
 
 
-def add_sample() -> dict[str, Any]:
+def add_sample(**_: Any) -> dict[str, Any]:
     return {
         "input": torch.randn(len(SAMPLE_SIZES), HIDDEN, 128),
         "x": randn(TOKENS, HIDDEN),

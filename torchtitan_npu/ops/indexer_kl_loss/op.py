@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.indexer_kl_loss import reference
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
+from torchtitan_npu.ops.lightning_indexer.op import WEIGHTS
 from torchtitan_npu.ops.lightning_indexer.op import sample_inputs as indexer_sample
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
     BATCH_SIZES,
@@ -39,6 +41,7 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     statistics_dtype,
 )
 from torchtitan_npu.ops.sparse_flash_attention.op import grad_sample as attention_sample
+from torchtitan_npu.ops.sparse_flash_attention.op import sample_ends
 
 
 def checks(**arguments: Any) -> Iterator[str]:
@@ -90,11 +93,13 @@ def sharding(layout: str, **arguments: Any) -> Iterator[Strategy]:
         yield [Shard(0), Shard(0), Shard(0), Partial()], {name: Shard(0) for name in arguments}
 
 
-def sample() -> dict[str, Any]:
-    attention, indexer = attention_sample(), indexer_sample()
+def sample(weights: TensorDescription = WEIGHTS, layout: str = "BSND", **_: Any) -> dict[str, Any]:
+    attention, indexer = attention_sample(layout), indexer_sample(weights, layout)
     passed = ("query", "key", "sparse_indices", "softmax_max", "softmax_sum", "scale_value", "query_rope", "key_rope")
     of_indexer = {"query_index": indexer["query"], "key_index": indexer["key"], "weights": indexer["weights"]}
-    return {**{name: attention[name] for name in passed}, **of_indexer}
+    ends = sample_ends(layout, "actual_seq_qlen", "actual_seq_klen")
+    lengths = {name: tensor.tolist() for name, tensor in ends.items()}
+    return {**{name: attention[name] for name in passed}, **of_indexer, **lengths, "layout": layout}
 
 
 def flops(query: Tensor, query_rope: Tensor | None, query_index: Tensor, sparse_indices: Tensor, **_: Any) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import randn
 from torchtitan_npu.ops.core.sharding import Strategy
@@ -34,7 +35,14 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     memory_format,
     sequence_length,
 )
-from torchtitan_npu.ops.sparse_flash_attention.op import SAMPLE_KEYS, SAMPLE_QUERIES, sample_selection
+from torchtitan_npu.ops.sparse_flash_attention.op import (
+    SAMPLE_DOCUMENTS,
+    SAMPLE_KEYS,
+    SAMPLE_QUERIES,
+    sample_ends,
+    sample_randn,
+    sample_selection,
+)
 
 
 def checks(
@@ -107,15 +115,29 @@ def backward(npu: Any, ctx: Any, _: None, dy: Tensor) -> dict[str, Tensor]:
     return dict(zip(("query", "key", "weights"), gradients, strict=True))
 
 
-def sample() -> dict[str, Any]:
-    return {**sample_inputs(), "sparse_count": SAMPLE_KEYS, "return_value": True}
+WEIGHTS = TensorDescription(torch.bfloat16, 3)
 
 
-def sample_inputs() -> dict[str, Any]:
+def sample(weights: TensorDescription = WEIGHTS, layout_query: str = "BSND", **_: Any) -> dict[str, Any]:
+    """Return queries that score some keys above 0 and the others 0, so that rounding does not change the selection."""
+    inputs = sample_inputs(weights, layout_query)
+    documents, selected = SAMPLE_DOCUMENTS[layout_query], SAMPLE_KEYS // 4
+    keys = SAMPLE_KEYS // documents
+    sign = -torch.ones(documents, keys)
+    for row in sign:
+        row[torch.randperm(keys - SAMPLE_QUERIES)[:selected]] = 1  # visible to all queries
+    inputs["key"] = inputs["key"].abs() * sign.view(inputs["key"].shape[:-1])[..., None].to(inputs["key"].dtype)
+    inputs |= {"query": inputs["query"].abs(), "weights": inputs["weights"].abs()}
+    lengths = {f"actual_seq_lengths_{name}": ends for name, ends in sample_ends(layout_query, "query", "key").items()}
+    layouts = {"layout_query": layout_query, "layout_key": layout_query}
+    return {**inputs, **lengths, **layouts, "sparse_count": selected}
+
+
+def sample_inputs(weights: TensorDescription, layout: str) -> dict[str, Any]:
     """Return the indexer's inputs for the queries and keys of sparse attention's sample."""
     heads, size = 64, 128
-    query, key = randn(1, SAMPLE_QUERIES, heads, size), randn(1, SAMPLE_KEYS, 1, size)
-    return {"query": query, "key": key, "weights": randn(1, SAMPLE_QUERIES, heads)}
+    query, key = sample_randn(layout, SAMPLE_QUERIES, heads, size), sample_randn(layout, SAMPLE_KEYS, 1, size)
+    return {"query": query, "key": key, "weights": randn(*query.shape[:-1], dtype=weights.dtype)}
 
 
 def flops(query: Tensor, key: Tensor, layout_key: str, **_: Any) -> int:
@@ -233,9 +255,9 @@ def grad_sharding(layout: str, sparse_mode: int, actual_seq_lengths_query: Any, 
         )  # every row adds to the gradients of its keys
 
 
-def grad_sample() -> dict[str, Any]:
-    selection = sample_selection()
-    return {**sample_inputs(), "sparse_indices": selection, "dy": randn(*selection.shape)}
+def grad_sample(**_: Any) -> dict[str, Any]:
+    selection = sample_selection("BSND")
+    return {**sample_inputs(WEIGHTS, "BSND"), "sparse_indices": selection, "dy": randn(*selection.shape)}
 
 
 declare(

@@ -95,7 +95,7 @@ def backward(npu: Any, ctx: Any, grad_y: Tensor, *_: None) -> dict[str, Tensor]:
     return {"x": npu.npu_moe_gating_top_k_backward(grad_y=grad_y, **saved_by_name(ctx))}
 
 
-def sample() -> dict[str, Any]:
+def sample(**_: Any) -> dict[str, Any]:
     # scores far apart, so that rounding does not change which experts are best
     x = torch.stack([torch.randperm(EXPERTS) for _ in range(TOKENS)]).to(torch.bfloat16) / 2
     return {"x": x, "k": TOP_K, "norm_type": reference.SIGMOID, "out_flag": True}
@@ -153,7 +153,7 @@ def backward_fake(x_norm: Tensor, grad_y: Tensor, **_: Any) -> Tensor:
     return torch.empty_like(x_norm, dtype=grad_y.dtype)
 
 
-def backward_sample() -> dict[str, Any]:
+def backward_sample(**_: Any) -> dict[str, Any]:
     experts = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
     scores = torch.randn(TOKENS, EXPERTS).sigmoid()
     return {"x_norm": scores, "grad_y": randn(TOKENS, TOP_K), "expertIdx": experts, "norm_type": reference.SIGMOID}

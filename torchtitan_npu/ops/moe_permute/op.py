@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd, Through
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dim, check_dtype, check_shape
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import EXPERTS, HIDDEN, TOKENS, TOP_K, randn
+from torchtitan_npu.ops.core.samples import EXPERTS, HIDDEN, MATRIX, TOKENS, TOP_K, randn, randn_like
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.moe_permute import reference
@@ -81,8 +82,14 @@ def permute_backward(npu: Any, ctx: Any, grad: Tensor, _: None) -> dict[str, Ten
     return {"tokens": npu.npu_moe_token_permute_grad_v2(grad, sorted_indices, ctx.tokens, ctx.dtype, ctx.top_k)}
 
 
-def _sample_experts() -> Tensor:
-    return torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)])
+INDICES = TensorDescription(torch.int32, 2)
+
+
+def permute_sample(
+    tokens: TensorDescription = MATRIX, indices: TensorDescription = INDICES, **_: Any
+) -> dict[str, Any]:
+    experts = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).to(indices.dtype)
+    return {"tokens": randn_like(tokens, HIDDEN), "indices": experts if indices.dims == 2 else experts[:, 0]}
 
 
 def _sample_sorted_indices() -> Tensor:
@@ -104,7 +111,7 @@ declare(
             Limit("the number of indices", lambda indices, **_: indices.numel(), EXACT_INTEGERS),
             Limit("the top-k of indices", lambda indices, **_: _top_k(indices), NPU_TOP_K),
         ),
-        sample=lambda: {"tokens": randn(TOKENS, HIDDEN), "indices": _sample_experts()},
+        sample=permute_sample,
     )
 )
 
@@ -136,12 +143,12 @@ def permute_grad_fake(grad_permuted_tokens: Tensor, tokens_size_0: int, tokens_d
     return grad_permuted_tokens.new_empty(tokens_size_0, grad_permuted_tokens.shape[1], dtype=tokens_dtype)
 
 
-def permute_grad_sample() -> dict[str, Any]:
+def permute_grad_sample(tokens_dtype: torch.dtype = torch.bfloat16, **_: Any) -> dict[str, Any]:
     return {
-        "grad_permuted_tokens": randn(TOKENS * TOP_K, HIDDEN),
+        "grad_permuted_tokens": randn(TOKENS * TOP_K, HIDDEN, dtype=tokens_dtype),
         "sorted_indices": _sample_sorted_indices(),
         "tokens_size_0": TOKENS,
-        "tokens_dtype": torch.bfloat16,
+        "tokens_dtype": tokens_dtype,
         "num_topK": TOP_K,
     }
 
@@ -202,11 +209,13 @@ def unpermute_fake(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tenso
     return permuted_tokens.new_empty(_tokens(sorted_indices, probs), permuted_tokens.shape[1])
 
 
-def unpermute_sample() -> dict[str, Any]:
+def unpermute_sample(
+    permuted_tokens: TensorDescription = MATRIX, probs: TensorDescription | None = None, **_: Any
+) -> dict[str, Any]:
     return {
-        "permuted_tokens": randn(TOKENS * TOP_K, HIDDEN),
+        "permuted_tokens": randn(TOKENS * TOP_K, HIDDEN, dtype=permuted_tokens.dtype),
         "sorted_indices": _sample_sorted_indices(),
-        "probs": torch.rand(TOKENS, TOP_K).to(torch.bfloat16),
+        "probs": None if probs is None else torch.rand(TOKENS, TOP_K).to(probs.dtype),
     }
 
 
@@ -290,6 +299,7 @@ declare(
         autograd=Autograd(unpermute_save, unpermute_backward),
         limits=UNPERMUTE_LIMITS,
         sample=unpermute_sample,
+        unused_outputs=(1,),  # a copy of the rows; CANN 9.1 has none without probs
     )
 )
 
@@ -338,12 +348,15 @@ def unpermute_grad_sharding(probs: Any, permuted_tokens: Any, **_: Any) -> Itera
     yield [Shard(1), None if probs is None else Partial()], placements
 
 
-def unpermute_grad_sample() -> dict[str, Any]:
+def unpermute_grad_sample(
+    permuted_tokens_dtype: torch.dtype = torch.bfloat16, probs: TensorDescription | None = None, **_: Any
+) -> dict[str, Any]:
+    rows = TOKENS * TOP_K
     return {
-        "grad_unpermuted_tokens": randn(TOKENS, HIDDEN),
-        "permuted_tokens_size_0": TOKENS * TOP_K,
-        "permuted_tokens_dtype": torch.bfloat16,
-        **unpermute_sample(),
+        "grad_unpermuted_tokens": randn(rows if probs is None else TOKENS, HIDDEN, dtype=permuted_tokens_dtype),
+        "permuted_tokens_size_0": rows,
+        "permuted_tokens_dtype": permuted_tokens_dtype,
+        **unpermute_sample(TensorDescription(permuted_tokens_dtype, 2), probs),
     }
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
+from torchtitan_npu.ops.core.samples import HEADS, MATRIX, TOKENS, randn_like
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.mrope import reference
 from torchtitan_npu.ops.rotary_mul.op import angles
@@ -105,14 +106,16 @@ def _step(query: Tensor) -> int:
     return 64 // query.element_size()
 
 
-def sample() -> dict[str, Any]:
-    cos, sin = angles(TOKENS, HEAD_SIZE)
+def sample(query: TensorDescription = MATRIX, **_: Any) -> dict[str, Any]:
+    head_size, section = 128, [24, 20, 20]
+    cos, sin = angles(TOKENS, head_size, query.dtype)
     return {
-        "positions": torch.randperm(TOKENS),
-        "query": randn(TOKENS, HEADS * HEAD_SIZE),
-        "key": randn(TOKENS, HEADS // 2 * HEAD_SIZE),
-        "cos_sin_cache": torch.cat((cos[:, : HEAD_SIZE // 2], sin[:, : HEAD_SIZE // 2]), dim=1),
-        "head_size": HEAD_SIZE,
+        "positions": torch.stack([torch.randperm(TOKENS) for _ in section]),
+        "query": randn_like(query, HEADS * head_size),
+        "key": randn_like(query, HEADS // 2 * head_size),
+        "cos_sin_cache": torch.cat((cos[:, : head_size // 2], sin[:, : head_size // 2]), dim=1),
+        "head_size": head_size,
+        "mrope_section": section,
     }
 
 

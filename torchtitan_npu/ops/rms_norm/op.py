@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd, not_implemented
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_alike, check_dtype, check_is
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
+from torchtitan_npu.ops.core.samples import HIDDEN, MATRIX, TOKENS, randn, randn_like
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.rms_norm import reference
@@ -65,8 +66,8 @@ def backward(npu: Any, ctx: Any, dy: Tensor, _: None) -> dict[str, Tensor]:
     return {"input": dx, "gamma": dgamma}
 
 
-def sample() -> dict[str, Any]:
-    return {"input": randn(TOKENS, HIDDEN), "gamma": randn(HIDDEN)}
+def sample(input: TensorDescription = MATRIX, **_: Any) -> dict[str, Any]:
+    return {"input": randn_like(input, HIDDEN), "gamma": randn(HIDDEN, dtype=input.dtype)}
 
 
 MAX_CUDA_WIDTH = 16384
@@ -124,10 +125,10 @@ def backward_sharding(input: Any, gamma: Any, **_: Any) -> Iterator[Strategy]:
         yield [Shard(dim), Partial()], {"dy": Shard(dim), "input": Shard(dim), "gamma": Replicate(), "rstd": Shard(dim)}
 
 
-def backward_sample() -> dict[str, Any]:
-    forward = sample()
+def backward_sample(input: TensorDescription = MATRIX, **_: Any) -> dict[str, Any]:
+    forward = sample(input)
     _, rstd = reference.npu_rms_norm(**forward, epsilon=1e-6)
-    return {"dy": randn(TOKENS, HIDDEN), **forward, "rstd": rstd}
+    return {"dy": randn_like(input, HIDDEN), **forward, "rstd": rstd}
 
 
 declare(
@@ -173,6 +174,6 @@ declare(
             Limit("x1.dtype", lambda x1, **_: x1.dtype, NPU_FLOATS),
             Limit("the number of dimensions of x1", lambda x1, **_: x1.dim(), range(1, MAX_DIMS + 1)),
         ),
-        sample=lambda: {"x1": randn(TOKENS, HIDDEN), "x2": randn(TOKENS, HIDDEN), "gamma": randn(HIDDEN)},
+        sample=lambda **_: {"x1": randn(TOKENS, HIDDEN), "x2": randn(TOKENS, HIDDEN), "gamma": randn(HIDDEN)},
     )
 )

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_alike, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import HEAD_SIZE, HEADS, TOKENS, randn
+from torchtitan_npu.ops.core.samples import BATCH, HEAD_SIZE, TOKENS, randn_like
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.rotary_mul import reference
@@ -121,16 +122,20 @@ def _batch_times_heads_of_gradient(input: Tensor, r1: Tensor, r2: Tensor, **_: A
     return min(sizes, default=0) if r1.requires_grad or r2.requires_grad else 0
 
 
-def sample() -> dict[str, Any]:
-    cos, sin = angles(TOKENS, HEAD_SIZE)
-    return {"input": randn(2, TOKENS, HEADS, HEAD_SIZE), "r1": cos[None, :, None], "r2": sin[None, :, None]}
+def sample(input: TensorDescription = BATCH, **_: Any) -> dict[str, Any]:
+    cos, sin = angles(TOKENS, HEAD_SIZE, input.dtype)
+    return {"input": randn_like(input, HEAD_SIZE), "r1": cos[None, :, None], "r2": sin[None, :, None]}
 
 
-def angles(positions: int, size: int) -> tuple[Tensor, Tensor]:
+def backward_sample(input: TensorDescription = BATCH, **_: Any) -> dict[str, Any]:
+    return {"grad": randn_like(input, HEAD_SIZE), **sample(input)}
+
+
+def angles(positions: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of ``positions`` for a head of ``size`` channels, (positions, size) each."""
     frequencies = 10000 ** -torch.linspace(0, 1, size // 2)
     table = torch.outer(torch.arange(positions), frequencies).repeat(1, 2)
-    return table.cos().to(torch.bfloat16), table.sin().to(torch.bfloat16)
+    return table.cos().to(dtype), table.sin().to(dtype)
 
 
 LIMITS = (
@@ -185,6 +190,7 @@ declare(
         checks=backward_checks,
         sharding=backward_sharding,
         limits=LIMITS[:4],
-        sample=lambda: {"grad": randn(2, TOKENS, HEADS, HEAD_SIZE), **sample()},
+        sample=backward_sample,
+        unused_outputs=(1, 2),  # the gradients of r1 and r2, which are constants
     )
 )

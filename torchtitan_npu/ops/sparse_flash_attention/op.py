@@ -167,35 +167,54 @@ def backward(npu: Any, ctx: Any, d_out: Tensor, *_: None) -> dict[str, Tensor]:
     return {name: grad for name, grad in zip(names, gradients, strict=True) if saved[name] is not None}
 
 
-def sample() -> dict[str, Any]:
-    return {**sample_inputs(), "return_softmax_lse": True, "attention_mode": MLA_ABSORBED}
+def sample(layout_query: str = "BSND", **_: Any) -> dict[str, Any]:
+    lengths = {f"actual_seq_lengths_{name}": ends for name, ends in sample_ends(layout_query, "query", "kv").items()}
+    layouts = {"layout_query": layout_query, "layout_kv": layout_query}
+    options = {"return_softmax_lse": True, "attention_mode": MLA_ABSORBED}
+    return {**sample_inputs(layout_query), **lengths, **layouts, **options}
 
 
-SAMPLE_QUERIES, SAMPLE_KEYS = 8, 2048
+SAMPLE_QUERIES, SAMPLE_KEYS, SAMPLE_DOCUMENTS = 8, 2048, {"BSND": 1, "TND": 2}
 
 
-def sample_inputs() -> dict[str, Any]:
-    """Return the last queries of a sequence, each of which selects every key that it may attend to."""
+def sample_randn(layout: str, tokens: int, *shape: int) -> Tensor:
+    """Return a bfloat16 tensor of ``tokens``: of one sequence, or of packed documents."""
+    return randn(*((tokens,) if layout == "TND" else (1, tokens)), *shape)
+
+
+def sample_inputs(layout: str) -> dict[str, Any]:
+    """Return the last queries of each document, each of which selects every key that it may attend to."""
     heads, size, rope = 32, 512, 64
-    key = randn(1, SAMPLE_KEYS, 1, size)
+    key = sample_randn(layout, SAMPLE_KEYS, 1, size)
     return {
-        "query": randn(1, SAMPLE_QUERIES, heads, size),
+        "query": sample_randn(layout, SAMPLE_QUERIES, heads, size),
         "key": key,
         "value": key,
-        "sparse_indices": sample_selection(),
+        "sparse_indices": sample_selection(layout),
         "scale_value": (size + rope) ** -0.5,
-        "query_rope": randn(1, SAMPLE_QUERIES, heads, rope),
-        "key_rope": randn(1, SAMPLE_KEYS, 1, rope),
+        "query_rope": sample_randn(layout, SAMPLE_QUERIES, heads, rope),
+        "key_rope": sample_randn(layout, SAMPLE_KEYS, 1, rope),
     }
 
 
-def sample_selection() -> Tensor:
-    """Return the selected keys of :func:`sample_inputs` in random order, then -1: (1, queries, 1, keys) int32."""
+def sample_ends(layout: str, query: str, key: str) -> dict[str, Tensor]:
+    """Return the ends of the packed documents under the given names, or nothing in BSND: (documents) int32."""
+    if layout == "BSND":
+        return {}
+    parts = torch.arange(1, SAMPLE_DOCUMENTS[layout] + 1, dtype=torch.int32)
+    return {name: parts * (size // len(parts)) for name, size in ((query, SAMPLE_QUERIES), (key, SAMPLE_KEYS))}
+
+
+def sample_selection(layout: str) -> Tensor:
+    """Return the selected keys of :func:`sample_inputs` in random order, then -1: (..., queries, 1, keys) int32."""
+    documents = SAMPLE_DOCUMENTS[layout]
+    queries, keys = SAMPLE_QUERIES // documents, SAMPLE_KEYS // documents
     rows = []
-    for query in range(SAMPLE_QUERIES):
-        visible = SAMPLE_KEYS - SAMPLE_QUERIES + 1 + query
+    for query in [*range(queries)] * documents:
+        visible = keys - queries + 1 + query
         rows.append(torch.cat((torch.randperm(visible), torch.full((SAMPLE_KEYS - visible,), -1))))
-    return torch.stack(rows).int()[None, :, None]
+    selection = torch.stack(rows).int()[:, None]
+    return selection if layout == "TND" else selection[None]
 
 
 def flops(**arguments: Any) -> int:
@@ -322,12 +341,14 @@ def grad_sharding(
         yield [place if is_given else Replicate() for place, is_given in zip(outputs, given, strict=True)], inputs
 
 
-def grad_sample() -> dict[str, Any]:
-    forward = sample_inputs()
-    out, softmax_max, softmax_sum = FORWARD.reference(**FORWARD.complete(**forward, return_softmax_lse=True))
+def grad_sample(layout: str = "BSND", **_: Any) -> dict[str, Any]:
+    forward = sample(layout)
+    out, softmax_max, softmax_sum = FORWARD.reference(**FORWARD.complete(**forward))
     statistics = {"out": out, "softmax_max": softmax_max, "softmax_sum": softmax_sum}
-    options = {"sparse_block_size": 1, "attention_mode": MLA_ABSORBED}
-    return {**forward, "d_out": randn(*out.shape), **statistics, **options}
+    options = {"sparse_block_size": 1, "attention_mode": MLA_ABSORBED, "layout": layout}
+    lengths = sample_ends(layout, "actual_seq_qlen", "actual_seq_kvlen")
+    inputs = {name: forward[name] for name in PASSED_TO_GRAD if name in forward}
+    return {**inputs, "d_out": randn(*out.shape), **statistics, **lengths, **options}
 
 
 declare(

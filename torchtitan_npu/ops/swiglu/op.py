@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from torchtitan_npu.ops.core.autograd import Autograd
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
+from torchtitan_npu.ops.core.samples import HIDDEN, MATRIX, randn_like
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.swiglu import reference
@@ -56,6 +57,10 @@ def backward(npu: Any, ctx: Any, grad_output: Tensor) -> dict[str, Tensor]:
     return {"input": npu.npu_swiglu_backward(grad_output, *ctx.saved_tensors, ctx.dim)}
 
 
+def sample(input: TensorDescription = MATRIX, **_: Any) -> dict[str, Any]:
+    return {"input": randn_like(input, 2 * HIDDEN)}
+
+
 LIMITS = (
     Limit("input.dtype", lambda input, **_: input.dtype, NPU_FLOATS),
     Limit("the number of dimensions of input", lambda input, **_: input.dim(), range(1, MAX_DIMS + 1)),
@@ -71,7 +76,7 @@ declare(
         sharding=sharding,
         autograd=Autograd(save, backward),
         limits=LIMITS,
-        sample=lambda: {"input": randn(TOKENS, 2 * HIDDEN)},
+        sample=sample,
     )
 )
 
@@ -105,6 +110,6 @@ declare(
         checks=backward_checks,
         sharding=backward_sharding,
         limits=LIMITS,
-        sample=lambda: {"grad_output": randn(TOKENS, HIDDEN), "input": randn(TOKENS, 2 * HIDDEN)},
+        sample=lambda input=MATRIX, **_: {"grad_output": randn_like(input, HIDDEN), **sample(input)},
     )
 )

@@ -1,0 +1,40 @@
+"""The doctor's file of recorded calls, against the calls that a contract step makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests._helpers.contract_step import CallsAndLimits
+from torchtitan_npu.cli.doctor.operators import recorded_calls
+
+FOLDER = os.environ.get("RECORDED_CALLS")
+"""Set by tools/recorded_calls.py, which reads a file per step there."""
+
+
+def check_calls(step: str, calls: CallsAndLimits) -> None:
+    """Assert that the calls of ``step`` are within the NPU's limits, and that the file has exactly them."""
+    assert calls.limit_errors == []
+    if FOLDER:
+        (Path(FOLDER) / f"{step}.json").write_text(json.dumps(calls.described))
+    else:
+        assert _sorted(calls.described) == _sorted(_recorded(step)), "run python -m tools.recorded_calls"
+
+
+def step_name(model: str, layout: dict[str, int]) -> str:
+    """Return a name such as ``"llama3, cp 4, tp 2"``."""
+    return ", ".join([model, *(f"{name} {degree}" for name, degree in layout.items())])
+
+
+def _recorded(step: str) -> dict[str, list[dict[str, Any]]]:
+    calls = {
+        op: [call["arguments"] for call in recorded if step in call["steps"]]
+        for op, recorded in recorded_calls().items()
+    }
+    return {op: described for op, described in calls.items() if described}
+
+
+def _sorted(calls: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
+    return {op: sorted(json.dumps(call, sort_keys=True) for call in described) for op, described in calls.items()}

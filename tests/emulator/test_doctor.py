@@ -1,0 +1,11 @@
+"""The doctor's operator checks on the emulated NPU: torch_npu and the emulator run every recorded call."""
+
+from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS, check_operators
+from torchtitan_npu.ops import OPS
+
+
+def test_every_line_is_green() -> None:
+    findings = list(check_operators("npu"))
+    assert sorted(finding.check for finding in findings) == sorted(OPS)
+    assert [finding for finding in findings if finding.status != "green"] == []
+    assert all("error" in finding.what for finding in findings if finding.check not in OF_SEVERAL_RANKS)
