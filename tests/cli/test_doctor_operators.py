@@ -63,6 +63,16 @@ def test_an_error_above_rounding_is_not_green(change: Any, status: str, monkeypa
     assert line_with_reference(sample_of("npu_swiglu"), change, monkeypatch) == status
 
 
+def test_the_line_names_the_worst_call() -> None:
+    """An error that is rounding in bfloat16 is not in float32."""
+    calls = {sample.arguments["input"].dtype: sample for sample in operators.samples(OPS["npu_rms_norm"])}
+    assert calls.keys() == {torch.bfloat16, torch.float32}
+    results = [operators._result(sample, "cpu") for sample in calls.values()]
+    assert operators._numbers(results).status == "green"
+    line = operators._numbers([dataclasses.replace(result, error=1e-3) for result in results])
+    assert line.status == "red" and line.what.endswith("in the call with input: float32[4], gamma: float32[1]")
+
+
 def test_a_different_integer_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     permute = sample_of("npu_moe_token_permute")

@@ -190,13 +190,13 @@ def test_documents_of_dense_attention() -> None:
     ("model", "option", "value", "layout", "operator"),
     [
         ("llama3", "loss_chunk_tokens", 1024, {"shard": 8}, "npu_grouped_matmul_add_"),
-        ("deepseek_v3", "moe_combine_dtype", "rows", {}, "_npu_moe_token_unpermute"),
+        ("deepseek_v3", "moe_combine_dtype", "rows", {"shard": 8}, "_npu_moe_token_unpermute"),
     ],
 )
 def test_options(model: str, option: str, value: Any, layout: dict[str, int], operator: str) -> None:
     config = job(model, matching(model), layout)
     setattr(config.npu, option, value)
-    with fake_ranks(RANKS if layout else 1):
+    with fake_ranks(RANKS):
         step = train_step(config, model_args(model, config))
     assert step.gradients == eager(model).gradients
     assert step.calls.count("npu")[operator]
