@@ -190,7 +190,7 @@ def test_documents_of_dense_attention() -> None:
     ("model", "option", "value", "layout", "operator"),
     [
         ("llama3", "loss_chunk_tokens", 1024, {"shard": 8}, "npu_grouped_matmul_add_"),
-        ("deepseek_v3", "moe_combine_dtype", "rows", {"shard": 8}, "_npu_moe_token_unpermute"),
+        ("deepseek_v3", "moe_combine_dtype", "scores", {"shard": 8}, "_npu_moe_token_unpermute"),
     ],
 )
 def test_options(model: str, option: str, value: Any, layout: dict[str, int], operator: str) -> None:

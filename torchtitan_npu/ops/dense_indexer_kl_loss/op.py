@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import randn
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.dense_indexer_kl_loss import reference
 from torchtitan_npu.ops.dense_indexer_kl_loss.inputs import DenseLossInputs
 from torchtitan_npu.ops.dense_indexer_kl_loss.reference import statistics_shape
 from torchtitan_npu.ops.indexer_kl_loss.op import check_same_tokens, flops_for_keys
+from torchtitan_npu.ops.lightning_indexer.op import WEIGHTS
+from torchtitan_npu.ops.lightning_indexer.op import sample_inputs as indexer_sample
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
     BATCH_SIZES,
     HALVES,
@@ -37,6 +39,13 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     memory_format,
     rope_size,
     statistics_dtype,
+)
+from torchtitan_npu.ops.sparse_flash_attention.op import (
+    SAMPLE_DOCUMENTS,
+    SAMPLE_KEYS,
+    SAMPLE_QUERIES,
+    sample_ends,
+    sample_randn,
 )
 
 Lengths = Sequence[int] | None
@@ -77,13 +86,11 @@ def statistics_sharding(layout: str, **_: Any) -> Iterator[Strategy]:
         yield [Shard(0), Shard(0)], {name: Shard(0) for name in ("query_index", "key_index", "weights")}
 
 
-QUERIES, KEYS = 8, 256
-
-
-def statistics_sample() -> dict[str, Any]:
-    heads, size = 64, 128
-    query_index, key_index = randn(1, QUERIES, heads, size), randn(1, KEYS, 1, size)
-    return {"query_index": query_index, "key_index": key_index, "weights": randn(1, QUERIES, heads)}
+def statistics_sample(weights: TensorDescription = WEIGHTS, layout: str = "BSND", **_: Any) -> dict[str, Any]:
+    inputs = indexer_sample(weights, layout)
+    index = {"query_index": inputs["query"], "key_index": inputs["key"], "weights": inputs["weights"]}
+    ends = sample_ends(layout, "actual_seq_qlen", "actual_seq_klen")
+    return {**index, **{name: tensor.tolist() for name, tensor in ends.items()}, "layout": layout}
 
 
 def statistics_flops(query_index: Tensor, key_index: Tensor, layout: str, **_: Any) -> int:
@@ -173,16 +180,17 @@ def sharding(layout: str, **arguments: Any) -> Iterator[Strategy]:
         yield [Shard(0), Shard(0), Shard(0), Partial()], {name: Shard(0) for name in arguments}
 
 
-def sample() -> dict[str, Any]:
-    """Return the loss of the last queries of a sequence."""
+def sample(weights: TensorDescription = WEIGHTS, layout: str = "BSND", **_: Any) -> dict[str, Any]:
+    """Return the loss of the last queries of each document."""
     heads, size, rope = 32, 128, 64
-    index = statistics_sample()
-    query, query_rope = randn(1, QUERIES, heads, size), randn(1, QUERIES, heads, rope)
-    key, key_rope = randn(1, KEYS, heads, size), randn(1, KEYS, heads, rope)
-    scale = (size + rope) ** -0.5
+    index = statistics_sample(weights, layout)
+    query, query_rope = (sample_randn(layout, SAMPLE_QUERIES, heads, last) for last in (size, rope))
+    key, key_rope = (sample_randn(layout, SAMPLE_KEYS, heads, last) for last in (size, rope))
+    scale, documents = (size + rope) ** -0.5, SAMPLE_DOCUMENTS[layout]
+    queries, keys = SAMPLE_QUERIES // documents, SAMPLE_KEYS // documents
+    visible = torch.block_diag(*[torch.ones(queries, keys).tril(keys - queries)] * documents).bool()
     q, k = (torch.cat(pair, -1).float() for pair in ((query, query_rope), (key, key_rope)))
-    visible = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(scale).masked_fill(~visible, -torch.inf)
+    scores = torch.einsum("...qhd,...khd->...hqk", q, k).mul(scale).masked_fill(~visible, -torch.inf)
     softmax_max = scores.amax(-1, keepdim=True)
     softmax_max_index, softmax_sum_index = STATISTICS.reference(**STATISTICS.complete(**index))
     return {
