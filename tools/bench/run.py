@@ -35,6 +35,7 @@ GIB = 1 << 30
 HOST_MODES = ("eager", "bypassed", "inductor", "lite")
 PARTS = {
     "ops": ["basic_kernels.py"],
+    "dense_attention": ["basic_kernels.py", "--only", "attention"],
     "attention": ["sparse_attention.py"],
     "indexer": ["indexer_kernels.py"],
     "models": ["models.py"],
@@ -192,8 +193,8 @@ def rates(numbers: Numbers) -> str:
     return f"In the same run: copy {copy:.0f} GB/s, matmul {product:.0f} TFLOP/s."
 
 
-def ops(numbers: Numbers) -> str:
-    """Return the tables of operators."""
+def op_table(numbers: Numbers) -> str:
+    """Return the table of operators, and the rates of the GPU."""
     rows = []
     for row in numbers["rows"]:
         peer = best_peer(row["peers"])
@@ -219,6 +220,11 @@ def ops(numbers: Numbers) -> str:
         "of the limit",
         "speed-up",
     ]
+    return "\n\n".join([table(head, rows), rates(numbers)])
+
+
+def ops(numbers: Numbers) -> str:
+    """Return the tables of operators."""
     measured = {row["op"]: row for row in reversed(numbers["rows"])}  # the first of several shapes
     saved = []
     for op, title in SAVED.items():
@@ -226,7 +232,7 @@ def ops(numbers: Numbers) -> str:
             row = measured[op]
             times = [f"{1e3 * ms:.1f} µs" for ms in (row["eager"], row["ours"], row["eager"] - row["ours"])]
             saved.append([f"{title} ({row['shape']})", *times, f"{1 - row['ours'] / row['eager']:.1%}"])
-    parts = [table(head, rows), rates(numbers)]
+    parts = [op_table(numbers)]
     if saved:
         parts.append(table(["", "eager", "ours", "saved", "saved"], saved))
     return "\n\n".join([*parts, *not_measured([op.replace("_", " ") for op in SAVED if op not in measured])])
@@ -412,6 +418,7 @@ def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
 
 RENDER: dict[str, Callable[[Numbers], str]] = {
     "ops": ops,
+    "dense_attention": op_table,
     "attention": kernels,
     "indexer": kernels,
     "models": models,

@@ -61,7 +61,7 @@ class ParallelDims(TitanParallelDims):
         sizes: dict[str, int] = {name: getattr(self, name) for name in ("ep", "tp", "cp", "pp", "dp_replicate", "etp")}
         sizes["fsdp"] = self.dp_shard * self.cp
         groups = own_groups(self.hccl_buffers)
-        used = {name: buffer_mib for name, buffer_mib in groups.items() if sizes.get(name, self.ep) > 1}
+        used = {name: buffer_mib for name, buffer_mib in groups.items() if (sizes.get(name) or self.ep) > 1}
         if used and dist.get_backend() == "fake":
             return dict.fromkeys(used, "fake")
         return {name: hccl_options(buffer_mib) for name, buffer_mib in used.items()}
