@@ -66,6 +66,8 @@ def default(value: ast.expr) -> str:
     """Return the default as TOML has it; a key whose default is computed says in its description how."""
     if isinstance(value, ast.Call):
         (factory,) = (keyword.value for keyword in value.keywords if keyword.arg == "default_factory")
+        if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List):
+            return f"`{ast.unparse(factory.body)}`"
         return "`[]`" if isinstance(factory, ast.Name) and factory.id == "list" else "by backend"
     literal = ast.literal_eval(value)
     if isinstance(literal, str):

@@ -14,8 +14,8 @@ class Requirement(NamedTuple):
 CONVERTERS = {
     "npu_dsa": Requirement(
         "9.0",
-        "the indexer loss of CANN 8.5 refuses float32 weights and any top-k but 2048, and its gradient of sparse "
-        "attention is less accurate",
+        "the indexer loss of CANN 8.5 refuses float32 weights and any top-k but 2048, its gradient of sparse "
+        "attention is less accurate, and a fault in rows without keys was corrected later",
     )
 }
 """The oldest CANN of the converters that need a certain one. From the documents and changes of CANN's operators."""

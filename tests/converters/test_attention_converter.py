@@ -193,6 +193,13 @@ def test_documents_are_refused(config: dict[str, Any], cp: int, message: str) ->
         build_model_converters(job_config, dims).convert(model)
 
 
+def test_a_compiled_qwen3_vl_is_refused() -> None:
+    job_config = job(("npu_attention",))
+    job_config.compile.enable = True
+    with pytest.raises(UsageError, match="compiled again for each batch"):
+        build_model_converters(job_config, ParallelDims(**LAYOUT)).convert(build_qwen3_vl(model_args()))
+
+
 def test_a_model_without_dense_attention_is_refused() -> None:
     with pytest.raises(UsageError, match="npu_attention found no dense attention of a TorchTitan model"):
         build_on_meta("gpt_oss", "npu_attention")

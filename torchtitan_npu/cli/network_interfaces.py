@@ -40,6 +40,8 @@ def interface_towards(host: str, found: Mapping[str, str]) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             target = socket.gethostbyname(host)
+            if target.startswith("127."):  # /etc/hosts may map this host's name to the loopback
+                return None
             if target in found.values():
                 address = target
             else:

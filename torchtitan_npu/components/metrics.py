@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses, step_means
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.upstream.hooks import with_peak_flops
 
 
@@ -60,7 +62,8 @@ def peak_flops(job_config: JobConfig) -> Callable[[str], float]:
             return get_peak_flops(device)
         chip = CHIPS.get(device)
         if chip is None or chip.peak_flops is None:
-            logger.warning(f"MFU is nan: the peak of {device} is not known; set npu.peak_tflops")
+            message = f"MFU is nan: the peak of {device} is not known; set npu.peak_tflops"
+            log_on_first_rank(message, logging.WARNING)
             return float("nan")
         return chip.peak_flops
 

@@ -46,7 +46,8 @@ def profile_npu(
             wait=config.profile_freq - config.profiler_warmup - config.profiler_active,
             warmup=config.profiler_warmup,
             active=config.profiler_active,
-            repeat=config.npu_cycles,
+            # cycles before a checkpoint count too, so a resumed job makes as many as a new one
+            repeat=config.npu_cycles and config.npu_cycles + global_step // config.profile_freq,
         ),
         on_trace_ready=npu.tensorboard_trace_handler(folder, worker_name=f"rank{rank}"),
         record_shapes=True,

@@ -1,7 +1,8 @@
 """``npu_attention``: dense attention calls ``npu_fusion_attention``, in the memory layout that the model has.
 
 TorchTitan's models transpose queries, keys and values to (bsz, heads, seqlen, head_dim) for PyTorch's kernels. The
-operator takes (bsz, seqlen, heads, head_dim), so the modules here transpose the views back and nothing is copied.
+operator takes (bsz, seqlen, heads, head_dim), so the modules here transpose the views back. Nothing is copied, except
+under context parallel, which gathers keys and values.
 Packed documents are one call over all tokens, with the documents' ends in place of a mask.
 """
 
@@ -277,9 +278,9 @@ class AttentionConverter(Converter):
         compiled = self.job_config.compile
         if compiled.enable and "model" in compiled.components:
             raise UsageError(
-                f"model.converters: {self.name} masks documents in this flavor. Their ends are constants of a graph, "
-                "which would be compiled again for each batch; choose a flavor without a document mask, or "
-                "compile.enable = false"
+                f"model.converters: {self.name} masks documents in this model. Their ends are constants of a graph, "
+                "which would be compiled again for each batch; choose a flavor without a document mask, remove "
+                f"{self.name}, or set compile.enable = false"
             )
         return targets
 
@@ -306,7 +307,9 @@ class AttentionConverter(Converter):
 
     def _masks_documents(self, model: nn.Module) -> bool:
         args = getattr(model, "model_args", None)
-        return getattr(args, "attn_type", None) in MASKS and getattr(args, "attn_mask_type", None) == "block_causal"
+        if getattr(args, "attn_type", None) in MASKS:
+            return getattr(args, "attn_mask_type", None) == "block_causal"
+        return any(isinstance(module, DocumentMask) for module in model.modules())
 
     def _microbatches(self) -> int | None:
         if not self.parallel_dims.pp_enabled:

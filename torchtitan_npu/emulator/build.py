@@ -123,12 +123,14 @@ def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
 
 def _is_cached(folder: Path) -> bool:
     """Return whether the build exists, and note that it is used now. The lock excludes its removal in between."""
-    with _cache_lock(folder.parent):
-        try:
+    try:
+        with _cache_lock(folder.parent):
             os.utime(folder / "complete")
-        except FileNotFoundError:
-            return False
-        return True
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # a cache that was built before, for all users
+        return (folder / "complete").exists()
+    return True
 
 
 @contextlib.contextmanager

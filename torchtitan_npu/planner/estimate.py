@@ -112,7 +112,7 @@ class Estimator:
         total += self._gathered(config, modules)
         layers = sum(name.startswith("layers.") for name in modules)
         scale = local_tokens(config) / self.tokens
-        total += scale * self.base[-1].kept_workspace
+        total += self.base[-1].kept_workspace  # most of it does not depend on the number of tokens
         total += scale * (needed + saved * layers * microbatches_in_flight(config, stage))
         total += hccl_memory(communicators(config, self.balances_experts), hccl_buffers(config.comm))
         total += (busier - 1) * ROWS_PER_ROUTED_TOKEN * self._routed(config) * self.args.dim * 2

@@ -23,13 +23,15 @@ def fake_device() -> AbstractContextManager[Any]:
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be one of ``world_size`` ranks whose collectives return at once and move nothing."""
-    devices = dist.Backend.backend_capability[dist.Backend.FAKE]
-    if platform.backend() not in devices:  # torch_npu asks a group for the backend of its device
-        devices.append(platform.backend())
+    capability = dist.Backend.backend_capability
+    before = capability[dist.Backend.FAKE]
+    # torch_npu asks a group for the backend of its device
+    capability[dist.Backend.FAKE] = list(dict.fromkeys([*before, platform.backend()]))
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:
+        capability[dist.Backend.FAKE] = before
         dist.destroy_process_group()
         clear_sharding_cache()  # keyed by mesh, and the groups of the next mesh have the same names
 

@@ -121,7 +121,8 @@ def train_with(profiling: Callable[..., Any], set_timeouts: Callable[..., None])
 
     They are ``maybe_enable_profiling``, which knows CUDA and XPU, and ``set_pg_timeouts``, which knows NCCL and gloo.
     """
-    replacements = {maybe_enable_profiling: profiling, dist_utils: SimpleNamespace(set_pg_timeouts=set_timeouts)}
+    utils_with_timeouts = SimpleNamespace(**vars(dist_utils) | {"set_pg_timeouts": set_timeouts})
+    replacements = {maybe_enable_profiling: profiling, dist_utils: utils_with_timeouts}
     return rebound(Trainer.train, replacements)
 
 

@@ -101,8 +101,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv[:end], argparse.Namespace(command=argv[end + 1 :]))
     if not args.command:
         parser.error("no command: write it after --")
-    if args.devices < 1:  # torch's autograd engine aborts without a device
-        parser.error("--devices must be at least 1")
+    if not 1 <= args.devices <= 64:  # torch's autograd engine aborts without a device; torch_npu knows 64
+        parser.error("--devices must be 1 to 64")
     if args.memory == 0:
         parser.error("--memory must be more than 0")
     if args.seed is not None and args.seed < 1:  # 0 turns the seeded order off

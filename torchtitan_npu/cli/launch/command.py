@@ -104,6 +104,11 @@ def choose_interface(master: str) -> None:
     found = addresses()
     name = interface_towards(master, found) if len(found) > 1 else None
     if name is None:
+        if len(found) > 1:
+            print(
+                f"launch: {len(found)} network interfaces ({', '.join(found)}), and none is known to reach {master}; "
+                "HCCL takes the first by name, unless you set HCCL_SOCKET_IFNAME"
+            )
         return
     added = {"HCCL_SOCKET_IFNAME": f"={name}"}  # "=": exactly this name, not a prefix
     if "GLOO_SOCKET_IFNAME" not in os.environ:

@@ -73,10 +73,11 @@ def _missing(name: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _family_of(source: str) -> str:
-    """Return the module with most operators that CANN declares in the folder of ``source``."""
+    """Return the module with most operators that CANN declares in the folder of ``source``, or one for any."""
     folder = source.split("/")[:3]  # owner, repository, folder
     near = (FAMILIES[name] for name in KERNELS if prototype(name)["source"].split("/")[:3] == folder)
-    return Counter(near).most_common(1)[0][0]
+    most = Counter(near).most_common(1)
+    return most[0][0] if most else "pointwise"
 
 
 def _function_name(operator: str) -> str:

@@ -203,6 +203,7 @@ static int failure(PyObject *result) {
     int code = ACLNN_ERR_INNER;
     const char *text = "";
     if (PyArg_ParseTuple(result, "is", &code, &text)) emulator_set_message(text);
+    else PyErr_Clear();
     return code;
 }
 
@@ -210,11 +211,13 @@ static int failure(PyObject *result) {
 #define Py_IsFinalizing _Py_IsFinalizing
 #endif
 
+static bool has_python_ended(void) { /* taking the GIL would then end this thread */
+    if (Py_IsFinalizing()) emulator_set_message("an operator was called or still queued when Python ended");
+    return Py_IsFinalizing();
+}
+
 static int run(call *from) {
-    if (Py_IsFinalizing()) { /* taking the GIL would end this thread */
-        emulator_set_message("an operator was called or still queued when Python ended");
-        return ACLNN_ERR_INNER;
-    }
+    if (has_python_ended()) return ACLNN_ERR_INNER;
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *result = call_python(run_kernel, from);
     int code = result ? ACL_SUCCESS : ACLNN_ERR_INNER;
@@ -226,6 +229,7 @@ static int run(call *from) {
 }
 
 static int check(call *from, uint64_t *workspace) {
+    if (has_python_ended()) return ACLNN_ERR_INNER;
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *result = call_python(run_check, from);
     int code = result ? ACL_SUCCESS : ACLNN_ERR_INNER;
@@ -237,6 +241,7 @@ static int check(call *from, uint64_t *workspace) {
 }
 
 static const void *find_check(operator *which) {
+    if (Py_IsFinalizing()) return NULL; /* the call itself fails then */
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *name = name_of(which);
     const void *found = name ? PyDict_GetItemWithError(checks, name) : NULL;

@@ -163,6 +163,8 @@ char *map_to_read(communicator *one, mapping *file, const char *name, uint64_t s
     char *at = NULL;
     if (found >= 0 && !fstat(found, &status) && (uint64_t)status.st_size >= size)
         at = map_file(file, found, (uint64_t)status.st_size, PROT_READ);
+    else if (found >= 0)
+        close(found);
     if (!at) fail(one, HCCL_E_SYSCALL, "%s cannot be read: %s", path, strerror(errno));
     file->version = version;
     return at;
@@ -239,13 +241,15 @@ int fail(communicator *one, int code, const char *format, ...) {
 
 /* A process that was killed stays until its parent has waited for it, in state Z. */
 static bool has_ended(pid_t process) {
-    char path[64], state = 'Z';
+    char path[64], line[512] = "";
     snprintf(path, sizeof path, "/proc/%d/stat", (int)process);
     FILE *status = fopen(path, "r");
     if (!status) return kill(process, 0) && errno == ESRCH;
-    if (fscanf(status, "%*d (%*[^)]) %c", &state) != 1) state = 'Z';
+    size_t length = fread(line, 1, sizeof line - 1, status);
     fclose(status);
-    return state == 'Z';
+    line[length] = 0;
+    const char *name_end = strrchr(line, ')'); /* the name of a program may have parentheses too */
+    return !name_end || strlen(name_end) < 3 || name_end[2] == 'Z';
 }
 
 const char *list_ranks(communicator *one, const bool *missing) {

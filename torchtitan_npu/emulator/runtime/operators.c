@@ -95,6 +95,15 @@ static const char *handle_type(char kind) {
     return "no object of ACL, or one that was destroyed";
 }
 
+/* Items of a list have the type of the list's letter in lower case; a missing item is NULL. */
+static bool has_items_of_type(char kind, const void *pointer) {
+    if (!pointer || (kind != 'T' && kind != 'S')) return true;
+    const list *items = pointer;
+    for (uint64_t i = 0; i < items->length; i++)
+        if (items->items[i] && object_kind(items->items[i]) != (kind == 'T' ? 't' : 's')) return false;
+    return true;
+}
+
 static bool has_many_dimensions(char kind, const void *pointer) {
     if (!pointer) return false;
     if (kind == 't') return ((const tensor *)pointer)->rank > MOST_DIMENSIONS;
@@ -108,10 +117,13 @@ static bool has_prototypes_types(const operator *which, const argument *argument
         char kind = which->kinds[i];
         if (!strchr(HANDLES, kind) || !arguments[i].pointer) continue;
         bool is_same = object_kind(arguments[i].pointer) == kind;
-        if (is_same && !has_many_dimensions(kind, arguments[i].pointer)) continue;
+        bool has_items = !is_same || has_items_of_type(kind, arguments[i].pointer);
+        if (is_same && has_items && !has_many_dimensions(kind, arguments[i].pointer)) continue;
         const char *name;
         int length = argument_name(which, i, &name);
-        if (is_same)
+        if (!has_items)
+            set_message("%s: argument %d, %.*s, is a list with an item of another type, or one that was destroyed", which->name, i + 1, length, name);
+        else if (is_same)
             set_message("%s: argument %d, %.*s, is a tensor of more than %d dimensions, which no operator of CANN takes", which->name, i + 1, length,
                         name, MOST_DIMENSIONS);
         else
@@ -196,7 +208,6 @@ int emulator_prepare_call(operator *which, const argument *arguments, int count,
     made->count = count;
     memcpy(made->arguments, arguments, count * sizeof *arguments);
     *workspace = 0;
-    *executor = made;
     int result = check_arguments(side, made, workspace);
     if (result) {
         free(made);
@@ -206,6 +217,7 @@ int emulator_prepare_call(operator *which, const argument *arguments, int count,
         if (strchr(HANDLES, which->kinds[i]) && arguments[i].pointer) retain(arguments[i].pointer);
         if (which->kinds[i] == 'z' && arguments[i].pointer) made->arguments[i].pointer = strdup(arguments[i].pointer);
     }
+    *executor = made;
     return ACL_SUCCESS;
 }
 
