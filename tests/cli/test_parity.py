@@ -22,7 +22,7 @@ def test_a_row_for_each_converter_and_for_perturbed_weights(tmp_path: Path) -> N
     subprocess.run([sys.executable, ROOT / "tools" / "parity.py", *options], check=True, cwd=ROOT, timeout=300)
     rows = {row["converters"]: row for row in json.loads(out.read_text())}
     *converted, perturbed = rows
-    assert converted == ["npu_rms_norm", "npu_rope", "all"]
+    assert converted == ["npu_attention", "npu_rms_norm", "npu_rope", "all"]
     assert all(row["loss"] < 1e-6 and row["gradient norm"] < 1e-5 for row in rows.values())
     assert rows[perturbed]["gradient norm"] > 0
     assert_thresholds(rows["all"], rows[perturbed])

@@ -44,7 +44,16 @@ def calls(gpu: Any, device: str, half: torch.dtype) -> dict[str, Callable[[], Ca
     def attended() -> tuple[Tensor, ...]:
         return gpu.npu_sparse_flash_attention(query, key, None, selected, 0.3, **lse)
 
+    dense = {"head_num": 2, "input_layout": "BSND"}
+    values = random(1, 3, 2, 4), random(1, 3, 2, 4), random(1, 3, 2, 4)
+
+    def dense_statistics() -> dict[str, Tensor]:
+        output, softmax_max, softmax_sum, *_ = gpu.npu_fusion_attention(*values, **dense)
+        return {"attention_in": output, "softmax_max": softmax_max, "softmax_sum": softmax_sum}
+
     return {
+        "npu_fusion_attention": lambda: call(*(random(1, 3, 2, 4, grad=True) for _ in range(3)), **dense),
+        "npu_fusion_attention_grad": lambda: call(*values, random(1, 3, 2, 4), **dense, **dense_statistics()),
         "npu_rms_norm": lambda: call(random(3, 8, grad=True), random(8, grad=True)),
         "npu_rms_norm_backward": lambda: call(random(3, 8), random(3, 8), random(8), random(3, 1)),
         "npu_add_rms_norm": lambda: call(random(3, 8), random(3, 8), random(8)),
