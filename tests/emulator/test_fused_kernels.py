@@ -12,18 +12,22 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from tests._helpers.op_cases import Case, all_cases
 from torchtitan_npu.compile.backend import bypass_codegen
 from torchtitan_npu.ops import OPS, Op, define, workspaces
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.moe_permute.function import unpermute
 
 define("npu_on_cpu")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EXPLICIT = {"npu_mrope": {"mrope_section": [0, 0, 0]}}
-"""Arguments to add to a sample. torch_npu 2.13 passes unspecified memory to CANN for an mrope_section of None."""
+PROBS = {"probs": TensorDescription(torch.bfloat16, 2)}
+DESCRIBED = {"_npu_moe_token_unpermute": PROBS, "npu_moe_token_unpermute_grad_v2": PROBS}
+"""Descriptions of a sample's arguments. Without probs, CANN 9.1 and later return no second output."""
+EXPLICIT = {"npu_lightning_indexer": {"return_value": True, "sparse_count": 2048}}
+"""Arguments to add to a sample. The gradient of the indexer needs the values, of 2048 keys."""
 
 
 def sample(op: Op, dtype: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
-    arguments = {**op.sample(), **EXPLICIT.get(op.name, {})}
+    arguments = {**op.sample(**DESCRIBED.get(op.name, {})), **EXPLICIT.get(op.name, {})}
     cast = lambda t: t.to(dtype) if t.dtype == torch.bfloat16 else t  # noqa: E731
     arguments = tree_map_only(Tensor, cast, arguments)
     return {name: dtype if value is torch.bfloat16 else value for name, value in arguments.items()}
