@@ -80,7 +80,7 @@ def test_a_child_that_a_signal_ends_is_128_and_its_number() -> None:
         (["--memory", "60.9", "--", "true"], "'60.9' is no size"),
         (["--memory", "0GiB", "--", "true"], "--memory must be more than 0"),
         (["--cann", "7", "--", "true"], "invalid choice: '7'"),
-        (["--devices", "0", "--", "true"], "--devices must be at least 1"),
+        (["--devices", "0", "--", "true"], "--devices must be 1 to 64"),
         (["--seed", "0", "--", "true"], "--seed must be at least 1"),
     ],
 )

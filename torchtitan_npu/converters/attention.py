@@ -8,11 +8,11 @@ Packed documents are one call over all tokens, with the documents' ends in place
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.attention import (
@@ -26,8 +26,9 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.distributed.microbatches import Microbatches
-from torchtitan_npu.distributed.sequence_gather import gathered
+from torchtitan_npu.distributed.sequence_gather import gathered, in_sequence_order
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.models.packed_attention import DocumentMask, FrameAttention, MaskedAttention, starts_document
@@ -63,12 +64,15 @@ class NpuCausalAttention(ScaledDotProductAttentionWrapper):
         enable_gqa: bool = False,
         is_causal: bool = True,
     ) -> Tensor:
-        """Attend from ``q`` (bsz, heads, seqlen, head_dim). Under tensor parallel it may be sharded on the heads."""
+        """Attend from ``q`` (bsz, heads, seqlen, head_dim), under tensor parallel perhaps a DTensor."""
         mask = self.mask.tensor if is_causal else None
         if not isinstance(q, DTensor):
             return _transposed(q, k, v, scale, mask)
-        output = _transposed(q.to_local(), cast(DTensor, k).to_local(), cast(DTensor, v).to_local(), scale, mask)
-        return DTensor.from_local(output, q.device_mesh, q.placements, run_check=False)
+        return DTensor.from_local(self.attend(q, k, v, scale, mask), q.device_mesh, q.placements, run_check=False)
+
+    def attend(self, q: DTensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+        """Return this rank's output for its shards."""
+        return _transposed(q.to_local(), local(k), local(v), scale, mask)
 
 
 class NpuContextParallelAttention(NpuCausalAttention):
@@ -81,37 +85,21 @@ class NpuContextParallelAttention(NpuCausalAttention):
     head_tail = False
     """Each rank has two chunks of the sequence, one from each end."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        is_causal: bool = True,
-    ) -> Tensor:
-        assert isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor) and is_causal
+    def attend(self, q: DTensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+        assert isinstance(k, DTensor) and isinstance(v, DTensor) and mask is not None
         ranks, rank = q.device_mesh.size(), q.device_mesh.get_local_rank()
         keys, values = gathered(k), gathered(v)
         own, count = [rank], ranks  # this rank's chunks, of so many
         if self.head_tail:
             own, count = [rank, 2 * ranks - 1 - rank], 2 * ranks
-            keys, values = (_in_sequence_order(tensor, ranks) for tensor in (keys, values))
+            keys, values = (in_sequence_order(tensor, ranks, SEQUENCE_DIM) for tensor in (keys, values))
         length = keys.shape[SEQUENCE_DIM] // count
         outputs = []
         for chunk, queries in zip(own, q.to_local().chunk(len(own), SEQUENCE_DIM), strict=True):
             end = (chunk + 1) * length
             visible = keys.narrow(SEQUENCE_DIM, 0, end), values.narrow(SEQUENCE_DIM, 0, end)
-            outputs.append(_transposed(queries, *visible, scale, self.mask.tensor))
-        output = torch.cat(outputs, dim=SEQUENCE_DIM)
-        return DTensor.from_local(output, q.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)
-
-
-def _in_sequence_order(tensor: Tensor, ranks: int) -> Tensor:
-    """Undo head-tail load balancing in a gathered tensor: of 2n chunks, rank r has chunk r and chunk 2n - 1 - r."""
-    chunks = tensor.chunk(2 * ranks, SEQUENCE_DIM)
-    return torch.cat([*chunks[::2], *chunks[1::2][::-1]], SEQUENCE_DIM)
+            outputs.append(_transposed(queries, *visible, scale, mask))
+        return torch.cat(outputs, dim=SEQUENCE_DIM)
 
 
 class NpuVarlenAttention(VarlenAttentionWrapper):

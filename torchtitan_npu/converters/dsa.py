@@ -8,8 +8,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,25 @@ DENSE_ATTENTION = "npu_fusion_attention"
 DENSE_STATISTICS, DENSE_LOSS = "npu_dense_lightning_indexer_softmax_lse", "npu_dense_lightning_indexer_grad_kl_loss"
 
 
+class Queries(NamedTuple):
+    """What :class:`SparseAttention` takes for each query."""
+
+    q: Tensor
+    q_rope: Tensor
+    index_q: Tensor
+    index_weights: Tensor
+
+
+class Keys(NamedTuple):
+    """What :class:`SparseAttention` takes for each key."""
+
+    k: Tensor
+    k_rope: Tensor
+    index_k: Tensor
+    v: Tensor | None
+    """None: the keys are the values."""
+
+
 class FusedAttention(SparseAttention):
     """:class:`SparseAttention` on fused operators. Documents are packed (TND), at most 256 in a call."""
 
@@ -51,43 +70,25 @@ class FusedAttention(SparseAttention):
         documents: Documents | None,
         scale: float,
     ) -> Tensor:
-        queries: tuple[Tensor, ...] = (q, q_rope, index_q, index_weights)
-        keys: tuple[Tensor, ...] = (k, k_rope, index_k) if v is k else (k, k_rope, index_k, v)
+        queries, keys = Queries(q, q_rope, index_q, index_weights), Keys(k, k_rope, index_k, None if v is k else v)
         if documents is None:
-            return self.attend(*queries, *keys, documents=None, scale=scale)
-        queries, keys = (tuple(x.flatten(0, 1) for x in tensors) for tensors in (queries, keys))
+            return self.attend(queries, keys, None, scale)
+        packed_queries, packed_keys = ([x if x is None else x.flatten(0, 1) for x in each] for each in (queries, keys))
         outputs = [
-            self.attend(
-                *(rows(x, of_queries) for x in queries), *(rows(x, of_keys) for x in keys), documents=group, scale=scale
-            )
+            self.attend(Queries(*rows(packed_queries, of_queries)), Keys(*rows(packed_keys, of_keys)), group, scale)
             for of_queries, of_keys, group in documents.groups(MAX_DOCUMENTS)
         ]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unflatten(0, (len(q), -1))
 
-    def attend(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        index_q: Tensor,
-        index_weights: Tensor,
-        k: Tensor,
-        k_rope: Tensor,
-        index_k: Tensor,
-        v: Tensor | None = None,
-        *,
-        documents: Documents | None,
-        scale: float,
-    ) -> Tensor:
-        """Attend as :class:`SparseAttention` does, to tensors without the batch's dimension if there are documents.
-
-        Without ``v``, the keys are the values.
-        """
+    def attend(self, queries: Queries, keys: Keys, documents: Documents | None, scale: float) -> Tensor:
+        """Attend as :class:`SparseAttention` does, to tensors without the batch's dimension if there are documents."""
         raise NotImplementedError
 
 
-def rows(tensor: Tensor, tokens: slice) -> Tensor:
-    """Return some rows. The gradient of a slice is a copy, which all rows do not need."""
-    return tensor if tokens == slice(0, len(tensor)) else tensor[tokens]
+def rows(tensors: Sequence[Tensor | None], tokens: slice) -> Iterator[Any]:
+    """Yield some rows of each tensor. The gradient of a slice is a copy, which all rows do not need."""
+    for tensor in tensors:
+        yield tensor if tensor is None or tokens == slice(0, len(tensor)) else tensor[tokens]
 
 
 class NpuSparseAttention(FusedAttention):
@@ -104,20 +105,8 @@ class NpuSparseAttention(FusedAttention):
         # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
         return q if self.supports_strided_queries else q.contiguous()
 
-    def attend(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        index_q: Tensor,
-        index_weights: Tensor,
-        k: Tensor,
-        k_rope: Tensor,
-        index_k: Tensor,
-        v: Tensor | None = None,
-        *,
-        documents: Documents | None,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, queries: Queries, keys: Keys, documents: Documents | None, scale: float) -> Tensor:
+        (q, q_rope, index_q, index_weights), (k, k_rope, index_k, v) = queries, keys
         layout = "BSND" if documents is None else "TND"
         query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
@@ -194,20 +183,8 @@ class NpuDenseAttention(FusedAttention):
     def operators(self) -> tuple[str, ...]:
         return DENSE_ATTENTION, DENSE_STATISTICS, DENSE_LOSS
 
-    def attend(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        index_q: Tensor,
-        index_weights: Tensor,
-        k: Tensor,
-        k_rope: Tensor,
-        index_k: Tensor,
-        v: Tensor | None = None,
-        *,
-        documents: Documents | None,
-        scale: float,
-    ) -> Tensor:
+    def attend(self, queries: Queries, keys: Keys, documents: Documents | None, scale: float) -> Tensor:
+        (q, q_rope, index_q, index_weights), (k, k_rope, index_k, v) = queries, keys
         assert v is not None, "keys per head differ from the values"
         layout = "BSND" if documents is None else "TND"
         ends: dict[str, Sequence[int] | None] = {"actual_seq_qlen": None, "actual_seq_klen": None}

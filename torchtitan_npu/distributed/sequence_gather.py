@@ -19,3 +19,9 @@ def head_tail_order(seq_len: int, ranks: int) -> Tensor:
     """
     chunks = torch.arange(seq_len).chunk(2 * ranks)
     return torch.cat([chunks[i] for rank in range(ranks) for i in (rank, -1 - rank)])
+
+
+def in_sequence_order(tensor: Tensor, ranks: int, dim: int) -> Tensor:
+    """Undo :func:`head_tail_order` along ``dim`` of a gathered tensor."""
+    chunks = tensor.chunk(2 * ranks, dim)
+    return torch.cat([*chunks[::2], *chunks[1::2][::-1]], dim)

@@ -130,11 +130,7 @@ def loss(
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sizes = ((0, 32, 512), (1, 1, 512), (0, 8, 128), (1, 1, 128), (0, 8), (0, 32, 64), (1, 1, 64))
         query, key, query_index, key_index, w, query_rope, key_rope = make(device, layout, dtype, *sizes)
-        call: dict[str, Any] = {"layout": layout}
-        if layout == "TND":
-            call |= {"actual_seq_qlen": [5, 12], "actual_seq_klen": [9, 16]}
-        if rope:
-            call |= {"query_rope": query_rope, "key_rope": key_rope}
+        call = document_ends(layout) | ({"query_rope": query_rope, "key_rope": key_rope} if rope else {})
         of_forward = (indices(device, layout, 16), *statistics(device, layout, 32))
         return (query, key, query_index, key_index, w.to(weights or dtype), *of_forward, 0.1), call | options
 

@@ -65,17 +65,18 @@ def _optional(name, value):
     return or_none(value) if name in OPTIONAL else value
 
 
+@fused("npu_dense_lightning_indexer_grad_kl_loss", "aclnnDenseLightningIndexerGradKLLoss")
 @fused("npu_sparse_lightning_indexer_grad_kl_loss", "aclnnSparseLightningIndexerGradKLLoss")
 def indexer_loss(
     query_rope,
     key_rope,
     actual_seq_lengths_query,
     actual_seq_lengths_key,
-    deterministic,
     d_query_index,
     d_key_index,
     d_weights,
     loss,
+    deterministic=None,  # of the sparse loss
     **rest,
 ):
     optional = {
@@ -93,24 +94,3 @@ def dense_indexer_softmax(
 ):
     lengths = {"actual_seq_qlen": actual_seq_lengths_query or None, "actual_seq_klen": actual_seq_lengths_key or None}
     return {**rest, **lengths, "weights": weight}, (softmax_max_out, softmax_sum_out)
-
-
-@fused("npu_dense_lightning_indexer_grad_kl_loss", "aclnnDenseLightningIndexerGradKLLoss")
-def dense_indexer_loss(
-    query_rope,
-    key_rope,
-    actual_seq_lengths_query,
-    actual_seq_lengths_key,
-    d_query_index,
-    d_key_index,
-    d_weights,
-    loss,
-    **rest,
-):
-    optional = {
-        "query_rope": or_none(query_rope),
-        "key_rope": or_none(key_rope),
-        "actual_seq_qlen": actual_seq_lengths_query or None,
-        "actual_seq_klen": actual_seq_lengths_key or None,
-    }
-    return {**rest, **optional}, (d_query_index, d_key_index, d_weights, loss)

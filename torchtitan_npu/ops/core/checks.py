@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 NPU_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*NPU_FLOATS, torch.float64)
 """Floating dtypes that the reference kernels take: float64, which an NPU does not take, is for oracles."""
+
+
+def longest_document(ends: Sequence[int]) -> int:
+    """Return the length of the longest document, given their ends."""
+    return max(end - start for start, end in pairwise((0, *ends)))
 
 
 def check_dim(name: str, tensor: Tensor, *allowed: int) -> Iterator[str]:

@@ -8,13 +8,13 @@ logarithm of the sum of exponentials; it is returned as the statistic m, with l 
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_npu.ops.core.checks import longest_document
 from torchtitan_npu.ops.fusion_attention import reference
 
 MAX_HEAD_SIZE = 256
@@ -140,9 +140,7 @@ class _Starts(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # all layers of a model have the same documents
 def _starts(ends: tuple[int, ...], device: torch.device) -> _Starts:
-    starts = (0, *ends)
-    longest = max(end - start for start, end in pairwise(starts))
-    return _Starts(torch.tensor(starts, dtype=torch.int32, device=device), longest)
+    return _Starts(torch.tensor((0, *ends), dtype=torch.int32, device=device), longest_document(ends))
 
 
 def _stored(lse: Tensor, layout: str, **rest: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
 from torchtitan_npu.ops.core.call_description import TensorDescription
-from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is, longest_document
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import BATCH, HEAD_SIZE, HEADS, TOKENS, randn
 from torchtitan_npu.ops.core.sharding import Strategy
@@ -143,17 +143,13 @@ def _check_mask(
     if sparse_mode in (2, 3):
         shapes: tuple[tuple[int, ...], ...] = ((COMPRESSED, COMPRESSED),)
     elif layout == "TND":
-        shapes = (tuple(_longest(ends) for ends in (query_ends, key_ends)),)
+        shapes = (tuple(longest_document(ends) if ends else 0 for ends in (query_ends, key_ends)),)
     else:
         batch, scores = query.shape[layout.index("B")], (query.shape[layout.index("S")], key.shape[layout.index("S")])
         shapes = (scores, (1, 1, *scores), (batch, 1, *scores), (batch, head_num, *scores))
     if _shape(mask) not in shapes:
         wanted = " or ".join(map(str, dict.fromkeys(shapes)))
         yield f"atten_mask must have shape {wanted} if sparse_mode is {sparse_mode}, not {_shape(mask)}"
-
-
-def _longest(ends: list[int] | None) -> int:
-    return max(end - start for start, end in zip([0, *(ends or ())], ends or (), strict=False)) if ends else 0
 
 
 def fake(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu.ops.core.checks import FLOATS
+from torchtitan_npu.ops.core.checks import FLOATS, longest_document
 
 LAYOUTS = {"BSND": 4, "TND": 3}
 """The layouts, and the number of dimensions of each. ``PA_BSND``, paged keys, is for inference."""
@@ -73,7 +73,7 @@ def longest(tokens: Tensor, ends: Sequence[int] | None) -> int:
     """Return S of (B, S, N, D), or the length of the longest document of (T, N, D), for a limit."""
     if tokens.dim() == 4 or ends is None:
         return tokens.shape[-3]
-    return max(end - start for start, end in zip([0, *ends], ends, strict=False))
+    return longest_document(ends)
 
 
 def check_layouts(**layouts: str | None) -> Iterator[str]:
