@@ -32,7 +32,14 @@ Shared = Callable[[str, Callable[[], Result]], Result]
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared[Any]:
     """Return a function that computes a named result once, also if pytest-xdist runs several workers."""
 
+    known: dict[str, Any] = {}
+
     def get(name: str, compute: Callable[[], Result]) -> Result:
+        if name not in known:
+            known[name] = of_all_workers(name, compute)
+        return known[name]
+
+    def of_all_workers(name: str, compute: Callable[[], Result]) -> Result:
         if "PYTEST_XDIST_WORKER" not in os.environ:
             return compute()
         file = tmp_path_factory.getbasetemp().parent / f"{name}.pickle"  # the folder of this run, above the worker's

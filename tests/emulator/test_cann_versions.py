@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.emulator.conftest import Shared
 from torchtitan_npu.emulator.build import C_TYPES, CANN_VERSIONS, PROTOTYPES, BuildError, build, operator_entries
 from torchtitan_npu.emulator.environment import process_variables
 
@@ -149,53 +151,78 @@ except UsageError as error:
 """
 
 
-def test_sparse_attention_needs_cann_9() -> None:
+PROGRAMS = {
+    "8.5": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL, "dsa step": DSA_STEP},
+    "9.0": {"dsa call": DSA_CALL, "dsa step": DSA_STEP},
+    "9.1": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL},
+}
+"""The programs that run in one process, by version of CANN."""
+
+Outputs = Callable[[str], dict[str, list[str]]]
+
+
+@pytest.fixture(scope="session")
+def outputs(shared: Shared[dict[str, list[str]]]) -> Outputs:
+    """Return a function that returns the lines that the programs of a version print."""
+    return lambda cann: shared(f"cann-{cann}", lambda: run_programs(cann))
+
+
+def run_programs(cann: str) -> dict[str, list[str]]:
+    environment = {**os.environ, **process_variables(build(cann=cann), {})}
+    program = "".join(f"print({name!r}, end=':\\n')\n{text}" for name, text in PROGRAMS[cann].items())
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, list[str]] = {}
+    for line in ran.stdout.splitlines():
+        if line.removesuffix(":") in PROGRAMS[cann]:
+            found[line.removesuffix(":")] = lines = []
+        else:
+            lines.append(line)
+    return found
+
+
+def test_sparse_attention_needs_cann_9(outputs: Outputs) -> None:
     """In CANN 8.5 the operators have other limits and known faults."""
-    (error,) = _run("8.5", DSA_STEP)
+    (error,) = outputs("8.5")["dsa step"]
     assert error.startswith("model.converters: npu_dsa needs CANN 9.0 or newer, and 8.5.0 is installed: ")
 
 
 @pytest.mark.slow
-def test_both_stages_of_sparse_attention_compute_with_cann_9() -> None:
-    assert _run("9.0", DSA_STEP)[-2:] == ["computed"] * 2
+def test_both_stages_of_sparse_attention_compute_with_cann_9(outputs: Outputs) -> None:
+    found = outputs("9.0")
+    assert found["dsa call"] == ["computed"]
+    assert found["dsa step"][-2:] == ["computed"] * 2
 
 
-def test_a_missing_operator_is_torch_npus_error() -> None:
-    version, gating, sinks = _run("8.5")
+def test_a_missing_operator_is_torch_npus_error(outputs: Outputs) -> None:
+    version, gating, sinks = outputs("8.5")["calls"]
     assert version == "8.5.0"
     assert gating.startswith(f"{GATING} or {GATING}GetWorkspaceSize not in libopapi.so")
     assert sinks.startswith(f"{SINKS} or {SINKS}GetWorkspaceSize not in libopapi.so")
-    version, gating, sinks = _run("9.1")
+    version, gating, sinks = outputs("9.1")["calls"]
     assert version == "9.1.0"
     assert "not in libopapi.so" not in gating
     assert sinks.startswith(f"{SINKS} or {SINKS}GetWorkspaceSize not in libopapi.so")
 
 
-def test_the_limits_of_a_version() -> None:
+def test_the_limits_of_a_version(outputs: Outputs) -> None:
     """CANN 8.5 has the operators of npu_dsa with narrower limits: 64 heads and 2048 keys.
 
     Its gradient of unpermute requires the rows even where it does not read them.
     """
-    computed, heads, count, with_rows, without_rows = _run("8.5", LIMITS)
+    computed, heads, count, with_rows, without_rows = outputs("8.5")["limits"]
     assert computed == with_rows == "computed"
     assert "the number of heads of query is 32; CANN 8.5 on 910B supports 64" in heads
     assert "sparse_count is 3072; CANN 8.5 on 910B supports 1..2048" in count
     assert "whether permuted_tokens is given is False; CANN 8.5 on 910B supports True" in without_rows
-    assert _run("9.1", LIMITS) == ["computed"] * 5
+    assert outputs("9.1")["limits"] == ["computed"] * 5
 
 
-def test_npu_dsa_fails_on_cann_8_5() -> None:
+def test_npu_dsa_fails_on_cann_8_5(outputs: Outputs) -> None:
     """DeepSeek-V3.2's weights of the index heads are float32, which CANN 8.5 does not take."""
-    (line,) = _run("8.5", DSA_CALL)
+    (line,) = outputs("8.5")["dsa call"]
     assert "npu_lightning_indexer: weights.dtype is float32; CANN 8.5 on 910B supports float16, bfloat16" in line
-    assert _run("9.0", DSA_CALL) == ["computed"]
-
-
-def _run(cann: str, script: str = CALLS) -> list[str]:
-    home = build(cann=cann)
-    environment = {**os.environ, **process_variables(home, {})}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    return ran.stdout.splitlines()
+    assert outputs("9.1")["dsa call"] == ["computed"]
 
 
 @pytest.mark.parametrize(

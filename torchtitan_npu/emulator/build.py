@@ -5,7 +5,8 @@ torch_npu's libraries resolve their symbols when they are loaded. The emulator d
 functions are generated from the prototypes in ``prototypes.json``. An operator that the emulated version of CANN does
 not have is not defined: torch_npu takes another path, or reports that the symbol is missing.
 
-The result is a folder as ``ASCEND_HOME_PATH`` points to. It is cached by everything that it depends on.
+The result is a folder as ``ASCEND_HOME_PATH`` points to. It is cached by everything that it depends on. Builds for
+several versions of CANN differ in the operators and their dtypes alone; the rest is compiled for the first one.
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ OPERATORS = "libopapi.so"
 
 OPENED_AT_RUN_TIME = (OPERATORS, "libhcomm.so", "libms_tools_ext.so", "libmsprofiler.so", "libascend_hal.so")
 """Libraries that torch_npu opens by name, besides those it links to."""
+
+BRIDGE_OBJECT = "bridge.o"
+"""Part of ``_bridge.so``, which Python imports; all other sources of the runtime are in :data:`RUNTIME`."""
+
+OPERATOR_NAMES = "operators.json"
+"""The result of :func:`operator_names`, in the folder of a build."""
+
+LAUNCH = """static int launch(void *workspace, uint64_t size, void *executor, void *on) {
+    return emulator_launch_call(executor, on);
+}"""
+"""The second function of every operator."""
 
 MEMORY_TOOL = "libascend_kernel_hook.so"
 """A preloaded library of this name makes torch_npu's allocator report its blocks (``runtime/memory.c``)."""
@@ -106,25 +118,36 @@ def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if _is_cached(folder):
         return folder
-    report(f"building the emulator of CANN in {folder} (once, about 20 s)")
+    with _lock(folder.parent / "build.lock"):  # another process may build the same, or a version to copy from
+        if not _is_cached(folder):
+            report(f"building the emulator of CANN in {folder} (once, about 15 s)")
+            _build(folder, version, wheel)
+    return folder
+
+
+def _build(folder: Path, cann: str, wheel: list[Path]) -> None:
+    names = [folder.name.replace(f"-cann-{cann}-", f"-cann-{other}-") for other in CANN_VERSIONS if other != cann]
+    others = [folder.with_name(name) for name in names]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as temporary:
         made = Path(temporary) / "built"
-        _compile(made, version, wheel, libraries_of("torch"))
+        if found := [other for other in others if _is_cached(other)]:
+            shutil.copytree(found[0], made, symlinks=True, ignore=shutil.ignore_patterns("complete"))
+        else:
+            _compile_common(made, wheel, libraries_of("torch"))
+        _compile_version(made, cann)
         (made / "complete").touch()
-        with _cache_lock(folder.parent):
-            if not (folder / "complete").exists():  # another process may have been first
-                shutil.rmtree(folder, ignore_errors=True)
-                made.rename(folder)
+        with _lock(folder.parent / "lock"):
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
             unused = [each.rename(Path(temporary) / each.name) for each in unused_builds(folder.parent, folder)]
         for each in unused:
             shutil.rmtree(each, ignore_errors=True)
-    return folder
 
 
 def _is_cached(folder: Path) -> bool:
     """Return whether the build exists, and note that it is used now. The lock excludes its removal in between."""
     try:
-        with _cache_lock(folder.parent):
+        with _lock(folder.parent / "lock"):
             os.utime(folder / "complete")
     except FileNotFoundError:
         return False
@@ -134,8 +157,8 @@ def _is_cached(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _cache_lock(cache: Path) -> Iterator[None]:
-    with (cache / "lock").open("w") as file:
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -194,52 +217,46 @@ def libraries_of(package: str) -> list[Path]:
     return sorted(Path(spec.origin).parent.glob("**/*.so*"))
 
 
-def _compile(folder: Path, cann: str, wheel: list[Path], torch: list[Path]) -> None:
-    libraries = folder / "lib64"
+def _compile_common(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
+    """Make everything but the libraries of a version."""
     for name in PACKAGES:
         (folder / name).mkdir(parents=True)
-    objects = [_compile_one(source, folder) for source in sorted(RUNTIME_FOLDER.glob("*.c")) if source.stem != "bridge"]
-    defined = {line.split()[-1] for line in _run("nm", "--defined-only", *objects).splitlines() if line.strip()}
-    missing = missing_symbols(wheel, torch)
-    rest = folder / "rest.c"
-    # Mangled C++ names are valid C names.
-    lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing - defined)]
-    rest.write_text("\n".join([f'const char cann_version[] = "{CANN_VERSIONS[cann]}";', _chip_table(), *lines]))
-    shared = ("gcc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic")  # short names of ours stay ours
-    _run(
-        *shared,
-        "-fno-builtin",
-        rest,
-        *objects,
-        f"-Wl,-soname,{RUNTIME}",
-        "-lm",
-        "-lpthread",
-        "-ldl",
-        "-o",
-        libraries / RUNTIME,
-    )
-
-    entries = folder / "operators.c"
-    entries.write_text(operator_entries(operator_names(wheel), cann))
-    link = ("-L", libraries, "-lascendcl", "-Wl,-rpath,$ORIGIN")
-    _run(*shared, "-I", RUNTIME_FOLDER, entries, *link, "-o", libraries / OPERATORS)
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
         raise BuildError(f"Python's headers are not in {include}: install them (python3-dev)")
-    _run(
-        *shared, "-I", include, "-I", RUNTIME_FOLDER, RUNTIME_FOLDER / "bridge.c", *link, "-o", libraries / "_bridge.so"
-    )
+    defined: set[str] = set()
+    for source in sorted(RUNTIME_FOLDER.glob("*.c")):
+        made = folder / f"{source.stem}.o"
+        _run("gcc", "-c", "-fPIC", "-O2", "-w", "-I", include, source, "-o", made)
+        if made.name != BRIDGE_OBJECT:
+            defined |= {line.split()[-1] for line in _run("nm", "--defined-only", made).splitlines() if line.strip()}
+    # Mangled C++ names are valid C names.
+    lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing_symbols(wheel, torch) - defined)]
+    rest = folder / "rest.c"
+    rest.write_text("\n".join([_chip_table(), *lines]))
+    _run("gcc", "-c", "-fPIC", "-w", "-fno-builtin", rest, "-o", rest.with_suffix(".o"))
     tool = folder / "memory_tool.c"
     tool.write_text("const char emulator_memory_tool = 1;")  # memory.c tests for it
-    _run(*shared, tool, "-o", libraries / MEMORY_TOOL)
+    _run("gcc", "-shared", "-fPIC", tool, "-o", folder / "lib64" / MEMORY_TOOL)
     for name in {*missing_libraries(wheel, torch), *OPENED_AT_RUN_TIME} - {RUNTIME, OPERATORS}:
-        (libraries / name).symlink_to(RUNTIME)
+        (folder / "lib64" / name).symlink_to(RUNTIME)
+    (folder / OPERATOR_NAMES).write_text(json.dumps(sorted(operator_names(wheel))))
 
 
-def _compile_one(source: Path, folder: Path) -> Path:
-    made = folder / f"{source.stem}.o"
-    _run("gcc", "-c", "-fPIC", "-O2", "-w", source, "-o", made)
-    return made
+def _compile_version(folder: Path, cann: str) -> None:
+    """Make the libraries of a version of CANN in a folder with everything else."""
+    libraries = folder / "lib64"
+    shared = ("gcc", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic")  # short names of ours stay ours
+    version = folder / "version.c"
+    version.write_text(f'const char cann_version[] = "{CANN_VERSIONS[cann]}";')
+    objects = [path for path in sorted(folder.glob("*.o")) if path.name != BRIDGE_OBJECT]
+    system = ("-lm", "-lpthread", "-ldl")
+    _run(*shared, version, *objects, f"-Wl,-soname,{RUNTIME}", *system, "-o", libraries / RUNTIME)
+    entries = folder / "entries.c"
+    entries.write_text(operator_entries(json.loads((folder / OPERATOR_NAMES).read_text()), cann))
+    link = ("-L", libraries, "-lascendcl", "-Wl,-rpath,$ORIGIN")
+    _run(*shared, "-Og", "-I", RUNTIME_FOLDER, entries, *link, "-o", libraries / OPERATORS)  # -O1 takes twice as long
+    _run(*shared, folder / BRIDGE_OBJECT, *link, "-o", libraries / "_bridge.so")
 
 
 def operator_entries(names: Iterable[str], cann: str) -> str:
@@ -250,7 +267,7 @@ def operator_entries(names: Iterable[str], cann: str) -> str:
     prototypes = json.loads(PROTOTYPES.read_text())
     documents = json.loads(DTYPES.read_text())
     versions = list(CANN_VERSIONS)
-    lines = ['#include "runtime.h"']
+    lines = ['#include "runtime.h"', LAUNCH]
     for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
         since = prototypes[name].get("since", versions[0])
         if versions.index(since) <= versions.index(cann):
@@ -278,8 +295,7 @@ def _entry(
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
         f" argument all[] = {{{values}}};"
         f" return emulator_prepare_call(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
-        f"int {name}(void *workspace, uint64_t size, void *executor, void *on)"
-        " { return emulator_launch_call(executor, on); }",
+        f'int {name}(void *, uint64_t, void *, void *) __attribute__((alias("launch")));',
     ]
 
 

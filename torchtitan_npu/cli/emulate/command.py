@@ -6,7 +6,7 @@
     torchtitan-npu emulate -- python script.py
     torchtitan-npu emulate -- torchrun --nproc_per_node=2 -m torchtitan_npu.train --job.config_file X.toml
 
-The first use compiles the emulator (20 s, needs gcc). The exit code is that of the command; 2: it was not started.
+The first use compiles the emulator (15 s, needs gcc). The exit code is that of the command; 2: it was not started.
 See docs/how-to/emulate-an-npu.md.
 """
 
