@@ -24,7 +24,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
+from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.config.comm import hccl_buffers
@@ -44,10 +44,8 @@ class Trainer(TitanTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         self.has_stepped = False
         with_peak_flops(TitanTrainer.__init__, peak_flops(job_config))(self, job_config)
-        loss_fn = getattr(self.loss_fn, "loss_fn", None)
-        self.chunked_loss = loss_fn if isinstance(loss_fn, ChunkedCrossEntropy) else None
-        if self.chunked_loss:
-            self.chunked_loss.defer_output(self.model_parts)
+        if isinstance(self.loss_fn, ChunkedLossPerToken):
+            self.loss_fn.use_output(self.model_parts)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own_context = getattr(self.model_args, "context_parallel", None)
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
@@ -116,7 +114,7 @@ class Trainer(TitanTrainer):
             for auxiliary_loss in self.auxiliary_losses:
                 auxiliary_loss.start_batch(labelled if auxiliary_loss.of_labels else all_tokens, replicas)
         tokens = global_valid_tokens / replicas
-        if not (dims.pp_enabled or self.chunked_loss):
+        if not (dims.pp_enabled or isinstance(self.loss_fn, ChunkedLossPerToken)):
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
             return loss / replicas
         self.loss_fn.tokens = tokens

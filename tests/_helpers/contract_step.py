@@ -17,7 +17,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.layouts import DEGREES
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
+from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.config.job_config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.attention import VarlenDocuments
@@ -160,9 +160,8 @@ def train_step(config: JobConfig, args: Any) -> Step:
         _, (model,), *_ = spec.pipelining_fn(model, dims, config, device, args, spec.parallelize_fn, loss_fn)
     else:
         model = spec.parallelize_fn(model, dims, config)
-    chunked_loss = getattr(loss_fn, "loss_fn", None)
-    if isinstance(chunked_loss, ChunkedCrossEntropy):
-        chunked_loss.defer_output([model])
+    if isinstance(loss_fn, ChunkedLossPerToken):
+        loss_fn.use_output([model])
     outputs = _record_outputs(model)
 
     batch = config.training.local_batch_size

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.moe.moe import GroupedExperts
@@ -32,10 +34,16 @@ from tests._helpers.training import TOLERANCE
 from tests.models.test_qwen3_vl_training import SIZES
 from torchtitan_npu.components import chunked_loss
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy, LinearCrossEntropy
+from torchtitan_npu.components.chunked_loss import (
+    ChunkedLossPerToken,
+    LinearCrossEntropy,
+    VocabularyShard,
+    defer_output,
+)
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner import fake_ranks
 
 
 def test_loss_and_gradients_are_within_the_rounding_of_float32() -> None:
@@ -122,10 +130,11 @@ def train(model: nn.Module, loss_fn: LossPerToken) -> tuple[Tensor, dict[str, Te
 
 @pytest.mark.parametrize("name", [*layouts.TINY, "deepseek_v32", "qwen3_vl"])
 def test_every_model_has_the_gradients_of_the_loss_of_all_logits(name: str) -> None:
-    loss_fn = ChunkedCrossEntropy(24)
+    loss_fn = ChunkedLossPerToken(24)
     model = build(name)
-    loss_fn.defer_output([model])
-    loss, gradients, validation = train(model, LossPerToken(loss_fn))
+    defer_output(model)
+    loss_fn.use_output([model])
+    loss, gradients, validation = train(model, loss_fn)
     expected_loss, expected, expected_validation = train(build(name), LossPerToken(cross_entropy_loss))
     assert loss.item() == pytest.approx(expected_loss.item(), rel=TOLERANCE)
     assert validation.item() == pytest.approx(expected_validation.item(), rel=TOLERANCE)
@@ -179,4 +188,14 @@ def test_other_output_layers_are_rejected(output: nn.Module) -> None:
     model = nn.Module()
     model.output = output
     with pytest.raises(UsageError, match=r"npu\.loss_chunk_tokens must be 0: the model's output is "):
-        ChunkedCrossEntropy(4).defer_output([model])
+        defer_output(model)
+
+
+def test_an_output_that_is_not_sharded_by_rows_is_rejected() -> None:
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = DTensor.from_local(torch.ones(8, 4), mesh, [Replicate()], run_check=False)
+        with pytest.raises(
+            UsageError, match=r"npu\.loss_chunk_tokens must be 0: the parallel plan places the output's "
+        ):
+            VocabularyShard.of(weight)

@@ -1,8 +1,8 @@
 """Cross entropy in chunks of tokens, so that the logits of all tokens are never in memory at once.
 
-The model's output layer returns its input, and the loss applies the layer to one chunk of tokens after another. Each
-chunk computes its logits, its loss and the gradients of both inputs of the layer. So the backward pass needs no logits,
-and nothing is computed twice.
+The model's output layer is replaced by one that returns its input. The loss applies its weight to one chunk of tokens
+after another. Each chunk computes its logits, its loss and the gradients of both inputs of the layer. So the backward
+pass needs no logits, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -15,39 +15,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.components.loss import IGNORE_INDEX
 
+from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.errors import UsageError
 
 VOCABULARY_STEP = 65408
 """Rows of the output weight whose gradient one call adds to: the operator takes fewer than 65536."""
 
 
-class ChunkedCrossEntropy:
-    """The summed cross entropy of a model's hidden states, divided by a number of tokens."""
+class DeferredLinear(nn.Linear):
+    """An output layer that returns its input. :class:`ChunkedLossPerToken` applies its weight.
+
+    The hooks of FSDP and tensor parallel do not run: the loss does their work. Parameters, plans and checkpoints are
+    those of ``nn.Linear``.
+    """
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def defer_output(model: Any) -> None:
+    """Let ``model``, or a pipeline stage, return hidden states in place of logits. Call it before parallelization."""
+    output = getattr(model, "output", None)
+    if output is None:  # a pipeline stage other than the last
+        return
+    if type(output).forward is not nn.Linear.forward or output.bias is not None:
+        raise UsageError(
+            f"npu.loss_chunk_tokens must be 0: the model's output is {type(output).__name__}, and only an nn.Linear "
+            "without bias can be computed in chunks"
+        )
+    deferred = DeferredLinear(output.in_features, output.out_features, bias=False, device="meta")
+    deferred.weight = output.weight  # the same object: it may be the embedding's weight too
+    model.output = deferred
+
+
+class ChunkedLossPerToken(LossPerToken):
+    """The cross entropy of a model's hidden states, summed over tokens and divided by :attr:`tokens`."""
 
     def __init__(self, chunk_tokens: int) -> None:
+        super().__init__(self._sum)
         self.chunk_tokens = chunk_tokens
         self.output: Any = None
         """The output layer. Only the last stage of a pipeline has one."""
 
-    def defer_output(self, model_parts: Iterable[nn.Module]) -> None:
-        """Let the parallelized model return hidden states, and take over its output layer."""
+    def use_output(self, model_parts: Iterable[nn.Module]) -> None:
+        """Take the output layer of the parallelized model, of which :func:`defer_output` has changed each part."""
         for part in model_parts:
-            output: Any = getattr(part, "output", None)
-            if output is not None:
-                if type(output).forward is not nn.Linear.forward or output.bias is not None:
-                    raise UsageError(
-                        f"npu.loss_chunk_tokens must be 0: the model's output is {type(output).__name__}, and only an "
-                        "nn.Linear without bias can be computed in chunks"
-                    )
-                cls = type(output)
-                output.__class__ = type(f"Deferred{cls.__name__}", (DeferredOutput, cls), {})
-                self.output = output
+            if isinstance(getattr(part, "output", None), DeferredLinear):
+                self.output = part.output
 
-    def __call__(self, hidden: Tensor, labels: Tensor, tokens: float | Tensor = 1.0) -> Tensor:
-        """Return the sum of the losses of ``hidden`` (bsz, seqlen, dim), divided by ``tokens``.
+    def mean(self, pred: Tensor, labels: Tensor) -> Tensor:
+        # gradients are computed in the forward pass: divided there, they are rounded once
+        return self._divided_sum(pred, labels, self.tokens)
+
+    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return self._divided_sum(hidden, labels, 1.0)
+
+    def _divided_sum(self, hidden: Tensor, labels: Tensor, divisor: float | Tensor) -> Tensor:
+        """Return the sum of the losses of ``hidden`` (bsz, seqlen, dim), divided by ``divisor``.
 
         Tokens whose ``labels`` (bsz, seqlen) are IGNORE_INDEX have no loss. Under tensor parallel, ``hidden`` is a
         DTensor, and every rank returns the same loss.
@@ -63,21 +90,11 @@ class ChunkedCrossEntropy:
         if not torch.is_grad_enabled():
             weight = weight.detach()  # a custom function would compute its gradient anyway
         loss = LinearCrossEntropy.apply(
-            hidden.flatten(0, 1), weight, labels.flatten(), tokens, self.chunk_tokens, shard
+            hidden.flatten(0, 1), weight, labels.flatten(), divisor, self.chunk_tokens, shard
         )
         if isinstance(self.output, FSDPModule) and not torch.is_grad_enabled():
             self.output.reshard()  # in training the backward pass does
         return loss
-
-
-class DeferredOutput(nn.Module):
-    """An output layer that returns its input.
-
-    The hooks of FSDP and tensor parallel do not run. :class:`ChunkedCrossEntropy` does their work.
-    """
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden
 
 
 class VocabularyShard(NamedTuple):
@@ -89,6 +106,11 @@ class VocabularyShard(NamedTuple):
     @classmethod
     def of(cls, weight: DTensor) -> VocabularyShard:
         mesh = weight.device_mesh
+        if weight.placements != (Shard(0),):
+            raise UsageError(
+                "npu.loss_chunk_tokens must be 0: the parallel plan places the output's weight as "
+                f"{weight.placements}, and only one that is sharded by rows can be computed in chunks"
+            )
         return cls(mesh.get_group(), mesh.get_local_rank() * math.ceil(weight.shape[0] / mesh.size()))
 
     def reduce(self, tensor: Tensor, op: Any) -> None:
@@ -108,25 +130,25 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        tokens: float | Tensor,
+        divisor: float | Tensor,
         chunk_tokens: int,
         shard: VocabularyShard | None,
     ) -> Tensor:
         """Return the loss of ``hidden`` (rows, dim), ``weight`` (vocabulary or this rank's shard, dim), ``labels``."""
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         ctx.weight_dtype = weight.dtype
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        losses = torch.empty_like(labels, dtype=wide)
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+        losses = torch.empty_like(labels, dtype=sum_dtype)
         with torch.autocast(device, enabled=False):
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             for start in range(0, len(labels), chunk_tokens):
                 chunk = slice(start, start + chunk_tokens)
-                logits = (hidden[chunk] @ weight.t()).to(wide)
-                losses[chunk] = cross_entropy_(logits, labels[chunk], tokens, shard)
+                logits = (hidden[chunk] @ weight.t()).to(sum_dtype)
+                losses[chunk] = losses_and_gradients_(logits, labels[chunk], divisor, shard)
                 grad_logits = logits.to(dtype)
                 del logits
                 if grad_hidden is not None:
@@ -135,7 +157,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     add_product_(grad_weight, grad_logits, hidden[chunk])
                 del grad_logits
             ctx.save_for_backward(grad_hidden, grad_weight)
-            return losses.sum() / tokens
+            return losses.sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -148,31 +170,33 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, tokens: float | Tensor, shard: VocabularyShard | None) -> Tensor:
-    """Return the loss of each row of ``logits`` (rows, vocabulary), and overwrite them by their gradient / ``tokens``.
+def losses_and_gradients_(
+    logits: Tensor, labels: Tensor, divisor: float | Tensor, shard: VocabularyShard | None
+) -> Tensor:
+    """Return the loss of each row of ``logits`` (rows, vocabulary). Overwrite them by their gradients / ``divisor``.
 
     With a ``shard`` of the vocabulary, two reductions of one or two numbers per row complete the softmax.
     """
-    counts = labels != IGNORE_INDEX
-    here, index = counts, labels
+    has_label = labels != IGNORE_INDEX
+    is_local, column = has_label, labels  # the column of the label's logit, if this rank has it
     if shard is not None:
-        index = labels - shard.start
-        here = counts & (index >= 0) & (index < logits.shape[1])
-    index = index.where(here, 0).unsqueeze(1)
+        column = labels - shard.start
+        is_local = has_label & (column >= 0) & (column < logits.shape[1])
+    column = column.where(is_local, 0).unsqueeze(1)
 
-    largest = logits.amax(1, keepdim=True)
+    maximum = logits.amax(1, keepdim=True)
     if shard is not None:
-        shard.reduce(largest, dist.ReduceOp.MAX)
-    logits.sub_(largest)
-    of_label = logits.gather(1, index).squeeze(1).where(here, 0)
-    sums = torch.stack([logits.exp_().sum(1), of_label])
+        shard.reduce(maximum, dist.ReduceOp.MAX)
+    logits.sub_(maximum)
+    label_logit = logits.gather(1, column).squeeze(1).where(is_local, 0)
+    sums = torch.stack([logits.exp_().sum(1), label_logit])
     if shard is not None:
         shard.reduce(sums, dist.ReduceOp.SUM)
-    total, of_label = sums
+    exp_sum, label_logit = sums
 
-    logits.mul_((counts / (total * tokens)).unsqueeze(1))
-    logits.scatter_(1, index, logits.gather(1, index) - (here / tokens).unsqueeze(1))
-    return (total.log() - of_label).where(counts, 0)
+    logits.mul_((has_label / (exp_sum * divisor)).unsqueeze(1))  # softmax / divisor
+    logits.scatter_(1, column, logits.gather(1, column) - (is_local / divisor).unsqueeze(1))
+    return (exp_sum.log() - label_logit).where(has_label, 0)
 
 
 def add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

@@ -7,8 +7,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torchtitan.components.loss import LossFunction
 
-from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
-
 
 @runtime_checkable
 class LogitsWithLosses(Protocol):
@@ -25,14 +23,15 @@ class LossPerToken:
     reports, so that the gradients would be those of the sum (torchtitan/train.py, forward_backward_step).
     """
 
-    def __init__(self, loss_fn: LossFunction | ChunkedCrossEntropy) -> None:
+    def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
+        """Returns the sum over tokens."""
         self.tokens: float | torch.Tensor = 1.0
 
     def __call__(self, pred: torch.Tensor | LogitsWithLosses, labels: torch.Tensor) -> torch.Tensor:
         if isinstance(pred, LogitsWithLosses):
             pred = pred.with_loss(self.loss_fn, labels)
-        if isinstance(self.loss_fn, ChunkedCrossEntropy):
-            # it computes gradients in its forward pass: divided there, they are rounded once
-            return self.loss_fn(pred, labels, self.tokens)
+        return self.mean(pred, labels)
+
+    def mean(self, pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.loss_fn(pred, labels) / self.tokens

@@ -32,7 +32,7 @@ from torchtitan.protocols.train_spec import (
 
 from torchtitan_npu import platform
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
-from torchtitan_npu.components.chunked_loss import ChunkedCrossEntropy
+from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken, defer_output
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.loss import LossPerToken
@@ -89,7 +89,7 @@ def per_token(build_loss_fn: LossFunctionBuilder) -> LossFunctionBuilder:
             return LossPerToken(build_loss_fn(job_config, **kwargs))
         if build_loss_fn is not build_cross_entropy_loss:
             raise UsageError(f"npu.loss_chunk_tokens must be 0: {job_config.model.name} has a loss of its own")
-        return LossPerToken(ChunkedCrossEntropy(chunk_tokens))
+        return ChunkedLossPerToken(chunk_tokens)
 
     return build_loss
 
@@ -103,6 +103,8 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
         _require_our_trainer(dims)
         if backend != "cuda":
             _disable_grouped_mm(model)
+        if npu_options(job_config).loss_chunk_tokens:
+            defer_output(model)
         parallelize = original
         if context := context_parallel(job_config, dims, _own_context(model)):
             context.parallelize(model)
