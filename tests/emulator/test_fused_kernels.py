@@ -148,6 +148,20 @@ def test_workspace_of_a_long_sequence() -> None:
     assert size / 2**30 == pytest.approx(2.85, abs=0.05)
 
 
+def test_workspaces_of_the_dense_indexer_loss() -> None:
+    """As in the warm-up of the 671B model with 8192 tokens. The scores of all heads are 128 × 1024 in each tile."""
+    bfloat16 = {"dtype": torch.bfloat16, "device": "meta"}
+    query, key = (torch.empty(1, 8192, 128, 128, **bfloat16) for _ in range(2))
+    query_index, key_index = (torch.empty(1, 8192, heads, 128, **bfloat16) for heads in (64, 1))
+    size = workspaces.dense_indexer_loss(query, key, query_index, key_index, torch.empty(1, 8192, 64, device="meta"))
+    tile = (128 + 2 * 64) * 128 * 1024 * 4  # bytes; each of 24 cores has two
+    assert 0 < size - 24 * 2 * tile < 128 << 20
+    statistics = [workspaces.dense_indexer_statistics(key_index, "BSND")]
+    packed = key_index.flatten(0, 1)
+    statistics.append(workspaces.dense_indexer_statistics(packed, "TND", actual_seq_klen=[4096, 8192]))
+    assert [size - (16 << 20) - 24 * (2 << 20) for size in statistics] == [24 * 8 * 8192 * 4, 24 * 8 * 4096 * 4]
+
+
 def test_unpermute_of_different_dtypes_is_refused() -> None:
     """Hardware computes the forward, and NaN in the gradient."""
     rows, places = torch.ones(8, 16, dtype=torch.bfloat16, device="npu"), torch.arange(8, dtype=torch.int32).npu()

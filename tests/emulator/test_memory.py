@@ -16,7 +16,7 @@ from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.operator_workspaces import kept_bytes
 
 MIB = 2**20
-TOLERANCE = 0.02
+TOLERANCE = 0.005
 IN_DEFAULT_RUN = ("llama3, PP2",)
 
 

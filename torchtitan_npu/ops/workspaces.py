@@ -4,14 +4,18 @@ A workspace is device memory that a kernel uses during a call. The emulator allo
 Each function takes torch_npu's arguments by name and returns bytes. Buffers of a few MiB per core whose size depends on
 the choice of a tile are left out.
 
-Source: op_host/ of the operators in the repositories ops-transformer and ops-nn, August 2026.
+Source: op_host/ of the operators in the repositories ops-transformer and ops-nn, August 2026. The dense indexer loss:
+op_host/dense_lightning_indexer_softmax_lse_tiling.cpp and op_host/dense_lightning_indexer_grad_kl_loss_tiling.cpp at
+v9.1.0.pre. At v9.0.1 the latter has 132 MiB more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SYSTEM = 16 << 20
@@ -74,7 +78,36 @@ def indexer_loss(
     return SYSTEM + CORES * 2 * (keys + scores + gradients) + 2 * 4 * key_index.numel() + ALIGNMENT
 
 
+def dense_indexer_statistics(
+    key_index: Tensor, layout: str, actual_seq_klen: Sequence[int] | None = None, **_: Any
+) -> int:
+    """Return the bytes of two tiles of scores per core, and of the summed scores of eight rows."""
+    tiles, rows, step = 2 * 512 * 512 * 4, 8, 512
+    keys = key_index.shape[layout.index("T" if layout == "TND" else "S")]
+    if layout == "TND" and actual_seq_klen:
+        keys = max(end - start for start, end in pairwise([0, *actual_seq_klen]))
+    return SYSTEM + CORES * (tiles + 4 * rows * -(-keys // step) * step)
+
+
+def dense_indexer_loss(
+    query: Tensor, key: Tensor, query_index: Tensor, key_index: Tensor, weights: Tensor, **_: Any
+) -> int:
+    """Return the bytes of tiles of all heads' scores per core, and of the gradients in float32.
+
+    A tile has the scores of attention and of the indexer, and the gradients of the latter, for 128 queries and 1024
+    keys. Each core has two of them: 6 GiB with 128 heads and 64 of the indexer.
+    """
+    rows, columns = 128, 1024
+    heads, size = query_index.shape[-2:]
+    tile = rows * columns * (key.shape[-2] + 2 * heads) + 2 * 8 * columns * 2
+    d_weights = 0 if weights.dtype == torch.float32 else rows * heads
+    cores = min(query[..., 0, 0].numel(), CORES)
+    return SYSTEM + 4 * (cores * (2 * tile + d_weights + rows * heads * size) + key_index.numel())
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
+    "npu_dense_lightning_indexer_grad_kl_loss": dense_indexer_loss,
+    "npu_dense_lightning_indexer_softmax_lse": dense_indexer_statistics,
     "npu_fusion_attention_grad": attention_grad,
     "npu_lightning_indexer": indexer,
     "npu_lightning_indexer_grad": indexer_grad,

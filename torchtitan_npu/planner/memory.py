@@ -55,6 +55,8 @@ class Block:
 
     purpose: str
     size: int = 0
+    is_kept: bool = False
+    """First seen as an input: made before the step, or by FSDP, which resizes storages without an operator."""
 
 
 @dataclass
@@ -126,6 +128,9 @@ class Memory:
         if not in_backward_pass():
             self._modules.end_backward()
         self._follow_gathered([kwargs.get("out"), args[0] if op is torch.ops.aten.copy_.default else None])
+        for tensor in filter(self._is_here, tree_leaves([args, kwargs])):
+            if id(tensor.untyped_storage()) not in self._blocks:  # such as the mask that npu_attention keeps
+                self._block(tensor, "other").is_kept = True
         for tensor in filter(self._is_here, tree_leaves(output)):
             self._block(tensor, self._purpose())
         if (workspace := operator_workspace(op, args, kwargs))[0]:
@@ -151,7 +156,7 @@ class Memory:
 
         Only the write is an operator. So sizes are read when an operator writes a storage, and again before every later
         operator until the storage is empty. On one rank FSDP copies instead of gathering. Other copies write to
-        storages that are known and keep their size.
+        storages that an operator has made and that keep their size.
         """
         for key, (block, reference) in list(self._gathered.items()):
             storage = reference()
@@ -163,7 +168,12 @@ class Memory:
         for tensor in filter(self._is_here, [*tree_leaves(out), copied]):
             storage = tensor.untyped_storage()
             known = self._blocks.get(id(storage))
-            if tensor is copied and known is not None and known.size == self._rounded(storage.nbytes()):
+            if (
+                tensor is copied
+                and known is not None
+                and not known.is_kept
+                and known.size == self._rounded(storage.nbytes())
+            ):
                 continue
             block = self._block(tensor, self._purpose())
             if block.size != self._rounded(storage.nbytes()):

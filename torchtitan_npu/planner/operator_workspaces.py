@@ -38,7 +38,9 @@ def operator_workspace(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def keeps_workspaces() -> bool:
-    """Return whether torch_npu keeps the largest workspace."""
+    """Return whether torch_npu keeps the largest workspace; true on other backends, which have none."""
+    if platform.job_backend() != "npu":
+        return True
     value = os.environ.get("TASK_QUEUE_ENABLE", "2")
     if value not in ("0", "1", "2"):
         raise UsageError(f"TASK_QUEUE_ENABLE={value}: must be 0, 1 or 2")
