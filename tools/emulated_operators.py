@@ -19,7 +19,7 @@ The [emulator](../how-to/emulate-an-npu.md) has a kernel for these operators of 
 `torchtitan_npu/emulator/kernels`; a row is a folder of CANN's public repositories, in which the operators are declared.
 Other operators are an error that shows [the lines to add](../explanation/emulator.md#add-an-operator).
 
-Inputs are checked against the dtypes that CANN documents for the emulated version and chip
+Inputs are checked against the dtypes and ranks that CANN documents for the emulated version and chip
 (`torchtitan_npu/emulator/cann_dtypes.json`, with the documents). A star marks operators without such a list.
 
 *Written by `python tools/emulated_operators.py`.*
@@ -31,6 +31,10 @@ def page() -> str:
     """Return the page for the installed torch_npu."""
     prototypes, documents = json.loads(PROTOTYPES.read_text()), json.loads(DTYPES.read_text())
     called = {name.removesuffix("GetWorkspaceSize") for name in operator_names(libraries_of("torch_npu"))}
+
+    def number_with(key: str) -> int:
+        return sum(key in documents.get(name, {}) for name in FAMILIES)
+
     families: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, family in FAMILIES.items():
         families[family][folder(prototypes[name]["source"])].append(name if name in documents else f"{name}\\*")
@@ -38,7 +42,8 @@ def page() -> str:
         f"torch_npu {importlib.metadata.version('torch_npu')} names {len(called)} operators. "
         f"{len(FAMILIES.keys() & called)} of them have a kernel, and {len(called - FAMILIES.keys())} have none; "
         f"{len(called & prototypes.keys())} have a public prototype. "
-        f"{len(documents.keys() & FAMILIES.keys())} kernels check the documented dtypes of their inputs.",
+        f"{number_with('dtypes')} kernels check the documented dtypes of their inputs, {number_with('ranks')} their "
+        "ranks, where these are narrower than 0 to 8.",
     ]
     for family in sorted(families):
         count = sum(map(len, families[family].values()))

@@ -1,13 +1,15 @@
 # ruff: noqa: RUF001 (the documents are Chinese, with the punctuation of that language)
-"""Write the dtypes that CANN's operators take, read from the documents in git repositories of its public sources.
+"""Write the dtypes and numbers of dimensions that CANN's operators take, read from its public documents.
 
     python -m tools.emulator_dtypes hicann/ops-math=PATH hicann/ops-nn=PATH cannmirror/ops-transformer=PATH \\
         > torchtitan_npu/emulator/cann_dtypes.json
 
-It has the inputs of operators for which the emulator has a kernel. A document has a table with a column of dtypes, and
-notes on products that differ. An argument is left out if its cell refers to another argument, and a note is left out if
-it depends on more than a dtype. Dtypes that the emulator does not have, such as int4, are left out as well. Documents
-of 8.5 that have lists instead of tables are not read. What is left out is unknown, hence not refused.
+Each argument names a git repository with CANN's release branches. The table has the inputs of operators for which the
+emulator has a kernel. A document has a table with columns of dtypes and shapes, and notes on products that differ. An
+argument is left out if its cell refers to another argument or is prose, and a note is left out if it depends on more
+than a dtype. Dtypes that the emulator does not have, such as int4, are left out as well, and so are ranks from 0 to 8,
+which every operator has. Documents of 8.5 that have lists instead of tables are not read. What is left out is unknown,
+hence not refused. The arguments of ``CONTRADICTED`` and ``CONTRADICTED_RANKS`` are left out with a reason.
 """
 
 from __future__ import annotations
@@ -78,6 +80,15 @@ CONTRADICTED = {
 }
 """Arguments whose documents are wrong, by CANN's own sources."""
 
+BROADCAST = "8.5 documents the full rank only, while a bias that broadcasts is what every linear layer adds"
+CONTRADICTED_RANKS = {
+    ("aclnnAddmm", "self"): BROADCAST,
+    ("aclnnBaddbmm", "self"): BROADCAST,
+    ("aclnnGroupedMatmulAdd", "weight"): "1 in the document of 8.5, 2 in its text and in later documents",
+    ("aclnnLightningIndexerGrad", "sparseIndices"): "torch_npu's autograd passes the indexer's output, of 3 or 4",
+}
+"""Arguments of which CANN takes more ranks than documented, by its own sources or by jobs that run on NPUs."""
+
 SECTION = re.compile(r"^#+ *`?(aclnn\w+)GetWorkspaceSize`?\s*$(.*?)(?=^#+ |\Z)", re.MULTILINE | re.DOTALL)
 TERM = re.compile(r"<term>\s*(.*?)\s*</term>")
 SUPPORT = re.compile(r"<term>([^<|]*)</term>\s*(?:\||[:：])\s*(√|×|支持|不支持|Yes|No)", re.IGNORECASE)
@@ -86,6 +97,14 @@ VERBS = {"仅支持": "only", "额外支持": "also", "不支持": "not", "支�
 VERB = re.compile("|".join(VERBS))
 SUBJECT = re.compile(r"参数|输入|输出|数据类型|The data type|的|均|`|\band\b|[、，,和与]")
 """What a sentence may have before its verb, besides names of arguments."""
+
+MOST_DIMENSIONS = 8
+SHAPE_HEADERS = {"维度(shape)", "维度（shape）", "Dimension (Shape)", "Shape", "维度"}
+RANGE = re.compile(r"(\d)(?:[-–~](\d))?")
+SHAPE = re.compile(r"[(\[]([^()\[\]]+)[)\]]")
+LAYOUT = re.compile("[BNSDHT8]+")
+"""A shape written as a layout: ``[BNSD]``."""
+BETWEEN_SHAPES = re.compile(r"[、，,;；或\s]*")
 
 
 class Table(HTMLParser):
@@ -136,13 +155,16 @@ class Table(HTMLParser):
 
 Allowed = dict[str, dict[str, frozenset[str]]]
 """Dtypes by series and argument."""
+Ranks = dict[str, frozenset[int]]
+"""Numbers of dimensions by argument."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repositories", nargs="+", metavar="OWNER/NAME=PATH")
     prototypes = json.loads(PROTOTYPES.read_text())
-    found: dict[str, dict[str, Allowed]] = defaultdict(dict)
+    dtypes: dict[str, dict[str, Allowed]] = defaultdict(dict)
+    ranks: dict[str, dict[str, Ranks]] = defaultdict(dict)
     sources: dict[str, str] = {}
     for argument in parser.parse_args().repositories:
         repository, _, path = argument.partition("=")
@@ -150,32 +172,35 @@ def main() -> None:
             if not has_branch(path, branch):
                 continue
             for file, text in files(path, branch, "GetWorkspaceSize", "*aclnn*.md"):
-                for operator, allowed in documented(text, f"{repository} {branch} {file}"):
-                    if operator in KERNELS and allowed:
-                        inputs = input_tensors(operator, prototypes[operator])
-                        chosen = {s: {a: d for a, d in one.items() if a in inputs} for s, one in allowed.items()}
-                        found[operator].setdefault(version, chosen)
-                        sources[operator] = f"{repository}/{file}"
-    lines = [
-        f"{json.dumps(name)}: {json.dumps({'source': sources[name], 'dtypes': table}, ensure_ascii=False)}"
-        for name in sorted(found)
-        if (table := merged(found[name]))
-    ]
+                for operator, allowed, ranks_of in documented(text, f"{repository} {branch} {file}"):
+                    if operator not in KERNELS or not allowed:
+                        continue
+                    inputs = input_tensors(prototypes[operator])
+                    names = {name for name in inputs if (operator, name) not in CONTRADICTED}
+                    chosen = {series: {a: d for a, d in one.items() if a in names} for series, one in allowed.items()}
+                    dtypes[operator].setdefault(version, chosen)
+                    names = {name for name in inputs if (operator, name) not in CONTRADICTED_RANKS}
+                    ranks[operator].setdefault(version, {a: r for a, r in ranks_of.items() if a in names})
+                    sources[operator] = f"{repository}/{file}"
+    lines = []
+    for name in sorted(dtypes):
+        tables = {"dtypes": merged(dtypes[name]), "ranks": merged_ranks(ranks[name])}
+        if entry := {key: table for key, table in tables.items() if table}:
+            lines.append(f"{json.dumps(name)}: {json.dumps({'source': sources[name], **entry}, ensure_ascii=False)}")
     print("{\n" + ",\n".join(lines) + "\n}")
 
 
-def input_tensors(operator: str, prototype: dict[str, Any]) -> set[str]:
+def input_tensors(prototype: dict[str, Any]) -> set[str]:
     """Return the tensors that an operator reads.
 
     An output may have more dtypes than its document lists: CANN casts the result.
     """
     tensors = {name for name, kind in zip(prototype["arguments"], prototype["kinds"], strict=True) if kind in "tT"}
-    inputs = {name for name in tensors if name not in prototype["outputs"] or name.endswith("Ref")}
-    return {name for name in inputs if (operator, name) not in CONTRADICTED}
+    return {name for name in tensors if name not in prototype["outputs"] or name.endswith("Ref")}
 
 
-def documented(text: str, place: str) -> Iterator[tuple[str, Allowed]]:
-    """Yield each operator of a document with its dtypes by series and argument."""
+def documented(text: str, place: str) -> Iterator[tuple[str, Allowed, Ranks]]:
+    """Yield each operator of a document with its dtypes by series and argument, and its ranks by argument."""
     supported = {
         series: mark.lower() in ("√", "支持", "yes")
         for name, mark in SUPPORT.findall(text.partition("## 功能说明")[0].partition("## Function")[0])
@@ -197,7 +222,7 @@ def documented(text: str, place: str) -> Iterator[tuple[str, Allowed]]:
                 elif not dtypes <= frozenset().union(*columns.values()):
                     allowed[one].clear()
         share_notes(allowed)
-        yield match[1], allowed
+        yield match[1], allowed, rank_columns(table.rows)
 
 
 def share_notes(allowed: Allowed) -> None:
@@ -239,6 +264,46 @@ def dtype_list(text: str, place: str) -> frozenset[str] | None:
             print(f"{place}: {text}", file=sys.stderr)
         return None
     return frozenset(DTYPES[word] for word in words if word in DTYPES)
+
+
+def rank_columns(rows: list[list[str]]) -> Ranks:
+    """Return the ranks of each argument whose cell is a list of ranks or shapes."""
+    header = next((row for row in rows if SHAPE_HEADERS & set(row)), None)
+    if header is None:
+        return {}
+    column = next(number for number, cell in enumerate(header) if cell in SHAPE_HEADERS)
+    found = {}
+    for row in rows[rows.index(header) + 1 :]:
+        if len(row) > column and (name := re.match(r"\w+", row[0])) and (ranks := rank_list(row[column])):
+            found[name[0]] = ranks
+    return found
+
+
+def rank_list(text: str) -> frozenset[int] | None:
+    """Return the ranks of ``2-6``, ``3或4`` or ``(B,S,N,D)、(T,N,D)``; ``None`` for all and for something else.
+
+    Where CANN takes one dimension it takes none as well: it stacks losses and norms, which are scalars.
+    """
+    text = re.sub(r"shape为|shape支持|^支持|^为|维|。$", "", text.partition("<br>")[0]).strip()
+    if least := re.fullmatch(r"(?:≥|至少)(\d)", text):
+        text = f"{least[1]}-{MOST_DIMENSIONS}"
+    words = re.split(r"[、或和/]", text)
+    ranges = [RANGE.fullmatch(word.strip()) for word in words]
+    ranks: set[int] = set()
+    if all(ranges):
+        for each in filter(None, ranges):
+            ranks.update(range(int(each[1]), int(each[2] or each[1]) + 1))
+    elif not BETWEEN_SHAPES.fullmatch(SHAPE.sub("", text)):
+        return None
+    else:
+        for shape in SHAPE.findall(text):
+            sizes = [size.strip() for size in re.split("[,，]", shape) if size.strip()]
+            if len(sizes) > 1 and all(size.isdigit() for size in sizes):
+                return None  # "[0,8]" may be a range
+            ranks.add(len(shape) if LAYOUT.fullmatch(shape) else len(sizes))
+    if 1 in ranks:
+        ranks.add(0)
+    return None if ranks >= set(range(MOST_DIMENSIONS + 1)) else frozenset(ranks) or None
 
 
 def notes(text: str) -> Iterator[tuple[list[str], list[str], str, frozenset[str]]]:
@@ -295,14 +360,8 @@ def merged(versions: dict[str, Allowed]) -> dict[str, dict[str, dict[str, str | 
     for argument in arguments:
         by_series: dict[str, dict[str, str | None]] = {}
         for series in SERIES:
-            history: dict[str, str | None] = {}
-            before = None
-            for version in VERSIONS:
-                dtypes = versions.get(version, {}).get(series, {}).get(argument)
-                now = None if dtypes is None else " ".join(sorted(dtypes, key=order.index))
-                if now != before:
-                    history[version] = before = now
-            if history:
+            columns = [versions.get(version, {}).get(series, {}).get(argument, frozenset()) for version in VERSIONS]
+            if history := changes([" ".join(sorted(dtypes, key=order.index)) for dtypes in columns]):
                 by_series[series] = history
         groups: dict[str, list[str]] = defaultdict(list)
         for series, history in by_series.items():
@@ -313,6 +372,21 @@ def merged(versions: dict[str, Allowed]) -> dict[str, dict[str, dict[str, str | 
         if table:
             shared[json.dumps(table)].append(argument)
     return {" ".join(names): json.loads(table) for table, names in shared.items()}
+
+
+def merged_ranks(versions: dict[str, Ranks]) -> dict[str, dict[str, str | None]]:
+    """Return ``{arguments: {first version: ranks}}``; arguments that agree share an entry."""
+    shared: dict[str, list[str]] = defaultdict(list)
+    for argument in dict.fromkeys(name for one in versions.values() for name in one):
+        texts = [" ".join(map(str, sorted(versions.get(version, {}).get(argument, ())))) for version in VERSIONS]
+        shared[json.dumps(changes(texts))].append(argument)
+    return {" ".join(names): json.loads(history) for history, names in shared.items()}
+
+
+def changes(texts: list[str]) -> dict[str, str | None]:
+    """Return the versions of ``VERSIONS`` whose text differs from that of the version before; ``None`` for no text."""
+    before = ["", *texts]
+    return {version: text or None for version, last, text in zip(VERSIONS, before, texts, strict=False) if text != last}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ CANN generates. On a tie the first repository counts. ``since`` is the first ver
 these places, or in its list of operators, if that is not the oldest version.
 
 The table was made from hicann/ops-math, hicann/ops-nn, hicann/ops-cv, libochao-huawei/ops-transformer (master only) and
-cannmirror/ops-transformer, in this order. Prototypes that differ between places are reported on stderr.
+cannmirror/ops-transformer, in this order. The last two are mirrors of CANN's repository: they have the commits of
+hicann/ops-transformer, which ends in November 2025, before the first release branch. Where that one has the same
+declaration it is the source (``--first-hand hicann/ops-transformer=PATH``). Prototypes that differ between places are
+reported on stderr.
 """
 
 from __future__ import annotations
@@ -125,12 +128,14 @@ WITHOUT_SOURCE = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repositories", nargs="+", metavar="OWNER/NAME=PATH")
+    parser.add_argument("--first-hand", action="append", default=[], metavar="OWNER/NAME=PATH")
+    arguments = parser.parse_args()
     found: dict[str, list[Prototype]] = defaultdict(list)
     versions: dict[str, set[str]] = defaultdict(set)
     for operator, prototype in WITHOUT_SOURCE.items():
         found[operator].append(prototype)
         versions[operator].add(next(reversed(VERSIONS)))
-    repositories = [argument.partition("=") for argument in parser.parse_args().repositories]
+    repositories = [argument.partition("=") for argument in arguments.repositories]
     for version in reversed(VERSIONS):
         for name, _, path in repositories:
             if has_branch(path, VERSIONS[version]):
@@ -139,7 +144,11 @@ def main() -> None:
                     versions[operator].add(version)
                 for operator in listed(path, VERSIONS[version]):
                     versions[operator].add(version)
-    print(table(found, versions))
+    first_hand: dict[str, list[Prototype]] = defaultdict(list)
+    for name, _, path in (argument.partition("=") for argument in arguments.first_hand):
+        for operator, prototype in operators(name, path, VERSIONS["master"]):
+            first_hand[operator].append(prototype)
+    print(table(found, versions, first_hand))
 
 
 def operators(repository: str, path: str, branch: str) -> Iterator[tuple[str, Prototype]]:
@@ -267,7 +276,9 @@ def camel_case(name: str) -> str:
     return re.sub(r"_(\w)", lambda match: match[1].upper(), name)
 
 
-def table(found: dict[str, list[Prototype]], versions: dict[str, set[str]]) -> str:
+def table(
+    found: dict[str, list[Prototype]], versions: dict[str, set[str]], first_hand: dict[str, list[Prototype]]
+) -> str:
     """Return the prototypes as JSON, one line an operator."""
     lines = []
     for name in sorted(found):
@@ -275,11 +286,19 @@ def table(found: dict[str, list[Prototype]], versions: dict[str, set[str]]) -> s
         for kinds, source in sorted({(p.kinds, p.source) for p in found[name] if p.kinds != best.kinds}):
             print(f"{name}: {best.kinds} in {best.source}, {kinds} in {source}", file=sys.stderr)
         entry: dict[str, object] = best._asdict() | {"outputs": outputs(name, found[name])}
+        entry["source"] = first_source(best, first_hand.get(name, []))
         since = first(versions[name])
         if since != next(iter(VERSIONS)):
             entry["since"] = since
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def first_source(best: Prototype, first_hand: list[Prototype]) -> str:
+    """Return the first-hand source of the same declaration, unless that of ``best`` has the same owner."""
+    same = (other.source for other in first_hand if other[:2] == best[:2])
+    source = next(same, best.source)
+    return best.source if best.source.partition("/")[0] == source.partition("/")[0] else source
 
 
 def outputs(operator: str, declarations: list[Prototype]) -> list[str]:

@@ -25,6 +25,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 OURS_IS_NARROWER = "torch_npu's own documentation allows less than CANN's"
 NOT_OURS = "our table does not have the limit"
 MADE_CONTIGUOUS = f"{NOT_OURS}: the operator's definition makes strided tensors contiguous, whatever its document says"
+IN_RELEASES = "our table is that of CANN 9.0 and 9.1; sources after the last release allow more"
 NEXT_OPERATOR = "the indexer's loss, which takes these statistics, allows 1 to 131072"
 
 DIFFERENCES = {
@@ -40,6 +41,7 @@ DIFFERENCES = {
     ("npu_mm_reduce_scatter_base", "world_size"): "Atlas A2 allows 2, 4 and 8 only; our table is that of Atlas A3",
     ("npu_lightning_indexer_grad", "the number of keys"): f"{NOT_OURS}: no converter calls the operator",
     ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of keys"): "CANN before 9.1 allows 131072",
+    ("npu_sparse_lightning_indexer_grad_kl_loss", "the number of queries"): IN_RELEASES,
     ("npu_dense_lightning_indexer_softmax_lse", "the number of queries"): NEXT_OPERATOR,
     ("npu_dense_lightning_indexer_softmax_lse", "the number of keys"): NEXT_OPERATOR,
     ("npu_moe_gating_top_k", "norm_type"): NOT_OURS,

@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
+from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS
 from torchtitan_npu.compile.backend import bypass_codegen
+from torchtitan_npu.emulator.kernels.fused import FUSED
+from torchtitan_npu.emulator.kernels.registry import CHECKS
 from torchtitan_npu.ops import OPS, Op, define, workspaces
 from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.moe_permute.function import unpermute
@@ -111,6 +114,13 @@ def test_refused_as_cann_refuses(case: Case) -> None:
 def test_the_user_sees_why_a_call_was_refused() -> None:
     with pytest.raises(RuntimeError, match=r"gamma must have the trailing shape of input \(2, 64\), not \(63,\)"):
         torch.ops.npu.npu_rms_norm(torch.ones(2, 64, device="npu"), torch.ones(63, device="npu"))
+
+
+def test_the_limits_of_every_operator_are_checked() -> None:
+    """A translation checks the limits before each call. An operator with an underscore is the same kernel."""
+    limited = {name.removeprefix("_") for name, op in OPS.items() if op.limits}
+    assert limited - set(FUSED.values()) == set(OF_SEVERAL_RANKS)
+    assert FUSED.keys() <= CHECKS.keys()
 
 
 def test_a_limit_of_the_device_is_refused() -> None:

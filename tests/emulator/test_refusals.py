@@ -1,4 +1,4 @@
-"""What GetWorkspaceSize refuses: an operator without a kernel, an object of another type, a dtype of no document."""
+"""What GetWorkspaceSize refuses: an object of another type, a dtype or rank of no document, sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_npu.emulator.build import ACL_DTYPES, OPERATORS, RUNTIME, dtype_set, in_version
+from torchtitan_npu.emulator.build import (
+    ACL_DTYPES,
+    ANY_DTYPE,
+    ANY_RANK,
+    OPERATORS,
+    RUNTIME,
+    dtype_set,
+    in_version,
+    rank_set,
+)
 from torchtitan_npu.emulator.kernels.registry import KERNELS
 
 PARAMETER_ERROR = 161002
@@ -83,6 +92,58 @@ def test_a_dtype_of_no_document_is_refused(case: str) -> None:
         call()
 
 
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).npu()
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64).npu()
+
+
+RANKS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "matmul": (
+        lambda: ones(1, 1, 1, 1, 1, 2, 3) @ ones(3, 2),
+        r"aclnnMatmul: self has 7 dimensions; CANN \S+ on Ascend910B3 takes 0, 1, 2, 3, 4, 5, 6 \(hicann/ops-nn/",
+    ),
+    "embedding": (
+        lambda: torch.nn.functional.embedding(zeros(2), ones(4)),
+        r"aclnnEmbedding: weight has 1 dimension; CANN \S+ on Ascend910B3 takes 2 \(",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_a_rank_of_no_document_is_refused(case: str) -> None:
+    call, message = RANKS[case]
+    with pytest.raises(RuntimeError, match=rf"error code is {PARAMETER_ERROR}[\s\S]*{message}"):
+        call()
+
+
+SIZES: dict[str, tuple[Callable[[], object], str]] = {
+    "mm": (lambda: ones(2, 3) @ ones(4, 2), "aclnnMatmul"),
+    "bmm": (lambda: torch.bmm(ones(3, 2, 3), ones(2, 3, 2)), "aclnnBatchMatMul"),
+    "baddbmm": (lambda: torch.baddbmm(ones(2, 2, 2), ones(2, 2, 3), ones(2, 4, 2)), "aclnnBaddbmm"),
+    "mv": (lambda: torch.mv(ones(2, 3), ones(2)), "aclnnMv"),
+    "dot": (lambda: torch.dot(ones(2), ones(3)), "aclnnDot"),
+    "cat": (lambda: torch.cat([ones(2, 3), ones(2, 4)]), "aclnnCat"),
+    "stack": (lambda: torch.stack([ones(2), ones(3)]), "aclnnStack"),
+    "topk": (lambda: torch.topk(ones(2, 3), 4), r"aclnnTopk\w*"),
+    "sort": (lambda: ones(2).sort(1), "aclnnSort"),
+    "softmax": (lambda: ones(2, 3).softmax(2), "aclnnSoftmax"),
+    "index_select": (lambda: ones(2, 3).index_select(0, zeros(2, 2)), "aclnnIndexSelect"),
+    "gather": (lambda: ones(2, 3).gather(1, zeros(3, 3)), "aclnnGather"),
+    "scatter_add": (lambda: ones(2, 3).scatter_add(1, zeros(2, 4), ones(2, 3)), "aclnnScatterAdd"),
+    "index_add": (lambda: ones(2, 3).index_add(0, zeros(2), ones(3, 3)), "aclnnIndexAdd"),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_that_do_not_fit_are_refused(case: str) -> None:
+    call, operator = SIZES[case]
+    with pytest.raises(RuntimeError, match=rf"error code is {PARAMETER_ERROR}[\s\S]*{operator}\(.*\): "):
+        call()
+
+
 BFLOAT16 = """
 import torch, torch_npu
 x = torch.ones(2, dtype=torch.bfloat16).npu()
@@ -118,5 +179,11 @@ def test_the_dtypes_of_a_version() -> None:
     document = {"self out": {"910B 910_93": {"9.0": "float32 float16", "master": None}}}
     assert dtype_set(document, "out", "910_93", "9.1") == 0b11
     unknown = [("self", "910B", "8.5"), ("self", "910B", "master"), ("self", "950", "9.1"), ("other", "910B", "9.1")]
-    assert {dtype_set(document, *which) for which in unknown} == {2**64 - 1}
+    assert {dtype_set(document, *which) for which in unknown} == {ANY_DTYPE}
     assert in_version("9.1", {"8.5": 1, "9.0": 2}) == 2 and in_version("8.5", {"9.0": 2}) is None
+
+
+def test_the_ranks_of_a_version() -> None:
+    document = {"self out": {"9.0": "2 3", "master": None}}
+    assert rank_set(document, "out", "9.1") == 0b1100
+    assert {rank_set(document, *which) for which in (("self", "8.5"), ("self", "master"), ("x", "9.1"))} == {ANY_RANK}

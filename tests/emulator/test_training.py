@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests._helpers.layouts import FUSED
+from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, assert_same_balance, assert_same_gradients
 from tests.emulator.conftest import Shared
-from tests.emulator.training_jobs import Job, run_on_cpu
+from tests.emulator.training_jobs import Job, run_on_cpu, train_and_count
 
 CONVERTERS = {
     **FUSED,
     "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"],  # npu_dsa: see test_dsa_training.py
-    "qwen3_vl": ["npu_rms_norm", "npu_attention"],  # npu_mrope supports the sections of heads of 128 only
+    "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"],
 }
 MODELS = ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_vl"]
 TOLERANCE = 1e-5
@@ -38,8 +39,13 @@ def assert_equal_training(actual: Record, expected: Record, tolerance: float = T
 @pytest.mark.parametrize("model", MODELS)
 def test_one_device(model: str, converted: bool, on_cpu: dict[str, Record]) -> None:
     options = {"model.converters": CONVERTERS[model] if converted else []}
-    tolerance = GELU_TOLERANCE if model == "qwen3_vl" else TOLERANCE
-    assert_equal_training(Job(model, options=options).run(), on_cpu[model], tolerance)
+    if model != "qwen3_vl":
+        assert_equal_training(Job(model, options=options).run(), on_cpu[model])
+        return
+    options["npu.mrope_in_training"] = converted
+    ((record, calls),) = run_on_ranks(1, train_and_count, Job(model, options=options), process_group=False)
+    assert_equal_training(record, on_cpu[model], GELU_TOLERANCE)
+    assert bool(calls["npu_mrope"]) == converted
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,15 @@ from torchtitan_npu.planner import Calls
 ROOT = Path(__file__).parents[2]
 STEPS = 5
 VISION = {
-    "n_layers": 4,
+    "n_layers": 4,  # one more than the vision tower feeds: image tokens have no loss
     "dim": 64,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 32,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "head_dim": 128,
     "hidden_dim": 96,
-    "mrope_section": (6, 5, 5),
+    "mrope_section": (24, 20, 20),
 }
+"""Heads and MRoPE sections are those of the released models, which alone npu_mrope supports."""
 DSA = {
     **deepseek_v32_training.SMALLER,
     "n_heads": 32,

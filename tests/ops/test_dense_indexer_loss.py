@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests._helpers.deepseek_v32_models import model_args
 from tests._helpers.error_budget import assert_within, rounding_budget
 from tests._helpers.op_cases.sparse_attention import CASES
 from tests._helpers.peak_allocation import NewMemory
 from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, documents
+from torchtitan_npu.converters.dsa import NpuDenseAttention
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.dense_indexer_kl_loss.function import dense_loss
@@ -141,6 +143,33 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(monkeypatch: pytes
             dense_loss(**call)
         peaks.append(memory.peak)
     assert peaks[1] < 9 * peaks[0] and peaks[1] < 4 * 512**2 / 2
+
+
+def test_a_sequence_beyond_8192_tokens() -> None:
+    """Attention and loss of a warm-up step, as the converter calls them: the outputs and gradients of some queries."""
+    tokens, rows, heads = 8448, torch.tensor([0, 1, 5000, 8191, 8192, 8193, 8447]), 2
+    head_sizes = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "index_head_dim": 4}
+    attention = NpuDenseAttention(model_args(warmup=True, n_heads=heads, index_n_heads=2, **head_sizes))
+    assert attention.indexer_loss is not None
+    attention.indexer_loss.start_batch(torch.tensor(attention.indexer_loss.weight))  # a token's loss counts once
+    docs = Documents("BSND", [(tokens, tokens)], True, torch.float32, torch.Generator().manual_seed(0))
+    shapes = [(heads, 4), (heads, 2), (heads, 4), (1, 2), (heads, 3), (2, 4), (4,), (2,)]
+    inputs = [docs.random(False, *shape)[0] for shape in shapes]
+    q, q_rope, k, k_rope, v, index_q, index_k, index_weights = inputs
+    trained = [x[None].requires_grad_() for x in (index_q, index_k, index_weights)]
+    output = attention(*(x[None] for x in inputs[:5]), *trained, documents=None, scale=SCALE)
+    output.sum().backward()
+
+    mask = (torch.arange(tokens) <= rows[:, None])[:, None]
+    queries, keys = torch.cat([q, q_rope], -1), torch.cat([k, k_rope.expand(-1, heads, -1)], -1)
+    expected = Attention(queries[rows], keys, mask.expand(-1, heads, -1), SCALE, docs.u)
+    assert_within("output", output[0, rows], *expected.output(v))
+    scores = Scores(index_q[rows], index_k[:, None], index_weights[rows], docs.u)
+    loss = Loss(expected, scores, mask, docs.u)
+    gradients = scores.gradients(loss.d_scores, loss.d_budget, loss.mass, docs.u)
+    for name, found in (("query", trained[0].grad), ("weights", trained[2].grad)):
+        assert found is not None
+        assert_within(f"gradient of {name}", found[0, rows], *gradients[name])
 
 
 def test_opcheck_and_fake() -> None:

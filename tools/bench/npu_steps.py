@@ -97,10 +97,9 @@ def training(model: str, variant: str, layers: int, tensor_parallel: int = 1) ->
         job = training_jobs.Job("deepseek_v32_dsa", layout=layout, options=options(model, variant), sizes=sizes)
     else:
         job = training_jobs.Job(model, layout=layout, options=options(model, variant))
-    vision = {**sizes, "head_dim": 128, "mrope_section": (24, 20, 20)}  # the sections that npu_mrope supports
     name, base, tiny = layouts.TINY.get(model, ("", "", {}))
     with (
-        patch.dict(training_jobs.VISION, vision),
+        patch.dict(training_jobs.VISION, sizes),
         patch.dict(layouts.TINY, {model: (name, base, {**tiny, **sizes})} if tiny else {}),
         recording(training_jobs.job_config(job)) as (trainer, _),
     ):

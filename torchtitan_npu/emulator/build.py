@@ -37,7 +37,7 @@ from torchtitan_npu import chips
 RUNTIME_FOLDER = Path(__file__).with_name("runtime")
 PROTOTYPES = Path(__file__).with_name("prototypes.json")
 DTYPES = Path(__file__).with_name("cann_dtypes.json")
-"""The dtypes that CANN's documents list for operators, by argument, series of chips and version of CANN."""
+"""The dtypes and ranks that CANN's documents list for operators, by argument and version of CANN."""
 
 RUNTIME = "libascendcl.so"
 """The emulator's library. CANN's other libraries are links to it, so that the loader maps it once."""
@@ -100,7 +100,10 @@ ACL_DTYPES = {
 }
 """The numbers of ``aclDataType``; ``runtime/arguments.c`` has the same."""
 
-ANY_DTYPE = 2**64 - 1
+ANY_DTYPE = 2**48 - 1
+ANY_RANK = 2**9 - 1
+RANK_BIT = ANY_DTYPE.bit_length()
+"""The runtime has the sets of dtypes and ranks of an argument in one number, ranks from this bit on."""
 
 
 class BuildError(Exception):
@@ -286,7 +289,12 @@ def _entry(
     lines = []
     if document is not None:
         dtypes, source = f"{name}_dtypes", document["source"]
-        sets = [dtype_set(document["dtypes"], name, each, cann) for each in chips.SERIES for name in arguments]
+        sets = [
+            dtype_set(document.get("dtypes", {}), name, each, cann)
+            | rank_set(document.get("ranks", {}), name, cann) << RANK_BIT
+            for each in chips.SERIES
+            for name in arguments
+        ]
         lines.append(f"static const uint64_t {dtypes}[] = {{{', '.join(f'{each:#x}' for each in sets)}}};")
     names = ",".join(arguments)
     return [
@@ -308,6 +316,14 @@ def dtype_set(document: dict[str, Any], argument: str, series: str, cann: str) -
                     dtypes = in_version(cann, history)
                     return ANY_DTYPE if dtypes is None else sum(1 << ACL_DTYPES[name] for name in dtypes.split())
     return ANY_DTYPE
+
+
+def rank_set(document: dict[str, Any], argument: str, cann: str) -> int:
+    """Return the numbers of dimensions that an argument may have, bit i for i dimensions."""
+    for arguments, history in document.items():
+        if argument in arguments.split() and (ranks := in_version(cann, history)):
+            return sum(1 << int(rank) for rank in ranks.split())
+    return ANY_RANK
 
 
 def in_version(cann: str, history: dict[str, Any]) -> Any:

@@ -4,8 +4,8 @@
 ``what`` name the operator and the quantity as in its :class:`~torchtitan_npu.ops.core.op.Limit`.
 ``operator`` is CANN's, ``chips`` are the series of the document (keys of ``torchtitan_npu.chips.SERIES``), and
 ``allowed`` has the values by the first version of CANN that allows them. ``"1..64"`` is a range, open if an end is
-missing. ``null`` instead of values: the document does not say. ``source`` is the document; ``source_8.5`` that of 8.5
-if that differs.
+missing. ``null`` instead of values: the document does not say. ``source`` is the document; ``source_8.5`` and
+``source_master`` are those of 8.5 and of master if they differ.
 """
 
 from __future__ import annotations

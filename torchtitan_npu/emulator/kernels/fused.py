@@ -28,6 +28,8 @@ from torchtitan_npu.emulator.limits import version_limit_errors
 if TYPE_CHECKING:
     from torchtitan_npu.ops import Op
 
+FUSED: dict[str, str] = {}
+"""torch_npu's operator that an ``aclnn`` operator computes."""
 Translation = Callable[..., tuple[dict[str, Any], Sequence[Tensor | None]]]
 
 
@@ -55,6 +57,7 @@ def fused(op: str, *names: str) -> Callable[[Translation], Translation]:
                     raise Refused(problem)
                 return _workspace(op, arguments)
 
+            FUSED[name] = op
             kernel(name)(compute)
             check(name)(refuse)
         return translate

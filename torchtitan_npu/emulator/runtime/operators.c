@@ -134,7 +134,7 @@ static bool has_prototypes_types(const operator *which, const argument *argument
     return true;
 }
 
-/* Documented dtypes: build.py generates the chips, and for each operator a set of dtypes by series and argument. */
+/* Documented dtypes and ranks: build.py generates the chips, and for each operator a set by series and argument. */
 extern const struct {
     const char *name;
     int series;
@@ -160,32 +160,55 @@ static bool is_empty(const tensor *one) {
     return false;
 }
 
-static bool has_dtype(const operator *which, int i, uint64_t allowed, const tensor *one) {
-    if (!one || one->dtype < 0 || one->dtype >= 64 || allowed >> one->dtype & 1) return true;
-    if (is_empty(one)) return true; /* an argument that is left out */
-    char names[512] = "";
-    for (int dtype = 0; dtype < 64; dtype++)
-        if (allowed >> dtype & 1 && dtype_size(dtype)) {
-            if (*names) strncat(names, ", ", sizeof names - strlen(names) - 1);
-            strncat(names, emulator_dtype_name(dtype), sizeof names - strlen(names) - 1);
-        }
+static void add_name(char *names, size_t room, const char *name) {
+    if (*names) strncat(names, ", ", room - strlen(names) - 1);
+    strncat(names, name, room - strlen(names) - 1);
+}
+
+/* Say what argument i is, and what the document lists instead. */
+static void refuse(const operator *which, int i, const char *found, const char *documented) {
     const char *name;
     int length = argument_name(which, i, &name);
-    set_message("%s: %.*s is %s; CANN %s on %s takes %s (%s)", which->name, length, name, emulator_dtype_name(one->dtype), cann_version,
-                aclrtGetSocName(), names, which->document);
+    set_message("%s: %.*s %s; CANN %s on %s takes %s (%s)", which->name, length, name, found, cann_version, aclrtGetSocName(), documented,
+                which->document);
+}
+
+static void refuse_dtype(const operator *which, int i, uint64_t allowed, int dtype) {
+    char found[64], names[512] = "";
+    snprintf(found, sizeof found, "is %s", emulator_dtype_name(dtype));
+    for (int each = 0; each < RANK_BIT; each++)
+        if (allowed >> each & 1 && dtype_size(each)) add_name(names, sizeof names, emulator_dtype_name(each));
+    refuse(which, i, found, names);
+}
+
+static void refuse_rank(const operator *which, int i, uint64_t allowed, int rank) {
+    char found[64], names[64] = "";
+    snprintf(found, sizeof found, "has %d dimension%s", rank, rank == 1 ? "" : "s");
+    for (int each = 0; each <= MOST_DIMENSIONS; each++)
+        if (allowed >> (RANK_BIT + each) & 1) add_name(names, sizeof names, (const char[]){'0' + each, 0});
+    refuse(which, i, found, names);
+}
+
+static bool is_documented(const operator *which, int i, uint64_t allowed, const tensor *one) {
+    if (!one) return true;
+    bool dtype = one->dtype < 0 || one->dtype >= RANK_BIT || allowed >> one->dtype & 1;
+    bool rank = allowed >> (RANK_BIT + one->rank) & 1;
+    if ((dtype && rank) || is_empty(one)) return true; /* an empty tensor is an argument that is left out */
+    if (!dtype) refuse_dtype(which, i, allowed, one->dtype);
+    else refuse_rank(which, i, allowed, one->rank);
     return false;
 }
 
-static bool has_documented_dtypes(const operator *which, const argument *arguments, int count) {
+static bool has_documented_tensors(const operator *which, const argument *arguments, int count) {
     if (series() < 0) return false;
-    if (!which->dtypes) return true;
-    const uint64_t *allowed = which->dtypes + series() * count;
+    if (!which->allowed) return true;
+    const uint64_t *allowed = which->allowed + series() * count;
     for (int i = 0; i < count; i++) {
-        if (which->kinds[i] == 't' && !has_dtype(which, i, allowed[i], arguments[i].pointer)) return false;
+        if (which->kinds[i] == 't' && !is_documented(which, i, allowed[i], arguments[i].pointer)) return false;
         if (which->kinds[i] != 'T' || !arguments[i].pointer) continue;
         const list *of = arguments[i].pointer;
         for (uint64_t k = 0; k < of->length; k++)
-            if (!has_dtype(which, i, allowed[i], (const tensor *)of->items[k])) return false;
+            if (!is_documented(which, i, allowed[i], (const tensor *)of->items[k])) return false;
     }
     return true;
 }
@@ -201,7 +224,7 @@ static int check_arguments(const python_side *side, call *made, uint64_t *worksp
 int emulator_prepare_call(operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor) {
     const python_side *side = find_python(which->name);
     if (!side) return ACLNN_ERR_INNER;
-    if (!has_prototypes_types(which, arguments, count) || !has_documented_dtypes(which, arguments, count)) return ACLNN_ERR_PARAM_INVALID;
+    if (!has_prototypes_types(which, arguments, count) || !has_documented_tensors(which, arguments, count)) return ACLNN_ERR_PARAM_INVALID;
     call *made = malloc(sizeof *made + count * sizeof *arguments);
     made->head = (task){.step = run_call, .release = release_call, .name = which->name, .category = OPERATOR};
     made->which = which;

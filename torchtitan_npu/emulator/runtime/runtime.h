@@ -14,7 +14,7 @@
 #pragma GCC visibility push(hidden)
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { DEVICES = 64, MOST_DIMENSIONS = 8 };
+enum { DEVICES = 64, MOST_DIMENSIONS = 8, RANK_BIT = 48 }; /* RANK_BIT: see build.py */
 
 /* Result codes of ACL that torch_npu tests for or prints. */
 enum {
@@ -130,7 +130,7 @@ typedef struct {
     const char *kinds;     /* one letter an argument, see C_TYPES in build.py */
     const char *arguments; /* their names, "self,other,alpha,out" */
     uint64_t outputs;      /* bit i: argument i is written */
-    const uint64_t *dtypes; /* by series and argument; bit i: CANN takes dtype i. NULL: the documents do not say */
+    const uint64_t *allowed; /* by series and argument; bit i: CANN takes dtype i, bit RANK_BIT + i: i dimensions. NULL: no document */
     const char *document;
     void *python_name;     /* the name as a Python object, made by bridge.c */
 } operator;
