@@ -1,4 +1,7 @@
-"""A run resumes on another layout, with converters or without, and continues as if it had not stopped."""
+"""A run resumes on another layout, with converters or without, and continues as if it had not stopped.
+
+tests/components/swap_optimizer/test_swap_resume.py resumes on a pipeline in the default run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def straight(model: str) -> list[float]:
     [
         pytest.param("llama3", (1, "", []), (2, "shard2", FUSED["llama3"]), marks=pytest.mark.slow),
         pytest.param("llama3", (2, "shard2", FUSED["llama3"]), (1, "", []), marks=pytest.mark.slow),
-        ("llama3", (2, "tp2", []), (2, "pp2", FUSED["llama3"])),
+        pytest.param("llama3", (2, "tp2", []), (2, "pp2", FUSED["llama3"]), marks=pytest.mark.slow),
         pytest.param("llama3", (2, "tp2", []), (4, "shard2 pp2", FUSED["llama3"]), marks=pytest.mark.slow),
         pytest.param("qwen3", (2, "shard2", FUSED["qwen3"]), (2, "tp2", []), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", (2, "shard2", []), (2, "tp2", FUSED["qwen3_moe"]), marks=pytest.mark.slow),

@@ -16,7 +16,7 @@ from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.cli.compare.command import main as compare_loss
 from torchtitan_npu.cli.compare.train_pair import TRAINER, RunPair, train_command
 
-STEPS = 4
+STEPS = 2
 CONFIG = Path("train_configs/llama3_debugmodel.toml")
 SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--training.global_batch_size", "2")
 
@@ -27,6 +27,7 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--trai
         ("", ["--model.converters", "npu_rms_nrm"], "'npu_rms_nrm' is not known; did you mean 'npu_rms_norm'?"),
         ("", ["--model.converters", "npu_rms_norm,npu_rms_norm"], "lists 'npu_rms_norm' 2 times"),
         ("[model]\nnmae = 'llama3'", [], "unknown key 'model.nmae'; did you mean 'model.name'?"),
+        ("", ["--training.stepz", "3"], "command line: unknown key 'training.stepz'; did you mean 'training.steps'?"),
         ("[model\n", [], "not valid TOML"),
         (None, [], "job.config_file job.toml: No such file or directory"),
         ("", ["--parallelism.tensor_parallel_degree", "3"], "1 ranks"),
@@ -40,7 +41,17 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--trai
             "npu_rms_norm found no nn.RMSNorm in PlainModel",
         ),
     ],
-    ids=["unknown-converter", "twice", "misspelt-key", "syntax", "missing-file", "nproc", "import", "no-target"],
+    ids=[
+        "unknown-converter",
+        "twice",
+        "misspelt-key",
+        "misspelt-option",
+        "syntax",
+        "missing-file",
+        "nproc",
+        "import",
+        "no-target",
+    ],
 )
 def test_a_configuration_error_is_one_line_and_leaves_no_files(
     toml: str | None,
@@ -63,6 +74,7 @@ def test_a_configuration_error_is_one_line_and_leaves_no_files(
     assert [file.name for file in tmp_path.iterdir()] == (["job.toml"] if toml is not None else [])
 
 
+@pytest.mark.slow  # the same in a process of its own, which imports TorchTitan
 def test_a_misspelt_key_on_the_command_line_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", TRAINER, "--job.config_file", str(CONFIG), "--training.stepz", "3"]
     run = subprocess.run([*command, "--job.dump_folder", str(tmp_path)], capture_output=True, text=True, timeout=120)

@@ -69,8 +69,8 @@ WARMUP = {"dsa.stage": "warmup"}
 
 
 @functools.cache
-def one_rank(stage: str = "sparse", document_mask: bool = False) -> Record:
-    return train_on(1, {}, {"dsa.stage": stage, "dsa.document_mask": document_mask}, 2 if document_mask else STEPS)[0]
+def one_rank(stage: str = "sparse", document_mask: bool = False, stop: int = 4) -> Record:
+    return train_on(1, {}, {"dsa.stage": stage, "dsa.document_mask": document_mask}, stop)[0]
 
 
 def assert_as_on_one_rank(records: list[Record], expected: Record, split_heads: bool = False) -> None:

@@ -40,15 +40,21 @@ class RankError(AssertionError):
 
 
 def run_on_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, process_group: bool = True
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    process_group: bool = True,
+    new_processes: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return the results in rank order.
 
     With ``process_group=False``, ``fn`` has to call ``init_process_group`` if no earlier call did, as TorchTitan's
-    Trainer does.
+    Trainer does. ``new_processes`` are for a function that leaves its process in another state.
     """
     # workers are not used again after a failure: a rank may still hang in a collective
-    ranks = _started.pop(world_size, None) or _Ranks([_start(rank) for rank in range(world_size)])
+    started = None if new_processes else _started.pop(world_size, None)
+    ranks = started or _Ranks([_start(rank) for rank in range(world_size)])
     # the call is pickled separately: a worker needs our sys.path before it can import the module of ``fn``
     ranks.stores.append(meeting_point())
     task = (sys.path, world_size, ranks.stores[-1].port, process_group, pickle.dumps((fn, args)))
@@ -57,7 +63,7 @@ def run_on_ranks(
     except BaseException:
         ranks.stop()
         raise
-    if len(ranks.stores) < CALLS:
+    if len(ranks.stores) < CALLS and not new_processes:
         _started[world_size] = ranks
     else:
         ranks.stop()

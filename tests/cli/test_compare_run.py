@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from torchtitan_npu.cli.compare.train_pair import (
     train_command,
 )
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_loss.py"
 # A fake trainer that accepts TorchTitan's arguments, prints its lines from every rank and writes events from rank 0.
 # As ``torchtitan_npu.train`` in the working directory it hides the installed module, so the command line is unchanged.
 TRAINER = """
@@ -63,15 +61,15 @@ def make_job(folder: Path, plan: dict[str, object]) -> list[str]:
     return ["run", "--config", "job.toml", "--candidate-converters", "a,b"]
 
 
-def test_two_runs_and_their_comparison(tmp_path: Path) -> None:
+def test_two_runs_and_their_comparison(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
     options = ["--nproc", "2", "--steps", "5", "--", "--training.seq_len", "128"]
-    command = [sys.executable, str(TOOL), *make_job(tmp_path, {"off": 1e-4}), *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "within tolerance"
+    assert main([*make_job(tmp_path, {"off": 1e-4}), *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0] == "within tolerance"
     for side in ("baseline", "candidate"):
-        assert f"{side} " in done.stderr  # its progress bar
-    assert "5/5" in done.stderr
+        assert f"{side} " in printed.err  # its progress bar
+    assert "5/5" in printed.err
 
     out = tmp_path / "outputs" / "compare"
     report = json.loads((out / "report.json").read_text())

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 
 from torchtitan_npu.cann import version_numbers
-from torchtitan_npu.cli.doctor import host, versions
+from torchtitan_npu.cli.doctor import command, host, versions
 from torchtitan_npu.cli.doctor.devices import memory_of
 from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding
-from torchtitan_npu.cli.doctor.imports import error_in
+from torchtitan_npu.cli.doctor.imports import check_imports, error_in
 from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS
 from torchtitan_npu.components import available_memory
 from torchtitan_npu.ops import OPS
@@ -49,8 +50,9 @@ def statuses(lines: Lines, status: str) -> set[str]:
     return found
 
 
-def test_this_machine_can_train() -> None:
-    code, lines = doctor()
+def test_this_machine_can_train(capfd: pytest.CaptureFixture[str]) -> None:
+    code = command.main(["--json"])
+    lines = {line["check"]: line for line in json.loads(capfd.readouterr().out)}
     assert (code, statuses(lines, "red")) == (0, set())
     for name in OPS:
         assert lines[name]["status"] == "green"
@@ -122,13 +124,14 @@ def test_a_missing_torch_npu_and_cann_are_red_on_an_npu() -> None:
     assert lines["torch_npu"].advice == "pip install torch_npu==2.13.0"
 
 
-def test_packages_that_do_not_import(tmp_path: Path) -> None:
+def test_packages_that_do_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata of these packages is correct."""
     for package, text in (("torchtitan", "import no_such_module"), ("torchao", "raise ValueError('old\\npages more')")):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f"{text}\n")
-    code, lines = doctor("--only", "versions", environment={"PYTHONPATH": str(tmp_path)})
-    assert (code, statuses(lines, "red")) == (1, {"import torchtitan_npu.train"})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    lines = {line.check: asdict(line) for line in (*versions.check_versions(on_npu=False), *check_imports())}
+    assert statuses(lines, "red") == {"import torchtitan_npu.train"}
     line, other = lines["import torchtitan_npu.train"], lines["import torchao"]
     broken = tmp_path / "torchtitan/__init__.py:1"
     assert line["what"] == f"ModuleNotFoundError: No module named 'no_such_module' ({broken})"

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests._helpers.multirank import run_on_ranks
+
 PIPELINES = ["PP2", "PP2, interleaved", "PP2, zero-bubble"]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_row_for_each_converter_and_for_perturbed_weights(tmp_path: Path) -> None:
     out = tmp_path / "parity.json"
     options = ["--models", "llama3", "--steps", "2", "--seq-len", "32", "--out", str(out)]
-    subprocess.run([sys.executable, ROOT / "tools" / "parity.py", *options], check=True, cwd=ROOT, timeout=300)
+    assert run_on_ranks(1, parity, options, new_processes=True, process_group=False) == [0]
     rows = {row["converters"]: row for row in json.loads(out.read_text())}
     *converted, perturbed = rows
     assert converted == ["npu_attention", "npu_rms_norm", "npu_rope", "all"]
     assert all(row["loss"] < 1e-6 and row["gradient norm"] < 1e-5 for row in rows.values())
     assert rows[perturbed]["gradient norm"] > 0
     assert_thresholds(rows["all"], rows[perturbed])
+
+
+def parity(options: list[str]) -> int:
+    """Run the command in a process that has imported TorchTitan."""
+    from torchtitan_npu.cli.parity.command import main
+
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    return main(options)
 
 
 def assert_thresholds(all_converters: dict[str, Any], perturbed: dict[str, Any]) -> None:

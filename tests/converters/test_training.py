@@ -43,7 +43,7 @@ def test_converted_training_follows_the_eager_curve(model: str, converters: tupl
 @pytest.mark.slow
 def test_sparse_attention_follows_the_eager_curves() -> None:
     """The learning rate is large, so small differences grow."""
-    eager, (converted,) = one_rank(), train_on(1, {}, {"model.converters": CONVERTERS}, STEPS)
+    eager, (converted,) = one_rank(stop=STEPS), train_on(1, {}, {"model.converters": CONVERTERS}, STEPS)
     assert len(eager.losses) == len(eager.indexer_losses) == STEPS
     assert converted.losses == pytest.approx(eager.losses, rel=1e-4)
     assert converted.indexer_losses == pytest.approx(eager.indexer_losses, rel=1e-4)

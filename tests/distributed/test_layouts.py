@@ -29,10 +29,7 @@ FUSED_LAYOUTS = {
         "qwen3": ["shard2", "tp2"],
         "deepseek_v3": ["tp2", "cp2", "pp2", "ep2"],
     },
-    4: {
-        "qwen3": ["replicate2 shard2", "tp2 cp2"],
-        "qwen3_moe": ["shard2 tp2 ep2"],
-    },
+    4: {"qwen3_moe": ["shard2 tp2 ep2"]},
 }
 EAGER_LAYOUTS = {2: {"llama3": ["shard2"], "llama4": ["tp2"]}}
 SLOW_LAYOUTS = {

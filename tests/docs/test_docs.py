@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+
 import pytest
 
+from tests._helpers.multirank import run_on_ranks
 from tools import check_docs
 from tools.check_docs import ROOT
 
@@ -27,7 +31,18 @@ def test_links_and_named_files() -> None:
     "page", [page for page in PAGES if list(check_docs.examples(page))], ids=lambda page: page.stem
 )
 def test_examples_run(page: check_docs.Path) -> None:
-    assert not list(check_docs.run_examples([page]))
+    assert not list(check_docs.run_examples([page], run_python=run_python))
+
+
+def run_python(code: str, place: str, root: check_docs.Path) -> list[str]:
+    """Run the code in a process that has imported TorchTitan."""
+    run_on_ranks(1, execute, code, place, new_processes=True, process_group=False)
+    return []
+
+
+def execute(code: str, place: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        exec(compile(code, place, "exec"), {"__name__": "__main__"})
 
 
 def test_docstrings_and_comments() -> None:

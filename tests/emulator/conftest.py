@@ -22,6 +22,8 @@ from torchtitan_npu.emulator.build import PROTOTYPES
 if platform.backend() != "npu":
     raise pytest.UsageError("tests/emulator needs the real torch_npu: source tools/contract_env.sh first")
 
+from tests._helpers.training import Record
+from tests.emulator.training_jobs import ON_CPU, run_on_cpu
 from torchtitan_npu.emulator.kernels.registry import KERNELS, Kernel
 
 Result = TypeVar("Result")
@@ -50,6 +52,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared[Any]:
         return pickle.loads(file.read_bytes())
 
     return get
+
+
+@pytest.fixture(scope="session")
+def on_cpu(shared: Shared[dict[str, Record]]) -> dict[str, Record]:
+    """Return the results of :data:`~tests.emulator.training_jobs.ON_CPU`."""
+    return shared("on_cpu", lambda: run_on_cpu(ON_CPU))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,11 +12,10 @@ import torch
 from tests._helpers.deepseek_v32_training import CONVERTERS, SELECTIVE
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record
-from tests.emulator.conftest import Shared
+from tests.emulator.training_jobs import DSA_BFLOAT16 as BFLOAT16
+from tests.emulator.training_jobs import DSA_OPTIONS as OPTIONS
 from tests.emulator.training_jobs import Job, run_on_cpu, train_and_count
 
-OPTIONS = {"model.converters": CONVERTERS, "training.global_batch_size": 4, "training.local_batch_size": 2}
-BFLOAT16 = {**OPTIONS, "training.mixed_precision_param": "bfloat16"}
 ONE_SEQUENCE = {"training.global_batch_size": 1, "training.local_batch_size": 1, "training.steps": 2}
 
 GRADIENT_FACTOR = 1.5
@@ -43,21 +42,10 @@ def assert_as_exact_as_the_cpu(emulated: Record, cpu: Record, exact: Record) -> 
         assert allowed < 0.2, f"{name}: an error of {allowed:.1e} shows nothing"
 
 
-@pytest.fixture(scope="session")
-def on_cpu(shared: Shared) -> dict[str, Record]:
-    """Return the runs of the CPU backend in float32 and, for each layout, in bfloat16."""
-    jobs = {
-        "float32": Job("deepseek_v32_dsa", options=OPTIONS),
-        "{}": Job("deepseek_v32_dsa", options=BFLOAT16),
-        "{'cp': 2}": Job("deepseek_v32_dsa", 2, {"cp": 2}, BFLOAT16),
-    }
-    return shared("bfloat16", lambda: run_on_cpu(jobs))
-
-
 @pytest.mark.parametrize("layout", [{}, {"cp": 2}], ids=str)
 def test_training(layout: dict[str, int], on_cpu: dict[str, Record]) -> None:
     emulated = Job("deepseek_v32_dsa", 2 if layout else 1, layout, BFLOAT16).run()
-    assert_as_exact_as_the_cpu(emulated, on_cpu[str(layout)], on_cpu["float32"])
+    assert_as_exact_as_the_cpu(emulated, on_cpu[f"npu_dsa {layout}"], on_cpu["npu_dsa float32"])
 
 
 def test_selective_checkpointing_saves_attention() -> None:

@@ -7,26 +7,18 @@ import pytest
 from tests._helpers.layouts import FUSED
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, assert_same_balance, assert_same_gradients
-from tests.emulator.conftest import Shared
-from tests.emulator.training_jobs import Job, run_on_cpu, train_and_count
+from tests.emulator.training_jobs import MODELS, Job, train_and_count
 
 CONVERTERS = {
     **FUSED,
     "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"],  # npu_dsa: see test_dsa_training.py
     "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"],
 }
-MODELS = ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_vl"]
 TOLERANCE = 1e-5
 """Both compute in float32 (6e-8), and sum in another order. A gradient passes hundreds of additions."""
 
 GELU_TOLERANCE = 1e-3
 """aclnnGelu is the tanh approximation, also where the model asks for erf: the two differ by up to 5e-4."""
-
-
-@pytest.fixture(scope="session")
-def on_cpu(shared: Shared) -> dict[str, Record]:
-    """Return the eager runs of the CPU backend."""
-    return shared("float32", lambda: run_on_cpu({model: Job(model) for model in MODELS}))
 
 
 def assert_equal_training(actual: Record, expected: Record, tolerance: float = TOLERANCE) -> None:

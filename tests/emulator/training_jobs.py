@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, plain, recording, state, together, train_until
-from torchtitan_npu.planner import Calls
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
@@ -65,6 +64,21 @@ class Job(NamedTuple):
         return together(run_on_ranks(self.ranks, train, self, process_group=False, timeout=timeout))
 
 
+MODELS = ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_vl"]
+DSA_OPTIONS = {
+    "model.converters": deepseek_v32_training.CONVERTERS,
+    "training.global_batch_size": 4,
+    "training.local_batch_size": 2,
+}
+DSA_BFLOAT16 = {**DSA_OPTIONS, "training.mixed_precision_param": "bfloat16"}
+ON_CPU = {model: Job(model) for model in MODELS} | {
+    "npu_dsa float32": Job("deepseek_v32_dsa", options=DSA_OPTIONS),
+    "npu_dsa {}": Job("deepseek_v32_dsa", options=DSA_BFLOAT16),
+    "npu_dsa {'cp': 2}": Job("deepseek_v32_dsa", 2, {"cp": 2}, DSA_BFLOAT16),
+}
+"""The runs of the CPU backend that the tests of the default run compare with, all in one process."""
+
+
 def run_on_cpu(jobs: dict[str, Job]) -> dict[str, Record]:
     """Train in a process that does not load torch_npu."""
     with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +99,8 @@ def train(job: Job) -> Record:
 
 def train_and_count(job: Job) -> tuple[Record, Counter[str]]:
     """Also return the number of calls of each ``npu`` operator."""
+    from torchtitan_npu.planner import Calls
+
     with Calls() as calls:
         record = train(job)
     return record, Counter(calls.count("npu"))

@@ -83,7 +83,7 @@ def test_documents_with_a_split_sequence(layout: dict[str, int], converters: lis
         (2, {"pp": 2}, {SCHEDULE: "Interleaved1F1B", **ONE_LAYER_PER_STAGE, **FUSED}),
         slow(2, {"pp": 2}, {SCHEDULE: "ZBVZeroBubble", **ONE_LAYER_PER_STAGE}),
         slow(4, {"pp": 2, "cp": 2}, {SCHEDULE: "1F1B"}),
-        (4, {"pp": 2, "cp": 2}, {SCHEDULE: "1F1B", **TWO_ROWS, **FUSED, **FULL}),
+        slow(4, {"pp": 2, "cp": 2}, {SCHEDULE: "1F1B", **TWO_ROWS, **FUSED, **FULL}),
     ],
     ids=str,
 )

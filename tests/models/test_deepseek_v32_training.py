@@ -28,7 +28,7 @@ def is_of_indexer(name: str) -> bool:
 
 
 def test_both_losses_fall() -> None:
-    record = one_rank()
+    record = one_rank(stop=STEPS)
     assert len(record.losses) == len(record.indexer_losses) == STEPS
     assert mean(record.losses[-5:]) < mean(record.losses[:5]) - 0.4  # batches differ by 0.2
     assert mean(record.indexer_losses[-5:]) < 0.75 * mean(record.indexer_losses[:5])
@@ -52,7 +52,7 @@ def test_the_loss_weight_scales_only_the_indexers_gradients() -> None:
 
 
 def test_the_warm_up_trains_only_the_indexer() -> None:
-    record = one_rank("warmup")
+    record = one_rank("warmup", stop=STEPS)
     assert mean(record.indexer_losses[-5:]) < 0.75 * mean(record.indexer_losses[:5])
     assert record.gradients.keys() == record.changed
     assert record.changed and all(map(is_of_indexer, record.changed))

@@ -166,10 +166,10 @@ def test_flops_of_a_dense_model() -> None:
 
 
 def test_a_chunked_loss_needs_less_memory_for_the_same_work() -> None:
-    options = [*ONE_LAYER, "--training.seq_len", "4096", "--npu.loss_chunk_tokens"]
-    at_once, in_chunks = (dry_run_rank(load(LLAMA, *options, tokens), 1) for tokens in ("0", "256"))
+    options = [*ONE_LAYER, "--training.seq_len", "1024", "--npu.loss_chunk_tokens"]
+    at_once, in_chunks = (dry_run_rank(load(LLAMA, *options, tokens), 1) for tokens in ("0", "1024"))
     assert in_chunks.flops == at_once.flops
-    logits = 4096 * 2048 * 4  # float32, for each sequence of the batch
+    logits = 1024 * 2048 * 4  # float32, for each sequence of the batch
     batch = load(LLAMA).training.local_batch_size
     assert at_once.peak - in_chunks.peak > batch * logits
 

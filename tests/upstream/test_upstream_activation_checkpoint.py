@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from tests._helpers.checkpointed_steps import RECOMPUTED, recomputed
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
@@ -45,3 +46,9 @@ def test_they_are_ignored() -> None:
     block: Any = corrected_checkpointing(parallelize)(Block(), None, None)  # type: ignore[arg-type]
     block(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2, 2), 4 * torch.tensor(2.0).cos().item()))
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_the_recomputed_operators(name: str) -> None:
+    """An NPU recomputes the same (tests/emulator/test_activation_checkpoint.py)."""
+    assert recomputed(name) == RECOMPUTED[name]
