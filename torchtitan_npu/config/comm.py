@@ -23,7 +23,7 @@ class Comm(TitanComm):
     """
     Buffers of HCCL's communicators in MiB, by mesh dimension: `["ep=400", "tp=64"]`. A communicator takes twice as much
     device memory. The others have the size `HCCL_BUFFSIZE`, 200 by default. Dimensions: `pp`, `dp_replicate`, `fsdp`,
-    `efsdp`, `cp`, `tp`, `ep`, `etp`. Only on NPUs.
+    `efsdp`, `cp`, `tp`, `ep`, `etp`. A dimension with one rank has no communicator: a log line says so. Only on NPUs.
     """
 
 
