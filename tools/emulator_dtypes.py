@@ -195,7 +195,7 @@ def input_tensors(prototype: dict[str, Any]) -> set[str]:
 
     An output may have more dtypes than its document lists: CANN casts the result.
     """
-    tensors = {name for name, kind in zip(prototype["arguments"], prototype["kinds"], strict=True) if kind in "tT"}
+    tensors = {name for name, letter in zip(prototype["arguments"], prototype["types"], strict=True) if letter in "tT"}
     return {name for name in tensors if name not in prototype["outputs"] or name.endswith("Ref")}
 
 

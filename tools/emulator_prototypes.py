@@ -30,7 +30,7 @@ from typing import NamedTuple
 VERSIONS = {"8.5": "8.5.0", "9.0": "9.0.0", "9.1": "9.1.0", "master": "master"}
 """CANN's versions, oldest first, and their branches."""
 
-KINDS = {
+LETTERS = {
     "aclTensor*": "t",
     "aclTensorList*": "T",
     "aclScalar*": "s",
@@ -62,7 +62,7 @@ KINDS = {
     "aclFormat": "e",
     "aclSparseType": "e",
 }
-"""The kind of each C type, a letter of ``C_TYPES`` in torchtitan_npu/emulator/build.py."""
+"""The letter of each C type, a key of ``C_TYPES`` in torchtitan_npu/emulator/build.py."""
 
 LAST = ["uint64_t*", "aclOpExecutor**"]
 """The types of the last two parameters of every GetWorkspaceSize."""
@@ -76,10 +76,10 @@ ATTRIBUTES = {
     "ListFloat": "F",
     "ListBool": "B",
 }
-"""The kind of each type of attribute in a definition."""
+"""The letter of each type of attribute in a definition."""
 
 ARRAYS = {"DT_INT64": "I", "DT_FLOAT": "F", "DT_BOOL": "B"}
-"""The kind of an input whose value the host reads, by its dtype."""
+"""The letter of an input whose value the host reads, by its dtype."""
 
 EXCLUDED = (":!experimental", ":!*/tests/*", ":!examples", ":!*/examples/*", ":!scripts")
 """Folders whose operators are in no release."""
@@ -107,7 +107,7 @@ GRADIENT = re.compile(r"^(?:grad|d)_?out(?:put)?\d?(?:Optional)?$", re.IGNORECAS
 
 
 class Prototype(NamedTuple):
-    kinds: str
+    types: str
     arguments: list[str]
     outputs: list[str]
     """Arguments that the operator writes."""
@@ -195,34 +195,34 @@ def declared(text: str, source: str) -> Iterator[tuple[str, Prototype]]:
     for match in PROTOTYPE.finditer(text):
         parameters = COMMENT.sub("", match[2]).replace("`", "").replace("\\", "").split(",")
         types_and_names = [type_and_name(parameter) for parameter in parameters]
-        if [kind for kind, _ in types_and_names[-2:]] != LAST:
+        if [type_ for type_, _ in types_and_names[-2:]] != LAST:
             continue  # a call, or prose
         del types_and_names[-2:]
-        unknown = [kind for kind, _ in types_and_names if kind not in KINDS]
+        unknown = [type_ for type_, _ in types_and_names if type_ not in LETTERS]
         if unknown:
             print(f"{source}: {match[1]} has a parameter {unknown}", file=sys.stderr)
             continue
-        kinds = "".join(KINDS[kind] for kind, _ in types_and_names)
+        types = "".join(LETTERS[type_] for type_, _ in types_and_names)
         names = [name for _, name in types_and_names]
         constant = {
             name for name, parameter in zip(names, parameters, strict=False) if re.search(r"\bconst\b", parameter)
         }
-        yield match[1], Prototype(kinds, names, written(kinds, names, constant), source)
+        yield match[1], Prototype(types, names, written(types, names, constant), source)
 
 
-def written(kinds: str, names: list[str], constant: set[str]) -> list[str]:
+def written(types: str, names: list[str], constant: set[str]) -> list[str]:
     """Return the tensors that are not ``const``, or nothing if no output is among them.
 
     Many declarations have ``const`` everywhere, or everywhere but at tensors that are written in place (``…Ref``).
     """
-    free = [name for name in tensors(kinds, names) if name not in constant]
+    free = [name for name in tensors(types, names) if name not in constant]
     if all(name.endswith("Ref") for name in free):
         return []
-    return [name for name in tensors(kinds, names) if name in free or name.endswith("Ref")]
+    return [name for name in tensors(types, names) if name in free or name.endswith("Ref")]
 
 
-def tensors(kinds: str, names: list[str]) -> list[str]:
-    return [name for name, kind in zip(names, kinds, strict=True) if kind in "tTo"]
+def tensors(types: str, names: list[str]) -> list[str]:
+    return [name for name, letter in zip(names, types, strict=True) if letter in "tTo"]
 
 
 def type_and_name(parameter: str) -> tuple[str, str]:
@@ -246,7 +246,7 @@ def defined(text: str, source: str) -> Iterator[tuple[str, Prototype]]:
     versions = [int(constants[found[1]]) if (found := VERSION.search(item)) else 1 for _, _, item in items]
     for version in range(1, max(versions, default=1) + 1):
         arguments = [
-            (name, attribute_kind(properties) if part == "Attr" else tensor_kind(properties))
+            (name, attribute_letter(properties) if part == "Attr" else tensor_letter(properties))
             for part in ("Input", "Attr", "Output")
             for (which, name, properties), since in zip(items, versions, strict=True)
             # an output of an input's name is written in place
@@ -255,20 +255,20 @@ def defined(text: str, source: str) -> Iterator[tuple[str, Prototype]]:
         suffix = f"V{version}" if version > 1 else ""
         names = [camel_case(name) for name, _ in arguments]
         outputs = [camel_case(name) for name, _ in arguments if name in results]
-        yield f"aclnn{match[1]}{suffix}", Prototype("".join(kind for _, kind in arguments), names, outputs, source)
+        yield f"aclnn{match[1]}{suffix}", Prototype("".join(letter for _, letter in arguments), names, outputs, source)
 
 
-def attribute_kind(properties: str) -> str:
+def attribute_letter(properties: str) -> str:
     return next(ATTRIBUTES[name] for name in re.findall(r"\.(\w+)\(", properties) if name in ATTRIBUTES)
 
 
-def tensor_kind(properties: str) -> str:
+def tensor_letter(properties: str) -> str:
     if ".ScalarList(" in properties:
         return "S"
     if ".Scalar(" in properties:
         return "s"
     if ".ValueDepend(" in properties:
-        return next((kind for dtype, kind in ARRAYS.items() if re.search(rf"\b{dtype}\b", properties)), "t")
+        return next((letter for dtype, letter in ARRAYS.items() if re.search(rf"\b{dtype}\b", properties)), "t")
     return "T" if "ParamType(DYNAMIC)" in properties else "t"
 
 
@@ -283,8 +283,8 @@ def table(
     lines = []
     for name in sorted(found):
         best = found[name][0]
-        for kinds, source in sorted({(p.kinds, p.source) for p in found[name] if p.kinds != best.kinds}):
-            print(f"{name}: {best.kinds} in {best.source}, {kinds} in {source}", file=sys.stderr)
+        for types, source in sorted({(p.types, p.source) for p in found[name] if p.types != best.types}):
+            print(f"{name}: {best.types} in {best.source}, {types} in {source}", file=sys.stderr)
         entry: dict[str, object] = best._asdict() | {"outputs": outputs(name, found[name])}
         entry["source"] = first_source(best, first_hand.get(name, []))
         since = first(versions[name])
@@ -309,9 +309,9 @@ def outputs(operator: str, declarations: list[Prototype]) -> list[str]:
     """
     if operator in WRITTEN:
         return WRITTEN[operator]
-    names = tensors(declarations[0].kinds, declarations[0].arguments)
+    names = tensors(declarations[0].types, declarations[0].arguments)
     for declaration in declarations:
-        others = tensors(declaration.kinds, declaration.arguments)
+        others = tensors(declaration.types, declaration.arguments)
         if declaration.outputs and len(others) == len(names):
             return [names[others.index(output)] for output in declaration.outputs]
     in_place = [name for name in names if name.endswith("Ref")]

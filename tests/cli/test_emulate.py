@@ -13,7 +13,7 @@ import pytest
 
 from torchtitan_npu.cli.arguments import memory_size
 from torchtitan_npu.cli.emulate import command
-from torchtitan_npu.emulator.build import BuildError
+from torchtitan_npu.emulator.build import TASK_QUEUE, BuildError
 from torchtitan_npu.emulator.environment import Machine, process_variables
 from torchtitan_npu.errors import UsageError
 
@@ -40,7 +40,9 @@ def test_the_child_gets_the_emulated_machine(built: Path, capfd: pytest.CaptureF
 
 def test_the_users_task_queue_setting_is_kept() -> None:
     assert process_variables(Path("/x"), {})["TASK_QUEUE_ENABLE"] == "0"
-    assert process_variables(Path("/x"), {"TASK_QUEUE_ENABLE": "2"})["TASK_QUEUE_ENABLE"] == "2"
+    queued = process_variables(Path("/x"), {"TASK_QUEUE_ENABLE": "2"})
+    assert queued["TASK_QUEUE_ENABLE"] == "2" and queued["LD_PRELOAD"] == f"/x/lib64/{TASK_QUEUE}"
+    assert "LD_PRELOAD" not in process_variables(Path("/x"), {})
     assert process_variables(Path("/x"), {"LD_LIBRARY_PATH": "/y"})["LD_LIBRARY_PATH"] == "/x/lib64:/y"
 
 

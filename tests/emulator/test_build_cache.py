@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import time
 from pathlib import Path
@@ -12,20 +13,30 @@ from torchtitan_npu.emulator import build as builder
 from torchtitan_npu.emulator.build import UNUSED_SECONDS, unused_builds
 
 
-def test_the_key_depends_on_the_content_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    info = tmp_path / "fake_wheel-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake_wheel\nVersion: 1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    contents = []
-    for digest in ("aaa", "bbb"):
-        (info / "RECORD").write_text(f"fake_wheel/lib.so,sha256={digest},1\n")
-        contents.append(builder._content_of("fake_wheel"))
-    assert contents[0].startswith("fake_wheel 1.0") and contents[0] != contents[1]
+def install_record(folder: Path, package: str, record: str) -> None:
+    """Write the metadata of an installed ``package``, with its version and with this list of files."""
+    version = importlib.metadata.version(package)
+    info = folder / f"{package}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (info / "RECORD").write_text(record)
 
+
+@pytest.mark.parametrize("package", ["torch", "torch_npu"])
+def test_the_key_depends_on_the_files_of_packages(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Metadata in front of the path stands for another build of the same version."""
     wheel = builder.libraries_of("torch_npu")
     key = builder._key(wheel, "9.1")
-    monkeypatch.setattr(builder, "_content_of", lambda package: "another" if package == "torch" else "")
+    assert builder._key(wheel, "9.0") != key, "the version of CANN"
+    record = importlib.metadata.distribution(package).read_text("RECORD")
+    assert record is not None
+    for folder, files in (("same", record), ("other", record.replace("sha256=", "sha256=0", 1))):
+        install_record(tmp_path / folder, package, files)
+    monkeypatch.syspath_prepend(str(tmp_path / "same"))
+    assert builder._key(wheel, "9.1") == key
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
     assert builder._key(wheel, "9.1") != key
 
 

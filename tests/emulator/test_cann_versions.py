@@ -252,6 +252,6 @@ def test_the_table_of_prototypes() -> None:
     assert len(text.splitlines()) == len(table) + 2, "one line an operator"
     assert list(table) == sorted(table)
     for name, entry in table.items():
-        assert len(entry["kinds"]) == len(entry["arguments"]) and set(entry["kinds"]) <= C_TYPES.keys(), name
+        assert len(entry["types"]) == len(entry["arguments"]) and set(entry["types"]) <= C_TYPES.keys(), name
         assert entry.get("since", "9.0") in list(CANN_VERSIONS)[1:], name
         assert entry["source"], name

@@ -14,14 +14,14 @@ from torchtitan_npu.emulator.kernels import attention
 from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, argument_names
 from torchtitan_npu.ops import OPS
 
-KINDS = {name: prototype["kinds"] for name, prototype in json.loads(PROTOTYPES.read_text()).items()}
+TYPES = {name: prototype["types"] for name, prototype in json.loads(PROTOTYPES.read_text()).items()}
 ABSENT: dict[str, Any] = {"t": None, "T": [], "I": [], "q": 0, "d": 1.0, "z": "", "?": False}
 
 
 def run(name: str, **given: Any) -> None:
     """Check and compute a call. Arguments that are not given are absent; ``given`` may be more than a version has."""
     names = argument_names(name)
-    values = [given.get(n, ABSENT[kind]) for n, kind in zip(names, KINDS[name], strict=True)]
+    values = [given.get(n, ABSENT[letter]) for n, letter in zip(names, TYPES[name], strict=True)]
     CHECKS[name](*values)
     KERNELS[name](*values)
 

@@ -80,7 +80,7 @@ def test_every_kernel_takes_the_arguments_of_its_prototype() -> None:
     prototypes = json.loads(PROTOTYPES.read_text())
     for name, kernel in KERNELS.items():
         assert name in prototypes, f"{name} has no prototype"
-        inspect.signature(kernel).bind(*prototypes[name]["kinds"])
+        inspect.signature(kernel).bind(*prototypes[name]["types"])
 
 
 ONE_TENSOR = """abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac log log10

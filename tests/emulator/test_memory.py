@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests._helpers.multirank import run_on_ranks
 from tests.emulator.peak_memory import JOBS, RANKS, measure
+from torchtitan_npu.emulator.environment import process_variables
 from torchtitan_npu.ops.workspaces import SYSTEM
 from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.operator_workspaces import kept_bytes
@@ -35,6 +37,12 @@ def test_the_planner_predicts_the_peak(name: str, monkeypatch: pytest.MonkeyPatc
         text = " | ".join(f"{size / MIB:.1f}" for size in sizes)
         print(f"| {name} | {rank} | {text} | {100 * difference:+.2f} % | {run.where} ({run.phase}) |")
         assert abs(run.peak - measured.allocated) <= TOLERANCE * (measured.allocated - workspace), text
+
+
+def with_task_queue(mode: str) -> dict[str, str]:
+    """Return the environment of a process with this ``TASK_QUEUE_ENABLE``."""
+    environment = {**os.environ, "TASK_QUEUE_ENABLE": mode}
+    return environment | process_variables(Path(os.environ["ASCEND_HOME_PATH"]), environment)
 
 
 def test_statistics_are_exact() -> None:
@@ -89,6 +97,33 @@ def test_out_of_memory() -> None:
     ]
 
 
+DROPPED = """
+import ctypes, torch, torch_npu
+runtime = ctypes.CDLL("libascendcl.so")
+runtime.emulator_prepared_calls.restype = ctypes.c_uint64
+x, weight = torch.ones(64, 64, device="npu"), torch.ones(64, device="npu")
+block = torch.empty(240 * 2**20, dtype=torch.uint8, device="npu")
+counts = []
+for _ in range(5):
+    try:
+        torch_npu.npu_rms_norm(x, weight)
+    except torch.OutOfMemoryError:
+        torch.npu.synchronize()
+        counts.append(runtime.emulator_prepared_calls())
+    x.add_(1)
+torch.npu.synchronize()
+print(counts, runtime.emulator_prepared_calls(), float(x.sum()))
+"""
+
+
+@pytest.mark.parametrize("task_queue", ["0", "1"])
+def test_a_call_without_memory_for_its_workspace_is_freed(task_queue: str) -> None:
+    """torch_npu drops the call after its preparation. The next launch frees it, also behind torch_npu's task queue."""
+    environment = {**with_task_queue(task_queue), "NPU_EMULATOR_MEMORY": str(256 * MIB)}
+    ended = subprocess.run([sys.executable, "-c", DROPPED], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"[1, 1, 1, 1, 1] 0 {6 * 64 * 64:.1f}\n"
+
+
 KEPT = """
 import torch, torch_npu
 x, weight = torch.ones(64, 64, device="npu"), torch.ones(64, device="npu")
@@ -104,6 +139,7 @@ print(outside() - before)
 
 
 def test_a_kept_workspace_is_outside_the_caching_allocator() -> None:
-    environment = {**os.environ, "TASK_QUEUE_ENABLE": "2"}
-    ended = subprocess.run([sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", KEPT], env=with_task_queue("2"), capture_output=True, text=True, check=True
+    )
     assert int(ended.stdout) == kept_bytes(SYSTEM) == 18 * MIB

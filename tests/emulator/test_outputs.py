@@ -17,8 +17,8 @@ WITHOUT_OUTPUT = {"aclnnSleep"}
 
 def test_outputs_are_tensors() -> None:
     for name, entry in TABLE.items():
-        kinds = dict(zip(entry["arguments"], entry["kinds"], strict=True))
-        assert all(kinds[output] in "tTo" for output in entry["outputs"]), name
+        types = dict(zip(entry["arguments"], entry["types"], strict=True))
+        assert all(types[output] in "tTo" for output in entry["outputs"]), name
         assert entry["outputs"] or name in WITHOUT_OUTPUT, name
 
 

@@ -71,3 +71,23 @@ def test_queued_calls(tmp_path: Path) -> None:
 
     assert [call["step"] for call in calls if call["operator"] == "aclnnErfinv"] == [0]
     assert calls[-1]["operator"] == "aclnnSin", "a call that is queued at the end still runs"
+
+
+WAIT_WITH_GIL = """
+import torch, torch_npu
+
+x = torch.zeros(4, device="npu")
+for _ in range(50):
+    x.add_(1)
+torch.npu.current_stream().npu_stream  # waits until torch_npu's queue is empty, and holds the GIL
+print(float(x[0]))
+"""
+
+
+def test_a_thread_that_waits_for_the_task_queue_releases_the_gil() -> None:
+    environment = {**os.environ, "TASK_QUEUE_ENABLE": "2"}
+    environment |= process_variables(Path(os.environ["ASCEND_HOME_PATH"]), environment)
+    ran = subprocess.run(
+        [sys.executable, "-c", WAIT_WITH_GIL], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout == "50.0\n", ran.stderr

@@ -3,10 +3,13 @@
 
     . tools/contract_env.sh && python tools/bench/emulator_launch.py [--rounds 3] [--json FILE]
 
-Each operator is called on small tensors in three processes: with operators that return at once, with null kernels, and
-with kernels. The first is torch_npu's own path: a library of empty functions replaces the emulator's operators and
-handles. The kernel alone is the Python function, called with the same tensors. Times are in microseconds, the least of
-all rounds: whatever else runs on the machine only adds to them.
+Each operator is called on small tensors in four processes. In the first, a library of empty functions replaces the
+emulator's operators and handles: that is torch_npu's own path, with the allocation of the workspace. Then come null
+kernels, Python kernels that do nothing, and the emulator's kernels. What the second and third add is the cost of a
+launch; what the last adds is the kernel: torch's CPU operators and the Python function that calls them. Times are in
+microseconds, the least of all rounds: whatever else runs on the machine only adds to them.
+
+A large matmul is compared with torch's own on the CPU, in one process.
 """
 
 from __future__ import annotations
@@ -19,20 +22,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import machine, write
 
-from torchtitan_npu.emulator.build import OPERATORS, PROTOTYPES, build
+from torchtitan_npu.emulator.build import C_TYPES, OPERATORS, PROTOTYPES, build
+from torchtitan_npu.ops.workspaces import SYSTEM
 
-MODES: dict[str, dict[str, str]] = {"empty": {}, "null": {"NPU_EMULATOR_NULL_KERNELS": "1"}, "kernels": {}}
+MODES = ("empty", "null", "nothing", "kernels")
+WITH_WORKSPACE = ("aclnnRmsNorm", "aclnnSwiGlu")
+"""The operators among the measured ones whose check returns a workspace, of :data:`SYSTEM` bytes."""
 HANDLES = ("Tensor", "Scalar", "TensorList", "ScalarList", "IntArray", "FloatArray", "BoolArray")
 REPETITIONS = 200
 CALLS = 20
 """Calls of a repetition: fewer than the scheduler's time slice allows, so that some repetitions are not interrupted."""
+SIZE = 2048
+"""Rows and columns of the matrices of the large matmul, float32."""
 
 
 def operators() -> dict[str, Callable[[], Any]]:
@@ -62,90 +69,80 @@ def least_time(function: Callable[[], Any]) -> float:
     return min(times) * 1e6
 
 
-def measure(mode: str) -> dict[str, dict[str, float]]:
-    """Return the times of this process: of each call and, with kernels, of its kernel alone."""
+def measure(mode: str) -> dict[str, float]:
+    """Return the microseconds of each call in this process, and those of the large matmul on both devices."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     calls = operators()
-    times = {"call": {name: least_time(call) for name, call in calls.items()}}
-    if mode == "kernels":
-        times["kernel"] = {name: kernel_time(call) for name, call in calls.items()}
-    return times
+    for call in calls.values():
+        call()  # registers the kernels
+    if mode == "nothing":
+        from torchtitan_npu.emulator.kernels.registry import KERNELS
+
+        KERNELS.update(dict.fromkeys(KERNELS, lambda *arguments: None))
+    return {name: least_time(call) for name, call in calls.items()} | (large_matmul() if mode == "kernels" else {})
 
 
-def kernel_time(call: Callable[[], Any]) -> float:
-    """Return the time of the Python functions that ``call`` runs, with the arguments of that call."""
-    from torchtitan_npu.emulator.kernels.registry import KERNELS
-
-    kernels = dict(KERNELS)
-    captured: list[Callable[[], Any]] = []
-
-    def capture(name: str) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            captured.append(partial(kernels[name], *arguments))
-            return kernels[name](*arguments)
-
-        return run
-
-    KERNELS.update({name: capture(name) for name in kernels})
-    result = call()  # keeps the memory of its outputs
-    torch.accelerator.synchronize()
-    KERNELS.update(kernels)
-    total = sum(map(least_time, captured))
-    del result
-    return total
+def large_matmul() -> dict[str, float]:
+    """Return the microseconds of a large matmul on the CPU and on the emulated NPU. They take turns."""
+    left, right = (torch.randn(SIZE, SIZE) for _ in range(2))
+    matrices = {device: (left.to(device), right.to(device)) for device in ("cpu", "npu")}
+    times: dict[str, list[float]] = {device: [] for device in matrices}
+    for _ in range(4):
+        for device, pair in matrices.items():
+            began = time.perf_counter()
+            torch.mm(*pair)
+            torch.accelerator.synchronize()
+            times[device].append((time.perf_counter() - began) * 1e6)
+    return {f"matmul {device}": min(found) for device, found in times.items()}
 
 
 def make_empty_operators(folder: Path) -> None:
-    """Compile a library in which every operator, and every function for handles, returns 0."""
-    prototypes = json.loads(PROTOTYPES.read_text())
-    names = [f"{name}{suffix}" for name in prototypes for suffix in ("", "GetWorkspaceSize")]
-    names += [f"acl{verb}{handle}" for verb in ("Create", "Destroy") for handle in HANDLES]
+    """Compile a library in which every operator, and every function for handles, does nothing and returns 0."""
+    lines = ["#include <stdint.h>"]
+    for name, prototype in json.loads(PROTOTYPES.read_text()).items():
+        parameters = "".join(f"{C_TYPES[letter]} a{i}, " for i, letter in enumerate(prototype["types"]))
+        workspace = SYSTEM if name in WITH_WORKSPACE else 0
+        lines += [
+            f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor)"
+            f" {{ *workspace = {workspace}; return 0; }}",
+            f"int {name}(void) {{ return 0; }}",
+        ]
+    handles = [f"acl{verb}{handle}" for verb in ("Create", "Destroy") for handle in HANDLES]
+    lines += [f"long {name}(void) {{ return 0; }}" for name in handles]
     source = folder / "empty.c"
-    source.write_text("\n".join(f"long {name}(void) {{ return 0; }}" for name in names))
+    source.write_text("\n".join(lines))
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", source, "-o", folder / OPERATORS], check=True)
 
 
-def run_modes(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def run_modes(rounds: int) -> dict[str, dict[str, float]]:
     """Return the least times of each mode. The modes take turns, because the machine's speed varies."""
     libraries = build(cann="master") / "lib64"
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
         make_empty_operators(Path(folder))
         for _ in range(rounds):
-            for mode, variables in MODES.items():
-                paths = [str(libraries)] if mode != "empty" else [folder, str(libraries)]
-                environment = {
-                    **os.environ,
-                    **variables,
-                    "LD_LIBRARY_PATH": os.pathsep.join(paths),
-                    "OMP_NUM_THREADS": "1",
-                }
+            for mode in MODES:
+                paths = [folder, str(libraries)] if mode == "empty" else [str(libraries)]
+                environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+                if mode == "null":
+                    environment["NPU_EMULATOR_NULL_KERNELS"] = "1"
                 command = [sys.executable, __file__, "--measure", mode]
                 ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                for what, times in json.loads(ran.stdout.splitlines()[-1]).items():
-                    least = found.setdefault(mode, {}).setdefault(what, times)
-                    least |= {name: min(value, least[name]) for name, value in times.items()}
+                for name, value in json.loads(ran.stdout.splitlines()[-1]).items():
+                    found[mode][name] = min(value, found[mode].get(name, value))
     return found
 
 
-def rows_of(found: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    rows = []
-    for name, own in found["empty"]["call"].items():
-        null, all_, kernel = (
-            found["null"]["call"][name],
-            found["kernels"]["call"][name],
-            found["kernels"]["kernel"][name],
-        )
-        times = {
-            "torch_npu": own,
-            "launch": null - own,
-            "arguments": all_ - null - kernel,
-            "kernel": kernel,
-            "all": all_,
-        }
-        rows.append({"operator": name, **{key: round(value, 1) for key, value in times.items()}})
-    return rows
+def rows_of(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Return the parts of the time of each operator, and the large matmul."""
+    rows: list[dict[str, Any]] = []
+    for name in found["empty"]:
+        own, null, nothing, kernels = (found[mode][name] for mode in MODES)
+        times = {"torch_npu": own, "runtime": null - own, "arguments": nothing - null, "kernel": kernels - nothing}
+        rows.append({"operator": name, **times, "all": kernels})
+    cpu, npu = (found["kernels"][f"matmul {device}"] for device in ("cpu", "npu"))
+    return [*rows, {"operator": f"matmul of {SIZE}", "cpu": cpu, "npu": npu, "ratio": npu / cpu}]
 
 
 def main() -> None:
@@ -158,13 +155,16 @@ def main() -> None:
         print(json.dumps(measure(args.measure)))
         return
     rows = rows_of(run_modes(args.rounds))
-    print("| operator | torch_npu's own path | launch | arguments | the emulator adds | kernel alone | in all |")
+    print("| µs | torch_npu's own path | runtime in C | arguments and Python call | a launch adds | kernel | in all |")
     print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        added = row["launch"] + row["arguments"]
-        numbers = (row["torch_npu"], row["launch"], row["arguments"], added, row["kernel"], row["all"])
+    for row in rows[:-1]:
+        added = row["runtime"] + row["arguments"]
+        numbers = (row["torch_npu"], row["runtime"], row["arguments"], added, row["kernel"], row["all"])
         print(f"| `{row['operator']}` | " + " | ".join(f"{number:.1f}" for number in numbers) + " |")
-    print(f"\n*µs; {machine('cpu')}*")
+    large = rows[-1]
+    times = ", ".join(f"{large[device] / 1000:.1f} ms on the {device}" for device in ("cpu", "npu"))
+    print(f"\n`torch.mm` of {SIZE} × {SIZE} matrices: {times}, ratio {large['ratio']:.3f}")
+    print(f"\n*{machine('cpu')}, one thread*")
     if args.json:
         write(args.json, rows, "cpu")
 

@@ -1,9 +1,10 @@
 """Compile the emulator of CANN for the torch_npu of this environment.
 
 torch_npu's libraries resolve their symbols when they are loaded. The emulator defines those that matter
-(``runtime/*.c``); every other one returns 0. Operators (``aclnn…``) are looked up by name when they are called; their C
-functions are generated from the prototypes in ``prototypes.json``. An operator that the emulated version of CANN does
-not have is not defined: torch_npu takes another path, or reports that the symbol is missing.
+(``runtime/*.c``); calling any other one is an error that names it. Operators (``aclnn…``) are looked up by name when
+they are called; their C functions are generated from the prototypes in ``prototypes.json``. An operator that the
+emulated version of CANN does not have is not defined: torch_npu takes another path, or reports that the symbol is
+missing.
 
 The result is a folder as ``ASCEND_HOME_PATH`` points to. It is cached by everything that it depends on. Builds for
 several versions of CANN differ in the operators and their dtypes alone; the rest is compiled for the first one.
@@ -49,18 +50,38 @@ OPENED_AT_RUN_TIME = (OPERATORS, "libhcomm.so", "libms_tools_ext.so", "libmsprof
 """Libraries that torch_npu opens by name, besides those it links to."""
 
 BRIDGE_OBJECT = "bridge.o"
-"""Part of ``_bridge.so``, which Python imports; all other sources of the runtime are in :data:`RUNTIME`."""
+"""Part of ``_bridge.so``, which Python imports."""
+
+TASK_QUEUE_OBJECT = "task_queue.o"
+"""Part of :data:`TASK_QUEUE`."""
+
+OTHER_OBJECTS = (BRIDGE_OBJECT, TASK_QUEUE_OBJECT)
+"""All other sources of the runtime are in :data:`RUNTIME`."""
 
 OPERATOR_NAMES = "operators.json"
 """The result of :func:`operator_names`, in the folder of a build."""
 
-LAUNCH = """static int launch(void *workspace, uint64_t size, void *executor, void *on) {
-    return emulator_launch_call(executor, on);
+LAUNCH = """static int launch(void *workspace, uint64_t size, void *executor, void *stream) {
+    return emulator_launch_call(executor, stream);
 }"""
 """The second function of every operator."""
 
 MEMORY_TOOL = "libascend_kernel_hook.so"
 """A preloaded library of this name makes torch_npu's allocator report its blocks (``runtime/memory.c``)."""
+
+TASK_QUEUE = "libemulator_task_queue.so"
+"""A preloaded library that torch_npu's task queue needs (``runtime/task_queue.c``)."""
+
+GRAPH_ENGINE = "ge::"
+"""Names of C++ functions that return objects or nothing, so that they cannot return an error."""
+
+RETURN_POINTERS = (
+    "acltdtCreateChannelWithCapacity",
+    "acltdtCreateDataset",
+    "acltdtGetDataAddrFromItem",
+    "acltdtGetDataItem",
+)
+"""C functions that return NULL after an error, among those that the emulator does not have."""
 
 PACKAGES = ("lib64", "opp", "runtime", "compiler")
 """Folders of a CANN installation. torch_npu checks that they exist."""
@@ -87,10 +108,10 @@ C_TYPES = {
     "?": "_Bool",
     "e": "int",
 }
-"""The C type of each kind of argument, a letter of ``kinds`` in the prototypes."""
+"""The C type of an argument by its letter in ``types`` of the prototypes."""
 
 FIELDS = {"d": "real", "f": "single", **dict.fromkeys("tTsSIFBzpo", "pointer")}
-"""The field of ``union argument`` that holds it; integers otherwise."""
+"""The field of ``Argument`` in ``runtime.h`` that holds it; integers otherwise."""
 
 
 ACL_DTYPES = {
@@ -132,16 +153,16 @@ def _build(folder: Path, cann: str, wheel: list[Path]) -> None:
     names = [folder.name.replace(f"-cann-{cann}-", f"-cann-{other}-") for other in CANN_VERSIONS if other != cann]
     others = [folder.with_name(name) for name in names]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as temporary:
-        made = Path(temporary) / "built"
+        built = Path(temporary) / "built"
         if found := [other for other in others if _is_cached(other)]:
-            shutil.copytree(found[0], made, symlinks=True, ignore=shutil.ignore_patterns("complete"))
+            shutil.copytree(found[0], built, symlinks=True, ignore=shutil.ignore_patterns("complete"))
         else:
-            _compile_common(made, wheel, libraries_of("torch"))
-        _compile_version(made, cann)
-        (made / "complete").touch()
+            _compile_common(built, wheel, libraries_of("torch"))
+        _compile_version(built, cann)
+        (built / "complete").touch()
         with _lock(folder.parent / "lock"):
             shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
+            built.rename(folder)
             unused = [each.rename(Path(temporary) / each.name) for each in unused_builds(folder.parent, folder)]
         for each in unused:
             shutil.rmtree(each, ignore_errors=True)
@@ -229,21 +250,43 @@ def _compile_common(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
         raise BuildError(f"Python's headers are not in {include}: install them (python3-dev)")
     defined: set[str] = set()
     for source in sorted(RUNTIME_FOLDER.glob("*.c")):
-        made = folder / f"{source.stem}.o"
-        _run("gcc", "-c", "-fPIC", "-O2", "-w", "-I", include, source, "-o", made)
-        if made.name != BRIDGE_OBJECT:
-            defined |= {line.split()[-1] for line in _run("nm", "--defined-only", made).splitlines() if line.strip()}
-    # Mangled C++ names are valid C names.
-    lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing_symbols(wheel, torch) - defined)]
-    rest = folder / "rest.c"
-    rest.write_text("\n".join([_chip_table(), *lines]))
-    _run("gcc", "-c", "-fPIC", "-w", "-fno-builtin", rest, "-o", rest.with_suffix(".o"))
+        compiled = folder / f"{source.stem}.o"
+        _run("gcc", "-c", "-fPIC", "-O2", "-w", "-I", include, source, "-o", compiled)
+        if compiled.name not in OTHER_OBJECTS:
+            lines = _run("nm", "--defined-only", compiled).splitlines()
+            defined |= {line.split()[-1] for line in lines if line.strip()}
+    generated = folder / "generated.c"
+    unknown = unknown_functions(sorted(missing_symbols(wheel, torch) - defined))
+    generated.write_text("\n".join([_chip_table(), *unknown]))
+    _run("gcc", "-c", "-fPIC", "-w", "-fno-builtin", generated, "-o", generated.with_suffix(".o"))
     tool = folder / "memory_tool.c"
     tool.write_text("const char emulator_memory_tool = 1;")  # memory.c tests for it
     _run("gcc", "-shared", "-fPIC", tool, "-o", folder / "lib64" / MEMORY_TOOL)
+    queue = (folder / TASK_QUEUE_OBJECT, folder / "gil.o", "-ldl")
+    _run("gcc", "-shared", "-fPIC", *queue, "-o", folder / "lib64" / TASK_QUEUE)
     for name in {*missing_libraries(wheel, torch), *OPENED_AT_RUN_TIME} - {RUNTIME, OPERATORS}:
         (folder / "lib64" / name).symlink_to(RUNTIME)
     (folder / OPERATOR_NAMES).write_text(json.dumps(sorted(operator_names(wheel))))
+
+
+def unknown_functions(symbols: list[str]) -> list[str]:
+    """Return C functions for symbols that the emulator does not have: a call is an error that names the function."""
+    declarations = [
+        "int refuse_unknown_function(const char *, _Bool *);",
+        "void abort_in_unknown_function(const char *);",
+    ]
+    names = _run("c++filt", *symbols).splitlines() if symbols else []
+    return [*declarations, *map(_unknown_function, symbols, names)]
+
+
+def _unknown_function(symbol: str, name: str) -> str:
+    """Return the C function for one symbol. A mangled name is a valid C name."""
+    if name.startswith(GRAPH_ENGINE):
+        return f'void {symbol}(void) {{ abort_in_unknown_function("{name}"); }}'
+    refuse = f'refuse_unknown_function("{name}", &printed)'
+    if symbol in RETURN_POINTERS:
+        return f"void *{symbol}(void) {{ static _Bool printed; {refuse}; return 0; }}"
+    return f"int {symbol}(void) {{ static _Bool printed; return {refuse}; }}"
 
 
 def _compile_version(folder: Path, cann: str) -> None:
@@ -252,7 +295,7 @@ def _compile_version(folder: Path, cann: str) -> None:
     shared = ("gcc", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic")  # short names of ours stay ours
     version = folder / "version.c"
     version.write_text(f'const char cann_version[] = "{CANN_VERSIONS[cann]}";')
-    objects = [path for path in sorted(folder.glob("*.o")) if path.name != BRIDGE_OBJECT]
+    objects = [path for path in sorted(folder.glob("*.o")) if path.name not in OTHER_OBJECTS]
     system = ("-lm", "-lpthread", "-ldl")
     _run(*shared, version, *objects, f"-Wl,-soname,{RUNTIME}", *system, "-o", libraries / RUNTIME)
     entries = folder / "entries.c"
@@ -274,17 +317,17 @@ def operator_entries(names: Iterable[str], cann: str) -> str:
     for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
         since = prototypes[name].get("since", versions[0])
         if versions.index(since) <= versions.index(cann):
-            prototype = {key: prototypes[name][key] for key in ("kinds", "arguments", "outputs")}
+            prototype = {key: prototypes[name][key] for key in ("types", "arguments", "outputs")}
             lines += _entry(name, **prototype, document=documents.get(name), cann=cann)
     return "\n".join(lines)
 
 
 def _entry(
-    name: str, kinds: str, arguments: list[str], outputs: list[str], document: dict[str, Any] | None, cann: str
+    name: str, types: str, arguments: list[str], outputs: list[str], document: dict[str, Any] | None, cann: str
 ) -> list[str]:
     mask = sum(1 << i for i, argument in enumerate(arguments) if argument in outputs)
-    parameters = "".join(f"{C_TYPES[kind]} a{i}, " for i, kind in enumerate(kinds))
-    values = ", ".join(f"{{.{FIELDS.get(kind, 'integer')} = a{i}}}" for i, kind in enumerate(kinds)) or "{0}"
+    parameters = "".join(f"{C_TYPES[letter]} a{i}, " for i, letter in enumerate(types))
+    values = ", ".join(f"{{.{FIELDS.get(letter, 'integer')} = a{i}}}" for i, letter in enumerate(types)) or "{0}"
     dtypes, source = "0", ""
     lines = []
     if document is not None:
@@ -299,10 +342,10 @@ def _entry(
     names = ",".join(arguments)
     return [
         *lines,
-        f'static operator {name}_operator = {{"{name}", "{kinds}", "{names}", {mask:#x}, {dtypes}, "{source}", 0}};',
+        f'static Operator {name}_operator = {{"{name}", "{types}", "{names}", {mask:#x}, {dtypes}, "{source}", 0}};',
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
-        f" argument all[] = {{{values}}};"
-        f" return emulator_prepare_call(&{name}_operator, all, {len(kinds)}, workspace, executor); }}",
+        f" Argument all[] = {{{values}}};"
+        f" return emulator_prepare_call(&{name}_operator, all, {len(types)}, workspace, executor); }}",
         f'int {name}(void *, uint64_t, void *, void *) __attribute__((alias("launch")));',
     ]
 
@@ -336,7 +379,8 @@ def in_version(cann: str, history: dict[str, Any]) -> Any:
 def _chip_table() -> str:
     series = list(chips.SERIES)
     rows = [f'{{"{name}", {series.index(chip.series)}}}' for name, chip in chips.CHIPS.items()]
-    return f"const struct {{ const char *name; int series; }} chips[] = {{{', '.join(rows)}, {{0, 0}}}};"
+    hidden = '__attribute__((visibility("hidden")))'
+    return f"{hidden} const struct {{ const char *name; int series; }} chips[] = {{{', '.join(rows)}, {{0, 0}}}};"
 
 
 def missing_libraries(wheel: list[Path], torch: list[Path]) -> set[str]:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_npu.chips import DEFAULT_CHIP, find_chip
-from torchtitan_npu.emulator.build import CANN_VERSIONS, DEFAULT_CANN_VERSION, MEMORY_TOOL, BuildError, build
+from torchtitan_npu.emulator.build import (
+    CANN_VERSIONS,
+    DEFAULT_CANN_VERSION,
+    MEMORY_TOOL,
+    TASK_QUEUE,
+    BuildError,
+    build,
+)
 from torchtitan_npu.errors import UsageError
 
 
@@ -85,18 +92,22 @@ class Observation:
 def process_variables(home: Path, environment: Mapping[str, str], seeded: bool = False) -> dict[str, str]:
     """Return the variables of a process whose CANN is the emulator in ``home``, in addition to ``environment``.
 
-    A ``seeded`` process preloads a library that makes torch_npu's allocator report its blocks.
+    A ``seeded`` process preloads a library that makes torch_npu's allocator report its blocks. A process with
+    torch_npu's task queue preloads one with which the queue's thread gets the GIL.
     """
     libraries = home / "lib64"
+    # Kernels are Python: torch_npu's launch thread would only wait for the GIL.
+    task_queue = environment.get("TASK_QUEUE_ENABLE") or "0"
     found = {
         "ASCEND_HOME_PATH": str(home),
         "ASCEND_OPP_PATH": str(home / "opp"),
         "LD_LIBRARY_PATH": _prepend(libraries, environment.get("LD_LIBRARY_PATH")),
-        # Kernels are Python: torch_npu's launch thread would only wait for the GIL.
-        "TASK_QUEUE_ENABLE": environment.get("TASK_QUEUE_ENABLE", "0"),
+        "TASK_QUEUE_ENABLE": task_queue,
     }
-    if seeded:
-        found["LD_PRELOAD"] = _prepend(libraries / MEMORY_TOOL, environment.get("LD_PRELOAD"))
+    preloaded = environment.get("LD_PRELOAD")
+    for library, is_needed in ((MEMORY_TOOL, seeded), (TASK_QUEUE, task_queue != "0")):
+        if is_needed:
+            preloaded = found["LD_PRELOAD"] = _prepend(libraries / library, preloaded)
     return found
 
 

@@ -47,7 +47,7 @@ def sparse_attention_grad(
     d_query = _aligned(4 * rows * query.shape[-2] * with_rope)
     tokens = key[..., 0].numel()
     d_key, d_value = _aligned(4 * tokens * with_rope), _aligned(4 * tokens * size)
-    selected = 24 * 2 * sparse_indices.shape[-1] * sparse_block_size * (with_rope + size) * 4
+    selected = CORES * 2 * sparse_indices.shape[-1] * sparse_block_size * (with_rope + size) * 4
     return 2 * SYSTEM + cores * (keys + values + scores) + d_query + d_key + d_value + selected
 
 

@@ -7,7 +7,7 @@ from itertools import repeat
 import torch
 
 from torchtitan_npu.emulator.kernels.families import Function, write
-from torchtitan_npu.emulator.kernels.pointwise import add, addcdiv, addcmul, clamp_max, clamp_min, subtract
+from torchtitan_npu.emulator.kernels.formulas import add, addcdiv, addcmul, clamp_max, clamp_min, subtract
 from torchtitan_npu.emulator.kernels.registry import Kernel, kernel
 
 ROUNDING = {1: torch.round, 2: torch.floor, 3: torch.ceil, 5: torch.trunc, 7: torch.frac}

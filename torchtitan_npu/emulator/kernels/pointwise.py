@@ -6,19 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_npu.emulator.kernels.families import Function, register, write, write_all
+from torchtitan_npu.emulator.kernels.formulas import add, addcdiv, addcmul, clamp_max, clamp_min, subtract
 from torchtitan_npu.emulator.kernels.registry import kernel
 
 aten = torch.ops.aten
 ROUNDING_MODES = {0: None, 1: "trunc", 2: "floor"}
 """The argument ``mode`` of ``aclnnDivMod``."""
-
-
-def add(left, right, alpha):
-    return torch.add(left, right, alpha=alpha)
-
-
-def subtract(left, right, alpha):
-    return torch.sub(left, right, alpha=alpha)
 
 
 def reverse_subtract(left, right, alpha):
@@ -27,22 +20,6 @@ def reverse_subtract(left, right, alpha):
 
 def divide(left, right, mode):
     return torch.div(left, right, rounding_mode=ROUNDING_MODES[mode])
-
-
-def clamp_min(x, bound):
-    return torch.clamp(x, min=bound)
-
-
-def clamp_max(x, bound):
-    return torch.clamp(x, max=bound)
-
-
-def addcmul(x, left, right, value):
-    return torch.addcmul(x, left, right, value=value)
-
-
-def addcdiv(x, left, right, value):
-    return torch.addcdiv(x, left, right, value=value)
 
 
 def add_to_scalar(left, right, alpha):

@@ -12,7 +12,6 @@ A kernel returns None, or the sizes of outputs whose size depends on the data, `
 
 from __future__ import annotations
 
-import inspect
 import json
 import keyword
 import re
@@ -27,7 +26,7 @@ Check = Callable[..., "int | None"]
 
 KERNELS: dict[str, Kernel] = {}
 FAMILIES: dict[str, str] = {}
-"""The module of this package that registered an operator: ``"pointwise"``."""
+"""The module of this package that registered an operator: ``"pointwise"``. The package fills it on import."""
 CHECKS: dict[str, Check] = {}
 
 
@@ -43,18 +42,9 @@ def kernel(*names: str) -> Callable[[Kernel], Kernel]:
             if name in KERNELS:
                 raise ValueError(f"{name} has two kernels")
             KERNELS[name] = function
-            FAMILIES[name] = _module_in_import()
         return function
 
     return register
-
-
-def _module_in_import() -> str:
-    """Return the last part of the name of the module whose body is executing."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return frame.f_globals["__name__"].rpartition(".")[2] if frame is not None else ""
 
 
 def check(*names: str) -> Callable[[Check], Check]:

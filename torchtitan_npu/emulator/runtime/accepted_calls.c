@@ -10,10 +10,10 @@ typedef struct {
     size_t words;
     uint64_t *key;
     uint64_t workspace;
-} entry;
+} Entry;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static entry entries[ENTRIES]; /* by hash; a new call replaces the one before */
+static Entry entries[ENTRIES]; /* by hash; a new call replaces the one before */
 
 __attribute__((constructor)) static void prepare(void) { hold_during_fork(&lock); }
 
@@ -40,30 +40,30 @@ static void add_bytes(const void *bytes, size_t size) {
     }
 }
 
-static void add_tensor(const tensor *one) {
-    add((uint64_t)one->dtype << 32 | (uint64_t)one->rank);
-    for (int i = 0; i < one->rank; i++) {
-        add((uint64_t)one->shape[i]);
-        add((uint64_t)one->stride[i]);
+static void add_tensor(const Tensor *tensor) {
+    add((uint64_t)tensor->dtype << 32 | (uint64_t)tensor->rank);
+    for (int i = 0; i < tensor->rank; i++) {
+        add((uint64_t)tensor->shape[i]);
+        add((uint64_t)tensor->stride[i]);
     }
 }
 
-static void add_scalar(const scalar *one) {
-    add((uint64_t)one->dtype);
-    add_bytes(one->value, sizeof one->value);
+static void add_scalar(const Scalar *scalar) {
+    add((uint64_t)scalar->dtype);
+    add_bytes(scalar->value, sizeof scalar->value);
 }
 
-static void add_object(char kind, const void *pointer) {
+static void add_object(char type, const void *pointer) {
     add(pointer != NULL);
     if (!pointer) return;
-    const list *items = pointer;
-    const array *numbers = pointer;
-    switch (kind) {
+    const List *items = pointer;
+    const Array *numbers = pointer;
+    switch (type) {
     case 't': add_tensor(pointer); break;
     case 's': add_scalar(pointer); break;
     case 'T': case 'S':
         add(items->length);
-        for (uint64_t i = 0; i < items->length; i++) add_object(kind == 'T' ? 't' : 's', items->items[i]);
+        for (uint64_t i = 0; i < items->length; i++) add_object(type == 'T' ? 't' : 's', items->items[i]);
         break;
     case 'I': add_bytes(numbers->items, numbers->length * sizeof(int64_t)); break;
     case 'F': add_bytes(numbers->items, numbers->length * sizeof(float)); break;
@@ -72,25 +72,25 @@ static void add_object(char kind, const void *pointer) {
     }
 }
 
-static void add_argument(char kind, argument value) {
-    if (strchr("tTsSIFBz", kind)) add_object(kind, value.pointer);
-    else if (kind == 'f') add_bytes(&value.single, sizeof value.single);
+static void add_argument(char type, Argument value) {
+    if (strchr("tTsSIFBz", type)) add_object(type, value.pointer);
+    else if (type == 'f') add_bytes(&value.single, sizeof value.single);
     else add((uint64_t)value.integer); /* a double has the same bits */
 }
 
-static entry *make_key(const call *of, const void *check, uint64_t *hash) {
+static Entry *make_key(const Call *call, const void *check, uint64_t *hash) {
     key.length = 0;
-    add((uintptr_t)of->which);
+    add((uintptr_t)call->operator);
     add((uintptr_t)check);
-    for (int i = 0; i < of->count; i++) add_argument(of->which->kinds[i], of->arguments[i]);
+    for (int i = 0; i < call->count; i++) add_argument(call->operator->types[i], call->arguments[i]);
     *hash = key.length;
     for (size_t i = 0; i < key.length; i++) *hash = mix(*hash ^ key.words[i], 0);
     return &entries[*hash % ENTRIES];
 }
 
-bool is_accepted(const call *of, const void *check, uint64_t *workspace) {
+bool is_accepted(const Call *call, const void *check, uint64_t *workspace) {
     uint64_t hash;
-    entry *found = make_key(of, check, &hash);
+    Entry *found = make_key(call, check, &hash);
     pthread_mutex_lock(&lock);
     bool same = found->key && found->hash == hash && found->words == key.length && !memcmp(found->key, key.words, key.length * sizeof *key.words);
     if (same) *workspace = found->workspace;
@@ -98,13 +98,13 @@ bool is_accepted(const call *of, const void *check, uint64_t *workspace) {
     return same;
 }
 
-void accept_call(const call *of, const void *check, uint64_t workspace) {
+void accept_call(const Call *call, const void *check, uint64_t workspace) {
     uint64_t hash;
-    entry *to = make_key(of, check, &hash);
+    Entry *to = make_key(call, check, &hash);
     uint64_t *copy = malloc(key.length * sizeof *copy);
     memcpy(copy, key.words, key.length * sizeof *copy);
     pthread_mutex_lock(&lock);
     free(to->key);
-    *to = (entry){hash, key.length, copy, workspace};
+    *to = (Entry){hash, key.length, copy, workspace};
     pthread_mutex_unlock(&lock);
 }

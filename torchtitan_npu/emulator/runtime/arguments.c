@@ -1,6 +1,6 @@
 /* Arguments of operators: torch_npu describes tensors, scalars and lists by handles that it creates and destroys.
  *
- * Handles are slots of one reserved region, so that any word can be tested for being one: an argument of the wrong kind
+ * Handles are slots of one reserved region, so that any word can be tested for being one: an argument of the wrong type
  * is then an error and not a crash. A call that is queued holds references of its own.
  */
 #define _GNU_SOURCE
@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 
 enum { SLOT = 256, SLOTS = 1 << 22, MAGIC = 0x4e505545 };
-_Static_assert(sizeof(tensor) <= SLOT, "a tensor fits a slot");
+_Static_assert(sizeof(Tensor) <= SLOT, "a tensor fits a slot");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *region; /* reserved when the library is loaded: read without the lock */
@@ -22,35 +22,35 @@ __attribute__((constructor)) static void prepare(void) {
     hold_during_fork(&lock);
 }
 
-static void *take(char kind) {
+static void *take(char type) {
     pthread_mutex_lock(&lock);
     void *slot = unused;
     if (slot) unused = *(void **)slot;
     else if (taken < SLOTS) slot = region + (size_t)SLOT * taken++;
     pthread_mutex_unlock(&lock);
     if (!slot) abort(); /* four million live handles */
-    *(object *)slot = (object){.magic = MAGIC, .references = 1, .kind = kind};
+    *(Object *)slot = (Object){.magic = MAGIC, .references = 1, .type = type};
     return slot;
 }
 
-char object_kind(const void *pointer) {
+char object_type(const void *pointer) {
     size_t distance = (const char *)pointer - region;
     bool is_slot = distance < (size_t)SLOT * SLOTS && distance % SLOT == 0;
-    return is_slot && ((const object *)pointer)->magic == MAGIC ? ((const object *)pointer)->kind : 0;
+    return is_slot && ((const Object *)pointer)->magic == MAGIC ? ((const Object *)pointer)->type : 0;
 }
 
-void retain(void *pointer) { __atomic_add_fetch(&((object *)pointer)->references, 1, __ATOMIC_RELAXED); }
+void retain(void *pointer) { __atomic_add_fetch(&((Object *)pointer)->references, 1, __ATOMIC_RELAXED); }
 
 void release(void *pointer) {
-    object *one = pointer;
-    if (__atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL)) return;
-    if (one->kind == 'T' || one->kind == 'S') {
-        list *of = pointer;
-        for (uint64_t i = 0; i < of->length; i++)
-            if (of->items[i]) release(of->items[i]);
-        free(of->items);
-    } else if (strchr("IFB", one->kind)) free(((array *)pointer)->items);
-    one->magic = 0;
+    Object *object = pointer;
+    if (__atomic_sub_fetch(&object->references, 1, __ATOMIC_ACQ_REL)) return;
+    if (object->type == 'T' || object->type == 'S') {
+        List *list = pointer;
+        for (uint64_t i = 0; i < list->length; i++)
+            if (list->items[i]) release(list->items[i]);
+        free(list->items);
+    } else if (strchr("IFB", object->type)) free(((Array *)pointer)->items);
+    object->magic = 0;
     pthread_mutex_lock(&lock);
     *(void **)pointer = unused;
     unused = pointer;
@@ -78,71 +78,71 @@ static int destroy(void *pointer) {
     return ACL_SUCCESS;
 }
 
-tensor *aclCreateTensor(const int64_t *shape, uint64_t rank, int dtype, const int64_t *stride, int64_t offset, int format,
+Tensor *aclCreateTensor(const int64_t *shape, uint64_t rank, int dtype, const int64_t *stride, int64_t offset, int format,
                         const int64_t *storage_shape, uint64_t storage_rank, void *data) {
-    tensor *made = take('t');
-    made->dtype = dtype;
-    made->format = format;
-    made->rank = (int32_t)rank;
-    made->offset = offset;
-    made->data = data;
+    Tensor *tensor = take('t');
+    tensor->dtype = dtype;
+    tensor->format = format;
+    tensor->rank = (int32_t)rank;
+    tensor->offset = offset;
+    tensor->data = data;
     int64_t step = 1;
     for (int i = rank > MOST_DIMENSIONS ? -1 : (int)rank - 1; i >= 0; i--) {
-        made->shape[i] = shape[i];
-        made->stride[i] = stride ? stride[i] : step;
+        tensor->shape[i] = shape[i];
+        tensor->stride[i] = stride ? stride[i] : step;
         step *= shape[i];
     }
-    return made;
+    return tensor;
 }
 
-scalar *aclCreateScalar(const void *value, int dtype) {
-    scalar *made = take('s');
-    made->dtype = dtype;
-    memset(made->value, 0, sizeof made->value);
-    memcpy(made->value, value, dtype_size(dtype));
-    return made;
+Scalar *aclCreateScalar(const void *value, int dtype) {
+    Scalar *scalar = take('s');
+    scalar->dtype = dtype;
+    memset(scalar->value, 0, sizeof scalar->value);
+    memcpy(scalar->value, value, dtype_size(dtype));
+    return scalar;
 }
 
 /* A list takes over its items: destroying it destroys them. */
-static list *make_list(char kind, object *const *items, uint64_t length) {
-    list *made = take(kind);
-    made->length = length;
-    made->items = malloc(length * sizeof *items + 1);
-    if (length) memcpy(made->items, items, length * sizeof *items);
-    return made;
+static List *make_list(char type, Object *const *items, uint64_t length) {
+    List *list = take(type);
+    list->length = length;
+    list->items = malloc(length * sizeof *items + 1);
+    if (length) memcpy(list->items, items, length * sizeof *items);
+    return list;
 }
-list *aclCreateTensorList(object *const *items, uint64_t length) { return make_list('T', items, length); }
-list *aclCreateScalarList(object *const *items, uint64_t length) { return make_list('S', items, length); }
+List *aclCreateTensorList(Object *const *items, uint64_t length) { return make_list('T', items, length); }
+List *aclCreateScalarList(Object *const *items, uint64_t length) { return make_list('S', items, length); }
 
-static array *make_array(char kind, const void *items, uint64_t length, size_t size) {
-    array *made = take(kind);
-    made->length = length;
-    made->items = malloc(length * size + 1);
-    if (length) memcpy(made->items, items, length * size);
-    return made;
+static Array *make_array(char type, const void *items, uint64_t length, size_t size) {
+    Array *array = take(type);
+    array->length = length;
+    array->items = malloc(length * size + 1);
+    if (length) memcpy(array->items, items, length * size);
+    return array;
 }
-array *aclCreateIntArray(const int64_t *items, uint64_t length) { return make_array('I', items, length, 8); }
-array *aclCreateFloatArray(const float *items, uint64_t length) { return make_array('F', items, length, 4); }
-array *aclCreateBoolArray(const bool *items, uint64_t length) { return make_array('B', items, length, 1); }
+Array *aclCreateIntArray(const int64_t *items, uint64_t length) { return make_array('I', items, length, 8); }
+Array *aclCreateFloatArray(const float *items, uint64_t length) { return make_array('F', items, length, 4); }
+Array *aclCreateBoolArray(const bool *items, uint64_t length) { return make_array('B', items, length, 1); }
 
-int aclDestroyTensor(void *one) { return destroy(one); }
-int aclDestroyScalar(void *one) { return destroy(one); }
-int aclDestroyTensorList(void *one) { return destroy(one); }
-int aclDestroyScalarList(void *one) { return destroy(one); }
-int aclDestroyIntArray(void *one) { return destroy(one); }
-int aclDestroyFloatArray(void *one) { return destroy(one); }
-int aclDestroyBoolArray(void *one) { return destroy(one); }
+int aclDestroyTensor(void *handle) { return destroy(handle); }
+int aclDestroyScalar(void *handle) { return destroy(handle); }
+int aclDestroyTensorList(void *handle) { return destroy(handle); }
+int aclDestroyScalarList(void *handle) { return destroy(handle); }
+int aclDestroyIntArray(void *handle) { return destroy(handle); }
+int aclDestroyFloatArray(void *handle) { return destroy(handle); }
+int aclDestroyBoolArray(void *handle) { return destroy(handle); }
 
 /* The caller deletes[] the shape. An operator whose output size depends on the data writes it back before. */
-int aclGetViewShape(const tensor *of, int64_t **shape, uint64_t *rank) {
-    if (of->rank > MOST_DIMENSIONS) return ACLNN_ERR_PARAM_INVALID;
-    *rank = of->rank;
-    *shape = malloc(sizeof of->shape);
-    memcpy(*shape, of->shape, sizeof of->shape);
+int aclGetViewShape(const Tensor *tensor, int64_t **shape, uint64_t *rank) {
+    if (tensor->rank > MOST_DIMENSIONS) return ACLNN_ERR_PARAM_INVALID;
+    *rank = tensor->rank;
+    *shape = malloc(sizeof tensor->shape);
+    memcpy(*shape, tensor->shape, sizeof tensor->shape);
     return ACL_SUCCESS;
 }
 
-int aclGetDataType(const tensor *of, int *dtype) {
-    *dtype = of->dtype;
+int aclGetDataType(const Tensor *tensor, int *dtype) {
+    *dtype = tensor->dtype;
     return ACL_SUCCESS;
 }

@@ -19,12 +19,12 @@ typedef struct {
     } dtype;
     int64_t *shape, *stride;
     uint64_t byte_offset;
-} dl_tensor;
-typedef struct managed {
-    dl_tensor tensor;
+} DlTensor;
+typedef struct ManagedTensor {
+    DlTensor tensor;
     void *context;
-    void (*deleter)(struct managed *);
-} managed;
+    void (*deleter)(struct ManagedTensor *);
+} ManagedTensor;
 
 /* DLPack's type codes by aclDataType: 0 int, 1 unsigned, 2 float, 4 bfloat, 5 complex, 6 bool, 10… float8 */
 static const struct {
@@ -35,28 +35,28 @@ static const struct {
 
 static PyObject *from_dlpack, *run_kernel, *run_check, *checks, *describe_failure;
 
-static void free_managed(managed *one) { free(one); }
+static void free_managed(ManagedTensor *managed) { free(managed); }
 
 static void free_capsule(PyObject *capsule) { /* a capsule that nobody has consumed */
     if (PyCapsule_IsValid(capsule, "dltensor")) free(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
-static PyObject *make_tensor(const tensor *from) {
+static PyObject *make_tensor(const Tensor *from) {
     if (!from) Py_RETURN_NONE;
     if (from->dtype < 0 || from->dtype >= (int)(sizeof DTYPES / sizeof *DTYPES) || !DTYPES[from->dtype].bits)
         return PyErr_Format(PyExc_TypeError, "the emulator has no dtype %d of ACL", from->dtype);
-    managed *made = calloc(1, sizeof *made + sizeof from->shape + sizeof from->stride);
-    int64_t *sizes = (int64_t *)(made + 1);
+    ManagedTensor *managed = calloc(1, sizeof *managed + sizeof from->shape + sizeof from->stride);
+    int64_t *sizes = (int64_t *)(managed + 1);
     memcpy(sizes, from->shape, sizeof from->shape);
     memcpy(sizes + 8, from->stride, sizeof from->stride);
-    made->tensor = (dl_tensor){.data = (char *)from->data + from->offset * DTYPES[from->dtype].bits / 8,
+    managed->tensor = (DlTensor){.data = (char *)from->data + from->offset * DTYPES[from->dtype].bits / 8,
                                .device = {1, 0},
                                .rank = from->rank,
                                .dtype = {DTYPES[from->dtype].code, DTYPES[from->dtype].bits, 1},
                                .shape = sizes,
                                .stride = sizes + 8};
-    made->deleter = free_managed;
-    PyObject *capsule = PyCapsule_New(made, "dltensor", free_capsule);
+    managed->deleter = free_managed;
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", free_capsule);
     if (!capsule) return NULL;
     PyObject *result = PyObject_CallOneArg(from_dlpack, capsule);
     Py_DECREF(capsule);
@@ -76,7 +76,7 @@ static double bfloat(uint16_t bits) {
     return value;
 }
 
-static PyObject *make_scalar(const scalar *from) {
+static PyObject *make_scalar(const Scalar *from) {
     if (!from) Py_RETURN_NONE;
     const void *value = from->value;
     switch (from->dtype) {
@@ -97,35 +97,35 @@ static PyObject *make_scalar(const scalar *from) {
     return PyErr_Format(PyExc_TypeError, "the emulator has no scalar of dtype %d of ACL", from->dtype);
 }
 
-static PyObject *make_item(char kind, const void *items, uint64_t i) {
-    switch (kind) {
-    case 'T': return make_tensor(((tensor *const *)items)[i]);
-    case 'S': return make_scalar(((scalar *const *)items)[i]);
+static PyObject *make_item(char type, const void *items, uint64_t i) {
+    switch (type) {
+    case 'T': return make_tensor(((Tensor *const *)items)[i]);
+    case 'S': return make_scalar(((Scalar *const *)items)[i]);
     case 'I': return PyLong_FromLongLong(((const int64_t *)items)[i]);
     case 'F': return PyFloat_FromDouble(((const float *)items)[i]);
     default: return PyBool_FromLong(((const uint8_t *)items)[i]);
     }
 }
 
-static PyObject *make_list(char kind, const void *from) {
+static PyObject *make_list(char type, const void *from) {
     if (!from) Py_RETURN_NONE;
-    bool of_objects = kind == 'T' || kind == 'S';
-    uint64_t length = of_objects ? ((const list *)from)->length : ((const array *)from)->length;
-    const void *items = of_objects ? (const void *)((const list *)from)->items : ((const array *)from)->items;
+    bool of_objects = type == 'T' || type == 'S';
+    uint64_t length = of_objects ? ((const List *)from)->length : ((const Array *)from)->length;
+    const void *items = of_objects ? (const void *)((const List *)from)->items : ((const Array *)from)->items;
     PyObject *result = PyList_New((Py_ssize_t)length);
     for (uint64_t i = 0; result && i < length; i++) {
-        PyObject *item = make_item(kind, items, i);
+        PyObject *item = make_item(type, items, i);
         if (item) PyList_SET_ITEM(result, i, item);
         else Py_CLEAR(result);
     }
     return result;
 }
 
-static PyObject *make_argument(char kind, argument from) {
-    switch (kind) {
+static PyObject *make_argument(char type, Argument from) {
+    switch (type) {
     case 't': return make_tensor(from.pointer);
     case 's': return make_scalar(from.pointer);
-    case 'T': case 'S': case 'I': case 'F': case 'B': return make_list(kind, from.pointer);
+    case 'T': case 'S': case 'I': case 'F': case 'B': return make_list(type, from.pointer);
     case 'd': return PyFloat_FromDouble(from.real);
     case 'f': return PyFloat_FromDouble(from.single);
     case '?': return PyBool_FromLong(from.integer & 0xff);
@@ -143,10 +143,10 @@ static PyObject *make_argument(char kind, argument from) {
     }
 }
 
-static PyObject *make_arguments(const call *from) {
+static PyObject *make_arguments(const Call *from) {
     PyObject *result = PyTuple_New(from->count);
     for (int i = 0; result && i < from->count; i++) {
-        PyObject *item = make_argument(from->which->kinds[i], from->arguments[i]);
+        PyObject *item = make_argument(from->operator->types[i], from->arguments[i]);
         if (item) PyTuple_SET_ITEM(result, i, item);
         else Py_CLEAR(result);
     }
@@ -154,23 +154,23 @@ static PyObject *make_arguments(const call *from) {
 }
 
 /* Write the sizes back of outputs whose size depends on the data: {index of the argument: sizes}. */
-static void write_sizes(const call *to, PyObject *sizes) {
+static void write_sizes(const Call *to, PyObject *sizes) {
     Py_ssize_t position = 0;
     PyObject *index, *size;
     while (PyDict_Next(sizes, &position, &index, &size)) {
-        tensor *output = to->arguments[PyLong_AsLong(index)].pointer;
+        Tensor *output = to->arguments[PyLong_AsLong(index)].pointer;
         output->rank = (int32_t)PyTuple_Size(size);
         for (int i = 0; i < output->rank; i++) output->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(size, i));
     }
 }
 
 /* Turn the Python exception into the message of the device's error. Without arguments, they could not be converted. */
-static void report(const call *from, PyObject *arguments) {
+static void report(const Call *from, PyObject *arguments) {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback) PyException_SetTraceback(error, traceback);
-    PyObject *text = PyObject_CallFunction(describe_failure, "sOO", from->which->name, arguments ? arguments : Py_None, error);
+    PyObject *text = PyObject_CallFunction(describe_failure, "sOO", from->operator->name, arguments ? arguments : Py_None, error);
     const char *utf8 = text ? PyUnicode_AsUTF8(text) : NULL;
     if (utf8) emulator_set_message(utf8);
     else {
@@ -184,14 +184,14 @@ static void report(const call *from, PyObject *arguments) {
 }
 
 /* Return the name of an operator as a Python object. The GIL is held. */
-static PyObject *name_of(operator *which) {
-    if (!which->python_name) which->python_name = PyUnicode_InternFromString(which->name);
-    return which->python_name;
+static PyObject *name_of(Operator *operator) {
+    if (!operator->python_name) operator->python_name = PyUnicode_InternFromString(operator->name);
+    return operator->python_name;
 }
 
 /* Call `function(name, stream, arguments)`. It returns None, sizes of outputs, or a message and an error code. */
-static PyObject *call_python(PyObject *function, const call *from) {
-    PyObject *name = name_of(from->which), *stream = PyLong_FromLong(emulator_stream_id(from->head.on)), *arguments = make_arguments(from);
+static PyObject *call_python(PyObject *function, const Call *from) {
+    PyObject *name = name_of(from->operator), *stream = PyLong_FromLong(emulator_stream_id(from->head.stream)), *arguments = make_arguments(from);
     PyObject *result = name && stream && arguments ? PyObject_Vectorcall(function, (PyObject *[]){name, stream, arguments}, 3, NULL) : NULL;
     if (!result) report(from, arguments);
     Py_XDECREF(stream);
@@ -216,34 +216,50 @@ static bool has_python_ended(void) { /* taking the GIL would then end this threa
     return Py_IsFinalizing();
 }
 
-static int run(call *from) {
-    if (has_python_ended()) return ACLNN_ERR_INNER;
+/* No garbage is collected inside a kernel or check. It could be an NPU tensor, and torch_npu's allocator may be locked by a
+ * thread that waits for this kernel. */
+static int kernels_running; /* the GIL protects it */
+static bool collects_garbage;
+
+static PyGILState_STATE enter_python(void) {
     PyGILState_STATE state = PyGILState_Ensure();
+    if (!kernels_running++) collects_garbage = PyGC_Disable();
+    return state;
+}
+
+static void leave_python(PyGILState_STATE state) {
+    if (!--kernels_running && collects_garbage) PyGC_Enable();
+    PyGILState_Release(state);
+}
+
+static int run(Call *from) {
+    if (has_python_ended()) return ACLNN_ERR_INNER;
+    PyGILState_STATE state = enter_python();
     PyObject *result = call_python(run_kernel, from);
     int code = result ? ACL_SUCCESS : ACLNN_ERR_INNER;
     if (result && PyDict_Check(result)) write_sizes(from, result);
     else if (result && PyTuple_Check(result)) code = failure(result);
     Py_XDECREF(result);
-    PyGILState_Release(state);
+    leave_python(state);
     return code;
 }
 
-static int check(call *from, uint64_t *workspace) {
+static int check(Call *from, uint64_t *workspace) {
     if (has_python_ended()) return ACLNN_ERR_INNER;
-    PyGILState_STATE state = PyGILState_Ensure();
+    PyGILState_STATE state = enter_python();
     PyObject *result = call_python(run_check, from);
     int code = result ? ACL_SUCCESS : ACLNN_ERR_INNER;
     if (result && PyLong_Check(result)) *workspace = PyLong_AsUnsignedLongLong(result);
     else if (result && PyTuple_Check(result)) code = failure(result);
     Py_XDECREF(result);
-    PyGILState_Release(state);
+    leave_python(state);
     return code;
 }
 
-static const void *find_check(operator *which) {
+static const void *find_check(Operator *operator) {
     if (Py_IsFinalizing()) return NULL; /* the call itself fails then */
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *name = name_of(which);
+    PyObject *name = name_of(operator);
     const void *found = name ? PyDict_GetItemWithError(checks, name) : NULL;
     PyErr_Clear();
     PyGILState_Release(state);
@@ -251,7 +267,7 @@ static const void *find_check(operator *which) {
 }
 
 static PyObject *install(PyObject *module, PyObject *arguments) {
-    static const python_side side = {run, find_check, check};
+    static const PythonSide side = {run, find_check, check};
     if (!PyArg_ParseTuple(arguments, "OOOO!O", &from_dlpack, &run_kernel, &run_check, &PyDict_Type, &checks, &describe_failure)) return NULL;
     Py_INCREF(from_dlpack);
     Py_INCREF(run_kernel);

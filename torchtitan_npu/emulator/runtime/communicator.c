@@ -25,7 +25,7 @@ static const char BOARD[] = "board";
 static const uint64_t ENOUGH_SHARED_MEMORY = 1ull << 30; /* bytes free in /dev/shm to use it */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static communicator *communicators;
+static Communicator *communicators;
 static struct {
     char folder[FOLDER_LENGTH];
     int lock;
@@ -43,16 +43,16 @@ int64_t milliseconds_now(void) {
 /* Folders */
 
 static const char *base_folder(void) {
-    static __thread char made[FOLDER_LENGTH / 2];
+    static __thread char folder[FOLDER_LENGTH / 2];
     const char *given = setting("NPU_EMULATOR_FOLDER", NULL);
     struct statvfs room;
-    if (given) snprintf(made, sizeof made, "%s", given);
+    if (given) snprintf(folder, sizeof folder, "%s", given);
     else {
         bool shared = !statvfs("/dev/shm", &room) && room.f_bavail * room.f_frsize >= ENOUGH_SHARED_MEMORY;
-        snprintf(made, sizeof made, "%s/npu_emulator-%d", shared ? "/dev/shm" : setting("TMPDIR", "/tmp"), (int)getuid());
+        snprintf(folder, sizeof folder, "%s/npu_emulator-%d", shared ? "/dev/shm" : setting("TMPDIR", "/tmp"), (int)getuid());
     }
-    mkdir(made, 0700);
-    return made;
+    mkdir(folder, 0700);
+    return folder;
 }
 
 static void remove_folder(const char *folder) {
@@ -100,11 +100,11 @@ static int open_or_make(const char *folder) {
     snprintf(aside, sizeof aside, "%s/new-%d-%d", base_folder(), (int)getpid(), __atomic_add_fetch(&counter, 1, __ATOMIC_RELAXED));
     mkdir(aside, 0700);
     snprintf(path, sizeof path, "%s/%s", aside, BOARD);
-    int made = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (made < 0) return made;
-    flock(made, LOCK_SH);
-    if (!rename(aside, folder)) return made;
-    close(made);
+    int board = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (board < 0) return board;
+    flock(board, LOCK_SH);
+    if (!rename(aside, folder)) return board;
+    close(board);
     remove_folder(aside); /* another rank was first */
     found = open_board(folder);
     if (found >= 0) flock(found, LOCK_SH);
@@ -113,11 +113,11 @@ static int open_or_make(const char *folder) {
 
 /* Files */
 
-static void file_path(char *out, size_t size, communicator *one, const char *name, uint32_t version) {
-    snprintf(out, size, "%s/%s.%u", one->folder, name, version);
+static void file_path(char *out, size_t size, Communicator *communicator, const char *name, uint32_t version) {
+    snprintf(out, size, "%s/%s.%u", communicator->folder, name, version);
 }
 
-static char *map_file(mapping *file, int open_file, uint64_t size, int protection) {
+static char *map_file(Mapping *file, int open_file, uint64_t size, int protection) {
     void *at = mmap(NULL, size, protection, MAP_SHARED, open_file, 0);
     close(open_file);
     if (at == MAP_FAILED) return NULL;
@@ -126,117 +126,117 @@ static char *map_file(mapping *file, int open_file, uint64_t size, int protectio
     return at;
 }
 
-static void unmap(mapping *file) {
+static void unmap(Mapping *file) {
     if (file->at) munmap(file->at, file->size);
     file->at = NULL;
     file->size = 0;
 }
 
-char *map_to_write(communicator *one, mapping *file, const char *name, uint64_t size) {
+char *map_to_write(Communicator *communicator, Mapping *file, const char *name, uint64_t size) {
     if (file->at && file->size >= size) return file->at;
     char path[FOLDER_LENGTH + 64];
-    file_path(path, sizeof path, one, name, file->version);
+    file_path(path, sizeof path, communicator, name, file->version);
     if (file->at) unlink(path);
     unmap(file);
     uint64_t room = SMALLEST_FILE;
     while (room < size) room *= 2;
-    file_path(path, sizeof path, one, name, ++file->version);
-    int made = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    int result = made < 0 ? errno : posix_fallocate(made, 0, (off_t)room); /* reserved: a full folder is no SIGBUS later */
+    file_path(path, sizeof path, communicator, name, ++file->version);
+    int descriptor = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    int result = descriptor < 0 ? errno : posix_fallocate(descriptor, 0, (off_t)room); /* reserved: a full folder is no SIGBUS later */
     if (result) {
-        if (made >= 0) close(made);
+        if (descriptor >= 0) close(descriptor);
         unlink(path);
-        fail(one, HCCL_E_MEMORY, "%s has no room for %llu bytes (%s); name another folder in NPU_EMULATOR_FOLDER", one->folder,
+        fail(communicator, HCCL_E_MEMORY, "%s has no room for %llu bytes (%s); name another folder in NPU_EMULATOR_FOLDER", communicator->folder,
              (unsigned long long)room, strerror(result));
         return NULL;
     }
-    return map_file(file, made, room, PROT_READ | PROT_WRITE);
+    return map_file(file, descriptor, room, PROT_READ | PROT_WRITE);
 }
 
-char *map_to_read(communicator *one, mapping *file, const char *name, uint64_t size, uint32_t version) {
+char *map_to_read(Communicator *communicator, Mapping *file, const char *name, uint64_t size, uint32_t version) {
     if (file->at && file->version == version) return file->at;
     unmap(file);
     char path[FOLDER_LENGTH + 64];
     struct stat status;
-    file_path(path, sizeof path, one, name, version);
+    file_path(path, sizeof path, communicator, name, version);
     int found = open(path, O_RDONLY | O_CLOEXEC);
     char *at = NULL;
     if (found >= 0 && !fstat(found, &status) && (uint64_t)status.st_size >= size)
         at = map_file(file, found, (uint64_t)status.st_size, PROT_READ);
     else if (found >= 0)
         close(found);
-    if (!at) fail(one, HCCL_E_SYSCALL, "%s cannot be read: %s", path, strerror(errno));
+    if (!at) fail(communicator, HCCL_E_SYSCALL, "%s cannot be read: %s", path, strerror(errno));
     file->version = version;
     return at;
 }
 
-channel *channel_between(communicator *one, uint32_t from, uint32_t to) {
-    return (channel *)(one->shared->members + one->ranks) + (size_t)from * one->ranks + to;
+Channel *channel_between(Communicator *communicator, uint32_t from, uint32_t to) {
+    return (Channel *)(communicator->shared->members + communicator->ranks) + (size_t)from * communicator->ranks + to;
 }
 
 static size_t board_size(uint32_t ranks) {
-    return sizeof(board) + ranks * sizeof(member) + (size_t)ranks * ranks * sizeof(channel);
+    return sizeof(Board) + ranks * sizeof(Member) + (size_t)ranks * ranks * sizeof(Channel);
 }
 
 /* Life of a communicator */
 
-bool usable(communicator *one) {
-    if (one && one->process == getpid()) return true;
-    set_message("%s", one ? "a forked process cannot use a communicator of its parent" : "the communicator is NULL");
+bool usable(Communicator *communicator) {
+    if (communicator && communicator->process == getpid()) return true;
+    set_message("%s", communicator ? "a forked process cannot use a communicator of its parent" : "the communicator is NULL");
     return false;
 }
 
-void hold(communicator *one) { __atomic_add_fetch(&one->references, 1, __ATOMIC_RELAXED); }
+void hold(Communicator *communicator) { __atomic_add_fetch(&communicator->references, 1, __ATOMIC_RELAXED); }
 
 /* The rank uses the folder no more. Others may still read its data, so that the last one removes it. */
-static void leave(communicator *one) {
-    if (one->left || one->process != getpid()) return; /* a child has inherited the lock and must not release it */
-    one->left = true;
-    flock(one->lock, LOCK_UN);
-    remove_if_unused(one->folder, one->lock);
-    close(one->lock);
+static void leave(Communicator *communicator) {
+    if (communicator->left || communicator->process != getpid()) return; /* a child has inherited the lock and must not release it */
+    communicator->left = true;
+    flock(communicator->lock, LOCK_UN);
+    remove_if_unused(communicator->folder, communicator->lock);
+    close(communicator->lock);
 }
 
-void drop(communicator *one) {
-    if (__atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL)) return;
+void drop(Communicator *communicator) {
+    if (__atomic_sub_fetch(&communicator->references, 1, __ATOMIC_ACQ_REL)) return;
     pthread_mutex_lock(&lock);
-    for (communicator **at = &communicators; *at; at = &(*at)->next)
-        if (*at == one) {
-            *at = one->next;
+    for (Communicator **at = &communicators; *at; at = &(*at)->next)
+        if (*at == communicator) {
+            *at = communicator->next;
             break;
         }
     pthread_mutex_unlock(&lock);
-    leave(one);
-    for (uint32_t rank = 0; rank < one->ranks; rank++) {
-        unmap(&one->data[rank]);
-        unmap(&one->out[rank]);
-        unmap(&one->in[rank]);
+    leave(communicator);
+    for (uint32_t rank = 0; rank < communicator->ranks; rank++) {
+        unmap(&communicator->data[rank]);
+        unmap(&communicator->outgoing[rank]);
+        unmap(&communicator->incoming[rank]);
     }
-    munmap(one->shared, board_size(one->ranks));
-    free(one->data);
-    free(one->sent);
-    free(one->message);
-    free(one);
+    munmap(communicator->shared, board_size(communicator->ranks));
+    free(communicator->data);
+    free(communicator->sent);
+    free(communicator->message);
+    free(communicator);
 }
 
 __attribute__((destructor)) static void leave_all(void) {
-    for (communicator *one = communicators; one; one = one->next) leave(one);
+    for (Communicator *communicator = communicators; communicator; communicator = communicator->next) leave(communicator);
 }
 
 __attribute__((constructor)) static void prepare(void) { hold_during_fork(&lock); }
 
-int fail(communicator *one, int code, const char *format, ...) {
+int fail(Communicator *communicator, int code, const char *format, ...) {
     char text[2048];
     va_list values;
     va_start(values, format);
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
     pthread_mutex_lock(&lock);
-    if (!one->message) one->message = strdup(text);
-    if (!one->error) __atomic_store_n(&one->error, code, __ATOMIC_RELEASE);
+    if (!communicator->message) communicator->message = strdup(text);
+    if (!communicator->error) __atomic_store_n(&communicator->error, code, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&lock);
-    set_message("%s", one->message);
-    return one->error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_TASK_TIMEOUT : ACL_ERROR_RT_PARAM_INVALID;
+    set_message("%s", communicator->message);
+    return communicator->error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_TASK_TIMEOUT : ACL_ERROR_RT_PARAM_INVALID;
 }
 
 /* A process that was killed stays until its parent has waited for it, in state Z. */
@@ -252,20 +252,20 @@ static bool has_ended(pid_t process) {
     return !name_end || strlen(name_end) < 3 || name_end[2] == 'Z';
 }
 
-const char *list_ranks(communicator *one, const bool *missing) {
+const char *list_ranks(Communicator *communicator, const bool *missing) {
     static __thread char text[1024];
     uint32_t count = 0;
-    for (uint32_t rank = 0; rank < one->ranks; rank++) count += missing[rank];
+    for (uint32_t rank = 0; rank < communicator->ranks; rank++) count += missing[rank];
     size_t length = (size_t)snprintf(text, sizeof text, "%s", count == 1 ? "rank" : "ranks");
     const char *separator = " ";
-    for (uint32_t rank = 0; rank < one->ranks && length + 64 < sizeof text; rank++) {
+    for (uint32_t rank = 0; rank < communicator->ranks && length + 64 < sizeof text; rank++) {
         if (!missing[rank]) continue;
         length += (size_t)snprintf(text + length, sizeof text - length, "%s%u", separator, rank);
         separator = ", ";
-        const member *of = &one->shared->members[rank];
-        if (__atomic_load_n(&of->joined, __ATOMIC_ACQUIRE))
-            length += (size_t)snprintf(text + length, sizeof text - length, " (process %d%s)", (int)of->process,
-                                       has_ended(of->process) ? " has ended" : "");
+        const Member *member = &communicator->shared->members[rank];
+        if (__atomic_load_n(&member->joined, __ATOMIC_ACQUIRE))
+            length += (size_t)snprintf(text + length, sizeof text - length, " (process %d%s)", (int)member->process,
+                                       has_ended(member->process) ? " has ended" : "");
     }
     return text;
 }
@@ -279,20 +279,20 @@ typedef struct {
     uint64_t job;
     uint8_t zero_copy;
     int32_t timeout;
-} configuration; /* the beginning of HcclCommConfig; an older torch_npu passes a smaller size */
+} Configuration; /* the beginning of HcclCommConfig; an older torch_npu passes a smaller size */
 
 static const uint32_t NOT_SET = 0xffffffff;
 
 /* Charge the buffers for sending and receiving. */
-static int charge_buffers(communicator *one, const configuration *given) {
+static int charge_buffers(Communicator *communicator, const Configuration *given) {
     uint64_t megabytes = (uint64_t)setting_number("HCCL_BUFFSIZE", 200);
     if (given && given->buffer_megabytes != NOT_SET) megabytes = given->buffer_megabytes;
-    one->charged = 2 * megabytes << 20;
-    aclrtGetDevice(&one->device);
-    if (!charge_device(one->device, one->charged)) return HCCL_SUCCESS;
+    communicator->charged = 2 * megabytes << 20;
+    aclrtGetDevice(&communicator->device);
+    if (!charge_device(communicator->device, communicator->charged)) return HCCL_SUCCESS;
     /* torch_npu raises OutOfMemoryError for the code EL0004 */
     set_message("EL0004: Failed to allocate 2 x %llu MB for the buffers of communicator %s (HCCL_BUFFSIZE)",
-                (unsigned long long)megabytes, one->name);
+                (unsigned long long)megabytes, communicator->name);
     return HCCL_E_OOM;
 }
 
@@ -320,88 +320,90 @@ static void keep_root(const char *folder, int board) {
 }
 
 /* Map the board and enter this rank. */
-static int enter(communicator *one) {
-    size_t size = board_size(one->ranks);
-    if (ftruncate(one->lock, (off_t)size)) return HCCL_E_SYSCALL;
-    one->shared = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, one->lock, 0);
-    if (one->shared == MAP_FAILED) return HCCL_E_SYSCALL;
+static int enter(Communicator *communicator) {
+    size_t size = board_size(communicator->ranks);
+    if (ftruncate(communicator->lock, (off_t)size)) return HCCL_E_SYSCALL;
+    communicator->shared = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, communicator->lock, 0);
+    if (communicator->shared == MAP_FAILED) return HCCL_E_SYSCALL;
     uint32_t ranks = 0;
-    if (!__atomic_compare_exchange_n(&one->shared->ranks, &ranks, one->ranks, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) && ranks != one->ranks) {
-        set_message("communicator %s: rank %u expects %u ranks, others expect %u", one->name, one->rank, one->ranks, ranks);
+    bool is_first = __atomic_compare_exchange_n(&communicator->shared->ranks, &ranks, communicator->ranks, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    if (!is_first && ranks != communicator->ranks) {
+        set_message("communicator %s: rank %u expects %u ranks, others expect %u", communicator->name, communicator->rank,
+                    communicator->ranks, ranks);
         return HCCL_E_PARA;
     }
-    member *own = &one->shared->members[one->rank];
+    Member *own = &communicator->shared->members[communicator->rank];
     if (__atomic_load_n(&own->joined, __ATOMIC_ACQUIRE)) {
-        set_message("communicator %s: rank %u has joined twice", one->name, one->rank);
+        set_message("communicator %s: rank %u has joined twice", communicator->name, communicator->rank);
         return HCCL_E_PARA;
     }
-    own->process = one->process;
+    own->process = communicator->process;
     __atomic_store_n(&own->joined, 1, __ATOMIC_RELEASE);
     return HCCL_SUCCESS;
 }
 
-static int join(const char *folder, uint32_t ranks, uint32_t rank, const configuration *given, communicator **out) {
+static int join(const char *folder, uint32_t ranks, uint32_t rank, const Configuration *given, Communicator **out) {
     if (!ranks || rank >= ranks) {
         set_message("a communicator of %u ranks has no rank %u", ranks, rank);
         return HCCL_E_PARA;
     }
-    communicator *made = calloc(1, sizeof *made);
-    made->references = 1;
-    made->ranks = ranks;
-    made->rank = rank;
-    made->process = getpid();
-    made->timeout = setting_number("HCCL_EXEC_TIMEOUT", 1836);
-    if (given && given->size >= sizeof *given && given->timeout >= 0) made->timeout = given->timeout;
-    snprintf(made->folder, sizeof made->folder, "%s", folder);
+    Communicator *communicator = calloc(1, sizeof *communicator);
+    communicator->references = 1;
+    communicator->ranks = ranks;
+    communicator->rank = rank;
+    communicator->process = getpid();
+    communicator->timeout = setting_number("HCCL_EXEC_TIMEOUT", 1836);
+    if (given && given->size >= sizeof *given && given->timeout >= 0) communicator->timeout = given->timeout;
+    snprintf(communicator->folder, sizeof communicator->folder, "%s", folder);
     bool named = given && given->size > 32 && *given->name;
-    snprintf(made->name, sizeof made->name, "%.127s", named ? given->name : strrchr(folder, '/') + 1);
-    int result = charge_buffers(made, given);
+    snprintf(communicator->name, sizeof communicator->name, "%.127s", named ? given->name : strrchr(folder, '/') + 1);
+    int result = charge_buffers(communicator, given);
     if (result) {
-        free(made);
+        free(communicator);
         return result;
     }
-    made->lock = take_root(folder);
-    if (made->lock < 0) made->lock = open_or_make(folder);
-    if (made->lock < 0) {
-        set_message("the folder of communicator %s, %s, cannot be opened: %s", made->name, folder, strerror(errno));
+    communicator->lock = take_root(folder);
+    if (communicator->lock < 0) communicator->lock = open_or_make(folder);
+    if (communicator->lock < 0) {
+        set_message("the folder of communicator %s, %s, cannot be opened: %s", communicator->name, folder, strerror(errno));
         result = HCCL_E_SYSCALL;
-    } else result = enter(made);
+    } else result = enter(communicator);
     if (result) {
-        discharge_device(made->device, made->charged);
-        if (made->lock >= 0) close(made->lock);
-        free(made);
+        discharge_device(communicator->device, communicator->charged);
+        if (communicator->lock >= 0) close(communicator->lock);
+        free(communicator);
         return result;
     }
-    made->data = calloc(3 * ranks, sizeof *made->data);
-    made->out = made->data + ranks;
-    made->in = made->out + ranks;
-    made->sent = calloc(2 * ranks, sizeof *made->sent);
-    made->received = made->sent + ranks;
+    communicator->data = calloc(3 * ranks, sizeof *communicator->data);
+    communicator->outgoing = communicator->data + ranks;
+    communicator->incoming = communicator->outgoing + ranks;
+    communicator->sent = calloc(2 * ranks, sizeof *communicator->sent);
+    communicator->received = communicator->sent + ranks;
     pthread_mutex_lock(&lock);
-    made->next = communicators;
-    communicators = made;
+    communicator->next = communicators;
+    communicators = communicator;
     pthread_mutex_unlock(&lock);
-    *out = made;
+    *out = communicator;
     return HCCL_SUCCESS;
 }
 
-int HcclCommDestroy(communicator *one) {
-    if (!one || one->process != getpid()) return HCCL_SUCCESS;
-    discharge_device(one->device, one->charged);
-    drop(one);
+int HcclCommDestroy(Communicator *communicator) {
+    if (!communicator || communicator->process != getpid()) return HCCL_SUCCESS;
+    discharge_device(communicator->device, communicator->charged);
+    drop(communicator);
     return HCCL_SUCCESS;
 }
 
 /* Block until all ranks have joined, as HCCL does. */
-static int wait_for_ranks(communicator *one) {
+static int wait_for_ranks(Communicator *communicator) {
     int64_t seconds = setting_number("HCCL_CONNECT_TIMEOUT", 120), began = milliseconds_now();
-    bool *missing = calloc(one->ranks, sizeof *missing);
+    bool *missing = calloc(communicator->ranks, sizeof *missing);
     void *released = release_gil();
     int result = HCCL_SUCCESS;
     for (bool complete = false; !complete && !result;) {
         complete = true;
-        for (uint32_t rank = 0; rank < one->ranks; rank++) {
-            missing[rank] = !__atomic_load_n(&one->shared->members[rank].joined, __ATOMIC_ACQUIRE);
+        for (uint32_t rank = 0; rank < communicator->ranks; rank++) {
+            missing[rank] = !__atomic_load_n(&communicator->shared->members[rank].joined, __ATOMIC_ACQUIRE);
             complete &= !missing[rank];
         }
         if (complete) break;
@@ -410,13 +412,13 @@ static int wait_for_ranks(communicator *one) {
     }
     take_gil(released);
     if (result)
-        set_message("communicator %s: rank %u of %u has waited %lld s (HCCL_CONNECT_TIMEOUT) in vain for %s to join", one->name,
-                    one->rank, one->ranks, (long long)seconds, list_ranks(one, missing));
+        set_message("communicator %s: rank %u of %u has waited %lld s (HCCL_CONNECT_TIMEOUT) in vain for %s to join", communicator->name,
+                    communicator->rank, communicator->ranks, (long long)seconds, list_ranks(communicator, missing));
     free(missing);
     return result;
 }
 
-static int join_and_wait(const char *folder, uint32_t ranks, uint32_t rank, const configuration *given, communicator **out) {
+static int join_and_wait(const char *folder, uint32_t ranks, uint32_t rank, const Configuration *given, Communicator **out) {
     int result = join(folder, ranks, rank, given, out);
     if (result) return result;
     result = wait_for_ranks(*out);
@@ -446,16 +448,16 @@ int HcclGetRootInfo(char *info) {
     return HCCL_SUCCESS;
 }
 
-int HcclCommInitRootInfoConfig(uint32_t ranks, const char *info, uint32_t rank, const configuration *given, communicator **out) {
+int HcclCommInitRootInfoConfig(uint32_t ranks, const char *info, uint32_t rank, const Configuration *given, Communicator **out) {
     return join_and_wait(info, ranks, rank, given, out);
 }
 
-int HcclCommInitRootInfo(uint32_t ranks, const char *info, uint32_t rank, communicator **out) {
+int HcclCommInitRootInfo(uint32_t ranks, const char *info, uint32_t rank, Communicator **out) {
     return join_and_wait(info, ranks, rank, NULL, out);
 }
 
-int HcclCreateSubCommConfig(communicator **parent, uint32_t ranks, uint32_t *members, uint64_t id, uint32_t rank,
-                            const configuration *given, communicator **out) {
+int HcclCreateSubCommConfig(Communicator **parent, uint32_t ranks, uint32_t *members, uint64_t id, uint32_t rank,
+                            const Configuration *given, Communicator **out) {
     if (!usable(*parent)) return HCCL_E_UNAVAIL;
     *out = NULL;
     if (!members) return HCCL_SUCCESS; /* this rank is not a member */
@@ -465,7 +467,7 @@ int HcclCreateSubCommConfig(communicator **parent, uint32_t ranks, uint32_t *mem
 }
 
 /* One process with several devices: all ranks join before any of them waits. */
-int HcclCommInitAll(uint32_t ranks, const int32_t *devices, communicator **out) {
+int HcclCommInitAll(uint32_t ranks, const int32_t *devices, Communicator **out) {
     char info[ROOT_INFO_BYTES];
     int32_t current;
     aclrtGetDevice(&current);
@@ -480,24 +482,24 @@ int HcclCommInitAll(uint32_t ranks, const int32_t *devices, communicator **out) 
 
 /* Questions about a communicator */
 
-int HcclGetCommName(communicator *one, char *name) {
-    memcpy(name, one->name, NAME_LENGTH);
+int HcclGetCommName(Communicator *communicator, char *name) {
+    memcpy(name, communicator->name, NAME_LENGTH);
     return HCCL_SUCCESS;
 }
 
-int HcclGetRankSize(communicator *one, uint32_t *ranks) {
-    *ranks = one->ranks;
+int HcclGetRankSize(Communicator *communicator, uint32_t *ranks) {
+    *ranks = communicator->ranks;
     return HCCL_SUCCESS;
 }
 
-int HcclGetRankId(communicator *one, uint32_t *rank) {
-    *rank = one->rank;
+int HcclGetRankId(Communicator *communicator, uint32_t *rank) {
+    *rank = communicator->rank;
     return HCCL_SUCCESS;
 }
 
-int HcclGetCommAsyncError(communicator *one, int *error) {
-    *error = __atomic_load_n(&one->error, __ATOMIC_ACQUIRE);
-    if (*error) set_message("%s", one->message); /* torch_npu's watchdog prints it */
+int HcclGetCommAsyncError(Communicator *communicator, int *error) {
+    *error = __atomic_load_n(&communicator->error, __ATOMIC_ACQUIRE);
+    if (*error) set_message("%s", communicator->message); /* torch_npu's watchdog prints it */
     return HCCL_SUCCESS;
 }
 
@@ -518,4 +520,4 @@ const char *HcclGetErrorString(int code) {
 /* The first feature of HcclCommConfigCapability that is not there. */
 uint32_t HcclGetCommConfigCapability(void) { return 12; }
 
-int HcclSetConfig(int which, int64_t value) { return HCCL_SUCCESS; } /* reductions are always deterministic */
+int HcclSetConfig(int option, int64_t value) { return HCCL_SUCCESS; } /* reductions are always deterministic */

@@ -25,7 +25,7 @@ int aclrtDeviceCanAccessPeer(int32_t *can_access, int32_t device, int32_t peer) 
     return ACL_SUCCESS;
 }
 
-int aclGetDeviceCapability(uint32_t device, int which, int64_t *value) {
+int aclGetDeviceCapability(uint32_t device, int attribute, int64_t *value) {
     *value = 24; /* cores */
     return ACL_SUCCESS;
 }
@@ -72,14 +72,23 @@ int aclGetCompileopt(int option, char *value, size_t size) {
     return ACL_SUCCESS;
 }
 
+/* Start and end of CANN, devices and contexts: there is nothing to set up or to release. */
+int aclInit(const char *configuration) { return ACL_SUCCESS; }
+int aclFinalize(void) { return ACL_SUCCESS; }
+int aclrtResetDevice(int32_t device) { return ACL_SUCCESS; }
+int aclrtSetCurrentContext(void *context) { return ACL_SUCCESS; }
+
+/* A line for CANN's log, which does not exist here. */
+void aclAppLog(int level, const char *function, const char *file, uint32_t line, const char *format, ...) {}
+
 /* Looked up by name when torch_npu starts; without effect here. */
 int aclrtSetOpWaitTimeout(uint32_t seconds) { return ACL_SUCCESS; }
-int aclrtSetStreamFailureMode(void *on, uint64_t mode) { return ACL_SUCCESS; }
-int aclrtSetStreamAttribute(void *on, int which, void *value) { return ACL_SUCCESS; }
+int aclrtSetStreamFailureMode(void *stream, uint64_t mode) { return ACL_SUCCESS; }
+int aclrtSetStreamAttribute(void *stream, int attribute, void *value) { return ACL_SUCCESS; }
 int aclrtGetLastError(int level) { return ACL_SUCCESS; }
 int aclrtPeekAtLastError(int level) { return ACL_SUCCESS; }
 int aclrtDeviceTaskAbort(int32_t device, uint32_t timeout) { return ACL_SUCCESS; }
 int aclrtSetDeviceSatMode(int mode) { return ACL_SUCCESS; }
 int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return ACL_SUCCESS; }
 int aclSetCompileopt(int option, const char *value) { return ACL_SUCCESS; }
-int aclrtSetStreamOverflowSwitch(void *on, uint32_t flag) { return ACL_SUCCESS; } /* of the 910, whose overflows saturate */
+int aclrtSetStreamOverflowSwitch(void *stream, uint32_t flag) { return ACL_SUCCESS; } /* of the 910, whose overflows saturate */

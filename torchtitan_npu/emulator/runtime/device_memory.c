@@ -18,12 +18,12 @@ enum { PROCESSES = 1024, CHARGING = PROCESSES, PATH_LENGTH = 512 };
 typedef struct {
     uint64_t rows; /* that were ever used */
     uint64_t used[PROCESSES][DEVICES];
-} table;
+} Table;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t unshared[DEVICES];
 static uint64_t *own = unshared; /* this process's row */
-static table *shared;
+static Table *shared;
 static int file = -1;
 static uint64_t total;
 static const char *folder; /* NULL: the process has the machine for itself */
@@ -42,7 +42,7 @@ static bool join_machine(void) {
     snprintf(path, sizeof path, "%s/devices", folder);
     file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0 || ftruncate(file, sizeof *shared)) return false;
-    table *mapped = mmap(NULL, sizeof *mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    Table *mapped = mmap(NULL, sizeof *mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (mapped == MAP_FAILED) return false;
     int row = 0;
     while (row < PROCESSES && !lock_byte(row, F_WRLCK, F_SETLK)) row++;

@@ -16,18 +16,18 @@
 
 enum { ALIGNMENT = 512, HOST = 0, DEVICE = 1, UNREGISTERED = 2, POISON = 0xFF /* NaN in every floating-point format */ };
 
-typedef struct range { /* in a treap: a search tree by address, a heap by weight */
-    struct range *left, *right;
+typedef struct Range { /* in a treap: a search tree by address, a heap by weight */
+    struct Range *left, *right;
     uint64_t weight;
     char *from;
     size_t size;
     int where, device;
     bool fresh;
-} range;
+} Range;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static range *segments, *blocks; /* what aclrtMalloc and its relatives returned; what torch_npu's allocator gave out */
-static range *mappings;          /* of aclrtMapMem */
+static Range *segments, *blocks; /* what aclrtMalloc and its relatives returned; what torch_npu's allocator gave out */
+static Range *mappings;          /* of aclrtMapMem */
 static __thread int32_t current_device;
 static int32_t devices;
 
@@ -52,6 +52,11 @@ int aclrtSetDevice(int32_t device) {
         set_message("NPU_EMULATOR_SEED needs libascend_kernel_hook.so in LD_PRELOAD: start the program with torchtitan-npu emulate --seed");
         return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
     }
+    if (setting_number("TASK_QUEUE_ENABLE", 1) && !dlsym(RTLD_DEFAULT, "emulator_task_queue")) { /* 1 is torch_npu's default */
+        set_message("TASK_QUEUE_ENABLE=%s needs libemulator_task_queue.so in LD_PRELOAD: set it before torchtitan-npu emulate",
+                    setting("TASK_QUEUE_ENABLE", "1"));
+        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+    }
     current_device = device;
     return ACL_SUCCESS;
 }
@@ -63,15 +68,15 @@ int aclrtGetDevice(int32_t *device) {
 
 /* Ranges */
 
-static range *find(range *root, const void *address) { /* the range that contains the address */
-    range *found = NULL;
-    for (range *one = root; one; one = (const char *)address < one->from ? one->left : one->right)
-        if ((const char *)address >= one->from) found = one;
+static Range *find(Range *root, const void *address) { /* the range that contains the address */
+    Range *found = NULL;
+    for (Range *range = root; range; range = (const char *)address < range->from ? range->left : range->right)
+        if ((const char *)address >= range->from) found = range;
     return found && (const char *)address < found->from + found->size ? found : NULL;
 }
 
 /* Set `low` to the ranges of `root` below the address and `high` to the others. */
-static void split(range *root, const char *address, range **low, range **high) {
+static void split(Range *root, const char *address, Range **low, Range **high) {
     if (!root) *low = *high = NULL;
     else if (root->from < address) {
         *low = root;
@@ -83,7 +88,7 @@ static void split(range *root, const char *address, range **low, range **high) {
 }
 
 /* Return the ranges of both; all of `low` are below those of `high`. */
-static range *merge(range *low, range *high) {
+static Range *merge(Range *low, Range *high) {
     if (!low || !high) return low ? low : high;
     if (low->weight > high->weight) {
         low->right = merge(low->right, high);
@@ -93,22 +98,22 @@ static range *merge(range *low, range *high) {
     return high;
 }
 
-static range **child(range *of, const void *address) { return (const char *)address < of->from ? &of->left : &of->right; }
+static Range **child(Range *range, const void *address) { return (const char *)address < range->from ? &range->left : &range->right; }
 
-static void insert(range **root, range value) {
-    range *one = malloc(sizeof *one);
-    *one = value;
-    one->weight = mix((uintptr_t)one->from, 0);
-    while (*root && (*root)->weight >= one->weight) root = child(*root, one->from);
-    split(*root, one->from, &one->left, &one->right);
-    *root = one;
+static void insert(Range **root, Range value) {
+    Range *range = malloc(sizeof *range);
+    *range = value;
+    range->weight = mix((uintptr_t)range->from, 0);
+    while (*root && (*root)->weight >= range->weight) root = child(*root, range->from);
+    split(*root, range->from, &range->left, &range->right);
+    *root = range;
 }
 
-static range *take_out(range **root, const void *from) {
+static Range *take_out(Range **root, const void *from) {
     while (*root && (*root)->from != from) root = child(*root, from);
-    range *one = *root;
-    if (one) *root = merge(one->left, one->right);
-    return one;
+    Range *range = *root;
+    if (range) *root = merge(range->left, range->right);
+    return range;
 }
 
 /* Inaccessible pages. The last ones are remembered, so that a fault in them is explained. */
@@ -171,7 +176,7 @@ static int allocate(void **out, size_t size, int where) {
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
     }
     pthread_mutex_lock(&lock);
-    insert(&segments, (range){.from = pages, .size = size, .where = where, .device = current_device});
+    insert(&segments, (Range){.from = pages, .size = size, .where = where, .device = current_device});
     pthread_mutex_unlock(&lock);
     *out = pages;
     return ACL_SUCCESS;
@@ -181,13 +186,13 @@ int aclrtSynchronizeDevice(void);
 static int deallocate(void *from) {
     aclrtSynchronizeDevice(); /* queued tasks may use it */
     pthread_mutex_lock(&lock);
-    range *one = take_out(&segments, from);
-    if (one && one->where == DEVICE) make_inaccessible(one->from, one->size, false);
-    else if (one) munmap(one->from, one->size);
+    Range *range = take_out(&segments, from);
+    if (range && range->where == DEVICE) make_inaccessible(range->from, range->size, false);
+    else if (range) munmap(range->from, range->size);
     pthread_mutex_unlock(&lock);
-    if (!one) return ACL_ERROR_RT_PARAM_INVALID;
-    if (one->where == DEVICE) discharge_device(one->device, one->size);
-    free(one);
+    if (!range) return ACL_ERROR_RT_PARAM_INVALID;
+    if (range->where == DEVICE) discharge_device(range->device, range->size);
+    free(range);
     return ACL_SUCCESS;
 }
 
@@ -206,17 +211,17 @@ int aclrtGetMemInfo(int attribute, size_t *left, size_t *all) {
 typedef struct {
     uint32_t id;
     uint32_t type;
-} location;
+} Location;
 typedef struct {
-    location where;
+    Location where;
     uint32_t page_size;
     uint32_t reserved[4];
-} pointer_attributes;
+} PointerAttributes;
 
-int aclrtPointerGetAttributes(const void *address, pointer_attributes *out) {
+int aclrtPointerGetAttributes(const void *address, PointerAttributes *out) {
     pthread_mutex_lock(&lock);
-    range *one = find(segments, address);
-    *out = (pointer_attributes){.where = {one ? one->device : 0, one ? one->where : UNREGISTERED}};
+    Range *range = find(segments, address);
+    *out = (PointerAttributes){.where = {range ? range->device : 0, range ? range->where : UNREGISTERED}};
     pthread_mutex_unlock(&lock);
     return ACL_SUCCESS;
 }
@@ -225,7 +230,7 @@ int aclrtPointerGetAttributes(const void *address, pointer_attributes *out) {
 
 int aclrtHostRegister(void *from, uint64_t size, int type, void **device_address) {
     pthread_mutex_lock(&lock);
-    insert(&segments, (range){.from = from, .size = size, .where = HOST});
+    insert(&segments, (Range){.from = from, .size = size, .where = HOST});
     pthread_mutex_unlock(&lock);
     if (device_address) *device_address = from;
     return ACL_SUCCESS;
@@ -245,13 +250,13 @@ int aclrtHostUnregister(void *from) {
 typedef struct {
     size_t size;
     int device;
-} physical;
+} PhysicalMemory;
 
 int aclrtReserveMemAddress(void **out, size_t size, size_t alignment, void *wanted, uint64_t flags) {
     void *pages = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED) return ACL_ERROR_RT_MEMORY_ALLOCATION;
     pthread_mutex_lock(&lock);
-    insert(&segments, (range){.from = pages, .size = size, .where = DEVICE, .device = current_device});
+    insert(&segments, (Range){.from = pages, .size = size, .where = DEVICE, .device = current_device});
     pthread_mutex_unlock(&lock);
     *out = pages;
     return ACL_SUCCESS;
@@ -259,34 +264,34 @@ int aclrtReserveMemAddress(void **out, size_t size, size_t alignment, void *want
 
 int aclrtReleaseMemAddress(void *from) {
     pthread_mutex_lock(&lock);
-    range *one = take_out(&segments, from);
-    if (one) forget_inaccessible(one->from, one->size);
+    Range *range = take_out(&segments, from);
+    if (range) forget_inaccessible(range->from, range->size);
     pthread_mutex_unlock(&lock);
-    if (!one) return ACL_ERROR_RT_PARAM_INVALID;
-    munmap(one->from, one->size);
-    free(one);
+    if (!range) return ACL_ERROR_RT_PARAM_INVALID;
+    munmap(range->from, range->size);
+    free(range);
     return ACL_SUCCESS;
 }
 
-int aclrtMallocPhysical(physical **out, size_t size, const void *properties, uint64_t flags) {
+int aclrtMallocPhysical(PhysicalMemory **out, size_t size, const void *properties, uint64_t flags) {
     int result = charge_device(current_device, size);
     if (result) return result;
     *out = malloc(sizeof **out);
-    **out = (physical){size, current_device};
+    **out = (PhysicalMemory){size, current_device};
     return ACL_SUCCESS;
 }
 
-int aclrtFreePhysical(physical *one) {
-    discharge_device(one->device, one->size);
-    free(one);
+int aclrtFreePhysical(PhysicalMemory *physical) {
+    discharge_device(physical->device, physical->size);
+    free(physical);
     return ACL_SUCCESS;
 }
 
-int aclrtMapMem(void *from, size_t size, size_t offset, physical *one, uint64_t flags) {
+int aclrtMapMem(void *from, size_t size, size_t offset, PhysicalMemory *physical, uint64_t flags) {
     if (mprotect(from, size, PROT_READ | PROT_WRITE)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
     pthread_mutex_lock(&lock);
     forget_inaccessible(from, size);
-    insert(&mappings, (range){.from = from, .size = size});
+    insert(&mappings, (Range){.from = from, .size = size});
     pthread_mutex_unlock(&lock);
     return ACL_SUCCESS;
 }
@@ -294,11 +299,11 @@ int aclrtMapMem(void *from, size_t size, size_t offset, physical *one, uint64_t 
 int aclrtUnmapMem(void *from) {
     int result = aclrtSynchronizeDevice(); /* queued tasks may use it */
     pthread_mutex_lock(&lock);
-    range *one = take_out(&mappings, from);
-    if (one) make_inaccessible(one->from, one->size, true);
+    Range *range = take_out(&mappings, from);
+    if (range) make_inaccessible(range->from, range->size, true);
     pthread_mutex_unlock(&lock);
-    free(one);
-    return one ? result : ACL_ERROR_RT_PARAM_INVALID;
+    free(range);
+    return range ? result : ACL_ERROR_RT_PARAM_INVALID;
 }
 
 /* Blocks of torch_npu's allocator. It reports them through mstx if a memory tool is preloaded; in a seeded order the
@@ -308,52 +313,52 @@ typedef struct {
     uint32_t device;
     void *from;
     uint64_t size;
-} reported_range;
+} ReportedRange;
 typedef struct {
     void *heap;
     int type;
     size_t count;
-    const reported_range *ranges;
+    const ReportedRange *ranges;
     void **handles;
-} reported_blocks;
+} ReportedBlocks;
 typedef struct {
     int type;
     void *from;
-} block_reference;
+} BlockReference;
 typedef struct {
     size_t count;
-    const block_reference *blocks;
-} returned_blocks;
+    const BlockReference *blocks;
+} ReturnedBlocks;
 
 static char domain;
 void *mstxDomainCreateA(const char *name) { return &domain; }
-void mstxDomainDestroy(void *one) {}
-void *mstxMemHeapRegister(void *one, const void *heap) { return &domain; }
-void mstxMemHeapUnregister(void *one, void *heap) {}
+void mstxDomainDestroy(void *in_domain) {}
+void *mstxMemHeapRegister(void *in_domain, const void *heap) { return &domain; }
+void mstxMemHeapUnregister(void *in_domain, void *heap) {}
 
-void mstxMemRegionsRegister(void *one, const reported_blocks *given) {
+void mstxMemRegionsRegister(void *in_domain, const ReportedBlocks *given) {
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < given->count; i++) {
         free(take_out(&blocks, given->ranges[i].from));
-        insert(&blocks, (range){.from = given->ranges[i].from, .size = given->ranges[i].size, .fresh = true});
+        insert(&blocks, (Range){.from = given->ranges[i].from, .size = given->ranges[i].size, .fresh = true});
     }
     pthread_mutex_unlock(&lock);
 }
 
-void mstxMemRegionsUnregister(void *one, const returned_blocks *returned) {
+void mstxMemRegionsUnregister(void *in_domain, const ReturnedBlocks *returned) {
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < returned->count; i++) free(take_out(&blocks, returned->blocks[i].from));
     pthread_mutex_unlock(&lock);
 }
 
 /* Return the block that contains the address if this is its first use, and mark it as used. */
-static range first_use(const void *address) {
-    range found = {0};
+static Range first_use(const void *address) {
+    Range found = {0};
     pthread_mutex_lock(&lock);
-    range *one = find(blocks, address);
-    if (one && one->fresh) {
-        one->fresh = false;
-        found = *one;
+    Range *range = find(blocks, address);
+    if (range && range->fresh) {
+        range->fresh = false;
+        found = *range;
     }
     pthread_mutex_unlock(&lock);
     return found;
@@ -363,7 +368,7 @@ static range first_use(const void *address) {
 
 int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int direction) {
     if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    range fresh = first_use(to);
+    Range fresh = first_use(to);
     if (fresh.from) memset(fresh.from, POISON, fresh.size);
     memmove(to, from, size);
     return ACL_SUCCESS;
@@ -372,41 +377,41 @@ int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int direct
 static const char POISONING[] = "poison";
 
 typedef struct {
-    task head;
+    Task head;
     char *to;
     const char *from; /* NULL: fill with value */
     size_t size;
     int value;
-} copy;
+} Copy;
 
-static int copy_or_fill(task *one) {
-    copy *what = (copy *)one;
+static int copy_or_fill(Task *task) {
+    Copy *what = (Copy *)task;
     if (what->from) memmove(what->to, what->from, what->size);
     else memset(what->to, what->value, what->size);
     return ACL_SUCCESS;
 }
 
-static int launch_copy(stream *on, const char *name, void *to, const void *from, size_t size, int value) {
-    copy *made = calloc(1, sizeof *made);
-    made->head = (task){.step = copy_or_fill, .name = name, .bytes = from ? 2 * size : size};
-    made->head.category = name == POISONING ? CONTROL : COPY; /* poisoning is the emulator's own */
-    made->to = to;
-    made->from = from;
-    made->size = size;
-    made->value = value;
-    return launch_task(on, &made->head);
+static int launch_copy(Stream *stream, const char *name, void *to, const void *from, size_t size, int value) {
+    Copy *copy = calloc(1, sizeof *copy);
+    copy->head = (Task){.step = copy_or_fill, .name = name, .bytes = from ? 2 * size : size};
+    copy->head.category = name == POISONING ? CONTROL : COPY; /* poisoning is the emulator's own */
+    copy->to = to;
+    copy->from = from;
+    copy->size = size;
+    copy->value = value;
+    return launch_task(stream, &copy->head);
 }
 
-void poison_if_fresh(const void *address, stream *on) {
-    range fresh = first_use(address);
-    if (fresh.from) launch_copy(on, POISONING, fresh.from, NULL, fresh.size, POISON);
+void poison_if_fresh(const void *address, Stream *stream) {
+    Range fresh = first_use(address);
+    if (fresh.from) launch_copy(stream, POISONING, fresh.from, NULL, fresh.size, POISON);
 }
 
-int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int direction, stream *on) {
+int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int direction, Stream *stream) {
     if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    poison_if_fresh(to, on);
-    poison_if_fresh(from, on);
-    return launch_copy(on, "copy", to, from, size, 0);
+    poison_if_fresh(to, stream);
+    poison_if_fresh(from, stream);
+    return launch_copy(stream, "copy", to, from, size, 0);
 }
 
 static bool is_registered(const void *address) {
@@ -416,11 +421,11 @@ static bool is_registered(const void *address) {
     return found;
 }
 
-int aclrtSynchronizeStream(stream *on);
-int aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t size, int direction, stream *on) {
-    int result = aclrtMemcpyAsync(to, room, from, size, direction, on);
+int aclrtSynchronizeStream(Stream *stream);
+int aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t size, int direction, Stream *stream) {
+    int result = aclrtMemcpyAsync(to, room, from, size, direction, stream);
     /* CANN returns after the copy if one side is host memory that is not pinned: the caller may free it then */
-    return result || (is_registered(to) && is_registered(from)) ? result : aclrtSynchronizeStream(on);
+    return result || (is_registered(to) && is_registered(from)) ? result : aclrtSynchronizeStream(stream);
 }
 
 int aclrtMemset(void *to, size_t room, int32_t value, size_t size) {
@@ -430,8 +435,8 @@ int aclrtMemset(void *to, size_t room, int32_t value, size_t size) {
     return ACL_SUCCESS;
 }
 
-int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, stream *on) {
+int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, Stream *stream) {
     if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    poison_if_fresh(to, on);
-    return launch_copy(on, "fill", to, NULL, size, value);
+    poison_if_fresh(to, stream);
+    return launch_copy(stream, "fill", to, NULL, size, value);
 }

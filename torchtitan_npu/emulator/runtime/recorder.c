@@ -17,18 +17,18 @@ static const char *const CATEGORIES[] = {[CONTROL] = "control", [COPY] = "copy",
 
 typedef struct {
     uint64_t launches, bytes;
-} amount;
+} Amount;
 typedef struct {
     char *name;
-    amount total, step, last; /* of the run, since the last mark, between the last two marks */
-} counted;
+    Amount total, step, last; /* of the run, since the last mark, between the last two marks */
+} OperatorCount;
 
 bool recording;
 static int wanted;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t writer; /* the process that has the files open; a forked child opens its own */
 static FILE *calls, *trace;
-static counted counts[NAMES]; /* a hash table by name */
+static OperatorCount counts[NAMES]; /* a hash table by name */
 static uint64_t steps;
 
 __attribute__((constructor)) static void read_settings(void) {
@@ -66,10 +66,10 @@ static void write_counts(void) {
     if (!file) return;
     fprintf(file, "{\"rank\": %s, \"steps\": %llu, \"operators\": {", setting("RANK", "null"), (unsigned long long)steps);
     const char *separator = "\n";
-    for (counted *one = counts; one < counts + NAMES; one++) {
-        if (!one->name) continue;
-        fprintf(file, "%s\"%s\": {\"total\": [%llu, %llu], \"step\": [%llu, %llu]}", separator, one->name, (unsigned long long)one->total.launches,
-                (unsigned long long)one->total.bytes, (unsigned long long)one->last.launches, (unsigned long long)one->last.bytes);
+    for (OperatorCount *entry = counts; entry < counts + NAMES; entry++) {
+        if (!entry->name) continue;
+        fprintf(file, "%s\"%s\": {\"total\": [%llu, %llu], \"step\": [%llu, %llu]}", separator, entry->name, (unsigned long long)entry->total.launches,
+                (unsigned long long)entry->total.bytes, (unsigned long long)entry->last.launches, (unsigned long long)entry->last.bytes);
         separator = ",\n";
     }
     fprintf(file, "}}\n");
@@ -81,24 +81,24 @@ static void write_counts_at_exit(void) {
     if (writer == getpid()) write_counts();
 }
 
-static counted *entry_of(const char *name) {
+static OperatorCount *entry_of(const char *name) {
     uint32_t hash = 2166136261u;
     for (const char *letter = name; *letter; letter++) hash = (hash ^ (unsigned char)*letter) * 16777619u;
     for (uint32_t i = 0; i < NAMES; i++) {
-        counted *one = &counts[(hash + i) % NAMES];
-        if (!one->name) one->name = strdup(name);
-        if (!strcmp(one->name, name)) return one;
+        OperatorCount *entry = &counts[(hash + i) % NAMES];
+        if (!entry->name) entry->name = strdup(name);
+        if (!strcmp(entry->name, name)) return entry;
     }
     return NULL;
 }
 
-static void add(amount *to, uint64_t bytes) {
+static void add(Amount *to, uint64_t bytes) {
     to->launches++;
     to->bytes += bytes;
 }
 
-static void count(const task *one, uint64_t bytes) {
-    counted *entry = entry_of(one->name);
+static void count(const Task *task, uint64_t bytes) {
+    OperatorCount *entry = entry_of(task->name);
     if (!entry) return;
     add(&entry->total, bytes);
     add(&entry->step, bytes);
@@ -106,20 +106,20 @@ static void count(const task *one, uint64_t bytes) {
 
 /* Log */
 
-static uint64_t bytes_of_tensor(const tensor *one) { /* an expanded dimension has one element */
-    if (!one) return 0;
+static uint64_t bytes_of_tensor(const Tensor *tensor) { /* an expanded dimension has one element */
+    if (!tensor) return 0;
     uint64_t elements = 1;
-    for (int i = 0; i < one->rank; i++) elements *= one->stride[i] || !one->shape[i] ? one->shape[i] : 1;
-    return elements * dtype_size(one->dtype);
+    for (int i = 0; i < tensor->rank; i++) elements *= tensor->stride[i] || !tensor->shape[i] ? tensor->shape[i] : 1;
+    return elements * dtype_size(tensor->dtype);
 }
 
-static uint64_t bytes_of_call(const call *of) {
+static uint64_t bytes_of_call(const Call *call) {
     uint64_t bytes = 0;
-    for (int i = 0; i < of->count; i++) {
-        const void *pointer = of->arguments[i].pointer;
-        if (of->which->kinds[i] == 't') bytes += bytes_of_tensor(pointer);
-        if (of->which->kinds[i] == 'T' && pointer)
-            for (uint64_t k = 0; k < ((const list *)pointer)->length; k++) bytes += bytes_of_tensor((const tensor *)((const list *)pointer)->items[k]);
+    for (int i = 0; i < call->count; i++) {
+        const void *pointer = call->arguments[i].pointer;
+        if (call->operator->types[i] == 't') bytes += bytes_of_tensor(pointer);
+        if (call->operator->types[i] == 'T' && pointer)
+            for (uint64_t k = 0; k < ((const List *)pointer)->length; k++) bytes += bytes_of_tensor((const Tensor *)((const List *)pointer)->items[k]);
     }
     return bytes;
 }
@@ -135,42 +135,42 @@ static void write_real(FILE *to, double value) { /* JSON has no infinity */
     else fprintf(to, "\"%s\"", isnan(value) ? "nan" : value > 0 ? "inf" : "-inf");
 }
 
-static void write_tensor(FILE *to, const tensor *one) {
-    if (!one) {
+static void write_tensor(FILE *to, const Tensor *tensor) {
+    if (!tensor) {
         fputs("null", to);
         return;
     }
-    fprintf(to, "{\"dtype\": \"%s\", \"shape\": ", emulator_dtype_name(one->dtype));
-    write_numbers(to, one->shape, one->rank);
+    fprintf(to, "{\"dtype\": \"%s\", \"shape\": ", emulator_dtype_name(tensor->dtype));
+    write_numbers(to, tensor->shape, tensor->rank);
     fputs(", \"strides\": ", to);
-    write_numbers(to, one->stride, one->rank);
+    write_numbers(to, tensor->stride, tensor->rank);
     fputc('}', to);
 }
 
-static void write_scalar(FILE *to, const scalar *one) {
-    if (!one) fputs("null", to);
-    else if (one->dtype == ACL_FLOAT) write_real(to, *(const float *)one->value);
-    else if (one->dtype == ACL_DOUBLE) write_real(to, *(const double *)one->value);
-    else if (one->dtype == ACL_INT32) fprintf(to, "%d", *(const int32_t *)one->value);
-    else if (one->dtype == ACL_INT64) fprintf(to, "%lld", (long long)*(const int64_t *)one->value);
-    else if (one->dtype == ACL_BOOL) fputs(*one->value ? "true" : "false", to);
-    else fprintf(to, "{\"dtype\": \"%s\"}", emulator_dtype_name(one->dtype));
+static void write_scalar(FILE *to, const Scalar *scalar) {
+    if (!scalar) fputs("null", to);
+    else if (scalar->dtype == ACL_FLOAT) write_real(to, *(const float *)scalar->value);
+    else if (scalar->dtype == ACL_DOUBLE) write_real(to, *(const double *)scalar->value);
+    else if (scalar->dtype == ACL_INT32) fprintf(to, "%d", *(const int32_t *)scalar->value);
+    else if (scalar->dtype == ACL_INT64) fprintf(to, "%lld", (long long)*(const int64_t *)scalar->value);
+    else if (scalar->dtype == ACL_BOOL) fputs(*scalar->value ? "true" : "false", to);
+    else fprintf(to, "{\"dtype\": \"%s\"}", emulator_dtype_name(scalar->dtype));
 }
 
-static void write_list(FILE *to, char kind, const void *from) {
+static void write_list(FILE *to, char type, const void *from) {
     if (!from) {
         fputs("null", to);
         return;
     }
-    uint64_t length = kind == 'T' || kind == 'S' ? ((const list *)from)->length : ((const array *)from)->length;
+    uint64_t length = type == 'T' || type == 'S' ? ((const List *)from)->length : ((const Array *)from)->length;
     fputc('[', to);
     for (uint64_t i = 0; i < length; i++) {
         if (i) fputs(", ", to);
-        if (kind == 'T') write_tensor(to, (const tensor *)((const list *)from)->items[i]);
-        else if (kind == 'S') write_scalar(to, (const scalar *)((const list *)from)->items[i]);
-        else if (kind == 'I') fprintf(to, "%lld", (long long)((const int64_t *)((const array *)from)->items)[i]);
-        else if (kind == 'F') write_real(to, ((const float *)((const array *)from)->items)[i]);
-        else fputs(((const bool *)((const array *)from)->items)[i] ? "true" : "false", to);
+        if (type == 'T') write_tensor(to, (const Tensor *)((const List *)from)->items[i]);
+        else if (type == 'S') write_scalar(to, (const Scalar *)((const List *)from)->items[i]);
+        else if (type == 'I') fprintf(to, "%lld", (long long)((const int64_t *)((const Array *)from)->items)[i]);
+        else if (type == 'F') write_real(to, ((const float *)((const Array *)from)->items)[i]);
+        else fputs(((const bool *)((const Array *)from)->items)[i] ? "true" : "false", to);
     }
     fputc(']', to);
 }
@@ -182,47 +182,47 @@ static void write_text(FILE *to, const char *text) {
     fputc('"', to);
 }
 
-static void write_argument(FILE *to, char kind, argument value) {
-    if (kind == 't') write_tensor(to, value.pointer);
-    else if (kind == 's') write_scalar(to, value.pointer);
-    else if (strchr("TSIFB", kind)) write_list(to, kind, value.pointer);
-    else if (kind == 'd') write_real(to, value.real);
-    else if (kind == 'f') write_real(to, value.single);
-    else if (kind == '?') fputs(value.integer & 0xff ? "true" : "false", to);
-    else if (kind == 'z' && value.pointer) write_text(to, value.pointer);
-    else if (strchr("zpo", kind)) fputs("null", to);
+static void write_argument(FILE *to, char type, Argument value) {
+    if (type == 't') write_tensor(to, value.pointer);
+    else if (type == 's') write_scalar(to, value.pointer);
+    else if (strchr("TSIFB", type)) write_list(to, type, value.pointer);
+    else if (type == 'd') write_real(to, value.real);
+    else if (type == 'f') write_real(to, value.single);
+    else if (type == '?') fputs(value.integer & 0xff ? "true" : "false", to);
+    else if (type == 'z' && value.pointer) write_text(to, value.pointer);
+    else if (strchr("zpo", type)) fputs("null", to);
     else fprintf(to, "%lld", (long long)value.integer);
 }
 
-static void write_arguments(FILE *to, const call *of) {
-    const char *name = of->which->arguments; /* "self,other,alpha,out" */
+static void write_arguments(FILE *to, const Call *call) {
+    const char *name = call->operator->arguments; /* "self,other,alpha,out" */
     fputc('{', to);
-    for (int i = 0; i < of->count; i++) {
+    for (int i = 0; i < call->count; i++) {
         int length = (int)strcspn(name, ",");
         fprintf(to, "%s\"%.*s\": ", i ? ", " : "", length, name);
-        write_argument(to, of->which->kinds[i], of->arguments[i]);
+        write_argument(to, call->operator->types[i], call->arguments[i]);
         name += length + (name[length] == ',');
     }
     fputc('}', to);
 }
 
-static void write_call(const task *one, uint64_t bytes, double end) {
+static void write_call(const Task *task, uint64_t bytes, double end) {
     fprintf(calls, "{\"rank\": %s, \"process\": %d, \"step\": %llu, \"order\": %llu, \"operator\": \"%s\", \"stream\": %d, \"launched\": %.1f, "
                    "\"began\": %.1f, \"duration\": %.1f, \"bytes\": %llu",
-            setting("RANK", "null"), (int)getpid(), (unsigned long long)one->training_step, (unsigned long long)one->order, one->name, emulator_stream_id(one->on),
-            one->launched, one->began, end - one->began, (unsigned long long)bytes);
-    if (one->category == OPERATOR) {
+            setting("RANK", "null"), (int)getpid(), (unsigned long long)task->training_step, (unsigned long long)task->order, task->name,
+            emulator_stream_id(task->stream), task->launched, task->began, end - task->began, (unsigned long long)bytes);
+    if (task->category == OPERATOR) {
         fputs(", \"arguments\": ", calls);
-        write_arguments(calls, (const call *)one);
+        write_arguments(calls, (const Call *)task);
     }
     fputs("}\n", calls);
 }
 
-static void write_trace(const task *one, uint64_t bytes, double end) {
+static void write_trace(const Task *task, uint64_t bytes, double end) {
     fprintf(trace, "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"%s\", \"pid\": %d, \"tid\": %d, \"ts\": %.1f, \"dur\": %.1f, "
                    "\"args\": {\"launched\": %.1f, \"bytes\": %llu, \"step\": %llu}}\n",
-            one->name, CATEGORIES[one->category], (int)getpid(), emulator_stream_id(one->on), one->began, end - one->began, one->launched,
-            (unsigned long long)bytes, (unsigned long long)one->training_step);
+            task->name, CATEGORIES[task->category], (int)getpid(), emulator_stream_id(task->stream), task->began, end - task->began, task->launched,
+            (unsigned long long)bytes, (unsigned long long)task->training_step);
 }
 
 /* The lock is held. */
@@ -239,31 +239,31 @@ static void open_files(void) {
                 setting("RANK", "0"));
 }
 
-static uint64_t bytes_of(const task *one) { return one->category == OPERATOR ? bytes_of_call((const call *)one) : one->bytes; }
+static uint64_t bytes_of(const Task *task) { return task->category == OPERATOR ? bytes_of_call((const Call *)task) : task->bytes; }
 
 /* A launch counts in the training step in which it is made, although it may run later. */
-void record_launch(task *one) {
-    one->launched = microseconds_now();
+void record_launch(Task *task) {
+    task->launched = microseconds_now();
     pthread_mutex_lock(&lock);
     open_files();
-    one->training_step = steps;
-    if (wanted & LAUNCHES && one->category != CONTROL) count(one, bytes_of(one));
+    task->training_step = steps;
+    if (wanted & LAUNCHES && task->category != CONTROL) count(task, bytes_of(task));
     pthread_mutex_unlock(&lock);
 }
 
-static void record(const task *one, double end) {
-    uint64_t bytes = bytes_of(one);
+static void record(const Task *task, double end) {
+    uint64_t bytes = bytes_of(task);
     pthread_mutex_lock(&lock);
     open_files();
-    if (calls && one->category != CONTROL) write_call(one, bytes, end);
-    if (trace) write_trace(one, bytes, end);
+    if (calls && task->category != CONTROL) write_call(task, bytes, end);
+    if (trace) write_trace(task, bytes, end);
     pthread_mutex_unlock(&lock);
 }
 
-int recorded_step(task *one) {
-    if (!one->began) one->began = microseconds_now();
-    int result = one->step(one);
-    if (result != PENDING) record(one, microseconds_now());
+int recorded_step(Task *task) {
+    if (!task->began) task->began = microseconds_now();
+    int result = task->step(task);
+    if (result != PENDING) record(task, microseconds_now());
     return result;
 }
 
@@ -271,9 +271,9 @@ void emulator_mark_step(void) {
     pthread_mutex_lock(&lock);
     open_files();
     steps++;
-    for (counted *one = counts; one < counts + NAMES; one++) {
-        one->last = one->step;
-        one->step = (amount){0};
+    for (OperatorCount *entry = counts; entry < counts + NAMES; entry++) {
+        entry->last = entry->step;
+        entry->step = (Amount){0};
     }
     if (wanted & LAUNCHES) write_counts(); /* also for a process that ends without its exit handlers */
     if (trace)

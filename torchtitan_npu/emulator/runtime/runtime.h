@@ -21,8 +21,8 @@ enum {
     ACL_SUCCESS = 0,
     ACL_ERROR_RT_PARAM_INVALID = 107000,
     ACL_ERROR_RT_INVALID_DEVICE = 107001,
-    ACL_ERROR_RT_MEMORY_ALLOCATION = 207001,
     ACL_ERROR_RT_FEATURE_NOT_SUPPORT = 207000,
+    ACL_ERROR_RT_MEMORY_ALLOCATION = 207001,
     ACL_ERROR_RT_STREAM_SYNC_TIMEOUT = 507046,
     ACL_ERROR_RT_TASK_TIMEOUT = 507048,
     ACL_ERROR_RT_AICORE_EXCEPTION = 507015,
@@ -40,6 +40,11 @@ uint64_t mix(uint64_t value, uint64_t salt); /* pseudo-random bits that depend o
 
 void hold_during_fork(pthread_mutex_t *lock); /* fork.c */
 
+/* A function of CANN that the emulator does not have was called (unknown_functions.c). Print that once and return an error
+ * code. A function that returns no code ends the process. build.py generates the callers. */
+int refuse_unknown_function(const char *name, bool *printed);
+void abort_in_unknown_function(const char *name);
+
 /* The message of the last error of this thread, which aclGetRecentErrMsg returns. */
 void set_message(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *message(void);
@@ -47,28 +52,28 @@ EXPORTED void emulator_set_message(const char *text);
 
 /* Streams (streams.c). A task is tried until its step does not answer PENDING. */
 enum { PENDING = -1 };
-typedef struct stream stream;
-typedef struct task {
-    struct task *next;
-    int (*step)(struct task *);     /* ACL_SUCCESS, PENDING or an error code */
-    void (*release)(struct task *); /* frees the task; NULL stands for free() */
+typedef struct Stream Stream;
+typedef struct Task {
+    struct Task *next;
+    int (*step)(struct Task *);     /* ACL_SUCCESS, PENDING or an error code */
+    void (*release)(struct Task *); /* frees the task; NULL stands for free() */
     const char *name;
     uint64_t order; /* in which tasks were launched, over all streams */
-    stream *on;
+    Stream *stream;
     enum { CONTROL, COPY, OPERATOR, COLLECTIVE } category;
     uint64_t bytes; /* that a copy or collective moves */
     double launched, began;  /* in microseconds; this and what follows only if a recorder is on */
     uint64_t training_step;  /* in which it was launched */
-} task;
-int launch_task(stream *on, task *one);
+} Task;
+int launch_task(Stream *stream, Task *task);
 bool order_is_seeded(void);
-EXPORTED int emulator_stream_id(const stream *one);
+EXPORTED int emulator_stream_id(const Stream *stream);
 EXPORTED const char *emulator_finish_queue(void); /* before the interpreter ends; return a message if a task failed */
 
 /* Records (recorder.c). */
 extern bool recording;
-void record_launch(task *one);
-int recorded_step(task *one);         /* run the step and record the task when it has ended */
+void record_launch(Task *task);
+int recorded_step(Task *task);         /* run the step and record the task when it has ended */
 EXPORTED void emulator_mark_step(void); /* a training step has ended */
 
 /* Release the GIL if this thread holds it, before it blocks; a kernel on another thread may need it. */
@@ -79,80 +84,84 @@ void take_gil(void *released);
 int charge_device(int device, size_t bytes); /* an error code if the device has not as many left */
 void discharge_device(int device, size_t bytes);
 void device_memory(int device, size_t *left, size_t *all);
-void poison_if_fresh(const void *address, stream *on);
+void poison_if_fresh(const void *address, Stream *stream);
 
 /* Arguments of operators (arguments.c): what aclCreateTensor and its relatives return. */
 typedef struct {
     uint32_t magic;
     int32_t references;
-    char kind; /* 't' tensor, 's' scalar, 'T' and 'S' lists of them, 'I' 'F' 'B' arrays of int64, float, bool */
-} object;
+    char type; /* 't' tensor, 's' scalar, 'T' and 'S' lists of them, 'I' 'F' 'B' arrays of int64, float, bool */
+} Object;
 typedef struct {
-    object head;
+    Object head;
     int32_t dtype, format;
     int32_t rank;   /* if it is above MOST_DIMENSIONS, no operator takes the tensor */
     int64_t offset; /* in elements */
     void *data;
     int64_t shape[MOST_DIMENSIONS], stride[MOST_DIMENSIONS];
-} tensor;
+} Tensor;
 typedef struct {
-    object head;
+    Object head;
     int32_t dtype;
     unsigned char value[16];
-} scalar;
+} Scalar;
 typedef struct {
-    object head;
+    Object head;
     uint64_t length;
-    object **items;
-} list;
+    Object **items;
+} List;
 typedef struct {
-    object head;
+    Object head;
     uint64_t length;
     void *items;
-} array;
+} Array;
 enum { ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_INT32 = 3, ACL_INT64 = 9, ACL_DOUBLE = 11, ACL_BOOL = 12, ACL_BF16 = 27 }; /* some of aclDataType */
 size_t dtype_size(int dtype); /* 0: unknown */
 EXPORTED const char *emulator_dtype_name(int dtype);
 bool is_floating(int dtype);
-char object_kind(const void *pointer); /* 0: the pointer is no live object */
+char object_type(const void *pointer); /* 0: the pointer is no live object */
 void retain(void *pointer);
 void release(void *pointer);
 
-/* Operators (operators.c). The table and the functions that call operator_prepare are generated (build.py). */
+/* Operators (operators.c). The table and the functions that call emulator_prepare_call are generated (build.py). */
 typedef union {
     void *pointer;
     double real;
     float single;
     int64_t integer;
-} argument;
+} Argument;
 typedef struct {
     const char *name;
-    const char *kinds;     /* one letter an argument, see C_TYPES in build.py */
+    const char *types;     /* one letter an argument, see C_TYPES in build.py */
     const char *arguments; /* their names, "self,other,alpha,out" */
     uint64_t outputs;      /* bit i: argument i is written */
     const uint64_t *allowed; /* by series and argument; bit i: CANN takes dtype i, bit RANK_BIT + i: i dimensions. NULL: no document */
     const char *document;
     void *python_name;     /* the name as a Python object, made by bridge.c */
-} operator;
-typedef struct {
-    task head;
-    operator *which;
+} Operator;
+typedef struct Call {
+    Task head;
+    Operator *operator;
+    struct Call *earlier, *later; /* prepared and not yet launched, like this one */
+    pthread_t thread;             /* that prepared the call, and its device then */
+    int32_t device;
     int count;
-    argument arguments[];
-} call;
-EXPORTED int emulator_prepare_call(operator *which, const argument *arguments, int count, uint64_t *workspace, void **executor);
-EXPORTED int emulator_launch_call(void *executor, void *on);
+    Argument arguments[];
+} Call;
+EXPORTED int emulator_prepare_call(Operator *operator, const Argument *arguments, int count, uint64_t *workspace, void **executor);
+EXPORTED int emulator_launch_call(void *executor, void *stream);
+EXPORTED uint64_t emulator_prepared_calls(void); /* calls that were prepared and neither launched nor freed; for tests */
 
 /* Arguments that a check has accepted (accepted_calls.c). `check` identifies the check. */
-bool is_accepted(const call *of, const void *check, uint64_t *workspace);
-void accept_call(const call *of, const void *check, uint64_t workspace);
+bool is_accepted(const Call *call, const void *check, uint64_t *workspace);
+void accept_call(const Call *call, const void *check, uint64_t workspace);
 
 /* The Python side (bridge.c) sets these when it is imported. */
 typedef struct {
-    int (*run)(call *);                        /* compute; an error code */
-    const void *(*find_check)(operator *which); /* NULL: the operator has no check */
-    int (*check)(call *, uint64_t *workspace); /* refuse arguments, state the workspace */
-} python_side;
-EXPORTED void emulator_set_python_side(const python_side *side);
+    int (*run)(Call *);                            /* compute; an error code */
+    const void *(*find_check)(Operator *operator); /* NULL: the operator has no check */
+    int (*check)(Call *, uint64_t *workspace);     /* refuse arguments, state the workspace */
+} PythonSide;
+EXPORTED void emulator_set_python_side(const PythonSide *side);
 
 #pragma GCC visibility pop

@@ -14,14 +14,13 @@
  */
 #define _GNU_SOURCE
 #include "runtime.h"
-#include <dlfcn.h>
 #include <errno.h>
 #include <string.h>
 #include <time.h>
 
-struct stream {
-    stream *next;
-    task *first, *last;
+struct Stream {
+    Stream *next;
+    Task *first, *last;
     uint64_t launched, done;
     uint64_t done_before_seed; /* tasks that had ended when the seed was set */
     int id, error;
@@ -37,11 +36,11 @@ typedef struct {
     struct timespec at;
     int error; /* of the stream that reached it: whoever waits for a failed task fails */
     const char *message;
-} record;
+} Record;
 
 typedef struct {
-    record *latest; /* NULL before the first record */
-} event;
+    Record *latest; /* NULL before the first record */
+} Event;
 
 enum { IDLE_BEFORE_DEVICE_THREAD_MS = 20, POLL_US = 50, LONGEST_POLL_US = 1000, TASKS_PER_PRIORITY = 8 };
 enum { QUERIES_PER_TASK = 4, QUERIES_OF_AN_OBSERVER = 1000, LONGEST_WAIT_AT_EXIT_MS = 500 };
@@ -50,7 +49,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t work;    /* a task was queued; the device thread waits for it */
 static pthread_cond_t changed; /* a task has ended; threads that wait for one are counted in `sleepers` */
 static pthread_once_t started = PTHREAD_ONCE_INIT;
-static stream *streams, default_stream;
+static Stream *streams, default_stream;
 static uint64_t launches, seed, seeds_set;
 static int stream_count, queued, queued_for_others, sleepers;
 static bool running; /* a thread runs a task of a seeded order */
@@ -60,12 +59,12 @@ static struct timespec last_call;
 __attribute__((constructor)) static void read_settings(void) { seed = (uint64_t)setting_number("NPU_EMULATOR_SEED", 0); }
 
 bool order_is_seeded(void) { return __atomic_load_n(&seed, __ATOMIC_RELAXED) != 0; }
-int emulator_stream_id(const stream *one) { return one ? one->id : 0; }
+int emulator_stream_id(const Stream *stream) { return stream ? stream->id : 0; }
 
 /* The lock is held. A larger number goes first: the task that was launched first, or what the seed says. */
-static uint64_t priority_of(const stream *on) {
-    if (!seed) return UINT64_MAX - on->first->order;
-    uint64_t of_stream = mix(seed, (uint64_t)on->id), tasks = on->done - on->done_before_seed + of_stream % TASKS_PER_PRIORITY;
+static uint64_t priority_of(const Stream *stream) {
+    if (!seed) return UINT64_MAX - stream->first->order;
+    uint64_t of_stream = mix(seed, (uint64_t)stream->id), tasks = stream->done - stream->done_before_seed + of_stream % TASKS_PER_PRIORITY;
     return mix(of_stream, tasks / TASKS_PER_PRIORITY);
 }
 
@@ -97,42 +96,42 @@ static void wait_to_poll(struct timespec progress) {
 }
 
 /* The lock is held: this task of the stream has ended. */
-static void finish(stream *on, int result) {
-    on->done++;
-    if (result && !on->error) {
-        on->error = result;
-        on->message = strdup(message());
-        last_failure = on->message;
+static void finish(Stream *stream, int result) {
+    stream->done++;
+    if (result && !stream->error) {
+        stream->error = result;
+        stream->message = strdup(message());
+        last_failure = stream->message;
     }
     if (sleepers) pthread_cond_broadcast(&changed); /* a system call: not for every launch */
 }
 
-static void free_task(task *one) {
-    if (one->release) one->release(one);
-    else free(one);
+static void free_task(Task *task) {
+    if (task->release) task->release(task);
+    else free(task);
 }
 
-static int call_host(task *one);
-static bool is_for_others(const task *one) { return one->category == COLLECTIVE || one->step == call_host; }
+static int call_host(Task *task);
+static bool is_for_others(const Task *task) { return task->category == COLLECTIVE || task->step == call_host; }
 
 /* The lock is held: try the first task of the stream. Return whether it ended. */
-static bool try_first(stream *on) {
-    task *one = on->first;
-    on->busy = true;
+static bool try_first(Stream *stream) {
+    Task *task = stream->first;
+    stream->busy = true;
     running = true;
     pthread_mutex_unlock(&lock);
-    int result = recording ? recorded_step(one) : one->step(one);
+    int result = recording ? recorded_step(task) : task->step(task);
     pthread_mutex_lock(&lock);
     running = false;
-    on->busy = false;
+    stream->busy = false;
     if (result == PENDING) return false;
-    on->first = one->next;
-    if (!on->first) on->last = NULL;
+    stream->first = task->next;
+    if (!stream->first) stream->last = NULL;
     queued--;
-    queued_for_others -= is_for_others(one);
-    finish(on, result);
+    queued_for_others -= is_for_others(task);
+    finish(stream, result);
     pthread_mutex_unlock(&lock);
-    free_task(one);
+    free_task(task);
     pthread_mutex_lock(&lock);
     return true;
 }
@@ -142,13 +141,13 @@ static bool run_one(void) {
     if (seed && running) return false; /* one after the other: the order is that of the seed */
     uint64_t below = UINT64_MAX;       /* streams with a higher priority were tried, and their first task is pending */
     for (;;) {
-        stream *best = NULL;
+        Stream *best = NULL;
         uint64_t highest = 0;
-        for (stream *on = streams; on; on = on->next) {
-            if (!on->first || on->busy) continue;
-            uint64_t priority = priority_of(on);
+        for (Stream *stream = streams; stream; stream = stream->next) {
+            if (!stream->first || stream->busy) continue;
+            uint64_t priority = priority_of(stream);
             if (priority < below && priority >= highest) {
-                best = on;
+                best = stream;
                 highest = priority;
             }
         }
@@ -187,10 +186,14 @@ static void start(void) {
 /* A forked child has no device thread, and the tasks belong to the parent. */
 static void in_child(void) {
     if (!streams) return;
-    for (stream *on = streams; on; on = on->next) on->first = on->last = NULL, on->busy = false, on->done = on->launched;
+    for (Stream *stream = streams; stream; stream = stream->next) {
+        stream->first = stream->last = NULL;
+        stream->busy = false;
+        stream->done = stream->launched;
+    }
     queued = queued_for_others = sleepers = 0;
     running = false;
-    stream *inherited = streams;
+    Stream *inherited = streams;
     start();
     streams = inherited;
 }
@@ -208,71 +211,49 @@ EXPORTED void emulator_set_seed(uint64_t value) {
     pthread_mutex_lock(&lock);
     __atomic_store_n(&seed, value, __ATOMIC_RELAXED);
     seeds_set++;
-    for (stream *on = streams; on; on = on->next) on->done_before_seed = on->done;
+    for (Stream *stream = streams; stream; stream = stream->next) stream->done_before_seed = stream->done;
     pthread_mutex_unlock(&lock);
 }
 
 static __thread bool has_launched; /* this thread */
 
-int launch_task(stream *on, task *one) {
+int launch_task(Stream *stream, Task *task) {
     pthread_once(&started, start);
-    if (!on) on = &default_stream;
+    if (!stream) stream = &default_stream;
     has_launched = true;
-    one->next = NULL;
-    one->on = on;
-    if (recording) record_launch(one);
+    task->next = NULL;
+    task->stream = stream;
+    if (recording) record_launch(task);
     pthread_mutex_lock(&lock);
-    one->order = ++launches;
-    on->launched++;
-    if (!seed && !on->first && !on->busy) {
-        on->busy = true;
+    task->order = ++launches;
+    stream->launched++;
+    if (!seed && !stream->first && !stream->busy) {
+        stream->busy = true;
         pthread_mutex_unlock(&lock);
-        int result = recording ? recorded_step(one) : one->step(one);
+        int result = recording ? recorded_step(task) : task->step(task);
         pthread_mutex_lock(&lock);
-        on->busy = false;
+        stream->busy = false;
         if (result != PENDING) {
-            finish(on, ACL_SUCCESS); /* the caller has the error */
+            finish(stream, ACL_SUCCESS); /* the caller has the error */
             pthread_mutex_unlock(&lock);
-            free_task(one);
+            free_task(task);
             return result;
         }
-        one->next = on->first; /* in front of what other threads have queued meanwhile */
-        on->first = one;
-        if (!on->last) on->last = one;
+        task->next = stream->first; /* in front of what other threads have queued meanwhile */
+        stream->first = task;
+        if (!stream->last) stream->last = task;
     } else {
-        if (on->last) on->last->next = one;
-        else on->first = one;
-        on->last = one;
+        if (stream->last) stream->last->next = task;
+        else stream->first = task;
+        stream->last = task;
     }
     queued++;
-    queued_for_others += is_for_others(one);
+    queued_for_others += is_for_others(task);
     if (seed) last_call = now();
     if (!seed || queued_for_others == 1) pthread_cond_signal(&work);
     if (sleepers) pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
     return ACL_SUCCESS;
-}
-
-/* The GIL, without linking to Python: the emulator also loads in programs without it. */
-
-static int (*holds_gil)(void);
-static void *(*save_thread)(void);
-static void (*restore_thread)(void *);
-static pthread_once_t python_found = PTHREAD_ONCE_INIT;
-
-static void find_python(void) {
-    holds_gil = dlsym(RTLD_DEFAULT, "PyGILState_Check");
-    save_thread = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
-    restore_thread = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
-}
-
-void *release_gil(void) {
-    pthread_once(&python_found, find_python);
-    return holds_gil && save_thread && restore_thread && holds_gil() ? save_thread() : NULL;
-}
-
-void take_gil(void *released) {
-    if (released) restore_thread(released);
 }
 
 /* Block until `counter` reaches `value`; help to run what is queued. */
@@ -296,38 +277,38 @@ static int wait_until(const uint64_t *counter, uint64_t value, int timeout_ms) {
     return result;
 }
 
-static int error_of(stream *on) {
+static int error_of(Stream *stream) {
     pthread_mutex_lock(&lock);
-    int error = on->error;
-    if (error) set_message("%s", on->message);
+    int error = stream->error;
+    if (error) set_message("%s", stream->message);
     pthread_mutex_unlock(&lock);
     return error;
 }
 
-int aclrtSynchronizeStreamWithTimeout(stream *on, int32_t timeout_ms) {
-    if (!on) on = &default_stream;
+int aclrtSynchronizeStreamWithTimeout(Stream *stream, int32_t timeout_ms) {
+    if (!stream) stream = &default_stream;
     pthread_mutex_lock(&lock);
-    uint64_t launched = on->launched;
+    uint64_t launched = stream->launched;
     pthread_mutex_unlock(&lock);
-    int result = wait_until(&on->done, launched, timeout_ms);
-    return result ? result : error_of(on);
+    int result = wait_until(&stream->done, launched, timeout_ms);
+    return result ? result : error_of(stream);
 }
 
 /* Streams are added in front of the list and stay: behind its head, the list is constant. */
-static stream *first_stream(void) {
+static Stream *first_stream(void) {
     pthread_once(&started, start);
     pthread_mutex_lock(&lock);
-    stream *first = streams;
+    Stream *first = streams;
     pthread_mutex_unlock(&lock);
     return first;
 }
 
-int aclrtSynchronizeStream(stream *on) { return aclrtSynchronizeStreamWithTimeout(on, -1); }
+int aclrtSynchronizeStream(Stream *stream) { return aclrtSynchronizeStreamWithTimeout(stream, -1); }
 
 int aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
     int first = ACL_SUCCESS;
-    for (stream *on = first_stream(); on; on = on->next) { /* all of them: the caller may free what they use */
-        int result = aclrtSynchronizeStreamWithTimeout(on, timeout_ms);
+    for (Stream *stream = first_stream(); stream; stream = stream->next) { /* all of them: the caller may free what they use */
+        int result = aclrtSynchronizeStreamWithTimeout(stream, timeout_ms);
         if (!first) first = result;
     }
     return first;
@@ -351,26 +332,26 @@ const char *emulator_finish_queue(void) {
 
 /* Streams */
 
-int aclrtCreateStreamWithConfig(stream **out, uint32_t priority, uint32_t flags) {
+int aclrtCreateStreamWithConfig(Stream **out, uint32_t priority, uint32_t flags) {
     pthread_once(&started, start);
-    stream *made = calloc(1, sizeof *made);
+    Stream *stream = calloc(1, sizeof *stream);
     pthread_mutex_lock(&lock);
-    made->id = ++stream_count;
-    made->next = streams;
-    streams = made;
+    stream->id = ++stream_count;
+    stream->next = streams;
+    streams = stream;
     pthread_mutex_unlock(&lock);
-    *out = made;
+    *out = stream;
     return ACL_SUCCESS;
 }
 
-int aclrtCreateStream(stream **out) { return aclrtCreateStreamWithConfig(out, 0, 0); }
+int aclrtCreateStream(Stream **out) { return aclrtCreateStreamWithConfig(out, 0, 0); }
 
 /* A destroyed stream stays in the list: its tasks still run, and a handle that is used afterwards does not crash. */
-int aclrtDestroyStream(stream *on) { return ACL_SUCCESS; }
-int aclrtDestroyStreamForce(stream *on) { return ACL_SUCCESS; }
+int aclrtDestroyStream(Stream *stream) { return ACL_SUCCESS; }
+int aclrtDestroyStreamForce(Stream *stream) { return ACL_SUCCESS; }
 
-int aclrtStreamGetId(stream *on, int32_t *id) {
-    *id = emulator_stream_id(on);
+int aclrtStreamGetId(Stream *stream, int32_t *id) {
+    *id = emulator_stream_id(stream);
     return ACL_SUCCESS;
 }
 
@@ -391,10 +372,10 @@ static void progress_of_a_query(void) {
 }
 
 enum { STREAM_COMPLETE = 0, STREAM_NOT_READY = 1 };
-int aclrtStreamQuery(stream *on, int *status) {
-    if (!on) on = &default_stream;
+int aclrtStreamQuery(Stream *stream, int *status) {
+    if (!stream) stream = &default_stream;
     pthread_mutex_lock(&lock);
-    *status = on->done == on->launched ? STREAM_COMPLETE : STREAM_NOT_READY;
+    *status = stream->done == stream->launched ? STREAM_COMPLETE : STREAM_NOT_READY;
     pthread_mutex_unlock(&lock);
     if (*status == STREAM_NOT_READY) progress_of_a_query();
     return ACL_SUCCESS;
@@ -402,89 +383,89 @@ int aclrtStreamQuery(stream *on, int *status) {
 
 /* Events */
 
-static void drop(record *one) {
-    if (one && __atomic_sub_fetch(&one->references, 1, __ATOMIC_ACQ_REL) == 0) free(one);
+static void drop(Record *record) {
+    if (record && __atomic_sub_fetch(&record->references, 1, __ATOMIC_ACQ_REL) == 0) free(record);
 }
 
-static record *hold_latest(event *of) {
+static Record *hold_latest(Event *event) {
     pthread_mutex_lock(&lock);
-    record *one = of->latest;
-    if (one) __atomic_add_fetch(&one->references, 1, __ATOMIC_RELAXED);
+    Record *record = event->latest;
+    if (record) __atomic_add_fetch(&record->references, 1, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&lock);
-    return one;
+    return record;
 }
 
-int aclrtCreateEvent(event **out) {
+int aclrtCreateEvent(Event **out) {
     *out = calloc(1, sizeof **out);
     return ACL_SUCCESS;
 }
-int aclrtCreateEventWithFlag(event **out, uint32_t flags) { return aclrtCreateEvent(out); }
-int aclrtCreateEventExWithFlag(event **out, uint32_t flags) { return aclrtCreateEvent(out); }
+int aclrtCreateEventWithFlag(Event **out, uint32_t flags) { return aclrtCreateEvent(out); }
+int aclrtCreateEventExWithFlag(Event **out, uint32_t flags) { return aclrtCreateEvent(out); }
 
-int aclrtDestroyEvent(event *of) {
-    drop(of->latest);
-    free(of);
+int aclrtDestroyEvent(Event *event) {
+    drop(event->latest);
+    free(event);
     return ACL_SUCCESS;
 }
 
 typedef struct {
-    task head;
-    record *of;
-} record_task;
+    Task head;
+    Record *record;
+} RecordTask;
 
-static void release_record_task(task *one) {
-    drop(((record_task *)one)->of);
-    free(one);
+static void release_record_task(Task *task) {
+    drop(((RecordTask *)task)->record);
+    free(task);
 }
 
-static int reach(task *one) {
-    record *of = ((record_task *)one)->of;
-    of->at = now();
-    of->error = one->on->error;
-    of->message = one->on->message;
-    __atomic_store_n(&of->done, 1, __ATOMIC_RELEASE);
+static int reach(Task *task) {
+    Record *record = ((RecordTask *)task)->record;
+    record->at = now();
+    record->error = task->stream->error;
+    record->message = task->stream->message;
+    __atomic_store_n(&record->done, 1, __ATOMIC_RELEASE);
     return ACL_SUCCESS;
 }
 
-static bool is_reached(const record *of) { return !of || __atomic_load_n(&of->done, __ATOMIC_ACQUIRE); }
+static bool is_reached(const Record *record) { return !record || __atomic_load_n(&record->done, __ATOMIC_ACQUIRE); }
 
-static int record_error(const record *of) {
-    if (of && of->error) set_message("%s", of->message);
-    return of ? of->error : ACL_SUCCESS;
+static int record_error(const Record *record) {
+    if (record && record->error) set_message("%s", record->message);
+    return record ? record->error : ACL_SUCCESS;
 }
 
-static int wait_for_record(task *one) {
-    record *of = ((record_task *)one)->of;
-    return is_reached(of) ? record_error(of) : PENDING;
+static int wait_for_record(Task *task) {
+    Record *record = ((RecordTask *)task)->record;
+    return is_reached(record) ? record_error(record) : PENDING;
 }
 
 /* The task takes over the reference to the record. */
-static int launch_record_task(record *of, stream *on, const char *name, int (*step)(task *)) {
-    record_task *made = calloc(1, sizeof *made);
-    made->head = (task){.step = step, .release = release_record_task, .name = name};
-    made->of = of;
-    return launch_task(on, &made->head);
+static int launch_record_task(Record *record, Stream *stream, const char *name, int (*step)(Task *)) {
+    RecordTask *task = calloc(1, sizeof *task);
+    task->head = (Task){.step = step, .release = release_record_task, .name = name};
+    task->record = record;
+    return launch_task(stream, &task->head);
 }
 
-int aclrtRecordEvent(event *of, stream *on) {
-    record *made = calloc(1, sizeof *made);
-    made->references = 2; /* of the event and of the task */
+int aclrtRecordEvent(Event *event, Stream *stream) {
+    Record *record = calloc(1, sizeof *record);
+    record->references = 2; /* of the event and of the task */
     pthread_mutex_lock(&lock);
-    record *before = of->latest;
-    of->latest = made;
+    Record *before = event->latest;
+    event->latest = record;
     pthread_mutex_unlock(&lock);
     drop(before);
-    return launch_record_task(made, on, "record event", reach);
+    return launch_record_task(record, stream, "record event", reach);
 }
 
 /* The wait is for the last record before it. An event that was never recorded is no reason to wait. */
-int aclrtStreamWaitEvent(stream *on, event *of) {
-    return launch_record_task(hold_latest(of), on, "wait for event", wait_for_record);
+int aclrtStreamWaitEvent(Stream *stream, Event *event) {
+    return launch_record_task(hold_latest(event), stream, "wait for event", wait_for_record);
 }
-int aclrtResetEvent(event *of, stream *on) { return ACL_SUCCESS; }
+int aclrtResetEvent(Event *event, Stream *stream) { return ACL_SUCCESS; }
 
-int aclrtSynchronizeEvent(event *of) {
-    record *latest = hold_latest(of);
+int aclrtSynchronizeEvent(Event *event) {
+    Record *latest = hold_latest(event);
     int result = latest ? wait_until(&latest->done, 1, -1) : ACL_SUCCESS;
     if (!result) result = record_error(latest);
     drop(latest);
@@ -492,29 +473,29 @@ int aclrtSynchronizeEvent(event *of) {
 }
 
 enum { EVENT_NOT_READY = 0, EVENT_COMPLETE = 1 };
-int aclrtQueryEventStatus(event *of, int *status) {
-    record *latest = hold_latest(of);
+int aclrtQueryEventStatus(Event *event, int *status) {
+    Record *latest = hold_latest(event);
     *status = is_reached(latest) ? EVENT_COMPLETE : EVENT_NOT_READY;
     drop(latest);
     if (*status == EVENT_NOT_READY) progress_of_a_query();
     return ACL_SUCCESS;
 }
 
-int aclrtQueryEventWaitStatus(event *of, int *status) {
+int aclrtQueryEventWaitStatus(Event *event, int *status) {
     *status = 0; /* complete */
     return ACL_SUCCESS;
 }
 
 /* Set `at` to the time when the event was reached. Return whether it was. */
-static bool time_of(event *of, struct timespec *at) {
-    record *latest = hold_latest(of);
+static bool time_of(Event *event, struct timespec *at) {
+    Record *latest = hold_latest(event);
     bool known = latest && is_reached(latest);
     if (known) *at = latest->at;
     drop(latest);
     return known;
 }
 
-int aclrtEventElapsedTime(float *out, event *from, event *to) {
+int aclrtEventElapsedTime(float *out, Event *from, Event *to) {
     struct timespec began, ended;
     if (!time_of(from, &began) || !time_of(to, &ended)) {
         set_message("the time between two events is known when both were recorded and reached");
@@ -524,9 +505,9 @@ int aclrtEventElapsedTime(float *out, event *from, event *to) {
     return ACL_SUCCESS;
 }
 
-int aclrtEventGetTimestamp(event *of, uint64_t *microseconds) {
+int aclrtEventGetTimestamp(Event *event, uint64_t *microseconds) {
     struct timespec at;
-    if (!time_of(of, &at)) return ACL_ERROR_RT_PARAM_INVALID;
+    if (!time_of(event, &at)) return ACL_ERROR_RT_PARAM_INVALID;
     *microseconds = (uint64_t)at.tv_sec * 1000000 + at.tv_nsec / 1000;
     return ACL_SUCCESS;
 }
@@ -534,25 +515,25 @@ int aclrtEventGetTimestamp(event *of, uint64_t *microseconds) {
 /* Host functions on a stream */
 
 typedef struct {
-    task head;
+    Task head;
     void (*function)(void *);
     void *data;
-} host_task;
+} HostTask;
 
-static int call_host(task *one) {
-    host_task *host = (host_task *)one;
+static int call_host(Task *task) {
+    HostTask *host = (HostTask *)task;
     host->function(host->data);
     return ACL_SUCCESS;
 }
 
-int aclrtLaunchHostFunc(stream *on, void (*function)(void *), void *data) {
-    host_task *made = calloc(1, sizeof *made);
-    made->head = (task){.step = call_host, .name = "host function"};
-    made->function = function;
-    made->data = data;
-    return launch_task(on, &made->head);
+int aclrtLaunchHostFunc(Stream *stream, void (*function)(void *), void *data) {
+    HostTask *task = calloc(1, sizeof *task);
+    task->head = (Task){.step = call_host, .name = "host function"};
+    task->function = function;
+    task->data = data;
+    return launch_task(stream, &task->head);
 }
 
-int aclrtLaunchCallback(void (*function)(void *), void *data, int blocking, stream *on) {
-    return aclrtLaunchHostFunc(on, function, data);
+int aclrtLaunchCallback(void (*function)(void *), void *data, int blocking, Stream *stream) {
+    return aclrtLaunchHostFunc(stream, function, data);
 }
