@@ -8,6 +8,7 @@ import torch
 
 from tests._helpers.forbidden_pages import forbidden_pages
 from tests._helpers.kernel_checks import DEVICE, dtype_on
+from tests._helpers.quick_interpreter import quick_interpreter
 from torchtitan_npu.ops import OPS, define
 
 
@@ -16,7 +17,7 @@ def _out_of_bounds_is_an_error() -> Iterator[None]:
     if DEVICE == "cuda":  # compute-sanitizer checks this on a GPU
         yield
         return
-    with forbidden_pages():
+    with quick_interpreter(), forbidden_pages():
         yield
 
 
