@@ -24,7 +24,7 @@ from torchtitan_npu.converters import CONVERTERS
 torchtitan_npu.register()
 
 FILES = sorted(file for file in train_configs().glob("*.toml") if "debugmodel" not in file.stem)
-ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention", "npu_permute", "npu_gmm", "npu_dsa"]
+ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
 STATES = 4 + 4
 """Bytes per parameter of AdamW's two moments, in float32."""
 ON_DEVICE = 4 + 4

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
 from torchtitan_npu.ops.indexer_kl_loss import triton as lightning_indexer_kl_loss
 from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
+from torchtitan_npu.ops.moe_gating import triton as moe_gating
 from torchtitan_npu.ops.moe_permute import triton as moe_permute
 from torchtitan_npu.ops.rms_norm import triton as rms_norm
 from torchtitan_npu.ops.rotary_mul import triton as rotary
@@ -119,6 +120,11 @@ def call_others(norm_width: int) -> None:
         rotary.npu_rotary_mul_backward(x, x, angles, angles, mode)
     swiglu.npu_swiglu(zeros(16, 2 * EXPERT_HIDDEN), -1)
     swiglu.npu_swiglu_backward(zeros(16, EXPERT_HIDDEN), zeros(16, 2 * EXPERT_HIDDEN), -1)
+    logits = torch.zeros(4, 256)
+    y, experts, scores = moe_gating.npu_moe_gating_top_k(
+        logits, 8, logits[0], None, None, 4, 8, 1, 0, 1, True, 2.5, 1e-20
+    )
+    moe_gating.npu_moe_gating_top_k_backward(scores, y, experts, 0, 1, 2.5, 1e-20)
     tokens, probs = zeros(4, HIDDEN), zeros(4, 8)
     permuted, places = moe_permute.npu_moe_token_permute(tokens, torch.zeros(4, 8, dtype=torch.int64), None)
     moe_permute.npu_moe_token_unpermute(permuted, places, probs)

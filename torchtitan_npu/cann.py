@@ -16,7 +16,8 @@ CONVERTERS = {
         "9.0",
         "the indexer loss of CANN 8.5 refuses float32 weights and any top-k but 2048, its gradient of sparse "
         "attention is less accurate, and a fault in rows without keys was corrected later",
-    )
+    ),
+    "npu_gating": Requirement("9.1", "it is the first version with the gradient of npu_moe_gating_top_k"),
 }
 """The oldest CANN of the converters that need a certain one. From the documents and changes of CANN's operators."""
 

@@ -29,7 +29,7 @@ SMALL_BATCHES = {"training.seq_len": 16, "training.global_batch_size": 2, "train
 PICTURES = {**DATA, "training.seq_len": 64}
 CONVERTERS = {
     **layouts.FUSED,
-    "deepseek_v32": [name for name in layouts.FUSED["deepseek_v3"] if name != "npu_attention"] + ["npu_dsa"],
+    "deepseek_v32": deepseek_v32_training.CONVERTERS,
     "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope"],
 }
 MODELS = [*layouts.TINY, "deepseek_v32", "qwen3_vl"]

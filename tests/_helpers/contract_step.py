@@ -39,6 +39,7 @@ ONE_RANK = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=
 # Layers have their full size, because fake tensors need no memory. There are two layers, one dense and one with
 # experts if the model has both, and few experts, because each calls several small operators.
 FEW_EXPERTS = {"n_layers": 2, "moe_args.num_experts": 16}
+GROUPED_EXPERTS = {"n_layers": 2, "moe_args.num_experts": 32, "n_dense_layers": 1}  # 8 groups of more than 2 experts
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "8B", {"n_layers": 2}),
     "llama4": ("llama4", "17bx128e", FEW_EXPERTS),
@@ -47,9 +48,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         "671B",
-        {**FEW_EXPERTS, "n_dense_layers": 1, "attn_type": "sdpa", "attn_mask_type": "causal"},
+        {**GROUPED_EXPERTS, "attn_type": "sdpa", "attn_mask_type": "causal"},
     ),
-    "deepseek_v32": ("deepseek_v32", "671B", {**FEW_EXPERTS, "n_dense_layers": 1}),
+    "deepseek_v32": ("deepseek_v32", "671B", GROUPED_EXPERTS),
     "gpt_oss": ("gpt_oss", "20b", FEW_EXPERTS),
 }
 """By name: the model, its flavor, and changes to its arguments."""

@@ -43,7 +43,7 @@ SMALLER = {
 }
 DIVERGENCE_TOLERANCE = TOLERANCE * math.log(SEQUENCE)
 """A divergence is a difference of entropies, which are at most the logarithm of the number of keys."""
-CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"]
+CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
 
 
 def train(layout: dict[str, int], options: dict[str, Any], stop: int = 2) -> Record:

@@ -55,6 +55,11 @@ EXPECTED = {
         removed=("aten::sort",),
         under_ep={**PERMUTE, **UNPERMUTE},
     ),
+    "npu_gating": ExpectedCalls(
+        {"npu_moe_gating_top_k": 1, "npu_moe_gating_top_k_backward": 1},
+        instead_of=("aten::sigmoid",),
+        removed=("aten::sigmoid", "npu::npu_gather_backward"),
+    ),
     # three products, and two for each in the backward pass
     "npu_gmm": ExpectedCalls(
         {"npu_grouped_matmul": 9, "npu_swiglu": 1, "npu_swiglu_backward": 1}, instead_of=("aten::_local_scalar_dense",)

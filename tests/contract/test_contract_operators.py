@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -53,8 +53,21 @@ def test_schema(op: Op) -> None:
 
 
 def test_operators_without_a_meta_kernel() -> None:
-    """Their outputs cannot be compared. A new meta kernel fails this test, so that it is compared."""
-    assert {case.op for case in VALID if not has_meta_kernel(case)} == {"npu_moe_gating_top_k_backward"}
+    """They have ours, and their outputs cannot be compared. A new meta kernel fails this test, so that it is."""
+    without = [case for case in VALID if not has_meta_kernel(case)]
+    assert {case.op for case in without} == {"npu_moe_gating_top_k_backward"}
+    assert all(has_kernel(torch_npu_s(case), "Meta") for case in without)
+
+
+def test_our_meta_kernel_describes_the_gradient_of_gating() -> None:
+    """On fake tensors the gradient is that of the NPU, on the emulator: contiguous, in the dtype of ``grad_y``."""
+    backward = torch.ops.npu.npu_moe_gating_top_k_backward
+    scores, grad = torch.rand(16, 6, device="npu").t(), torch.randn(6, 2, device="npu").bfloat16()
+    call = scores, grad, torch.tensor([[1, 5]], device="npu").int().repeat(6, 1)
+    real = backward(*call, norm_type=1)
+    with FakeTensorMode() as mode:
+        fake = backward(*map(mode.from_tensor, call), norm_type=1)
+    assert describe(fake) == describe(real) == ((6, 16), torch.bfloat16, (16, 1), real.device)
 
 
 @pytest.mark.parametrize("case", [case for case in VALID if has_meta_kernel(case)], ids=str)
@@ -69,23 +82,16 @@ def test_torch_npu_accepts_the_call(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in VALID if has_meta_kernel(case) and not case.forward_only], ids=str)
 def test_gradients(case: Case) -> None:
-    found, theirs = gradients(ours(case), case), gradients(torch_npu_s(case), case)
-    assert found["outputs"] == theirs["outputs"]
-    if theirs["inputs"] == UNKNOWN:
-        assert case.op == "npu_moe_gating_top_k"  # the only operator whose gradient has no meta kernel
-    else:
-        assert found["inputs"] == theirs["inputs"]
+    assert gradients(ours(case), case) == gradients(torch_npu_s(case), case)
 
 
 @pytest.mark.parametrize("case", [case for case in VALID if case.forward_only], ids=str)
 def test_no_gradient_without_statistics(case: Case) -> None:
     """torch_npu passes missing statistics to its backward kernel; our checks reject them."""
-    assert any(isinstance(grad, tuple) for grad in gradients(torch_npu_s(case), case)["inputs"])
+    if case.op != "npu_moe_gating_top_k":  # its gradient has our meta kernel, and with it our checks
+        assert any(isinstance(grad, tuple) for grad in gradients(torch_npu_s(case), case)["inputs"])
     with pytest.raises(UsageError):
         gradients(ours(case), case)
-
-
-UNKNOWN = "no meta kernel"
 
 
 def gradients(op: OpOverload, case: Case) -> dict[str, Any]:
@@ -105,8 +111,6 @@ def gradients(op: OpOverload, case: Case) -> dict[str, Any]:
             ones = [torch.ones_like(y) for y in roots]
             grads = torch.autograd.grad(roots, inputs, ones, allow_unused=True) if roots else ()
             found = [describe(grad) for grad in grads]
-        except UnsupportedOperatorException:
-            found = UNKNOWN
         except RuntimeError as error:  # "derivative for npu::... is not implemented"
             found = str(error)
         return {"outputs": [y.requires_grad for y in outputs], "inputs": found}

@@ -39,10 +39,11 @@ from torchtitan_npu.errors import UsageError
 
 NAMES = ("npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm")
 DENSE = (*NAMES, "npu_attention")
+SPARSE_NAMES = (*NAMES, "npu_gating", "npu_dsa")
 SUBSETS = [subset for size in range(1, 6) for subset in itertools.combinations(DENSE, size)]
 SMALL = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32}
 SPARSE = {**SMALL, "index_topk": 5}
-"""Sizes of deepseek_v32, with targets of all converters but npu_mrope, and fewer selected keys than tokens."""
+"""Sizes of deepseek_v32, with targets of all ``SPARSE_NAMES``, and fewer selected keys than tokens."""
 
 
 def classes(model: nn.Module) -> dict[str, type]:
@@ -50,7 +51,7 @@ def classes(model: nn.Module) -> dict[str, type]:
 
 
 def test_these_are_all_converters() -> None:
-    assert {*DENSE, "npu_dsa", "npu_mrope"} == set(CONVERTERS)
+    assert {*DENSE, *SPARSE_NAMES, "npu_mrope"} == set(CONVERTERS)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
@@ -68,7 +69,7 @@ def test_any_subset_computes_the_same() -> None:
         assert_as_exact(step(build("deepseek_v3", *subset, **SMALL)), plain, oracle)
 
 
-ORDERS = [(*NAMES[:place], "npu_dsa", *NAMES[place:]) for place in range(5)]
+ORDERS = [SPARSE_NAMES[place:] + SPARSE_NAMES[:place] for place in range(6)]
 ORDERS += [tuple(reversed(order)) for order in ORDERS]
 
 
@@ -88,7 +89,8 @@ def sparse_step(*converters: str, dtype: torch.dtype = torch.float32) -> Step:
 
 def test_sparse_attention_with_others_computes_the_same() -> None:
     plain, oracle = sparse_step(), sparse_step(dtype=torch.float64)
-    for subset in [(), *((name,) for name in NAMES), NAMES]:
+    others = SPARSE_NAMES[:-1]
+    for subset in [(), *((name,) for name in others), others]:
         assert_as_exact(sparse_step(*subset, "npu_dsa"), plain, oracle)
 
 

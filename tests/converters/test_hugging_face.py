@@ -64,8 +64,8 @@ def test_every_converter_has_targets() -> None:
     moe = dense | {"npu_permute", "npu_gmm"}
     expected_names = {
         "qwen3_moe": moe | {"npu_attention"},
-        "deepseek_v3": moe | {"npu_attention"},
-        "deepseek_v32": moe | {"npu_dsa"},
+        "deepseek_v3": moe | {"npu_attention", "npu_gating"},
+        "deepseek_v32": moe | {"npu_dsa", "npu_gating"},
     }
     for name, expected in expected_names.items():
         assert set(applicable(PAIRS[name].train_spec, PAIRS[name].args)) == expected

@@ -151,10 +151,25 @@ except UsageError as error:
 """
 
 
+GATING_STEP = """
+from torchtitan_npu import platform
+
+platform.prepare()
+from tests._helpers.converted_models import convert
+from tests._helpers.moe_layers import build_moe
+from torchtitan_npu.errors import UsageError
+
+try:
+    convert(build_moe(score_func="sigmoid", route_norm=True), "npu_gating")
+    print("converted")
+except UsageError as error:
+    print(error)
+"""
+
 PROGRAMS = {
-    "8.5": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL, "dsa step": DSA_STEP},
+    "8.5": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL, "dsa step": DSA_STEP, "gating step": GATING_STEP},
     "9.0": {"dsa call": DSA_CALL, "dsa step": DSA_STEP},
-    "9.1": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL},
+    "9.1": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL, "gating step": GATING_STEP},
 }
 """The programs that run in one process, by version of CANN."""
 
@@ -192,6 +207,18 @@ def test_both_stages_of_sparse_attention_compute_with_cann_9(outputs: Outputs) -
     found = outputs("9.0")
     assert found["dsa call"] == ["computed"]
     assert found["dsa step"][-2:] == ["computed"] * 2
+
+
+def test_gating_needs_cann_9_1(outputs: Outputs) -> None:
+    error = outputs("8.5")["gating step"][-1]
+    assert error.startswith("model.converters: npu_gating needs CANN 9.1 or newer, and 8.5.0 is installed: it is the ")
+    assert outputs("9.1")["gating step"][-1] == "converted"
+
+
+def test_gating_needs_a_chip_with_its_gradient() -> None:
+    environment = {**os.environ, "NPU_EMULATOR_CHIP": "Ascend950DT_9571"}
+    ran = subprocess.run([sys.executable, "-c", GATING_STEP], env=environment, capture_output=True, text=True)
+    assert "CANN has no gradient of npu_moe_gating_top_k for Ascend950DT_9571; remove npu_gating" in ran.stdout, ran
 
 
 def test_a_missing_operator_is_torch_npus_error(outputs: Outputs) -> None:

@@ -96,7 +96,7 @@ def test_deepseek_v32_computes_hugging_faces_logits(ours: dict[str, Any], theirs
         assert distance(model(tokens(), positions=STRETCHED), released(**theirs).stretched_logits) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"])
+@pytest.mark.parametrize("name", ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"])
 def test_computes_the_same_with_converters(name: str) -> None:
     model = loaded(released().weights, model_args())
     CONVERTERS[name](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)

@@ -115,7 +115,7 @@ def test_a_truncated_dry_run_equals_a_full_one(pp: int, rank: int) -> None:
 def test_a_truncated_dry_run_of_a_moe_stage_equals_a_full_one() -> None:
     """The last of two pipeline stages, with TP and EP and all converters."""
     config = truncated_job("deepseek_v32", 2)
-    config.model.converters = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"]
+    config.model.converters = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
     config.parallelism.tensor_parallel_degree = config.parallelism.expert_parallel_degree = 2
     compare_truncated(config, 4, 2)
 

@@ -36,6 +36,7 @@ from harness import (
     error,
     forward_ms,
     host_us,
+    launches,
     measure_machine,
     need_gpu,
     op_row,
@@ -311,6 +312,51 @@ def permute(machine: Machine) -> Iterator[OpRow]:
     yield op_row("unpermute without scores backward", shape, backward, limit, worst)
 
 
+EXPERTS, GROUPS, LIMITED_GROUPS = 256, 8, 4
+
+
+def gating(machine: Machine) -> Iterator[OpRow]:
+    """Measure the router of DeepSeek-V3.2 without its linear layer, with the counting of tokens."""
+    from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+    from torchtitan_npu.converters.base import retyped
+    from torchtitan_npu.converters.gating import NpuRouter
+
+    router = TokenChoiceTopKRouter(8, EXPERTS, GROUPS, LIMITED_GROUPS, TOP_K, "sigmoid", True, 2.5, False)
+    router.gate = torch.nn.Identity()  # type: ignore[assignment]  # the input is the logits
+    converted = retyped(router, NpuRouter)
+    bias = (random_tensor(EXPERTS) * 0.1).float()  # exact in bfloat16
+
+    def operator(logits: Tensor) -> Tensor:
+        groups = {"k_group": LIMITED_GROUPS, "group_count": GROUPS, "group_select_mode": 1}
+        keywords = {"norm_type": 1, "out_flag": True, "routed_scaling_factor": 2.5, **groups}
+        return npu.npu_moe_gating_top_k(logits, TOP_K, bias=bias.to(logits.dtype), **keywords)[0]
+
+    worst = compare(operator, operator, random_tensor(301, EXPERTS))  # float64 runs the reference
+    logits = random_tensor(TOKENS, EXPERTS, grad=True)
+    dy = torch.randn(TOKENS, TOP_K, device="cuda")
+    functions = {"small ops": router, "compiled": compiled(router), "ours": converted}
+    runs: dict[str, Run] = {name: partial(function, logits, bias) for name, function in functions.items()}
+    scores: dict[str, Run] = {name: lambda run=run: run()[0] for name, run in runs.items()}
+    eager, ours = (
+        [launches(run), launches(_gradient(run, logits, dy))] for run in (scores["small ops"], scores["ours"])
+    )
+    with torch.no_grad():
+        forward, host = forward_ms(runs), host_us(runs["ours"])
+    backward = backward_ms(scores, [logits], dy)
+    selected = TOKENS * TOP_K * (4 + 4)  # weights, and experts in int32
+    limits = logits.numel() * (2 + 4) + selected, logits.numel() * 2 + selected + TOKENS * TOP_K * 4
+    for number, (name, times) in enumerate((("forward", forward), ("backward", backward))):
+        shape = f"{TOKENS}×{EXPERTS}, top {TOP_K}, launches {eager[number]} → {ours[number]}"
+        limit = machine.limit_ms(bytes=limits[number])
+        yield op_row(f"gating {name}", shape, times, limit, worst, None if number else host)
+
+
+def _gradient(run: Run, x: Tensor, dy: Tensor) -> Run:
+    y = run()
+    return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+
 def unequal(rows: int, experts: int) -> list[int]:
     """Distribute ``rows``: the n-th expert gets about 1 / n of the first one's rows, the last one none."""
     shares = [1 / (n + 1) for n in range(experts - 1)]
@@ -477,7 +523,7 @@ def check_against(ours: Run, peer: Run, inputs: list[Tensor], dy: Tensor) -> Non
             raise SystemExit("wrong result: attention differs from the peer's")
 
 
-OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, permute, swiglu, rotary, grouped_matmul, attention)}
+OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, gating, permute, swiglu, rotary, grouped_matmul, attention)}
 
 
 def main() -> None:

@@ -190,6 +190,16 @@ def host_us(run: Run, repeats: int = 20) -> float:
     return 1e6 * statistics.median(times)
 
 
+def launches(run: Run) -> int:
+    """Return the number of kernels, copies and fills that ``run`` launches."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
 def measure_machine() -> Machine:
     """Measure the rates of a device copy and of a matmul."""
     from triton.testing import do_bench

@@ -38,7 +38,7 @@ CONVERTERS = {
     "qwen3": ["npu_rms_norm", "npu_rope", "npu_attention"],
     "qwen3_moe": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
     "deepseek_v3": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
-    "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", "npu_dsa"],
+    "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"],
     "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"],
 }
 VARIANTS = ("eager", "converters", "compiled")

@@ -20,6 +20,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.distributed.expert_parallel import ExpertParallel, ReordererSequenceParallel
 from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as apply_deepseek_v3_tp
 from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp, apply_moe_ep_tp
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.models.moe.utils import _permute, _unpermute
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_qwen3_tp
 from torchtitan.protocols.train_spec import OptimizersBuilder, ParallelizeFunction, PipeliningFunction
@@ -29,6 +30,11 @@ from torchtitan.train import Trainer
 
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 from torchtitan_npu.upstream.rebind import rebound, refers_to
+
+
+def forces_load_balance(router: TokenChoiceTopKRouter) -> bool:
+    """Return whether TorchTitan's debug option makes ``router`` assign the experts in turn."""
+    return router._debug_force_load_balance
 
 
 def with_tensor_parallel(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:

@@ -68,6 +68,8 @@ def calls(gpu: Any, device: str, half: torch.dtype) -> dict[str, Callable[[], Ca
         "npu_moe_token_unpermute_grad_v2": lambda: call(
             *(random(3, 5), places, 6, torch.float32, probs), permuted_tokens=random(6, 5)
         ),
+        "npu_moe_gating_top_k": lambda: call(random(3, 8, grad=True), 2, norm_type=1, out_flag=True),
+        "npu_moe_gating_top_k_backward": lambda: call(random(3, 8).sigmoid(), random(3, 2), experts.int(), norm_type=1),
         "npu_grouped_matmul": lambda: call(
             [random(5, 64, dtype=half)], [random(3, 64, 8, dtype=half)], group_type=0, **groups
         ),

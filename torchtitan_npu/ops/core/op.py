@@ -27,7 +27,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.core.autograd import Autograd, Through, autograd_kernel, through_kernel
 from torchtitan_npu.ops.core.sharding import Localize, Sharding, register_sharding_rule
-from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, without_autocast
+from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, has_kernel, without_autocast
 from torchtitan_npu.torch_internals.dtensor_rules import has_rule
 
 
@@ -123,17 +123,18 @@ def declare(op: Op) -> Op:
 def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
     """Define those of ``ops`` (default: all) that ``namespace`` lacks, and return their names.
 
-    Where torch_npu is loaded, its ``npu::`` operators stay. Those without a DTensor rule get ours.
+    Where torch_npu is loaded, its ``npu::`` operators stay. Those without a meta kernel or a DTensor rule get ours.
     Another namespace takes our operators beside torch_npu's, to compare the two in one process.
     """
     ops = list(OPS.values() if ops is None else ops)
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)
     missing = [op for op in ops if not _is_defined(namespace, op)]
-    if missing:
-        library = torch.library.Library(namespace, "FRAGMENT")
-        _libraries.append(library)
-        for op in missing:
-            _define(library, namespace, op)
+    for op in missing:
+        _define(library, namespace, op)
     for op in ops:
+        if not has_kernel(op.overload(namespace), "Meta"):
+            torch.library.register_fake(f"{namespace}::{op.name}", _checked(op, namespace, op.fake), lib=library)
         if not has_rule(op.overload(namespace)):
             register_sharding_rule(op.overload(namespace), op.sharding, op.localize)
     return [op.name for op in missing]
@@ -148,25 +149,27 @@ def _is_defined(namespace: str, op: Op) -> bool:
 def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
     library.define(op.schema.removeprefix("npu::"), tags=torch.Tag.pt2_compliant_tag)
     overload = op.overload(namespace)
-
-    def checked(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            arguments = by_name(overload, args, kwargs)
-            op.check(**arguments)
-            # Without these, autograd would differentiate the kernel of an operator that torch_npu has no gradient for,
-            # and autocast would change the dtypes of the products inside a kernel.
-            with below_autograd(), without_autocast():
-                return kernel(**arguments)
-
-        return run
-
-    library.impl(op.name, checked(op.reference), "CPU")
-    library.impl(op.name, checked(op.cuda or op.reference), "CUDA")
-    torch.library.register_fake(f"{namespace}::{op.name}", checked(op.fake), lib=library)
+    library.impl(op.name, _checked(op, namespace, op.reference), "CPU")
+    library.impl(op.name, _checked(op, namespace, op.cuda or op.reference), "CUDA")
     if isinstance(op.autograd, Through):
         library.impl(op.name, through_kernel(overload, op.autograd, op.check), "Autograd")
     elif op.autograd is not None:
         library.impl(op.name, autograd_kernel(overload, op.autograd), "Autograd")
+
+
+def _checked(op: Op, namespace: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``kernel`` as PyTorch calls it, with the checks of ``op`` before it."""
+    overload = op.overload(namespace)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = by_name(overload, args, kwargs)
+        op.check(**arguments)
+        # Without these, autograd would differentiate the kernel of an operator that torch_npu has no gradient for,
+        # and autocast would change the dtypes of the products inside a kernel.
+        with below_autograd(), without_autocast():
+            return kernel(**arguments)
+
+    return run
 
 
 def _text(value: object) -> str:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
+from torchtitan_npu.ops.core.triton_math import ordered
 from torchtitan_npu.ops.lightning_indexer.op import SEGMENT
 
 WARP_VALUES = 1024
@@ -93,7 +94,7 @@ def _select(
             tl.store(to_best + slot, best.to(to_best.dtype.element_ty), mask=slot < COUNT)
     else:
         value = tl.load(values + offset, mask=valid, other=0.0)
-        order = tl.where(valid, _ordered(value), -(2**31))
+        order = tl.where(valid, ordered(value), -(2**31))
         # bisection: at least COUNT values (or all, if fewer) are >= low, and fewer than COUNT are > high
         low = tl.min(tl.where(valid, order, 2**31 - 1), 0)
         high = tl.max(order, 0)
@@ -121,10 +122,3 @@ def _select(
             tl.store(to_best + position, value.to(to_best.dtype.element_ty), mask=taken)
             nothing = tl.full((SLOTS,), float("-inf"), tl.float32)
             tl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=rest)
-
-
-@triton.jit
-def _ordered(value):
-    """Return integers in the order of the float32 ``value``. -0 equals 0, and NaN is above all."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
+from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dim, check_dtype, check_shape
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import EXPERTS, TOKENS, TOP_K, randn
 from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.moe_gating import reference
 
 NPU_EXPERTS = range(2, 2049)
@@ -89,16 +92,27 @@ def save(
     save_by_name(ctx, x_norm=x_norm, expertIdx=expert_idx, **options)
 
 
+fused = kernel(reference.npu_moe_gating_top_k)
+
+
+def cuda(norm_type: int, input_ids: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the Triton kernel, or the reference for softmax and for a table, which no converter uses."""
+    run = fused if norm_type == reference.SIGMOID and input_ids is None else reference.npu_moe_gating_top_k
+    return run(norm_type=norm_type, input_ids=input_ids, **arguments)
+
+
 def backward(npu: Any, ctx: Any, grad_y: Tensor, *_: None) -> dict[str, Tensor]:
     if not ctx.out_flag:
-        raise RuntimeError("npu_moe_gating_top_k: out_flag must be True for a gradient, which needs that output")
+        raise UsageError("npu_moe_gating_top_k: out_flag must be True for a gradient, which needs that output")
     return {"x": npu.npu_moe_gating_top_k_backward(grad_y=grad_y, **saved_by_name(ctx))}
 
 
-def sample(**_: Any) -> dict[str, Any]:
+def sample(bias: TensorDescription | None = None, group_count: int = 1, **_: Any) -> dict[str, Any]:
     # scores far apart, so that rounding does not change which experts are best
-    x = torch.stack([torch.randperm(EXPERTS) for _ in range(TOKENS)]).to(torch.bfloat16) / 2
-    return {"x": x, "k": TOP_K, "norm_type": reference.SIGMOID, "out_flag": True}
+    experts = max(EXPERTS, 4 * group_count)
+    x = torch.stack([torch.randperm(experts) for _ in range(TOKENS)]).to(torch.bfloat16) * (4 / experts)
+    call = {"x": x, "k": TOP_K, "norm_type": reference.SIGMOID, "out_flag": True}
+    return call if bias is None else call | {"bias": 2 * (torch.arange(experts) % 2)}  # odd experts first
 
 
 declare(
@@ -108,6 +122,7 @@ declare(
         "int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) "
         "-> (Tensor, Tensor, Tensor)",
         reference=reference.npu_moe_gating_top_k,
+        cuda=cuda,
         fake=fake,
         checks=checks,
         sharding=sharding,
@@ -150,7 +165,7 @@ def backward_checks(
 
 
 def backward_fake(x_norm: Tensor, grad_y: Tensor, **_: Any) -> Tensor:
-    return torch.empty_like(x_norm, dtype=grad_y.dtype)
+    return grad_y.new_empty(x_norm.shape)
 
 
 def backward_sample(**_: Any) -> dict[str, Any]:
@@ -164,6 +179,7 @@ declare(
         schema="npu::npu_moe_gating_top_k_backward(Tensor x_norm, Tensor grad_y, Tensor expertIdx, *, int renorm=0, "
         "int norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor",
         reference=reference.npu_moe_gating_top_k_backward,
+        cuda=kernel(reference.npu_moe_gating_top_k_backward),
         fake=backward_fake,
         checks=backward_checks,
         sharding=lambda **_: [([Shard(0)], {"x_norm": Shard(0), "grad_y": Shard(0), "expertIdx": Shard(0)})],

@@ -87,4 +87,4 @@ def npu_moe_gating_top_k_backward(
     grad = grad_y.to(x_norm.dtype) * routed_scaling_factor
     grad_scores = (grad - (grad * scores / total).sum(-1, keepdim=True)) / total
     grad_norm = torch.zeros_like(x_norm).scatter_add_(1, chosen, grad_scores)
-    return torch.empty_like(grad_norm, dtype=grad_y.dtype).copy_(grad_norm * x_norm * (1 - x_norm))
+    return (grad_norm * x_norm * (1 - x_norm)).to(grad_y.dtype).contiguous()

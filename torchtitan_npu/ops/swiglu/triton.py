@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, in_strides_of, power_of_2
-
-LN_2_HIGH = tl.constexpr(0.693145751953125)  # 16 bits: exact times any exponent
-LN_2_LOW = tl.constexpr(1.42860682030941723212e-6)
+from torchtitan_npu.ops.core.triton_launch import blocks_in, in_strides_of, power_of_2
+from torchtitan_npu.ops.core.triton_math import exact_sigmoid
 
 
 def npu_swiglu(input: Tensor, dim: int) -> Tensor:
@@ -46,16 +44,8 @@ def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
 
 @triton.jit
 def _sigmoid(a, EXACT: tl.constexpr):
-    """Return the sigmoid of ``a``; with ``EXACT``, within 3 units in the last place of float32.
-
-    The error of Triton's own exponential grows with its argument. A 16-bit result does not show it.
-    """
-    if not EXACT:
-        return tl.sigmoid(a)
-    x = tl.minimum(tl.maximum(-a, -100.0), 100.0)  # beyond that, the result is 1 or 0 in float32
-    whole = tl.floor(x * LOG2_E + 0.5)
-    rest = tl.fma(whole, -LN_2_LOW, tl.fma(whole, -LN_2_HIGH, x))
-    return tl.div_rn(tl.full(a.shape, 1.0, tl.float32), 1.0 + tl.exp2(rest * LOG2_E) * tl.exp2(whole))
+    """Return the sigmoid of ``a``. A 16-bit result does not show the error of Triton's own."""
+    return exact_sigmoid(a) if EXACT else tl.sigmoid(a)
 
 
 @triton.jit

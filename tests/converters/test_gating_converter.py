@@ -1,0 +1,188 @@
+"""``npu_gating``: a router on the fused operator has the same choices, results, gradients and token counts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+from tests._helpers.converted_models import (
+    LAYOUT,
+    assert_as_exact,
+    assert_no_further,
+    build,
+    build_on_meta,
+    convert,
+    job,
+    model_args,
+    step,
+)
+from tests._helpers.moe_layers import ROUNDINGS, build_moe, call, call_exact, in_dtype, tokens
+from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters.gating import NpuRouter
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner import Calls
+
+NORMALISED: dict[str, Any] = {"score_func": "sigmoid", "route_norm": True, "score_before_experts": False}
+GROUPED: dict[str, Any] = {"num_experts": 12, "num_expert_groups": 4, "num_limited_groups": 2, "route_scale": 2.5}
+
+
+@pytest.mark.parametrize("converters", [("npu_gating",), ("npu_permute", "npu_gmm", "npu_gating")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"top_k": 4},
+        {"top_k": 1, "score_before_experts": True},  # llama4's router, normalised
+        GROUPED,
+        {**GROUPED, "load_balance_coeff": None},  # no expert bias
+        {"gate_bias": True},
+    ],
+    ids=str,
+)
+def test_computes_the_same(args: dict[str, Any], dtype: torch.dtype, converters: tuple[str, ...]) -> None:
+    plain = in_dtype(build_moe(**NORMALISED | args), dtype)
+    converted = convert(copy.deepcopy(plain), *converters)
+    x = tokens(3, 7, dtype=dtype)
+    exact, theirs, ours = call_exact(plain, x), call(plain, x), call(converted, x)
+    assert exact.keys() == theirs.keys() == ours.keys()
+    for name in exact:
+        assert_no_further(name, ours[name], theirs[name], exact[name], ROUNDINGS)
+    plain[0].tokens_per_expert.zero_(), converted[0].tokens_per_expert.zero_()
+    plain(x), converted(x)
+    assert torch.equal(converted[0].tokens_per_expert, plain[0].tokens_per_expert)
+
+
+def routers(**args: Any) -> tuple[TokenChoiceTopKRouter, TokenChoiceTopKRouter]:
+    plain = build_moe(**NORMALISED | args)
+    return plain[0].router, convert(copy.deepcopy(plain), "npu_gating")[0].router
+
+
+def test_the_router_has_torchtitans_dtypes_and_counts() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        theirs, ours = (router.to(dtype)(tokens(9, dtype=dtype)) for router in routers(**GROUPED))
+        assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+        assert torch.equal(ours[1].sort(1).values, theirs[1].sort(1).values) and torch.equal(ours[2], theirs[2])
+
+
+def test_the_bias_selects_and_does_not_weight() -> None:
+    theirs, ours = routers(num_experts=8)
+    bias = torch.zeros(8)
+    bias[5], bias[2] = 4.0, 3.0
+    scores, experts, counts = ours(tokens(6), bias)
+    assert experts.tolist() == [[5, 2]] * 6 and counts.tolist() == [0, 0, 6, 0, 0, 6, 0, 0]
+    order = theirs(tokens(6), bias)[1].argsort(descending=True)
+    torch.testing.assert_close(scores, theirs(tokens(6), bias)[0].gather(1, order), rtol=1e-6, atol=0)
+
+
+def test_equal_scores_prefer_the_lower_expert() -> None:
+    """torch.topk promises no order, so TorchTitan's choice among equals differs by device."""
+    _, ours = routers(**GROUPED)
+    with torch.no_grad():
+        ours.gate.weight.zero_()
+    assert ours(tokens(3))[1].tolist() == [[0, 1]] * 3
+
+
+def test_trains_the_same() -> None:
+    """deepseek_v3 with the router of its 671B flavor, and its balancing bias, with and without checkpointing."""
+    moe_args = model_args("deepseek_v3").moe_args
+    moe_args.num_experts, moe_args.num_expert_groups, moe_args.num_limited_groups = 16, 4, 2
+    moe_args.score_func, moe_args.route_norm, moe_args.route_scale = "sigmoid", True, 2.5
+    smaller = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32, "n_heads": 4, "moe_args": moe_args}
+    plain, converted = build("deepseek_v3", **smaller), build("deepseek_v3", "npu_gating", **smaller)
+    assert converted.state_dict().keys() == plain.state_dict().keys()
+    oracle = step(build("deepseek_v3", dtype=torch.float64, **smaller))
+    assert_as_exact(step(converted), step(plain), oracle)
+
+
+def test_a_recomputed_forward_selects_the_same_experts() -> None:
+    model = convert(build_moe(**NORMALISED, **GROUPED), "npu_gating")
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("0", model[0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(model[0], x, use_reentrant=False)
+
+    plain, recomputed = call(model, tokens(2, 5)), call(Checkpointed(), tokens(2, 5))
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_compiles_without_a_break() -> None:
+    _, router = routers(**GROUPED)
+    x, bias = tokens(7), torch.zeros(12)
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (router, compiled):
+        scores, experts, counts = run(x, bias)
+        results.append([scores, experts, counts, *torch.autograd.grad(scores.square().sum(), router.gate.weight)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_calls_the_operator_once() -> None:
+    with Calls() as calls:
+        call(convert(build_moe(**NORMALISED, **GROUPED), "npu_gating"), tokens(2, 5))
+    assert calls.count("npu") == {"npu_moe_gating_top_k": 1, "npu_moe_gating_top_k_backward": 1}
+    assert not {"topk", "sigmoid", "sigmoid_backward", "scatter_add"} & calls.count("aten").keys()
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"score_func": "softmax"}, 'score_func is "softmax", and the operator has a gradient for "sigmoid" only'),
+        ({"route_norm": False}, "route_norm is not set, and the operator normalises the scores"),
+        ({"_debug_force_load_balance": True}, "_debug_force_load_balance is set"),
+    ],
+    ids=str,
+)
+def test_other_routers_are_refused(args: dict[str, Any], reason: str) -> None:
+    model = build_moe(**NORMALISED | args)
+    with pytest.raises(UsageError) as error:
+        convert(model, "npu_gating")
+    assert (
+        str(error.value) == f"model.converters: npu_gating cannot replace 0.router: {reason}; remove it from the list"
+    )
+    assert type(model[0].router) is TokenChoiceTopKRouter
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("deepseek_v3", "softmax"), ("llama4", "route_norm"), ("gpt_oss", "softmax"), ("llama3", "found no TorchTitan")],
+)
+def test_debug_models_outside_the_contract(model: str, reason: str) -> None:
+    """deepseek_v3's small flavors and gpt_oss have softmax, llama4 weights that are not normalised."""
+    with pytest.raises(UsageError, match=reason):
+        build_on_meta(model, "npu_gating")
+
+
+def test_a_router_with_another_forward_stays_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Router(TokenChoiceTopKRouter):
+        def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+            return super().forward(x, expert_bias)
+
+    model = nn.ModuleList([build_moe(**NORMALISED), build_moe(**NORMALISED)])
+    model[1][0].router.__class__ = Router
+    with caplog.at_level(logging.INFO):
+        convert(model, "npu_gating")
+    assert type(model[0][0].router) is NpuRouter and type(model[1][0].router) is Router
+    assert "npu_gating: not converted: 1.0.router: Router has its own forward" in caplog.messages
+    assert "npu_gating: 1 TokenChoiceTopKRouter in 0 -> npu_moe_gating_top_k" in caplog.messages
+
+
+def test_groups_of_two_experts_exceed_a_limit() -> None:
+    config: Any = job(("npu_gating",))
+    config.npu = Npu(strict_limits=True)
+    model: nn.Module = build_moe(**NORMALISED, num_experts=8, num_expert_groups=4, num_limited_groups=2)
+    with pytest.raises(UsageError, match=r"0\.router: npu_moe_gating_top_k: the number of experts in a group is 2"):
+        CONVERTERS["npu_gating"](config, ParallelDims(**LAYOUT)).convert(model)

@@ -1,0 +1,122 @@
+"""``npu_gating``: one operator scores the experts of each token, selects them and normalises their weights.
+
+TorchTitan's router has a small operator for each step. ``npu_moe_gating_top_k`` has a gradient for sigmoid scores that
+are normalised, as in DeepSeek-V3 and V3.2. Other routers are not converted.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+from torchtitan_npu import platform
+from torchtitan_npu.chips import CHIPS
+from torchtitan_npu.converters.base import Converter, register, with_forward
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.moe_gating.reference import SIGMOID, SUM_OF_TWO_BEST
+from torchtitan_npu.upstream.hooks import forces_load_balance
+
+EPSILON = 1e-20
+"""TorchTitan adds it to the sum of a token's scores."""
+
+
+class NpuRouter(TokenChoiceTopKRouter):
+    """TorchTitan's router on ``npu_moe_gating_top_k``."""
+
+    def extra_repr(self) -> str:
+        return f"experts={self.num_experts}, top_k={self.top_k}, selection=npu_moe_gating_top_k"
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores (tokens, top_k), experts (tokens, top_k) and tokens per expert, for ``x`` (tokens, dim).
+
+        The best expert comes first, and the lower number among equal scores. TorchTitan has no order.
+        """
+        scores, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
+            self.gate(x).float(),
+            self.top_k,
+            bias=None if expert_bias is None else expert_bias.float(),
+            **_groups(self),
+            group_select_mode=SUM_OF_TWO_BEST,
+            norm_type=SIGMOID,
+            out_flag=True,  # the scores of all experts, for the gradient
+            routed_scaling_factor=self.route_scale,
+            eps=EPSILON,
+        )
+        experts = experts.long()
+        tokens_per_expert = torch.histc(experts.view(-1), bins=self.num_experts, min=0, max=self.num_experts)
+        return scores, experts, tokens_per_expert
+
+
+def _groups(router: TokenChoiceTopKRouter) -> dict[str, int]:
+    """Return the operator's arguments for the groups of experts."""
+    if router.num_expert_groups is None:
+        return {"k_group": 1, "group_count": 1}
+    assert router.num_limited_groups is not None
+    return {"k_group": router.num_limited_groups, "group_count": router.num_expert_groups}
+
+
+def difference(router: TokenChoiceTopKRouter) -> str | None:
+    """Return a setting of ``router`` for which the operator has another result or no gradient, or ``None``."""
+    if type(router).forward is not TokenChoiceTopKRouter.forward:
+        return f"{type(router).__name__} has its own forward"
+    if router.score_func != "sigmoid":
+        return f'score_func is "{router.score_func}", and the operator has a gradient for "sigmoid" only'
+    if not router.route_norm:
+        return "route_norm is not set, and the operator normalises the scores"
+    if forces_load_balance(router):
+        return "_debug_force_load_balance is set"
+    return None
+
+
+@register
+class GatingConverter(Converter):
+    """Replaces every ``TokenChoiceTopKRouter`` with normalised sigmoid scores."""
+
+    name = "npu_gating"
+    looks_for = "TorchTitan TokenChoiceTopKRouter"
+    operators = ("npu_moe_gating_top_k",)
+
+    def job_error(self) -> str | None:
+        return super().job_error() or self._chip_error()
+
+    def _chip_error(self) -> str | None:
+        if platform.backend() != "npu":
+            return None
+        name = torch.get_device_module("npu").get_device_name()
+        if name not in CHIPS or CHIPS[name].series != "950":
+            return None
+        return f"CANN has no gradient of npu_moe_gating_top_k for {name}; remove {self.name} from the list"
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(fqn, router) for fqn, router in _routers(model) if difference(router) is None]
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the targets, and log the routers that are not among them. Raise if there are no targets."""
+        others = [(fqn, found) for fqn, router in _routers(model) if (found := difference(router))]
+        if others and not self.targets(model):
+            fqn, found = others[0]
+            raise UsageError(f"model.converters: {self.name} cannot replace {fqn}: {found}; remove it from the list")
+        for fqn, found in others:
+            log_on_first_rank(f"{self.name}: not converted: {fqn}: {found}")
+        return super().found_targets(model)
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        return with_forward(module, NpuRouter)
+
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
+        router = cast(TokenChoiceTopKRouter, module)
+        logits = torch.empty(1, router.num_experts, device="meta")
+        return OPS["npu_moe_gating_top_k"].limit_errors(x=logits, renorm=0, **_groups(router))
+
+
+def _routers(model: nn.Module) -> list[tuple[str, TokenChoiceTopKRouter]]:
+    return [
+        (fqn, module)
+        for fqn, module in model.named_modules()
+        if isinstance(module, TokenChoiceTopKRouter) and module is not model
+    ]
