@@ -15,6 +15,7 @@ from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
+from tools import planned_memory
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.preflight import build_on_meta, check_job
@@ -151,6 +152,35 @@ def test_its_header_is_correct(file: Path) -> None:
         else:  # nothing is kept between microbatches, or between forward and backward pass
             assert p.fsdp_reshard_after_forward == "always"
     assert gib < 60 - 16  # room for activations
+
+
+LIMIT = 58
+"""GiB that a device may need by plan. An A2 has 60.96, of which the device's context and fragmentation take some."""
+
+
+@pytest.mark.parametrize("name", planned_memory.STAGES)
+def test_planned_memory_is_below_the_limit_and_stated(name: str) -> None:
+    """The stored results of dry runs belong to this file, and its header and the docs have them."""
+    file = train_configs() / f"{name}.toml"
+    stored = json.loads(planned_memory.STORED.read_text())[name]
+    assert stored["digest"] == planned_memory.digest(file), "run tools/planned_memory.py, and update header and docs"
+    assert tuple(row["stage"] for row in stored["stages"]) == planned_memory.STAGES[name]
+    assert max(row["needed"] for row in stored["stages"]) < LIMIT << 30
+    assert planned_memory.PLANNED.findall(file.read_text()) == [planned_memory.header(stored["stages"])]
+
+
+def test_planned_memory_of_the_docs() -> None:
+    stored = json.loads(planned_memory.STORED.read_text())
+    assert stored.keys() == planned_memory.STAGES.keys()
+    assert planned_memory.table(stored) in planned_memory.PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", planned_memory.STAGES)
+def test_planned_memory_is_current(name: str) -> None:
+    stored = json.loads(planned_memory.STORED.read_text())[name]
+    for row in stored["stages"]:
+        assert planned_memory.plan(train_configs() / f"{name}.toml", row["stage"]) == row
 
 
 def test_the_compile_keys_of_the_debug_model() -> None:
