@@ -1,9 +1,16 @@
-"""The error that a user can correct: raised before the first step, printed as one line, without a traceback."""
+"""The error that a user can correct, raised before the first step and printed as one line; exit codes of a rank."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+EXIT_FAILED = 1
+"""This rank failed, or ends because another one did."""
+EXIT_USAGE = 2
+"""The job cannot run as configured."""
+EXIT_STOPPED = 75
+"""Stopped by a signal after a complete step; the job can be resumed. The usual code for "try again later"."""
 
 
 class UsageError(ValueError):

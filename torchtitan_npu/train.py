@@ -7,17 +7,20 @@ It takes TorchTitan's options and those of this package.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
+from typing import NoReturn
 
 from torchtitan_npu import platform
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import EXIT_USAGE, UsageError
 
 platform.prepare()
 
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
+from torchtitan_npu.components.job_control.parent_death import end_with_parent  # noqa: E402
 from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.config.preflight import check_job  # noqa: E402
 from torchtitan_npu.trainer import train  # noqa: E402
@@ -42,7 +45,7 @@ def main() -> None:
     except UsageError as error:
         wait_for_local_rank_0()  # a rank that survives the wait is the only one with this error, and prints it
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_USAGE)
 
 
 def wait_for_local_rank_0() -> None:
@@ -50,5 +53,19 @@ def wait_for_local_rank_0() -> None:
         time.sleep(ERROR_DELAY_S)
 
 
+def run() -> NoReturn:
+    """Run a job in this process, a child of torchrun."""
+    faulthandler.enable()
+    end_with_parent()
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:  # end at once: the destructors of process groups may wait for ranks that have ended
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
+    sys.exit()
+
+
 if __name__ == "__main__":
-    main()
+    run()

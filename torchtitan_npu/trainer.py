@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module
@@ -25,6 +26,9 @@ from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
+from torchtitan_npu.components.job_control.progress import PHASES, Progress
+from torchtitan_npu.components.job_control.rank_monitor import RankMonitor
+from torchtitan_npu.components.job_control.start import start_monitor
 from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.config.comm import hccl_buffers
@@ -32,17 +36,28 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import EXIT_FAILED, EXIT_STOPPED, UsageError
+from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.upstream.hooks import train_with, with_peak_flops
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
+from torchtitan_npu.upstream.stop_checkpoint import save_before_stop
+
+
+class JobStopped(SystemExit):
+    """The job stops after a complete step, because a signal requested it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_STOPPED)
+        self.message = message
 
 
 class Trainer(TitanTrainer):
     """TorchTitan's Trainer, whose gradients are those of the mean loss over all tokens on every layout."""
 
     def __init__(self, job_config: JobConfig) -> None:
-        self.has_stepped = False
+        self.has_stepped = self.has_finished = False
+        self.progress = Progress()
         with_peak_flops(TitanTrainer.__init__, peak_flops(job_config))(self, job_config)
         if isinstance(self.loss_fn, ChunkedLossPerToken):
             self.loss_fn.use_output(self.model_parts)
@@ -88,8 +103,36 @@ class Trainer(TitanTrainer):
         set_pg_timeouts(timeout, parallel_dims)  # waits for all ranks
         set_timeouts(parallel_dims.get_all_one_dimensional_meshes().values(), timeout)
 
+    def should_continue_training(self) -> bool:
+        """Return whether to run another step. Raise :class:`JobStopped` if the ranks have agreed to stop here."""
+        if not super().should_continue_training():
+            self.has_finished = True
+            return False
+        if self.progress.may_start(self.step + 1):
+            return True
+        if not self.has_stepped:
+            raise JobStopped("before its first step")
+        folder = save_before_stop(self.checkpointer, self.step)
+        raise JobStopped(
+            f"after step {self.step}, saved in {folder}" if folder else f"after step {self.step}, not saved"
+        )
+
+    def batch_generator(
+        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        batches = super().batch_generator(data_iterable)
+        while True:
+            with self.progress.during("loading data"):
+                try:
+                    batch = next(batches)
+                except DataloaderExhaustedError:
+                    self.has_finished = True
+                    raise
+            yield batch
+
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         started = time.perf_counter()
+        self.progress.phase = "training"
         for loss in self.auxiliary_losses:
             loss.start_step()
         super().train_step(data_iterator)
@@ -98,7 +141,8 @@ class Trainer(TitanTrainer):
         if not self.has_stepped and self.job_config.npu.empty_cache_after_first_step:
             device_module.empty_cache()
         graph_passes.report(self.model_parts)  # includes graphs compiled by the validation after the previous step
-        self.has_stepped = True
+        self.has_stepped = self.progress.has_stepped = True
+        self.progress.phase = PHASES[-1]
 
     def forward_backward_step(
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
@@ -124,7 +168,35 @@ class Trainer(TitanTrainer):
 
 
 def train(config: JobConfig) -> None:
-    """Run a job, or write its seed checkpoint."""
+    """Run a job, or write its seed checkpoint. Name the first rank that fails, on every rank.
+
+    Raise ``SystemExit`` after a failure, which has then been printed, and :class:`JobStopped` after a stop signal.
+    """
+    monitor = start_monitor(config.comm)
+    if monitor:
+        with closing(monitor):
+            _train_monitored(config, monitor)
+    else:
+        _train(config)
+    torch.distributed.destroy_process_group()
+
+
+def _train_monitored(config: JobConfig, monitor: RankMonitor) -> None:
+    try:
+        _train(config, monitor)
+    except JobStopped as stopped:
+        message = f"Stopped by {monitor.stop_reason} {stopped.message}"
+        monitor.finish_stop(message)
+        log_on_first_rank(message)
+        raise
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # a rank that exits early has failed, whatever its exit code
+        monitor.report(error)
+        raise SystemExit(EXIT_FAILED) from error
+
+
+def _train(config: JobConfig, monitor: RankMonitor | None = None) -> None:
     trainer = Trainer(config)
     try:
         if config.comm.mode == "local_tensor":
@@ -133,7 +205,12 @@ def train(config: JobConfig) -> None:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             logger.info("Created seed checkpoint")
         else:
+            if monitor:
+                trainer.progress = monitor.progress
+                monitor.watch_signals()
             trainer.train()
+            if not trainer.has_finished:  # torch's ``record`` around TorchTitan's loop returns after sys.exit(0)
+                raise RuntimeError(f"sys.exit(0) was called before step {config.training.steps}, the last one")
             graph_passes.report(trainer.model_parts)  # graphs compiled by the validation after the last step
     except BackendCompilerFailed as failure:  # torch.compile wraps the errors of our backend and graph passes
         if isinstance(failure.inner_exception, UsageError):
@@ -141,4 +218,3 @@ def train(config: JobConfig) -> None:
         raise
     finally:
         trainer.close()
-    torch.distributed.destroy_process_group()

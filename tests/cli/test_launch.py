@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,36 @@ def test_ctrl_c_is_reported_last(tmp_path: Path) -> None:
     assert all(line.startswith("[rank0]:") for line in errors.splitlines() if "Traceback" in line)  # not the launcher's
 
 
+STOPS = """
+import json, os, signal, sys, time
+if "LOCAL_RANK" in os.environ:
+    def stop(*_):
+        message = {"message": "Stopped by SIGTERM to rank 0 after step 7", "errorCode": 75}
+        message["extraInfo"] = {"timestamp": "1"}
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"message": message}, file)
+        os._exit(75)
+    signal.signal(signal.SIGTERM, stop)
+    print("the rank runs", flush=True)
+    if os.environ["RANK"] == os.environ.get("SIGNALLED"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+"""A rank that stops as torchtitan_npu.train does; tests/test_failing_jobs.py has the real one."""
+
+
+@pytest.mark.parametrize("signalled", ["launcher", "rank"])
+def test_a_job_that_stops_after_a_signal_has_its_own_exit_code(signalled: str, tmp_path: Path) -> None:
+    environment = first_on_path(tmp_path, "sitecustomize.py", STOPS) | {"SIGNALLED": "0" if signalled == "rank" else ""}
+    with launched_job(tmp_path, environment) as launched:
+        wait_for("logs/node0/*/*/attempt_0/0/stdout.log", tmp_path, "the rank runs")
+        if signalled == "launcher":
+            launched.send_signal(signal.SIGTERM)
+        _, errors = launched.communicate(timeout=100)
+    assert launched.returncode == 75, errors
+    assert errors.splitlines()[-1] == "launch: Stopped by SIGTERM to rank 0 after step 7"
+
+
 @pytest.mark.slow  # three processes import torch
 def test_a_signal_while_waiting_for_reports_shows_the_known_failures(tmp_path: Path) -> None:
     """Node 0 has failed and waits for the report of node 1, which still runs."""
@@ -327,6 +358,20 @@ def test_the_cause_comes_first() -> None:
     assert [line.split(",")[0] for line in lines[3:6]] == [f"later: rank {r} (node {r // 2}" for r in (1, 0, 2)]
     assert "RuntimeError: timed out (log: log1)" in lines[3] and "killed by torchrun" in lines[5]
     assert lines[6].startswith("node 2 has not reported")
+
+
+def test_the_cause_that_the_ranks_have_found_comes_first() -> None:
+    now = time.time()
+    cause = {"rank": 2, "host": "host1", "pid": 7, "what": "ended without an error message", "details": "a hint"}
+    later = replace(failure(0, now, "Connection closed by peer"), cause=cause)
+    lines = describe({0: [later]}, 1).splitlines()
+    assert lines[0].startswith("first failure: rank 2 (host1, pid 7), exit code 0, before ")
+    assert lines[1:3] == ["  ended without an error message", "  a hint"]
+    assert lines[3].startswith("later: rank 0 (node 0, host0), exit code 1: Connection closed by peer")
+    killed = failure(2, now + 1, "step 7", -signal.SIGTERM)  # not by torchrun
+    lines = describe({0: [later], 1: [killed]}, 2).splitlines()
+    assert lines[0].startswith("first failure: rank 2 (node 1, host1), killed by SIGTERM, at ")
+    assert lines[1:4] == ["  ended without an error message", "  a hint", "  step 7"]
 
 
 def ended_rank(folder: Path, rank: int, exit_code: int, last: float, seen: float, raised: str = "") -> ProcessFailure:

@@ -11,8 +11,8 @@ import torchtitan_npu
 PACKAGE = Path(torchtitan_npu.__file__).parent
 LIBRARIES = ("torch", "torchtitan", "torch_npu", "torchao")
 ALLOWED_FOLDERS = ("torch_internals", "upstream")
-DOCUMENTED = ("__", "_replace", "_asdict", "_fields", "_foreach_")
-"""Beginnings of names that are documented: methods of named tuples, torch's foreach operations."""
+DOCUMENTED = ("__", "_replace", "_asdict", "_fields", "_foreach_", "_exit", "_current_frames")
+"""Beginnings of names that are documented: methods of named tuples, torch's foreach operations, functions of Python."""
 
 
 def is_private(name: str) -> bool:

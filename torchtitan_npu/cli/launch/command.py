@@ -4,7 +4,8 @@
     NNODES=8 NODE_RANK=0 MASTER_ADDR=host0 torchtitan-npu launch ...      # on each node, NODE_RANK from 0 to 7
 
 Options are environment variables, listed in docs/how-to/launch.md. All arguments go to torchtitan_npu.train.
-Exit code 0: the job succeeded, 1: a rank failed, 2: not started, 128 + N: ended by signal N.
+Exit code 0: the job succeeded, 1: a rank failed, 2: not started, 75: stopped by a signal after a complete step,
+128 + N: ended by signal N.
 """
 
 from __future__ import annotations
@@ -21,16 +22,25 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchtitan_npu.cli.launch import environment_profile as profile
-from torchtitan_npu.cli.launch.failure_report import describe, failures_of, gather_reports, report_path, write_report
+from torchtitan_npu.cli.launch.failure_report import (
+    describe,
+    failures_of,
+    gather_reports,
+    report_path,
+    stop_message,
+    write_report,
+)
 from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
 from torchtitan_npu.cli.network_interfaces import SELECTORS, addresses, interface_towards
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import EXIT_STOPPED, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that torchrun handles."""
+STOP_TIMEOUT_S = 600
+"""Seconds that ranks have to finish a step and to save after a signal, if TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not set."""
 
 
 def main(argv: list[str]) -> int:
@@ -142,6 +152,8 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
         signals = record_signals()  # torchrun's handlers would raise in the middle of the report
         if failed is None:
             return 0
+        if message := stop_message(folder):  # the signal went to a rank, or to another node
+            return report_stop(message)
         out.hold()  # other nodes may report after the time limit of deferred errors
         err.hold()
         failures = failures_of(failed, options.node, folder)
@@ -154,6 +166,8 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
             raise KeyboardInterrupt(signals[0])
         return 1
     except SignalException as ended:  # torchrun has stopped the ranks
+        if message := stop_message(folder):
+            return report_stop(message)
         raise KeyboardInterrupt(ended.sigval) from None
     except (RendezvousError, DistError) as error:
         print(f"launch: error: {rendezvous_error(options, error)}", file=sys.stderr)
@@ -161,6 +175,12 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
     finally:
         for stream in (out, err):
             stream.release(drop=described)  # the report contains rank 0's error or its cause
+
+
+def report_stop(message: str) -> int:
+    """Print the message of ranks that have stopped after a signal, and return the exit code."""
+    print(f"launch: {message}", file=sys.stderr)
+    return EXIT_STOPPED
 
 
 def run_ranks(arguments: list[str]) -> ChildFailedError | None:
@@ -173,6 +193,7 @@ def run_ranks(arguments: list[str]) -> ChildFailedError | None:
     # action, a signal ends the process. torchrun installs its own handlers before it starts the ranks.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_TIMEOUT_S))
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:

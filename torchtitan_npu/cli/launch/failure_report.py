@@ -12,9 +12,11 @@ import signal
 import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_npu.errors import EXIT_STOPPED
 
 if TYPE_CHECKING:  # the launcher checks its options before it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -45,6 +47,8 @@ class Failure:
     """The folder with ``stdout.log`` and ``stderr.log``."""
     killed_by_torchrun: bool
     """True for a rank that did not fail itself: torchrun kills the other ranks of a node after a failure."""
+    cause: dict[str, Any] | None = None
+    """The job's first failure, if the ranks have found it: see ``RankFailure`` in components/job_control/failure.py."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -52,6 +56,8 @@ class Failure:
 
         Ranks with an error text come first: an invalid job makes every rank exit, and only one prints the reason.
         """
+        if self.cause:
+            return self.cause["rank"] != self.rank, False, self.time
         return self.killed_by_torchrun, not self.error, self.time
 
     def __str__(self) -> str:
@@ -88,7 +94,20 @@ def _failure(rank: int, failure: ProcessFailure, node: int, log: Path, later: in
     killed = not recorded.is_file() and (
         failure.exitcode == -signal.SIGTERM or (failure.exitcode == -signal.SIGKILL and later >= KILLED_AFTER)
     )
-    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), killed)
+    message = failure.error_file_data.get("message")
+    cause = message.get("cause") if isinstance(message, dict) else None
+    return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), killed, cause)
+
+
+def stop_message(folder: Path) -> str | None:
+    """Return the message of the ranks of this launch if all of them have stopped after a signal, as they should."""
+    logs = list(folder.glob("*/attempt_*/[0-9]*"))
+    files = [log / "error.json" for log in logs]
+    if not logs or not all(file.is_file() for file in files):
+        return None
+    messages = [json.loads(file.read_text())["message"] for file in files]
+    stopped = all(isinstance(one, dict) and one.get("errorCode") == EXIT_STOPPED for one in messages)
+    return messages[0]["message"] if stopped else None
 
 
 def _traceback(failure: ProcessFailure) -> str:
@@ -96,6 +115,15 @@ def _traceback(failure: ProcessFailure) -> str:
     if not isinstance(message, dict):
         return ""
     return message["extraInfo"].get("py_callstack") or message["message"]
+
+
+def _clock(failure: Failure) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(failure.time))
+
+
+def _indented(cause: dict[str, Any] | None) -> list[str]:
+    """Return the lines of the job's first failure, as the ranks have found it."""
+    return [f"  {line}" for line in (cause["what"], *cause["details"].splitlines())] if cause else []
 
 
 def report_path(logs: Path, node: int) -> Path:
@@ -138,10 +166,18 @@ def _reports(logs: Path, nodes: Collection[int], started: float) -> Iterator[tup
 
 def describe(reports: dict[int, list[Failure]], nodes: int) -> str:
     """Return the report for the user: the first failure with its error, then one line per later failure."""
-    first, *later = sorted((f for failures in reports.values() for f in failures), key=lambda f: f.order)
-    lines = [f"first failure: {first}, at {time.strftime('%H:%M:%S', time.localtime(first.time))}"]
-    lines += [f"  {line}" for line in first.error.splitlines()] or ["  no output"]
-    lines += [f"  log: {first.log}"]
+    failures = [failure for of_node in reports.values() for failure in of_node]
+    cause = next((failure.cause for failure in failures if failure.cause), None)
+    if cause:
+        failures = [replace(failure, cause=cause) for failure in failures]
+    first, *later = sorted(failures, key=lambda failure: failure.order)
+    if cause and first.rank != cause["rank"]:  # it exited with 0, so torchrun does not count it as failed
+        name = f"rank {cause['rank']} ({cause['host']}, pid {cause['pid']}), exit code 0"
+        lines, later = [f"first failure: {name}, before {_clock(first)}", *_indented(cause)], [first, *later]
+    else:
+        lines = [f"first failure: {first}, at {_clock(first)}", *_indented(cause)]
+        lines += [f"  {line}" for line in first.error.splitlines()] or ["  no output"]
+        lines += [f"  log: {first.log}"]
     for failure in later:
         what = (
             "killed by torchrun after the first failure"

@@ -1,0 +1,119 @@
+"""Run the entry, ``torchtitan_npu.train``, on gloo ranks that a test can signal; one forked process per rank.
+
+The fork server has imported TorchTitan, so a job of three steps takes seconds. There is no launcher: the ranks end by
+themselves, or the test kills them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from tests._helpers.multirank import meeting_point
+
+JOB = {
+    "job.config_file": "train_configs/llama3_debugmodel.toml",
+    "model.flavor": "llama3",
+    "training.local_batch_size": "1",
+    "training.global_batch_size": "-1",
+    "training.seq_len": "32",
+    "training.steps": "1000",
+    "metrics.log_freq": "1",
+    "comm.trace_buf_size": "0",
+    "comm.train_timeout_seconds": "4",
+    "experimental.custom_import": "tests._helpers.planted_faults",
+}
+
+
+@dataclass
+class EntryRanks:
+    folder: Path
+    processes: list[BaseProcess]
+    store: TCPStore
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"rank{rank}.log").read_text()
+
+    def last_line(self, rank: int) -> str:
+        return self.log(rank).splitlines()[-1]
+
+    def wait_for(self, text: str, rank: int = 0, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.log(rank):
+            assert time.monotonic() < deadline and self.processes[rank].is_alive(), self.log(rank)[-4000:]
+            time.sleep(0.02)
+
+    def exit_codes(self, seconds: float = 60) -> list[int | None]:
+        """Wait until all ranks have ended, at most ``seconds``; ``None`` for a rank that still runs."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def __enter__(self) -> EntryRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def start_ranks(folder: Path, world_size: int = 2, fault: str = "", **options: str) -> EntryRanks:
+    """Start a job with these ``section__key`` options. ``fault`` is planted in the last rank: see planted_faults."""
+    folder.mkdir(exist_ok=True)
+    store = meeting_point()
+    arguments = job_arguments(folder, **options)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests._helpers.multirank_preload"])
+    variables = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PLANTED_FAULT": fault,
+        "PLANTED_RANK": str(world_size - 1),
+    }
+    processes = []
+    for rank in range(world_size):
+        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"error{rank}.json")}
+        (folder / f"rank{rank}.log").touch()
+        arguments_of_rank = (sys.path, own, arguments, str(folder / f"rank{rank}.log"))
+        processes.append(context.Process(target=_run, args=arguments_of_rank, daemon=True))
+        processes[-1].start()
+    return EntryRanks(folder, processes, store)
+
+
+def job_arguments(folder: Path, **options: str) -> list[str]:
+    job = JOB | {"job.dump_folder": str(folder)} | {key.replace("__", "."): value for key, value in options.items()}
+    return [f"--{key}" if value == "True" else f"--{key}={value}" for key, value in job.items()]
+
+
+def _run(path: list[str], variables: dict[str, str], arguments: list[str], log: str) -> None:
+    sys.path[:] = path
+    os.setsid()  # as torchrun starts its ranks
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ |= variables
+    sys.argv = ["train", *arguments]
+    from torchtitan_npu import train
+
+    train.IS_LOCAL_RANK_0 = variables["LOCAL_RANK"] == "0"
+    train.run()

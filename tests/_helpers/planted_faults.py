@@ -1,0 +1,67 @@
+"""Faults in step 3 of rank PLANTED_RANK, chosen by PLANTED_FAULT; a job imports this module by its configuration."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.hf_datasets import text_datasets
+
+from tests._helpers.layouts import add_flavors
+
+STEP = 3
+SAMPLES = 6
+"""Damage the sample after this many, which a step after the second reads."""
+
+
+def fail_in_the_data_loader(sample: dict[str, Any]) -> str:
+    global samples
+    samples += 1
+    if samples > SAMPLES:
+        raise ValueError("the planted sample is damaged")
+    return sample["text"]
+
+
+def hang_in_the_data_loader(sample: dict[str, Any]) -> str:
+    global samples
+    samples += 1
+    if samples > SAMPLES:
+        time.sleep(1000)
+    return sample["text"]
+
+
+FAULTS = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "hang": lambda: time.sleep(1000),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: os._exit(0),
+    "sys.exit": lambda: sys.exit(0),
+    "out of memory": lambda: torch.empty(1 << 60, dtype=torch.uint8),
+}
+LOADERS = {"data loader": fail_in_the_data_loader, "hanging data loader": hang_in_the_data_loader}
+
+add_flavors()  # small models
+samples = 0
+steps = 0
+fault = os.environ.get("PLANTED_FAULT", "") if os.environ["RANK"] == os.environ.get("PLANTED_RANK") else ""
+
+if fault in FAULTS:
+    step = OptimizersContainer.step
+
+    def step_with_fault(self: OptimizersContainer, *args: Any, **kwargs: Any) -> None:
+        global steps
+        steps += 1
+        if steps == STEP:
+            FAULTS[fault]()
+        step(self, *args, **kwargs)
+
+    OptimizersContainer.step = step_with_fault  # type: ignore[method-assign]
+elif fault:
+    corpus = text_datasets.DATASETS["tiny_corpus"]
+    text_datasets.DATASETS["tiny_corpus"] = type(corpus)(corpus.path, corpus.loader, LOADERS[fault])

@@ -1,0 +1,143 @@
+"""A job that fails, hangs or is stopped names the rank, ends all ranks in time, and can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests._helpers.entry_ranks import job_arguments, start_ranks
+
+ROOT = Path(__file__).parents[1]
+
+ENDED = "it was killed, or it exited early"
+STOPPED = "the process is stopped (SIGSTOP); a stopped process cannot show its stack"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fault", "what", "codes"),
+    [
+        pytest.param(3, "SIGKILL", ENDED, (-signal.SIGKILL,), marks=SLOW),
+        (2, "exit", ENDED, (0,)),
+        pytest.param(3, "sys.exit", "sys.exit(0) was called before step 1000", (1,), marks=SLOW),
+        pytest.param(3, "out of memory", "failed in step 3 (training): RuntimeError: ", (1,), marks=SLOW),
+        (2, "data loader", "(loading data): ValueError: the planted sample is damaged", (1,)),
+        (2, "SIGSTOP", STOPPED, (-signal.SIGKILL,)),
+        # its own monitor ends it, or the signal of another rank does
+        pytest.param(3, "hang", "time.sleep(1000)", (1, -signal.SIGABRT), marks=SLOW),
+        pytest.param(3, "hanging data loader", "time.sleep(1000)", (1, -signal.SIGABRT), marks=SLOW),
+    ],
+)
+def test_the_first_failing_rank_is_named_by_every_rank(
+    world_size: int, fault: str, what: str, codes: tuple[int, ...], tmp_path: Path
+) -> None:
+    with start_ranks(tmp_path, world_size, fault, comm__train_timeout_seconds="2") as ranks:
+        ranks.wait_for("step:  2")
+        began = time.monotonic()
+        *others, failed = ranks.exit_codes(30)
+        assert set(others) == {1} and failed in codes, ranks.log(0)
+    assert time.monotonic() - began < 2 + 10  # the time-out and ten seconds, as documented
+    for rank in range(world_size - 1):
+        name = f"rank {world_size - 1} ({os.uname().nodename}, pid {ranks.pid(world_size - 1)}) "
+        assert ranks.last_line(rank).startswith(f"torchtitan_npu: first failure: {name}"), ranks.log(rank)
+        assert what in ranks.log(rank)
+        error = json.loads((tmp_path / f"error{rank}.json").read_text())
+        assert error["message"]["cause"]["rank"] == world_size - 1
+
+
+def losses(log: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) .*?loss: +([\d.]+)", log)}
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(mode: str, tmp_path: Path) -> None:
+    """The job resumes from there as if it had not stopped; the interval and the number of kept checkpoints hold."""
+    options = {"training__steps": "7", "metrics__disable_color_printing": "True"}
+    saved = {"checkpoint__enable": "True", "checkpoint__interval": "2", "checkpoint__keep_latest_k": "2"}
+    saved["checkpoint__async_mode"] = mode
+    with start_ranks(tmp_path / "straight", **options) as straight:
+        with start_ranks(tmp_path / "job", fault="SIGTERM", **options, **saved) as stopped:
+            assert stopped.exit_codes() == [75, 75], stopped.log(0)
+        assert straight.exit_codes() == [0, 0]
+    before = losses(stopped.log(0))
+    last = max(before)
+    message = f"Stopped by SIGTERM to rank 1 ({os.uname().nodename}, pid {stopped.pid(1)}) after step {last}, saved in "
+    assert message in stopped.last_line(0) and last < 7
+    assert message in (tmp_path / "job/error1.json").read_text()
+    kept = sorted(path.name for path in (tmp_path / "job/checkpoint").iterdir())
+    assert kept == [f"step-{last // 2 * 2 - 2 * (last % 2 == 0)}", f"step-{last}"]
+    with start_ranks(tmp_path / "job", **options, **saved) as resumed:
+        assert resumed.exit_codes() == [0, 0], resumed.log(0)
+    assert f"Training starts at step {last + 1}" in resumed.log(0)
+    assert losses(resumed.log(0)) == losses(straight.log(0))
+
+
+def test_a_second_signal_ends_a_rank_at_once(tmp_path: Path) -> None:
+    """Rank 0 waits in a collective, where no Python handler runs."""
+    with start_ranks(tmp_path, fault="hang", comm__train_timeout_seconds="60") as ranks:
+        ranks.wait_for("step:  2")
+        time.sleep(1)
+        os.kill(ranks.pid(0), signal.SIGTERM)
+        time.sleep(2.5)
+        os.kill(ranks.pid(0), signal.SIGTERM)
+        assert ranks.exit_codes(10) == [128 + signal.SIGTERM, 1]
+    assert ranks.last_line(0) == "torchtitan_npu: ended at once by a second SIGTERM"
+    assert f"first failure: rank 0 ({os.uname().nodename}, pid {ranks.pid(0)}) ended" in ranks.log(1)
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process does not exist, or is a zombie that its new parent has not seen yet."""
+    deadline = time.monotonic() + 10
+    while (stat := Path(f"/proc/{pid}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
+    rank = "from torchtitan_npu.components.job_control.parent_death import end_with_parent; import time, os\n"
+    rank += "end_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    wait_for_end(pid)
+
+
+def torchrun(folder: Path, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan_npu.train"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    pipe = subprocess.PIPE
+    arguments = job_arguments(folder)
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@SLOW
+def test_torchrun_reports_the_rank_that_exited_with_0(tmp_path: Path) -> None:
+    with torchrun(tmp_path, PLANTED_FAULT="exit", PLANTED_RANK="1") as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    _, _, cause = errors.partition("Root Cause")
+    assert f"rank 1 ({os.uname().nodename}, pid " in cause and ENDED in cause
+
+
+@SLOW
+def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
+    with torchrun(tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step:  2" in line:
+                break
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        assert len(ranks) == 2
+        for rank in ranks:
+            wait_for_end(int(rank))
