@@ -18,7 +18,7 @@ from torchtitan_npu.cli.doctor.operators import RECORDED_CALLS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference/operator-calls.md"
-TESTS = ("tests/contract/test_contract_models.py", "tests/contract/test_contract_qwen3_vl.py")
+TESTS = tuple(f"tests/contract/test_contract_{name}.py" for name in ("models", "qwen3_vl", "train_configs"))
 
 INTRODUCTION = """\
 # Operator calls
@@ -31,9 +31,10 @@ of each row, see [its operator errors](../how-to/doctor.md#operator-errors).
 - Sizes, numbers and arguments that have their default are left out.
 - A step has all converters that apply to the model. Without a degree (`shard`, `tp`, `cp`, `ep`, `etp`) it is a step of
   one device, whose parameters are float32 under autocast. With degrees, parameters are bfloat16 (FSDP).
+- "files" are steps of the shipped train configs, on a rank of the job's full size.
 
-The [contract tests](../explanation/contract-tests.md) compare each step with this list and check the calls against
-the limits of the NPU's kernels. The emulator runs the doctor's calls.
+The [contract tests](../explanation/contract-tests.md) compare each step with this list and check its calls against the
+limits of the NPU's kernels. The emulator runs the doctor's calls.
 
 *Written by `python -m tools.recorded_calls`.*
 """
@@ -64,8 +65,15 @@ def page(recorded: dict[str, list[dict[str, Any]]]) -> str:
         lines += ["", f"## {op}", "", "| arguments | steps |", "|---|---|"]
         for call in calls:
             arguments = ", ".join(f"{name} `{text(value)}`" for name, value in call["arguments"].items())
-            lines.append(f"| {arguments} | {'; '.join(call['steps'])} |")
+            lines.append(f"| {arguments} | {steps(call['steps'])} |")
     return INTRODUCTION + "\n".join(lines) + "\n"
+
+
+def steps(names: list[str]) -> str:
+    """Return the names of a call's steps, with a count instead of the train configs' file names."""
+    files = len({name.partition(",")[0] for name in names if ".toml" in name})
+    counted = [f"{files} file{'s' * (files > 1)}"] if files else []
+    return "; ".join([name for name in names if ".toml" not in name] + counted)
 
 
 def text(value: Any) -> str:

@@ -126,7 +126,6 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     assert all(converted.targets.values())
     if converters == matching(model):
         check_calls(model, converted.calls)
-    assert converted.calls.limit_errors == []
     removed = removed_operators(model, converters)
     kept = Counter({op: n for op, n in plain.calls.count("npu").items() if f"npu::{op}" not in removed})
     assert converted.calls.count("npu") == kept + expected_calls(model, converted)
@@ -218,6 +217,7 @@ def test_multi_token_prediction() -> None:
     assert step.gradients - further == eager("deepseek_v32").gradients
     assert step.gradients == {name for name, _ in step.model.named_parameters()}
     assert step.targets["npu_dsa"] == 3
+    check_calls("deepseek_v32, MTP", step.calls)
     called, expected = step.calls.count("npu"), expected_calls("deepseek_v32", step)
     assert {op: called[op] for op in expected} == expected
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.contract_step import train_step
+from tests._helpers.recorded_calls import check_calls, step_name
 from tests.contract.test_contract_models import EVIDENCE, EXPECTED, ExpectedCalls
 from tests.test_train_configs import FILES, load, world_size
 from torchtitan_npu.config.job_config import JobConfig
@@ -87,6 +88,8 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
     check_job(config, devices)
     with fake_ranks(devices, rank=devices - 1 if last else 0):
         step = train_step(config, cut_args(config))
+    if not half:  # slow, hence not recorded
+        check_calls(step_name(file.name, {"cp": cp} if cp > 1 else {}) + ", last stage" * last, step.calls)
     assert all(step.targets.values())
     called = set(step.calls.names)
 

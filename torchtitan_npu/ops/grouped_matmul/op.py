@@ -208,12 +208,16 @@ def cuda(
     return fused(**arguments)
 
 
-def sample(group_type: int = 0, **_: Any) -> dict[str, Any]:
-    """Return the products of the groups' rows or, with ``group_type`` 2, the gradient of the weights."""
-    x, weight = randn(TOKENS, HIDDEN), randn(len(SAMPLE_SIZES), HIDDEN, 128)
+def sample(group_type: int = 0, group_list_type: int = 0, **_: Any) -> dict[str, Any]:
+    """Return the products of the groups' rows or, with ``group_type`` 2, the gradient of the weights.
+
+    With ``group_list_type`` 0 there is one group, as on a rank with one expert.
+    """
+    sizes = SAMPLE_SIZES if group_list_type == 1 else (TOKENS,)
+    x, weight = randn(TOKENS, HIDDEN), randn(len(sizes), HIDDEN, 128)
     if group_type == 2:
         x, weight = x.t(), randn(TOKENS, 128)
-    groups = {"group_list": torch.tensor(SAMPLE_SIZES), "group_list_type": 1, "group_type": group_type}
+    groups = {"group_list": torch.tensor(sizes), "group_list_type": group_list_type, "group_type": group_type}
     return {"x": [x], "weight": [weight], "split_item": 3, **groups}
 
 
