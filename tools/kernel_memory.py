@@ -2,6 +2,7 @@
 """Report the shared memory of each Triton kernel on GPUs of given compute capabilities.
 
     python tools/kernel_memory.py 80 89 90
+    python tools/kernel_memory.py 90 --gluon   # registers and spills of the sparse attention kernel for Hopper
 
 Kernels are compiled at DeepSeek-V3.2's sizes in bfloat16 and not launched, so no GPU is needed.
 """
@@ -9,10 +10,14 @@ Kernels are compiled at DeepSeek-V3.2's sizes in bfloat16 and not launched, so n
 from __future__ import annotations
 
 import argparse
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -24,6 +29,7 @@ from torchtitan_npu.ops.moe_gating import triton as moe_gating
 from torchtitan_npu.ops.moe_permute import triton as moe_permute
 from torchtitan_npu.ops.rms_norm import triton as rms_norm
 from torchtitan_npu.ops.rotary_mul import triton as rotary
+from torchtitan_npu.ops.sparse_flash_attention import gluon as sparse_flash_attention_gluon
 from torchtitan_npu.ops.sparse_flash_attention import triton as sparse_flash_attention
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
 from torchtitan_npu.ops.swiglu import triton as swiglu
@@ -41,6 +47,7 @@ class Compiler:
     def __init__(self, capability: int):
         self.capability = capability
         self.shared: dict[str, int] = {}
+        self.assembly: dict[str, str] = {}
 
     def install(self) -> None:
         driver.set_active(self)
@@ -61,6 +68,7 @@ class Compiler:
         module = ".".join(function.fn.__module__.split(".")[-2:]).replace(".triton", "")
         name = f"{module}.{function.fn.__name__}"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
+        self.assembly[name] = compiled.asm["ptx"]
 
 
 launch = JITFunction.run
@@ -70,11 +78,30 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def call_attention() -> None:
-    query, key, query_rope, key_rope = (
-        zeros(1, 2, heads, size) for heads, size in ((HEADS, LATENT), (1, LATENT), (HEADS, ROPE), (1, ROPE))
+def attention_inputs() -> tuple[Tensor, ...]:
+    """Return query, key, query_rope, key_rope and the selected keys of two tokens."""
+    sizes = ((HEADS, LATENT), (1, LATENT), (HEADS, ROPE), (1, ROPE))
+    return *(zeros(1, 2, heads, size) for heads, size in sizes), torch.zeros(1, 2, 1, TOP_K, dtype=torch.int32)
+
+
+def call_gluon() -> None:
+    query, key, query_rope, key_rope, indices = attention_inputs()
+    sparse_flash_attention_gluon.npu_sparse_flash_attention(
+        query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
     )
-    indices = torch.zeros(1, 2, 1, TOP_K, dtype=torch.int32)
+
+
+def ptxas_report(assembly: str) -> str:
+    """Return what ptxas says of a kernel: registers, spills, and waits that it adds."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(assembly)
+        command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(file), "-o", str(file.with_suffix(".cubin"))]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def call_attention() -> None:
+    query, key, query_rope, key_rope, indices = attention_inputs()
     out, highest, total = sparse_flash_attention.npu_sparse_flash_attention(
         query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
     )
@@ -144,17 +171,25 @@ def main() -> None:
     parser.add_argument(
         "--without-attention", action="store_true", help="skip the attention kernels, which take minutes to compile"
     )
+    parser.add_argument(
+        "--gluon", action="store_true", help="only the Gluon kernel, which needs 90, and what ptxas reports of it"
+    )
     options = parser.parse_args()
     for capability in options.capabilities:
         compiler = Compiler(capability)
         compiler.install()
-        call_others(options.norm_width)
-        if not options.without_attention:
-            call_attention()
+        if options.gluon:
+            call_gluon()
+        else:
+            call_others(options.norm_width)
+            if not options.without_attention:
+                call_attention()
         limit = SHARED_MEMORY[capability]
         print(f"compute capability {capability / 10}, {limit} bytes")
         for name, size in sorted(compiler.shared.items(), key=lambda item: -item[1]):
             print(f"  {size:7} {name}{'  does not fit' if size > limit else ''}", flush=True)
+        if options.gluon:
+            print(ptxas_report(compiler.assembly["sparse_flash_attention.gluon._attend"]))
 
 
 if __name__ == "__main__":

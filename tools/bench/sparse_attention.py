@@ -2,6 +2,7 @@
 """Measure sparse attention on a GPU, forward and backward: DeepSeek-V3.2's 128 heads of 512 + 64, top 2048 keys.
 
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--json FILE]
+    python tools/bench/sparse_attention.py --peers DIR   # only a comparison with public kernels that are in DIR
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
 random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
@@ -219,12 +220,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048 << n for n in range(7)])
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--peers", type=Path, help="folder of public kernels, as sparse_attention_peers.py describes it"
+    )
     args = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
     machine = measure_machine()
+    parts = (check(), *(times(length, machine) for length in args.lengths))
+    if args.peers:
+        import sparse_attention_peers
+
+        parts = (sparse_attention_peers.rows(args.peers, machine),)
     rows: list[Row] = []
-    for of_length in (check(), *(times(length, machine) for length in args.lengths)):
+    for of_length in parts:
         for row in of_length:
             rows.append(row)
             print(show(row), flush=True)

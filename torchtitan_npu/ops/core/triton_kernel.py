@@ -45,3 +45,13 @@ def _out_of_resources() -> type[Any]:
 @cache
 def _imported(module: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
+
+
+def is_hopper(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is on a GPU of compute capability 9.0."""
+    return tensor.is_cuda and _capability(tensor.device.index) == (9, 0)
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

@@ -9,7 +9,6 @@ beyond a tensor are zero. Elements beyond a group are not written (rows) or are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.core.triton_launch import multiprocessors, power_of_2
 
 CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
@@ -71,15 +71,10 @@ def prefers_torch(x: Tensor, weight: Tensor, group_type: int) -> bool:
     gradient of a group without rows (Blackwell, https://github.com/pytorch/pytorch/issues/172439). If a row is not a
     multiple of 16 bytes, PyTorch pads the rows of the result, which contradicts the operator's fake kernel.
     """
-    if x.dtype != torch.bfloat16 or not x.is_cuda or not _is_hopper(x.device.index):
+    if x.dtype != torch.bfloat16 or not is_hopper(x):
         return False
     long_sums = group_type == 0 and x.shape[1] >= 2048
     return not long_sums and weight.shape[-1] % 8 == 0
-
-
-@cache
-def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index)[0] == 9
 
 
 def torch_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
 from torchtitan_npu.ops.core.checks import check_alike
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import randn
 from torchtitan_npu.ops.core.sharding import Strategy
-from torchtitan_npu.ops.core.triton_kernel import kernel
+from torchtitan_npu.ops.core.triton_kernel import is_hopper, kernel
 from torchtitan_npu.ops.sparse_flash_attention import reference
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
@@ -258,6 +262,37 @@ SIZES = (
 )
 
 
+in_triton = kernel(reference.npu_sparse_flash_attention)
+in_gluon = kernel(reference.npu_sparse_flash_attention, "gluon")
+
+
+USE_GLUON = "TORCHTITAN_NPU_GLUON"
+"""Environment variable: 1 chooses the Gluon kernel. It is not the default because it has not been run on a GPU yet."""
+
+
+def cuda(
+    query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, **others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the Triton kernel, or if asked for the Gluon kernel on a Hopper GPU at the sizes it takes."""
+    arguments = {"query": query, "key": key, "value": value, "query_rope": query_rope, **others}
+    if os.environ.get(USE_GLUON) == "1" and is_hopper(query) and suits_gluon(query, key, value, query_rope):
+        log_gluon()
+        return in_gluon(**arguments)
+    return in_triton(**arguments)
+
+
+def suits_gluon(query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None) -> bool:
+    """Return whether the Gluon kernel takes these: half precision, 512 + 64 features, and keys that are the values."""
+    if query.dtype not in HALVES or query.shape[-1] != 512 or rope_size(query_rope) != 64:
+        return False
+    return value is None or (value.data_ptr() == key.data_ptr() and value.stride() == key.stride())
+
+
+@cache
+def log_gluon() -> None:
+    log_on_first_rank("npu_sparse_flash_attention runs its kernel for Hopper GPUs (Gluon)", logging.INFO)
+
+
 FORWARD = declare(
     Op(
         schema="npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
@@ -267,7 +302,7 @@ FORWARD = declare(
         "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0, "
         "bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_flash_attention,
-        cuda=kernel(reference.npu_sparse_flash_attention),
+        cuda=cuda,
         fake=fake,
         checks=checks,
         sharding=sharding,

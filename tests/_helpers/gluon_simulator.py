@@ -1,0 +1,414 @@
+"""Run Gluon kernels on a CPU, each warp group in a thread, and check how the groups synchronise.
+
+Triton's interpreter does not take Gluon kernels. :func:`simulated` returns a module's functions with the kernels run in
+Python: tensors are torch tensors without layouts, and pointers are flat tensors with offsets. What is asynchronous on a
+GPU happens as late as a GPU may do it:
+
+- A copy to shared memory overwrites its destination with NaN when it is issued, and finishes after a random delay.
+- The operands of a matrix product are read when it is issued and again when it is waited for, and must not change.
+- Reading a product that may be in flight is an error.
+- A product that reads memory written by a copy or a store since the last ``fence_async_shared`` is an error.
+- A load or store outside of its tensor is an error.
+- Warp groups that wait for ever raise a TimeoutError.
+
+Layouts, registers and memory ordering within a warp group are not modelled.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.language.core import constexpr
+
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float32", "int32", "int64")}
+THREADS = 128
+"""Threads of a warp group, each of which arrives at the barrier of a copy."""
+PATIENCE = 20.0
+"""Seconds that a warp group may wait for another."""
+
+
+class Value:
+    """A scalar or block of a kernel. Unlike torch tensors, no operator works in place."""
+
+    def __init__(self, data: Any, dtype: torch.dtype | None = None):
+        self.data = torch.as_tensor(data, dtype=dtype)
+        self.type = SimpleNamespace(layout=None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def to(self, dtype: torch.dtype) -> Value:
+        return Value(self.data.to(dtype))
+
+    def __getitem__(self, index: Any) -> Value:
+        return Value(self.data[index])
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __invert__(self) -> Value:
+        return Value(~self.data)
+
+
+def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Value, Any], Any]:
+    def apply(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        left, right = self.data, data_of(other)
+        return Value(function(right, left) if swapped else function(left, right))
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "rshift"):
+    _plain = _name.rstrip("_")
+    setattr(Value, f"__{_plain}__", _operator(getattr(operator, _name)))
+    setattr(Value, f"__r{_plain}__", _operator(getattr(operator, _name), swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _operator(getattr(operator, _name)))
+
+
+class Pointer:
+    """A pointer, or a block of pointers, into a tensor."""
+
+    def __init__(self, storage: Tensor, offsets: Tensor):
+        self.storage, self.offsets = storage, offsets
+        self.dtype = SimpleNamespace(element_ty=storage.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.storage, self.offsets + data_of(other))
+
+    def selected(self, mask: Any) -> Tensor:
+        """Return the offsets at which ``mask`` is set, and 0 elsewhere."""
+        chosen = torch.ones_like(self.offsets, dtype=torch.bool) if mask is None else data_of(mask)
+        offsets = torch.where(chosen, self.offsets, 0)
+        if offsets.numel() and not 0 <= int(offsets.min()) <= int(offsets.max()) < self.storage.numel():
+            raise IndexError(f"offsets from {offsets.min()} to {offsets.max()} of {self.storage.numel()} elements")
+        return offsets
+
+    def load(self, mask: Any = None, other: Any = 0) -> Tensor:
+        loaded = self.storage[self.selected(mask)]
+        return loaded if mask is None else torch.where(data_of(mask), loaded, data_of(other)).to(loaded.dtype)
+
+
+def data_of(value: Any) -> Any:
+    if isinstance(value, InFlight):
+        raise RuntimeError("a product is read before warpgroup_mma_wait")
+    return value.data if isinstance(value, Value) else value
+
+
+class Memory:
+    """A shared memory descriptor. All views of an allocation share ``unfenced``, the places written since a fence."""
+
+    def __init__(self, data: Tensor, unfenced: set[int]):
+        self.data, self.unfenced = data, unfenced
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def index(self, index: Any) -> Memory:
+        return Memory(self.data[int(index)], self.unfenced)
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.data.permute(order), self.unfenced)
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        self.write(data_of(value))
+
+    def write(self, data: Tensor) -> None:
+        if data.shape != self.data.shape or data.dtype != self.data.dtype:
+            raise TypeError(f"{data.shape} of {data.dtype} does not fit {self.data.shape} of {self.data.dtype}")
+        self.data.copy_(data)
+        self.unfenced.add(self.data.data_ptr())
+
+    def operand(self) -> Tensor:
+        """Return a copy for a matrix product."""
+        if self.data.data_ptr() in self.unfenced:
+            raise RuntimeError("a product reads shared memory without a fence after the last write")
+        return self.data.clone()
+
+
+class Barrier:
+    """An mbarrier. All barriers of a program share one condition. ``errors`` end all waits."""
+
+    def __init__(self, condition: threading.Condition, errors: list[BaseException]):
+        self.condition, self.errors = condition, errors
+        self.count = self.pending = self.phase = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def arrive(self, count: int) -> None:
+        with self.condition:
+            self.pending -= count
+            if self.pending < 0:
+                raise RuntimeError("more arrivals than the barrier counts")
+            if self.pending == 0:
+                self.phase, self.pending = self.phase ^ 1, self.count
+                self.condition.notify_all()
+
+    def wait(self, phase: int) -> None:
+        with self.condition:
+            if not self.condition.wait_for(lambda: self.phase != phase or self.errors, PATIENCE) or self.errors:
+                raise TimeoutError("a barrier was not reached")
+
+
+class Barriers:
+    def __init__(self, count: int, condition: threading.Condition, errors: list[BaseException]):
+        self.barriers = [Barrier(condition, errors) for _ in range(count)]
+
+    def index(self, index: Any) -> Barrier:
+        return self.barriers[int(index)]
+
+
+class InFlight:
+    """The result of an asynchronous matrix product."""
+
+    def __init__(self, left: Any, right: Memory, total: Any):
+        self.operands, self.total = (left, right), total
+        self.read = self.read_operands()
+        self.result: Value | None = None
+
+    def read_operands(self) -> list[Tensor]:
+        return [data_of(t).clone() if isinstance(t, Value) else t.operand() for t in self.operands]
+
+    def finish(self) -> None:
+        for before, now in zip(self.read, self.read_operands(), strict=True):
+            if not torch.equal(before.nan_to_num(7.0), now.nan_to_num(7.0)):
+                raise RuntimeError("an operand changed while a product was in flight")
+        left, right = (t.float() for t in self.read)
+        total = self.total.result if isinstance(self.total, InFlight) else self.total
+        self.result = Value(left @ right + (0 if total is None else data_of(total)))
+
+
+class Program:
+    """One program: its shared memory, its copies and the language that its warp groups run."""
+
+    def __init__(self, program: int, programs: int, seed: int):
+        self.ids = program, programs
+        self.random = random.Random(seed)
+        self.condition = threading.Condition()
+        self.unfenced: set[int] = set()
+        self.local = threading.local()
+        self.errors: list[BaseException] = []
+        self.copies: Queue[Callable[[], None] | None] = Queue()
+
+    # gl
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory | Barriers:
+        if dtype == torch.int64:
+            return Barriers(shape[0], self.condition, self.errors)
+        return Memory(torch.full(shape, torch.nan, dtype=dtype), self.unfenced)
+
+    def warp_specialize(self, functions: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+        engine = threading.Thread(target=self.run, args=(self.copy,))
+        groups = [threading.Thread(target=self.run, args=(function, *arguments)) for function, arguments in functions]
+        for thread in (engine, *groups):
+            thread.start()
+        for group in groups:
+            group.join()
+        self.copies.put(None)
+        engine.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.local.products, self.local.copies = [], []
+        try:
+            function(*arguments)
+        except BaseException as error:  # raised in the main thread
+            with self.condition:
+                self.errors.append(error)
+                self.condition.notify_all()
+
+    def copy(self) -> None:
+        while (finish := self.copies.get()) is not None:
+            finish()
+
+    def pause(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * 1e-3)
+
+    # async_copy
+
+    def async_copy_global_to_shared(self, memory: Memory, pointer: Pointer, mask: Value) -> None:
+        offsets, chosen = torch.broadcast_tensors(pointer.offsets, mask.data)
+        source = Pointer(pointer.storage, offsets)
+        if source.offsets.shape != memory.data.shape:
+            raise TypeError(f"{source.offsets.shape} does not fit {memory.data.shape}")
+        source.selected(chosen)
+        memory.write(torch.full_like(memory.data, torch.nan))
+        self.local.copies.append(lambda: memory.write(source.load(Value(chosen), 0)))
+
+    def mbarrier_arrive(self, barrier: Barrier, increment_count: bool) -> None:
+        assert not increment_count
+        copies, self.local.copies = self.local.copies, []
+
+        def finish() -> None:
+            self.pause()
+            for copy in copies:
+                copy()
+            barrier.arrive(THREADS)
+
+        self.copies.put(finish)
+
+    # mbarrier and warpgroup_mma
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        self.pause()
+        barrier.wait(int(phase))
+
+    def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
+        self.pause()
+        if pred:
+            barrier.arrive(count)
+
+    def warpgroup_mma(self, left: Any, right: Memory, total: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+        assert is_async
+        product = InFlight(left, right, total if use_acc else None)
+        self.local.products.append(product)
+        return product
+
+    def warpgroup_mma_wait(self, num_outstanding: int, deps: list[Any]) -> Any:
+        self.pause()
+        while len(self.local.products) > num_outstanding:
+            self.local.products.pop(0).finish()
+        results = [dep.result if isinstance(dep, InFlight) else dep for dep in deps]
+        if any(result is None for result in results):
+            raise RuntimeError("warpgroup_mma_wait returns a product that is still in flight")
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def language(self) -> SimpleNamespace:
+        def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
+            return lambda *values: Value(function(*(torch.as_tensor(data_of(value)) for value in values)))
+
+        layouts = ("NVMMASharedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DistributedLinearLayout")
+        layouts += ("BlockedLayout", "SliceLayout", "DotOperandLayout")
+        return SimpleNamespace(
+            **DTYPES,
+            **{name: lambda *_, **__: None for name in layouts},
+            allocate_shared_memory=self.allocate_shared_memory,
+            warp_specialize=self.warp_specialize,
+            static_range=range,
+            program_id=lambda axis: Value(self.ids[0]),
+            num_programs=lambda axis: Value(self.ids[1]),
+            arange=lambda start, end, layout=None: Value(torch.arange(start, end)),
+            zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
+            full=lambda shape, value, dtype, layout=None: Value(torch.full(shape, value, dtype=dtype)),
+            convert_layout=lambda value, layout, assert_trivial=False: Value(data_of(value)),
+            load=lambda pointer, mask=None, other=0: Value(pointer.load(mask, other)),
+            store=_store,
+            where=elementwise(torch.where),
+            maximum=elementwise(torch.maximum),
+            exp2=elementwise(torch.exp2),
+            inline_asm_elementwise=_assembly,
+            max=lambda value, axis: Value(_maximum(data_of(value), axis)),
+            sum=lambda value, axis: Value(data_of(value).sum(axis)),
+        )
+
+    def names(self) -> dict[str, Any]:
+        """Return what a kernel's module imports from Gluon."""
+        return {
+            "gl": self.language(),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self.async_copy_global_to_shared, mbarrier_arrive=self.mbarrier_arrive
+            ),
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=lambda: None,
+                init=lambda barrier, count: barrier.init(count),
+                wait=self.wait,
+                arrive=self.arrive,
+            ),
+            "fence_async_shared": self.unfenced.clear,
+            "warpgroup_mma": self.warpgroup_mma,
+            "warpgroup_mma_wait": self.warpgroup_mma_wait,
+            "range": _range,
+        }
+
+
+def _range(*bounds: Any) -> Iterator[Value]:
+    return (Value(index) for index in range(*map(int, bounds)))
+
+
+def _maximum(data: Tensor, axis: int) -> Tensor:
+    """Return the maximum without regard to NaN, as a GPU computes it."""
+    return torch.where(data.isnan(), -torch.inf, data).amax(axis)
+
+
+def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: torch.dtype, **_: Any) -> Value:
+    """Run a conversion, the only assembly that is simulated."""
+    name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    assert assembly == f"cvt.rn.{name}.f32 $0, $2, $1;" and constraints == "=r,r,r"
+    return values[0].to(dtype)
+
+
+def _store(pointer: Pointer, value: Value, mask: Value) -> None:
+    offsets, chosen, data = torch.broadcast_tensors(pointer.offsets, data_of(mask), data_of(value))
+    Pointer(pointer.storage, offsets).selected(Value(chosen))
+    if data.dtype != pointer.storage.dtype:
+        raise TypeError(f"{data.dtype} is stored in {pointer.storage.dtype}")
+    pointer.storage[offsets[chosen]] = data[chosen]
+
+
+class Kernel:
+    """A kernel that is launched as ``kernel[grid](*arguments)``: its programs run one after the other."""
+
+    def __init__(self, module: ModuleType, name: str, seed: int):
+        self.module, self.name, self.seed = module, name, seed
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            for program in range(grid[0]):
+                names = vars(self.module) | Program(program, grid[0], self.seed + program).names()
+                _rebind(names)
+                names[self.name](*map(_argument, arguments), **constants)
+
+        return launch
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        storage = value.detach().as_strided((_extent(value),), (1,))
+        return Pointer(storage, torch.tensor(0))
+    return Value(value)
+
+
+def _extent(tensor: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _rebind(names: dict[str, Any]) -> None:
+    """Make the kernels and constants in ``names`` plain functions and numbers."""
+    for name, value in names.items():
+        if isinstance(value, GluonJITFunction):
+            names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+        elif isinstance(value, constexpr):
+            names[name] = value.value
+
+
+def simulated(module: ModuleType, function: str, seed: int = 0) -> Callable[..., Any]:
+    """Return ``function`` of ``module``, which launches Gluon kernels, with these kernels run in Python."""
+    names = dict(vars(module))
+    for name, value in names.items():
+        if isinstance(value, GluonJITFunction):
+            names[name] = Kernel(module, name, seed)
+    plain = vars(module)[function]
+    return FunctionType(plain.__code__, names, function, plain.__defaults__, plain.__closure__)

@@ -1,0 +1,223 @@
+"""The Gluon kernel of sparse attention, on a Hopper GPU or else in a simulator, against the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests._helpers import gluon_simulator
+from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.gluon_simulator import simulated
+from tests._helpers.sparse_attention_check import assert_agrees
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents
+from torchtitan_npu.ops import OPS, define
+from torchtitan_npu.ops.sparse_flash_attention import gluon, op, reference
+
+ROOT = Path(__file__).parents[3]
+DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+SCALE = (512 + 64) ** -0.5
+CASES = {
+    "one key": ("BSND", [(1, 1)], True, (64, 1), 1, "contiguous"),
+    "rows of one to three blocks, causal": ("BSND", [(3, 129)] * 2, True, (64, 1), 129, "contiguous"),
+    "packed documents, one without queries": ("TND", [(2, 70), (0, 2), (2, 7)], True, (128, 1), 150, "head by head"),
+    "rows that see no key": ("TND", [(3, 2), (1, 2)], True, (16, 1), 4, "contiguous"),
+    "two key heads, heads that do not fill a tile": ("BSND", [(2, 66)], False, (144, 2), 65, "tokens first"),
+    "more places than keys": ("BSND", [(2, 3)], False, (32, 1), 300, "strided"),
+    "five blocks": ("BSND", [(1, 300)], False, (64, 1), 320, "contiguous"),
+}
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    """Return a namespace of operators in which the forward pass is the Gluon kernel."""
+    run = gluon.npu_sparse_flash_attention if DEVICE == "cuda" else simulated(gluon, "npu_sparse_flash_attention")
+    forward, grad = (OPS[f"npu_sparse_flash_attention{suffix}"] for suffix in ("", "_grad"))
+    define("hopper_kernels", [dataclasses.replace(forward, reference=run), grad])
+    return torch.ops.hopper_kernels
+
+
+def documents(layout: str, sizes: list[tuple[int, int]], causal: bool, dtype: torch.dtype, arranged: str) -> Documents:
+    return Documents(layout, sizes, causal, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_agrees_with_the_oracle(hopper: Any, case: str, dtype: torch.dtype) -> None:
+    layout, sizes, causal, heads, top_k, arranged = CASES[case]
+    docs = documents(layout, sizes, causal, dtype, arranged)
+    assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, size=512, rope=64, scale=SCALE)
+
+
+@pytest.mark.parametrize("scale", [3.0, -3.0])
+def test_exponentials_far_apart(hopper: Any, scale: float) -> None:
+    """The highest scores of a row's blocks differ by hundreds, so that the origin moves in both consumers."""
+    docs = documents("BSND", [(2, 260)], False, torch.bfloat16, "contiguous")
+    assert_agrees(hopper, docs, (64, 1), 260, True, False, DEVICE, rounds=True, size=512, rope=64, scale=scale)
+
+
+def inputs(rows: int, keys: int, heads: int = 64) -> dict[str, Any]:
+    """Return the arguments of rows that select all ``keys`` in order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+    indices = torch.arange(keys, dtype=torch.int32, device=DEVICE).expand(1, rows, 1, keys).contiguous()
+    return {
+        "query": random(rows, heads, 512),
+        "key": random(keys, 1, 512),
+        "value": None,
+        "sparse_indices": indices,
+        "scale_value": SCALE,
+        "query_rope": random(rows, heads, 64),
+        "key_rope": random(keys, 1, 64),
+        "sparse_mode": 0,
+        "attention_mode": 2,
+        "return_softmax_lse": True,
+    }
+
+
+def test_places_without_a_key_are_ignored(hopper: Any) -> None:
+    """-1 may be anywhere: in the first block, between keys, and in all places of a block."""
+    given = inputs(2, 60)
+    spread = torch.full((1, 2, 1, 300), -1, dtype=torch.int32, device=DEVICE)
+    spread[..., 5:35], spread[..., 200:230] = given["sparse_indices"][..., :30], given["sparse_indices"][..., 30:]
+    results = hopper.npu_sparse_flash_attention(**given | {"sparse_indices": spread})
+    query, key = (torch.cat([given[name], given[f"{name}_rope"]], -1)[0].cpu() for name in ("query", "key"))
+    u, rounded = unit_roundoff(torch.float32), unit_roundoff(torch.bfloat16)
+    oracle = Attention(query, key, torch.ones(2, 1, 60, dtype=torch.bool), SCALE, u, rounded)
+    expected, budget = oracle.output(given["key"][0].cpu())
+    out, maximum, total = (result[0].cpu() for result in results)
+    assert_within("out", out, expected, budget + rounding_budget(expected, torch.bfloat16))
+    assert_within("max", maximum.transpose(0, 1), oracle.max, oracle.max_error)
+    assert_within("sum", total.transpose(0, 1), oracle.sum, oracle.sum_error)
+
+
+def test_equal_values_average_to_themselves(hopper: Any) -> None:
+    given = inputs(1, 100)
+    given["key"] = given["key"][:, :1].expand(1, 100, 1, 512).contiguous()
+    out, _, _ = hopper.npu_sparse_flash_attention(**given)
+    assert torch.equal(out, given["key"][:, :1].expand_as(out))
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite(hopper: Any, number: float) -> None:
+    """The row and the heads that the reference makes NaN are NaN, and no others."""
+    given = inputs(2, 100)
+    given["query"][0, 0, 3, 5] = number
+    given["key_rope"][0, 70, 0, 1] = number
+    given["sparse_indices"][0, 1, 0, 70] = 99  # the second row does not select that key
+    given["sparse_indices"][0, 1, 0, 99] = -1
+    out, highest, total = hopper.npu_sparse_flash_attention(**given)
+    in_full = {name: value.float() if name != "sparse_indices" and isinstance(value, Tensor) else value
+               for name, value in given.items()}  # fmt: skip
+    defaults = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
+    expected, _, sums = reference.npu_sparse_flash_attention(**in_full, **defaults)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(total.isnan(), sums.isnan())
+    assert not highest[0, 0, 1].isnan().any()
+
+
+def test_results_are_bit_identical_in_every_run(hopper: Any) -> None:
+    given = inputs(5, 200, heads=128)
+    first, second = (hopper.npu_sparse_flash_attention(**given) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_that_are_not_aligned_are_copied(hopper: Any) -> None:
+    given = inputs(2, 70)
+    expected = hopper.npu_sparse_flash_attention(**given)[0]
+    for name in ("query", "key", "query_rope", "key_rope"):
+        tensor = given[name]
+        shifted = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:].view(tensor.shape)
+        given[name] = shifted.copy_(tensor)
+    assert torch.equal(hopper.npu_sparse_flash_attention(**given)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "suits"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"size": 256}, False),
+        ({"rope": None}, False),
+        ({"rope": 32}, False),
+        ({"value": "key"}, True),
+        ({"value": "other"}, False),
+    ],
+)
+def test_choice_of_the_kernel(changes: dict[str, Any], suits: bool) -> None:
+    chosen = {"dtype": torch.bfloat16, "size": 512, "rope": 64, "value": None} | changes
+    query, key = (torch.zeros(1, 2, heads, chosen["size"], dtype=chosen["dtype"]) for heads in (4, 1))
+    rope = None if chosen["rope"] is None else torch.zeros(1, 2, 4, chosen["rope"], dtype=chosen["dtype"])
+    value = {None: None, "key": key, "other": key.clone()}[chosen["value"]]
+    assert op.suits_gluon(query, key, value, rope) == suits
+
+
+FAULTS = {
+    "scores before the keys arrive": ("    mbarrier.wait(bars.index(REST_FULL + W), phase)\n", "", "changed|fence"),
+    "keys released before the product": (
+        "    total = warpgroup_mma_wait(0, deps=[total])\n    mbarrier.arrive(bars.index(OWN_FREE + W))\n",
+        "    mbarrier.arrive(bars.index(OWN_FREE + W))\n    total = warpgroup_mma_wait(0, deps=[total])\n",
+        "changed|fence",
+    ),
+    "a copy without a fence": (
+        "    mbarrier.wait(bars.index(OWN_FULL + W), phase)\n    fence_async_shared()\n",
+        "    mbarrier.wait(bars.index(OWN_FULL + W), phase)\n",
+        "fence",
+    ),
+    "a result in flight": ("    scores = warpgroup_mma_wait(0, deps=[scores])\n", "", "before warpgroup_mma_wait"),
+    "keys never released": ("    mbarrier.arrive(bars.index(OWN_FREE + W))\n", "", "not reached"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing wait, fence or arrival in the kernel is an error of the simulator."""
+    before, after, error = FAULTS[fault]
+    source = Path(gluon.__file__).read_text()
+    assert source.count(before) == 1
+    module = module_of(source.replace(before, after), tmp_path)
+    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
+    given = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs(1, 600).items()}
+    lengths = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
+    with pytest.raises((RuntimeError, TimeoutError), match=error):
+        simulated(module, "npu_sparse_flash_attention")(**given, **lengths)
+
+
+def module_of(source: str, folder: Path) -> ModuleType:
+    file = folder / "changed_kernel.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location("changed_kernel", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow  # compiles for 15 s
+def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    printed = subprocess.run(
+        [sys.executable, ROOT / "tools/kernel_memory.py", "90", "--gluon"],
+        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    assert "sparse_flash_attention.gluon._attend\n" in printed  # without "does not fit"
+    assert "0 bytes spill stores, 0 bytes spill loads" in printed
+    assert "injected" not in printed  # ptxas adds a wait if it cannot tell that a register is not in flight

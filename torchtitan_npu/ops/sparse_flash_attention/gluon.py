@@ -1,0 +1,467 @@
+"""Attention over selected keys on Hopper GPUs, in Gluon: one persistent kernel with three warp groups.
+
+A tile is 64 heads of a query row. Its keys come in blocks of 64, in two slots of shared memory: even blocks in slot 0,
+odd blocks in slot 1. A third warp group gathers the keys by asynchronous copies. Consumer ``w``, 0 or 1, computes the
+scores and the softmax of the blocks in slot ``w``, and accumulates half ``w`` of the 512 columns of the output over all
+blocks. Both consumers therefore need the exponentials of every block, and pass them on in shared memory, in the place
+of the block's rope. For its block ``k``, a consumer
+
+1. starts the product of the queries with half ``w`` of the keys, its own half, which is refilled first;
+2. waits for the exponentials of block ``k - 1``, rescales its output and starts their product with the values;
+3. starts the product of the queries with the other half and with the rope;
+4. computes the exponentials, publishes them, rescales its output and adds their product with the values.
+
+The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
+and the rest of the slot when the other consumer has done its step 2 for the next block.
+
+Exponentials are relative to an origin per head that the consumers share. It moves only if a block's highest score
+exceeds it by more than :data:`MARGIN`, so that its exponentials stay below ``2 ** MARGIN``, which float16 represents.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, power_of_2
+from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import keys_at, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
+
+SIZE = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+HALF = gl.constexpr(256)
+BLOCK_HEADS = gl.constexpr(64)
+BLOCK_KEYS = gl.constexpr(64)
+MARGIN = gl.constexpr(8.0)
+REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
+"""Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
+
+# indices of barriers; the first five have one barrier per slot
+OWN_FULL = gl.constexpr(0)
+REST_FULL = gl.constexpr(2)
+OWN_FREE = gl.constexpr(4)
+REST_FREE = gl.constexpr(6)
+EXPONENTIALS = gl.constexpr(8)
+STATISTICS = gl.constexpr(10)
+QUERY_FULL = gl.constexpr(11)
+QUERY_FREE = gl.constexpr(12)
+BARRIERS = gl.constexpr(13)
+
+
+def npu_sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    layout_query: str,
+    sparse_mode: int,
+    return_softmax_lse: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute attention as the reference does, without synchronising with the device.
+
+    Therefore the values of the lengths are not checked, and a -1 before a key is skipped. Takes queries and keys of 512
+    features in half precision with ropes of 64 features. The keys are also the values: ``value`` is not read.
+    """
+    check_size(key, key_rope)
+    rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv)
+    tokens, heads = rows.first.numel(), query.shape[-2]
+    key_heads, top_k = sparse_indices.shape[-2:]
+    key, key_rope, sparse_indices = (
+        aligned(key.contiguous()),
+        aligned(key_rope.contiguous()),
+        sparse_indices.contiguous(),
+    )
+    queries, query_ropes = aligned(by_token(query)), aligned(by_token(query_rope))
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    softmax_max = torch.empty(statistics_shape(query, key), dtype=torch.float32, device=query.device)
+    softmax_sum = torch.empty_like(softmax_max)
+
+    places = torch.empty(2, tokens * key_heads, dtype=torch.int32, device=query.device)
+    _count_places[(tokens * key_heads,)](
+        *(sparse_indices, rows.visible, places, tokens * key_heads),
+        KEY_HEADS=key_heads,
+        TOP_K=top_k,
+        BLOCK_TOP_K=power_of_2(top_k),
+    )
+    group = heads // key_heads
+    tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)
+    _attend[(min(tiles, multiprocessors(query.device)),)](
+        *(queries, query_ropes, key, key_rope, sparse_indices, *rows, places, out, softmax_max, softmax_sum),
+        *(scale_value * LOG2_E.value, tokens, tokens if layout_query == "TND" else query.shape[1]),
+        *(*queries.stride()[:2], *query_ropes.stride()[:2]),
+        GROUP=group,
+        KEY_HEADS=key_heads,
+        TOP_K=top_k,
+        **REGISTERS,
+        num_warps=4,
+    )
+    if not return_softmax_lse:
+        return out, softmax_max.new_empty(0), softmax_sum.new_empty(0)
+    return out, softmax_max, softmax_sum
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a copy if not all of its rows start at a multiple of 16 bytes, as asynchronous copies need.
+
+    Triton knows only of strides that are multiples of 16 elements.
+    """
+    fits = tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def _count_places(
+    indices,
+    visible_keys,
+    places,
+    rows,
+    KEY_HEADS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
+):
+    """Write the number of places up to a row's last key, and the number of those before its first place without one."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK_TOP_K)
+    visible = tl.load(visible_keys + row // KEY_HEADS)
+    _, there = keys_at(indices + row.to(tl.int64) * TOP_K, at, TOP_K, 0, visible, 0, 1)
+    tl.store(places + row, tl.max(tl.where(there, at + 1, 0)))
+    tl.store(places + rows + row, tl.min(tl.where(there, BLOCK_TOP_K, at)))
+
+
+@gluon.jit
+def _attend(
+    query,
+    query_rope,
+    key,
+    key_rope,
+    indices,
+    first_key,
+    visible_keys,
+    places,
+    out,
+    softmax_max,
+    softmax_sum,
+    scale,  # for powers of 2
+    tokens,
+    sequence,
+    query_row,
+    query_head,
+    rope_row,
+    rope_head,
+    GROUP: gl.constexpr,
+    KEY_HEADS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Allocate shared memory, initialize the barriers and run the three warp groups."""
+    dtype: gl.constexpr = key.dtype.element_ty
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    q = gl.allocate_shared_memory(dtype, [2, BLOCK_HEADS, HALF], layout)
+    q_rope = gl.allocate_shared_memory(dtype, [1, BLOCK_HEADS, ROPE], layout)
+    k = gl.allocate_shared_memory(dtype, [4, BLOCK_KEYS, HALF], layout)  # half h of slot s is at 2 s + h
+    k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, ROPE], layout)  # then (heads, keys) of exponentials
+    origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS], vector)
+    sums = gl.allocate_shared_memory(gl.float32, [12, BLOCK_HEADS], vector)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(bars.index(OWN_FULL + slot), count=128)  # threads of the producer
+        mbarrier.init(bars.index(REST_FULL + slot), count=128)
+        mbarrier.init(bars.index(OWN_FREE + slot), count=1)
+        mbarrier.init(bars.index(REST_FREE + slot), count=1)
+        mbarrier.init(bars.index(EXPONENTIALS + slot), count=1)
+    mbarrier.init(bars.index(STATISTICS), count=2)  # both consumers arrive, and both wait
+    mbarrier.init(bars.index(QUERY_FULL), count=128)
+    mbarrier.init(bars.index(QUERY_FREE), count=2)
+    fence_async_shared()
+
+    shared = (q, q_rope, k, k_rope, origins, sums, bars)
+    results = (out, softmax_max, softmax_sum)
+    selection = (indices, visible_keys, places, tokens)
+    inputs = (query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head)
+    gl.warp_specialize(
+        [
+            (_consume, (shared, selection, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, 0)),
+            (_consume, (shared, selection, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, 1)),
+            (_produce, (shared, selection, inputs, GROUP, KEY_HEADS, TOP_K)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _tile(tile, places, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
+    """Return the row of a tile, its key head and its first head in the group, and the places of the row.
+
+    The places are those before the first one without a key, and the number of blocks up to the last key.
+
+    The last rows come first, because they have the most keys. A row without keys has one block of places without keys.
+    """
+    head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    row = tokens - 1 - tile // (head_blocks * KEY_HEADS)
+    key_head = tile // head_blocks % KEY_HEADS
+    count = gl.load(places + row * KEY_HEADS + key_head)
+    without_gap = gl.load(places + (tokens + row) * KEY_HEADS + key_head)
+    blocks = (gl.maximum(count, 1) + BLOCK_KEYS - 1) // BLOCK_KEYS
+    return row, key_head, tile % head_blocks * BLOCK_HEADS, without_gap, blocks
+
+
+@gluon.jit
+def _produce(shared, selection, inputs, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
+    """Copy the queries of each tile, and its selected keys block by block, zero where a place holds no key."""
+    q, q_rope, k, k_rope, bars = shared[0], shared[1], shared[2], shared[3], shared[6]
+    indices, visible_keys, places, tokens = selection
+    query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head = inputs
+    head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of 4 rows
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))[None, :]
+    rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]
+    in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, layout))
+
+    used = 0  # blocks that went through slot 0
+    used_1 = 0
+    for tile in range(gl.program_id(0), tokens * KEY_HEADS * head_blocks, gl.num_programs(0)):
+        row, key_head, first_head, _, blocks = _tile(tile, places, tokens, GROUP, KEY_HEADS)
+        turn = tile // gl.num_programs(0)
+        first, visible = gl.load(first_key + row), gl.load(visible_keys + row)
+        of_row = row.to(gl.int64)
+        selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
+
+        mbarrier.wait(bars.index(QUERY_FREE), (turn & 1) ^ 1)
+        head = (key_head * GROUP + first_head).to(gl.int64)
+        heads = (head + in_block)[:, None]  # 64 bits: times a stride it may be large
+        queries = query + of_row * query_row + (heads * query_head + columns)
+        ropes = query_rope + of_row * rope_row + (heads * rope_head + rope_columns)
+        real = (first_head + in_block < GROUP)[:, None]
+        async_copy.async_copy_global_to_shared(q.index(0), queries, real)
+        async_copy.async_copy_global_to_shared(q.index(1), queries + HALF, real)
+        async_copy.async_copy_global_to_shared(q_rope.index(0), ropes, real)
+        async_copy.mbarrier_arrive(bars.index(QUERY_FULL), increment_count=False)
+
+        for block in range(0, blocks):
+            slot = block % 2
+            free = ((gl.where(slot == 0, used, used_1) + block // 2) & 1) ^ 1
+            at = block * BLOCK_KEYS + in_block
+            index = gl.load(selected + at, mask=at < TOP_K, other=-1)
+            there = ((index >= 0) & (index < visible))[:, None]
+            at_key = ((first + index) * KEY_HEADS + key_head)[:, None]
+            keys, ropes = key + (at_key * SIZE + columns), key_rope + (at_key * ROPE + rope_columns)
+
+            mbarrier.wait(bars.index(OWN_FREE + slot), free)
+            async_copy.async_copy_global_to_shared(k.index(3 * slot), keys + slot * HALF, there)
+            async_copy.mbarrier_arrive(bars.index(OWN_FULL + slot), increment_count=False)
+            mbarrier.wait(bars.index(REST_FREE + slot), free)
+            async_copy.async_copy_global_to_shared(k.index(1 + slot), keys + (1 - slot) * HALF, there)
+            async_copy.async_copy_global_to_shared(k_rope.index(slot), ropes, there)
+            async_copy.mbarrier_arrive(bars.index(REST_FULL + slot), increment_count=False)
+        used += (blocks + 1) // 2
+        used_1 += blocks // 2
+
+
+@gluon.jit
+def _consume(
+    shared,
+    selection,
+    results,
+    scale,
+    sequence,
+    GROUP: gl.constexpr,
+    KEY_HEADS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Attend to the blocks of slot ``W``, and compute half ``W`` of the output."""
+    sums, bars = shared[5], shared[6]
+    indices, visible_keys, places, tokens = selection
+    out, softmax_max, softmax_sum = results
+    head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    per_head: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    # a thread stores 8 adjacent columns, and a warp keeps the rows that it has in the accumulator
+    stored: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+
+    used = 0  # blocks that went through this consumer's slot
+    used_other = 0
+    for tile in range(gl.program_id(0), tokens * KEY_HEADS * head_blocks, gl.num_programs(0)):
+        row, key_head, first_head, without_gap, blocks = _tile(tile, places, tokens, GROUP, KEY_HEADS)
+        turn = tile // gl.num_programs(0)
+        of_row = row.to(gl.int64)
+        selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
+        block_of = (selected, gl.load(visible_keys + row), without_gap, blocks, scale)
+        total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
+        origin = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)
+        highest = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)  # of the consumer's own blocks
+        added = gl.zeros([BLOCK_HEADS], gl.float32, per_head)  # exponentials of its own blocks
+        rounded = gl.zeros([BLOCK_HEADS], gl.float32, per_head)
+
+        mbarrier.wait(bars.index(QUERY_FULL), turn & 1)
+        if W == 0:
+            total, origin, highest, added, rounded = _attend_block(
+                shared, block_of, 0, used, used_other, total, origin, highest, added, rounded, TOP_K, W, True
+            )
+        else:
+            # ptxas would otherwise wait in the loop for the first product with the keys before it rescales the total
+            total = warpgroup_mma_wait(0, deps=[total])
+            mbarrier.arrive(bars.index(QUERY_FREE), pred=blocks == 1)
+        for block in range(2 - W, blocks, 2):
+            total, origin, highest, added, rounded = _attend_block(
+                shared, block_of, block, used, used_other, total, origin, highest, added, rounded, TOP_K, W, False
+            )
+        if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
+            total, origin, factor = _add_other_block(shared, total, origin, used_other + (blocks - 1) // 2, W)
+            added, rounded = added * factor, rounded * factor
+            total = warpgroup_mma_wait(0, deps=[total])
+            mbarrier.arrive(bars.index(REST_FREE + 1 - W))
+
+        mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
+        other = (turn & 1) * 6 + 3 - 3 * W
+        sums.index(mine).store(highest)
+        sums.index(mine + 1).store(added)
+        sums.index(mine + 2).store(rounded)
+        mbarrier.arrive(bars.index(STATISTICS))
+        mbarrier.wait(bars.index(STATISTICS), turn & 1)
+        highest = gl.maximum(highest, sums.index(other).load(per_head))
+        added += sums.index(other + 1).load(per_head)
+        rounded += sums.index(other + 2).load(per_head)
+
+        heads = (of_row * KEY_HEADS + key_head) * GROUP
+        divisor = gl.convert_layout(gl.where(rounded == 0, 1.0, rounded), gl.SliceLayout(1, wide))
+        average = gl.convert_layout((total * (1 / divisor)[:, None]).to(out.dtype.element_ty), stored)
+        at = first_head + gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, stored))
+        columns = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, stored))
+        gl.store(out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :]), average, mask=(at < GROUP)[:, None])
+        if W == 0:
+            at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
+            # layout (B, N2, S, group)
+            of_head = ((of_row // sequence * KEY_HEADS + key_head) * sequence + of_row % sequence) * GROUP
+            added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(origin - highest))
+            gl.store(softmax_max + of_head + at, highest / LOG2_E, mask=at < GROUP)
+            gl.store(softmax_sum + of_head + at, added, mask=at < GROUP)
+        used += (blocks + 1 - W) // 2
+        used_other += (blocks + W) // 2
+
+
+@gluon.jit
+def _attend_block(
+    shared,
+    block_of,
+    block,
+    used,
+    used_other,
+    total,
+    origin,
+    highest,
+    added,
+    rounded,
+    TOP_K: gl.constexpr,
+    W: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """Add the exponentials of the other consumer's block before ``block``, if any, and those of ``block``."""
+    q, q_rope, k, k_rope, origins, _, bars = shared
+    selected, visible, without_gap, blocks, scale = block_of
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    wide: gl.constexpr = total.type.layout
+    # A zero that the compiler cannot know. Otherwise it keeps 80 descriptors of shared memory in registers, and spills.
+    zero = (used + block // 2) >> 30
+    own = k.index(3 * W + zero)
+    phase = (used + block // 2) & 1
+
+    mbarrier.wait(bars.index(OWN_FULL + W), phase)
+    fence_async_shared()
+    scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
+    scores = warpgroup_mma(q.index(W + zero), own.permute((1, 0)), scores, use_acc=False, is_async=True)
+    if not FIRST:
+        total, origin, factor = _add_other_block(shared, total, origin, used_other + (block - 1) // 2, W)
+        added, rounded = added * factor, rounded * factor
+    mbarrier.wait(bars.index(REST_FULL + W), phase)
+    fence_async_shared()
+    scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(q_rope.index(zero), k_rope.index(W + zero).permute((1, 0)), scores, is_async=True)
+    if not FIRST:
+        total = warpgroup_mma_wait(2, deps=[total])  # the two products above may be in flight
+        mbarrier.arrive(bars.index(REST_FREE + 1 - W))
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(bars.index(QUERY_FREE), pred=block + 2 >= blocks)
+
+    scores *= scale
+    if (block + 1) * BLOCK_KEYS > without_gap:
+        at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
+        index = gl.load(selected + at, mask=at < TOP_K, other=-1)
+        scores = gl.where(((index >= 0) & (index < visible))[None, :], scores, float("-inf"))
+    block_highest = gl.max(scores, 1)
+    highest = gl.maximum(highest, block_highest)
+    moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
+    # -inf - -inf is NaN, so scores that are all -inf subtract 0
+    exponentials = gl.exp2(scores - gl.where(moved == float("-inf"), 0.0, moved)[:, None])
+    weights = _rounded(exponentials, q)
+    k_rope.index(W).store(weights)
+    origins.index(W).store(moved)
+    fence_async_shared()
+    mbarrier.arrive(bars.index(EXPONENTIALS + W))
+
+    factor = _factor(origin, moved)
+    total *= gl.convert_layout(factor, gl.SliceLayout(1, wide), assert_trivial=True)[:, None]
+    weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
+    total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
+    added = added * factor + gl.sum(exponentials, 1)
+    rounded = rounded * factor + gl.sum(weights.to(gl.float32), 1)
+    total = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(bars.index(OWN_FREE + W))
+    return total, moved, highest, added, rounded
+
+
+@gluon.jit
+def _add_other_block(shared, total, origin, count, W: gl.constexpr):
+    """Start to add the product of the other consumer's exponentials with half ``W`` of the values of their block."""
+    k, k_rope, origins, bars = shared[2], shared[3], shared[4], shared[6]
+    zero = count >> 30  # as in _attend_block
+    mbarrier.wait(bars.index(EXPONENTIALS + 1 - W), count & 1)
+    moved = origins.index(1 - W).load(origin.type.layout)
+    factor = _factor(origin, moved)
+    total *= gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None]
+    return warpgroup_mma(k_rope.index(1 - W + zero), k.index(2 - W + zero), total, is_async=True), moved, factor
+
+
+@gluon.jit
+def _rounded(exponentials, queries):
+    """Return ``exponentials`` in the dtype of ``queries``.
+
+    One instruction converts two numbers. Without assembly, ptxas converts them one by one at a quarter of the rate,
+    because they are also added up.
+    """
+    name: gl.constexpr = "bf16x2" if queries.dtype == gl.bfloat16 else "f16x2"
+    assembly: gl.constexpr = "cvt.rn." + name + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(assembly, "=r,r,r", [exponentials], dtype=queries.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _factor(origin, moved):
+    """Return the factor that makes exponentials relative to ``origin`` relative to ``moved``."""
+    return gl.where(origin == moved, 1.0, gl.exp2(origin - moved))
