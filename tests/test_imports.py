@@ -10,7 +10,7 @@ LAYERS = [
     {"cli", "planner"},
     {"train", "trainer"},
     # the checks of a job before it starts ask every layer below for its limits
-    {"config.preflight", "config.compile", "config.pipeline"},
+    {"config.preflight", "config.checkpoint_files", "config.compile", "config.pipeline"},
     {"upstream"},
     {"converters", "models", "distributed", "components", "compile"},
     {"emulator"},

@@ -32,6 +32,8 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--trai
         (None, [], "job.config_file job.toml: No such file or directory"),
         ("", ["--parallelism.tensor_parallel_degree", "3"], "1 ranks"),
         ("", ["--experimental.custom_import", "no_such_module"], "No module named 'no_such_module'"),
+        ("", ["--checkpoint.initial_load_path", "nowhere"], "initial_load_path needs checkpoint.enable = true"),
+        ("[checkpoint]\nenable = true\nload_step = 3", [], "checkpoint.load_step is 3; the complete checkpoints in"),
         (
             "",
             [
@@ -50,6 +52,8 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "1", "--trai
         "missing-file",
         "nproc",
         "import",
+        "no-enable",
+        "no-step",
         "no-target",
     ],
 )

@@ -21,6 +21,7 @@ platform.prepare()
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from torchtitan_npu.components.job_control.parent_death import end_with_parent  # noqa: E402
+from torchtitan_npu.config.checkpoint_files import check_checkpoint_files  # noqa: E402
 from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.config.preflight import check_job  # noqa: E402
 from torchtitan_npu.trainer import train  # noqa: E402
@@ -40,7 +41,9 @@ def main() -> None:
             import_module("experimental.custom_import", config.experimental.custom_import)
         # without real communication, TorchTitan takes the number of ranks from NGPU
         ranks = os.environ.get("WORLD_SIZE" if config.comm.mode == "default" else "NGPU", "1")
-        check_job(config, int(ranks))
+        job = check_job(config, int(ranks))
+        if IS_LOCAL_RANK_0 and config.comm.mode == "default":
+            check_checkpoint_files(job)
         train(config)
     except UsageError as error:
         wait_for_local_rank_0()  # a rank that survives the wait is the only one with this error, and prints it

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.errors import EXIT_FAILED, EXIT_STOPPED, UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
-from torchtitan_npu.upstream.hooks import train_with, with_peak_flops
+from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
+from torchtitan_npu.upstream.hooks import train_with, with_checkpoint_manager, with_peak_flops
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.stop_checkpoint import save_before_stop
 
@@ -58,7 +60,8 @@ class Trainer(TitanTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         self.has_stepped = self.has_finished = False
         self.progress = Progress()
-        with_peak_flops(TitanTrainer.__init__, peak_flops(job_config))(self, job_config)
+        init = with_peak_flops(TitanTrainer.__init__, peak_flops(job_config))
+        with_checkpoint_manager(init, partial(CheckpointManager, job_config=job_config))(self, job_config)
         if isinstance(self.loss_fn, ChunkedLossPerToken):
             self.loss_fn.use_output(self.model_parts)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)

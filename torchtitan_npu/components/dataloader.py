@@ -25,6 +25,7 @@ from torchtitan.hf_datasets import text_datasets
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 import torchtitan_npu.components.corpus  # noqa: F401  registers the shipped corpora
+from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.config.training import check_data_workers
 from torchtitan_npu.errors import UsageError
@@ -140,7 +141,7 @@ class RankBatches(IterableDataset):
 
     @position.setter
     def position(self, position: bytes) -> None:
-        self.samples.load_state_dict(pickle.loads(position)["samples"])
+        self.samples.load_state_dict(load_plain(position)["samples"])
 
 
 class LayoutIndependentDataLoader(BaseDataLoader):
@@ -172,7 +173,10 @@ class LayoutIndependentDataLoader(BaseDataLoader):
                 "the checkpoint has the data position of TorchTitan's loader, which is valid for one data-parallel "
                 f"degree only: npu.layout_independent_data = false continues there, {RESTART_HINT}"
             )
-        theirs, ours = pickle.loads(state_dict[STATE])["source"], self._batches.samples.source
+        try:
+            theirs, ours = load_plain(state_dict[STATE])["source"], self._batches.samples.source
+        except pickle.UnpicklingError as error:
+            raise UsageError(f"the checkpoint's data position is not plain data: {error}") from error
         if theirs != ours:
             raise UsageError(f"the checkpoint has a position in {theirs}, the job reads {ours}: {RESTART_HINT}")
         self._position = state_dict[STATE]

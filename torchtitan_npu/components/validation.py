@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.config import JobConfig
-from torchtitan.distributed.utils import dist_sum
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from torchtitan_npu.components.dataloader import build_text_validation_dataloader
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
 
 
 class Validator(TitanValidator):
-    """TorchTitan's Validator with layout-independent batches and the correct mean under context parallelism.
+    """TorchTitan's Validator with layout-independent batches and means.
 
-    TorchTitan divides each rank's loss by the tokens of that rank's part of the sequence and sums over the ranks: the
-    loss is too large by the context-parallel degree (components/validate.py).
+    TorchTitan divides each rank's loss by the labels of that rank's part of the sequence and sums over the ranks
+    (components/validate.py). Under context parallelism the loss is too large by that degree, and not a number if one
+    part has no label.
     """
 
     build_dataloader = staticmethod(build_text_validation_dataloader)
@@ -47,7 +51,7 @@ class Validator(TitanValidator):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
         dims, model = self.parallel_dims, model_parts[0]
         model_args = getattr(model, "model_args", None)
-        inputs, labels, *rest = model_inputs(
+        return model_inputs(
             input_dict,
             labels,
             model=model,
@@ -57,13 +61,57 @@ class Validator(TitanValidator):
             job_config=self.job_config,
             context=context_parallel(self.job_config, dims, getattr(model_args, "context_parallel", None)),
         )
-        if dims.cp_enabled:
-            tokens = (labels != IGNORE_INDEX).sum()
-            # TorchTitan divides by the tokens of the batch mesh; the right divisor is that of the loss mesh
-            divided_by = dist_sum(tokens, dims.get_optional_mesh("batch"))
-            self.loss_fn.tokens = dist_sum(tokens, dims.get_mesh("loss")) / divided_by
-        return inputs, labels, *rest  # type: ignore[return-value]
 
+    @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        super().validate(model_parts, step)
-        self.loss_fn.tokens = 1.0
+        """Log the mean over batches of the mean loss per label. Batches without a label do not count."""
+        for model in model_parts:
+            model.eval()
+        steps = self.job_config.validation.steps
+        batches = islice(self.validation_dataloader, None if steps == -1 else steps)
+        sums = torch.stack([self._sums(input_dict, labels, model_parts) for input_dict, labels in batches])
+        if self.parallel_dims.dp_cp_enabled:
+            dist.all_reduce(sums, group=self.parallel_dims.get_mesh("loss").get_group())
+        losses, counts = sums.unbind(1)
+        if not counts.any():
+            logger.warning("No batch of the validation data has a label; the validation loss is not a number")
+        loss = (losses[counts > 0] / counts[counts > 0]).mean().item()
+        self.metrics_processor.log_validation(loss=loss, step=step)
+        for model in model_parts:
+            model.train()
+
+    def _sums(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]
+    ) -> torch.Tensor:
+        """Return the sum of this rank's losses on a batch, and the number of its labels: (2,)."""
+        self.metrics_processor.ntokens_since_last_log += labels.numel()
+        input_dict = {name: value.to(device_type) for name, value in input_dict.items()}
+        inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
+            input_dict, labels.to(device_type), model_parts
+        )
+        count = (labels != IGNORE_INDEX).sum()
+        with self.validation_context():
+            if self.parallel_dims.pp_enabled:
+                loss = self._pipeline_loss(inputs, labels, extra_inputs, extra_kwargs)
+            else:
+                with self.maybe_enable_amp:
+                    loss = self.loss_fn(model_parts[0](inputs, **extra_inputs, **extra_kwargs), labels)
+        if isinstance(loss, DTensor):
+            loss = loss.full_tensor()
+        return torch.stack([loss.float(), count.float()])
+
+    def _pipeline_loss(
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        extra_inputs: dict[str, torch.Tensor],
+        extra_kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return the sum of the losses of all microbatches on the last stage, -1 on the others."""
+        assert self.pp_schedule is not None
+        first = (inputs,) if self.pp_has_first_stage else ()
+        extra = extra_inputs if self.pp_has_first_stage else {}
+        losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
+        target = labels if self.pp_has_last_stage else None
+        self.pp_schedule.eval(*first, **extra, **extra_kwargs, target=target, losses=losses)
+        return torch.stack(losses).sum().to(device_type) if losses else torch.tensor(-1.0, device=device_type)

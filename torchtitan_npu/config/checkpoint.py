@@ -1,23 +1,57 @@
-"""Checks of TorchTitan's section ``[checkpoint]``."""
+"""TorchTitan's section ``[checkpoint]`` with this package's key, and its checks."""
 
-from __future__ import annotations
-
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan_npu.config.check_helpers import check_not_on_cpu
+from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
+
+from torchtitan_npu.config.check_helpers import check_at_least, check_known, check_not_on_cpu
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
 
+STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 
-def check_checkpoint(job: JobContext) -> None:
+
+@dataclass
+class Checkpoint(TitanCheckpoint):
+    fallback: bool = False
+    """If the checkpoint to load is damaged, continue from the newest intact one that was written before it. If false,
+    that is an error which names both. See [Resume a job](../how-to/resume.md)."""
+
+
+def check_checkpoint(job: "JobContext") -> None:
     checkpoint = job.config.checkpoint
     pinned = checkpoint.async_mode == "async_with_pinned_mem"
     check_not_on_cpu({'checkpoint.async_mode = "async_with_pinned_mem"': pinned})
-    if not checkpoint.create_seed_checkpoint:
-        return
-    if job.world_size != 1:
+    if checkpoint.create_seed_checkpoint and job.world_size != 1:
         raise UsageError(f"checkpoint.create_seed_checkpoint needs one rank, not {job.world_size}")
+    _check_requests(checkpoint)
+    check_at_least("checkpoint.interval", checkpoint.interval, 1)
+    check_at_least("checkpoint.keep_latest_k", checkpoint.keep_latest_k, 0)
+    if checkpoint.keep_latest_k == 1:
+        raise UsageError("checkpoint.keep_latest_k is 1; it must be 0, which keeps all checkpoints, or at least 2")
+    for name in checkpoint.exclude_from_loading:
+        check_known("checkpoint.exclude_from_loading", name, STATES)
+
+
+def _check_requests(checkpoint: Checkpoint) -> None:
+    """Raise for keys that would have no effect, or would fail only at the end of the job."""
     if not checkpoint.enable:
-        raise UsageError("checkpoint.create_seed_checkpoint needs checkpoint.enable = true")
+        requests = {
+            "checkpoint.create_seed_checkpoint": checkpoint.create_seed_checkpoint,
+            "checkpoint.initial_load_path": checkpoint.initial_load_path,
+            "checkpoint.initial_load_in_hf": checkpoint.initial_load_in_hf,
+            "checkpoint.load_step": checkpoint.load_step != -1,
+        }
+        for key, is_set in requests.items():
+            if is_set:
+                raise UsageError(f"{key} needs checkpoint.enable = true; nothing is loaded or saved without it")
+    if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
+        raise UsageError("checkpoint.initial_load_in_hf_quantized needs checkpoint.initial_load_in_hf = true")
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        raise UsageError("checkpoint.initial_load_in_hf loads only the model: set initial_load_model_only = true")
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        raise UsageError("checkpoint.last_save_in_hf saves only the model: set last_save_model_only = true")

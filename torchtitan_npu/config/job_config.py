@@ -7,6 +7,7 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Debug as TitanDebug
 
 from torchtitan_npu import platform
+from torchtitan_npu.config.checkpoint import Checkpoint
 from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.dsa import Dsa
 from torchtitan_npu.config.mtp import Mtp
@@ -29,6 +30,7 @@ class JobConfig(TitanJobConfig):
     optimizer: Optimizer = field(default_factory=Optimizer)
     debug: Debug = field(default_factory=Debug)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     comm: Comm = field(default_factory=Comm)
     profiling: Profiling = field(default_factory=Profiling)
     npu: Npu = field(default_factory=Npu)

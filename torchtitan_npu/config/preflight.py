@@ -20,6 +20,7 @@ from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.comm import check_comm
 from torchtitan_npu.config.compile import check_compile
 from torchtitan_npu.config.dsa import check_dsa
+from torchtitan_npu.config.dump_folder import check_dump_folder
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.model import (
     check_attention,
@@ -47,11 +48,12 @@ from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, can_swa
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
 
-def check_job(config: JobConfig, world_size: int) -> None:
+def check_job(config: JobConfig, world_size: int) -> JobContext:
     """Raise :class:`UsageError` for the first reason why ``config`` cannot run on ``world_size`` ranks."""
     job = JobContext(config, world_size)
     for check in CHECKS:
         check(job)
+    return job
 
 
 CHECKS: tuple[Callable[[JobContext], None], ...] = (
@@ -61,6 +63,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_training,
     check_npu,
     check_compile,
+    check_dump_folder,
     check_checkpoint,
     check_profiling,
     check_comm,

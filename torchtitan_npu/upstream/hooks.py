@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ParallelStyle
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers_with_moe_load_balancing
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -138,6 +139,11 @@ def with_peak_flops(init: Callable[..., None], peak_flops: Callable[[str], float
     TorchTitan's takes an NPU for an A100.
     """
     return rebound(init, {utils: SimpleNamespace(**vars(utils) | {"get_peak_flops": peak_flops})})
+
+
+def with_checkpoint_manager(init: Callable[..., None], manager: Callable[..., Any]) -> Callable[..., None]:
+    """Return ``init`` of the Trainer with ``manager`` in place of TorchTitan's ``CheckpointManager``."""
+    return rebound(init, {CheckpointManager: manager})
 
 
 def with_rotations(

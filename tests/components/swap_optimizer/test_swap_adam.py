@@ -169,3 +169,16 @@ def test_amsgrad_cannot_change_with_a_state_dict() -> None:
     saved.step()
     with pytest.raises(ValueError, match="amsgrad"):
         SwapAdamW([parameter]).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_rank_with_only_empty_shards_takes_its_steps(implementation: str) -> None:
+    parameters = [torch.nn.Parameter(torch.empty(shape, device=DEVICE)) for shape in ((0, 4), (0,))]
+    optimizer = SwapAdamW(parameters, slice_mib=1, **IMPLEMENTATIONS[implementation])
+    for _ in range(BUFFERS + 1):
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.swapped_bytes == 0
+    assert [int(state["step"]) for state in optimizer.state.values()] == [BUFFERS + 1] * 2

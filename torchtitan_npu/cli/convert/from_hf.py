@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from torchtitan_npu.cli.convert.model_pieces import Model, Piece, cut, read, stored_dtypes
+from torchtitan_npu.components.checkpoint.stored_tensors import SCALES, unused_weights
 from torchtitan_npu.errors import UsageError
-
-SCALES = ("_scale_inv", "_scales")
 
 
 class FromHuggingFace:
@@ -165,13 +164,8 @@ def _check_all_used(source: Path, names: set[str], pieces: list[Piece], model: M
 
     Layers of multi-token prediction may be unused.
     """
-    used = {name for piece in pieces for name in piece.theirs}
-    left = {name for name in names - used if not name.endswith((*SCALES, "rotary_emb.inv_freq"))}
-    further = {name.removesuffix("eh_proj.weight") for name in left if name.endswith(".eh_proj.weight")}
-    left = {name for name in left if not name.startswith(tuple(further))}
-    if model.tied:
-        left -= {"lm_head.weight"}
+    left = unused_weights(names, {name for piece in pieces for name in piece.theirs}, model.tied)
     if left:
         raise UsageError(
-            f"{source} has {min(left)} and {len(left) - 1} more weights that {model.name} lacks: wrong --flavor?"
+            f"{source} has {left[0]} and {len(left) - 1} more weights that {model.name} lacks: wrong --flavor?"
         )

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
 from torchtitan_npu.cli.convert.model_pieces import Model, Piece, cut, read, stored_dtypes
+from torchtitan_npu.components.checkpoint.storage import CheckpointReader
 from torchtitan_npu.errors import UsageError
 
 FILE_BYTES = 5 * 10**9
@@ -24,7 +24,7 @@ class ToHuggingFace:
     def __init__(self, source: Path, model: Model, dtype: torch.dtype | None) -> None:
         self.model, self.dtype = model, dtype
         self.pieces = cut(model)
-        self.reader = FileSystemReader(source)
+        self.reader = CheckpointReader(source)
         if not (source / ".metadata").exists():
             raise UsageError(f"{source} has no .metadata: it is not a distributed checkpoint, or it is incomplete")
         self.metadata = self.reader.read_metadata()

@@ -20,6 +20,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
+from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
 from torchtitan_npu.components.dataloader import (
     LayoutIndependentDataLoader,
     RankBatches,
@@ -190,4 +191,4 @@ class ImageTextBatches(RankBatches):
 
     @position.setter
     def position(self, position: bytes) -> None:
-        self.next_row = pickle.loads(position)["row"]
+        self.next_row = load_plain(position)["row"]

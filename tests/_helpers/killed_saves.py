@@ -1,0 +1,87 @@
+"""Kill saves at every file operation, and check what is left.
+
+One process forks another for each kill: that process saves a new ``step-2`` over an old one, and
+kills itself before the n-th operation on a file of the folder, as the interpreter's audit events report it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests._helpers.small_jobs import SmallJob
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+
+def kill_before_operation(number: int, folder: Path) -> None:
+    left = number
+
+    def count(event: str, arguments: tuple) -> None:
+        nonlocal left
+        if event in EVENTS and str(folder) in str(arguments[0]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def save_again(folder: Path, number: int, mode: str) -> bool:
+    """Train steps 2 and 3 once more, with another loss, until the kill. Return whether the process was killed."""
+    child = os.fork()
+    if child == 0:
+        if mode == "async":
+            store = dist.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        job = SmallJob(folder, checkpoint__keep_latest_k=2, checkpoint__async_mode=mode, optimizer__lr=0.25)
+        job.resume(step=1)
+        kill_before_operation(number, folder)
+        job.train(stop=3)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"exit status {status}"
+    return os.WIFSIGNALED(status)
+
+
+def check(folder: Path, seen: set[str]) -> None:
+    """Every checkpoint must hold the values of one save, and the folder must have no other left-overs."""
+    job = SmallJob(folder).resume()
+    steps = {path.name for path in job.folder.iterdir()} - {"lock"}
+    assert all(name.startswith("step-") for name in steps), steps
+    job.checkpointer.close()
+    for name in steps:
+        job = SmallJob(folder).resume(step=int(name.removeprefix("step-")))
+        values = [f"{value:.9g}" for value in job.values()[:-1]]
+        seen.add(f"{name}: {' '.join(values)}")
+        assert job.step == job.loader.position == int(name.removeprefix("step-"))
+        job.checkpointer.close()
+
+
+def kill_saves(work: Path) -> None:
+    """Kill synchronous saves at every operation, and asynchronous ones at seeded operations."""
+    torch.set_num_threads(1)
+    original, folder = work / "original", work / "job"
+    SmallJob(original).train(stop=2)
+    seen: set[str] = set()
+    random_steps = random.Random(0)
+    for mode in ("disabled", "async"):
+        number, killed = 0, True
+        while killed:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(original, folder)
+            killed = save_again(folder, number, mode)
+            check(folder, seen)
+            number += 1 if mode == "disabled" else random_steps.randrange(4, 16)
+        assert number > 20, "a save has more operations than that"
+    # step 1 of the original; step 2 old and new; step 3 new
+    assert sorted(line.split(":")[0] for line in seen) == ["step-1", "step-2", "step-2", "step-3"], seen

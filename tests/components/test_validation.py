@@ -1,0 +1,42 @@
+"""The validation loss does not depend on the layout, whichever labels are masked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+
+from tests._helpers.layouts import SEQ_LEN, job_config
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import TOLERANCE, recording
+
+QUARTER = SEQ_LEN // 4
+
+
+def masked_loss(layout: dict[str, int], masked: list[tuple[int, int]]) -> float:
+    """Return the validation loss of llama3 without the labels at the positions of ``masked``, for each batch."""
+    with recording(job_config("llama3", layout, {"validation.enable": True})) as (trainer, record):
+        batches: list[Any] = []
+        for (begin, end), (inputs, labels) in zip(masked, trainer.validator.validation_dataloader, strict=False):
+            positions = torch.arange(labels.shape[1])
+            hidden = (positions >= begin) & (positions < end)
+            batches.append((inputs, torch.where(hidden, IGNORE_INDEX, labels)))
+        trainer.validator.validation_dataloader = batches
+        trainer.validator.validate(trainer.model_parts, step=1)
+    return record.validation[0]
+
+
+def test_a_context_parallel_rank_without_labels() -> None:
+    # with the head-tail balancer, rank 1 has the second and third quarter of a sequence
+    masked = [(QUARTER, 3 * QUARTER), (0, 0)]
+    alone = run_on_ranks(1, masked_loss, {}, masked, process_group=False)[0]
+    for loss in run_on_ranks(2, masked_loss, {"cp": 2}, masked, process_group=False):
+        assert loss == pytest.approx(alone, rel=TOLERANCE)
+
+
+def test_a_batch_without_labels_does_not_count() -> None:
+    (alone,) = run_on_ranks(1, masked_loss, {}, [(0, 0)], process_group=False)
+    (with_empty,) = run_on_ranks(1, masked_loss, {}, [(0, 0), (0, SEQ_LEN)], process_group=False)
+    assert with_empty == alone

@@ -1,0 +1,344 @@
+"""Checkpoints survive kills, damage and a changed configuration, or the error says what to do."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests._helpers.killed_saves import kill_saves
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.small_jobs import SmallJob
+from torchtitan_npu.components.checkpoint import writer_lock
+from torchtitan_npu.components.checkpoint.manifest import Manifest
+from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
+from torchtitan_npu.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 10 steps, stopped after step 6, with a checkpoint of every second step."""
+    folder = tmp_path_factory.mktemp("six_steps")
+    SmallJob(folder, checkpoint__interval=2).train(stop=6)
+    return folder
+
+
+@pytest.fixture
+def job_folder(six_steps: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(six_steps, tmp_path / "job"))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoint").iterdir()}
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# atomic saves
+
+
+def test_a_killed_save_leaves_every_checkpoint_complete_or_absent(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests._helpers.multirank_preload"])
+    process = context.Process(target=kill_saves, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_a_resumed_job_continues_exactly(job_folder: Path, tmp_path: Path) -> None:
+    resumed = SmallJob(job_folder, checkpoint__interval=2).resume()
+    assert resumed.step == 6
+    straight = SmallJob(tmp_path / "straight", checkpoint__enable=False)
+    assert resumed.train().values() == straight.train().values()
+
+
+@pytest.mark.parametrize("files", [None, {"model.weight": 1, "model.bias": 2}], ids=["one file", "two files"])
+def test_an_export_in_hugging_face_format_is_published_with_its_checksums(files: Any, tmp_path: Path) -> None:
+    job = SmallJob(tmp_path, training__steps=2, checkpoint__last_save_in_hf=True)
+    job.checkpointer.sd_adapter.fqn_to_index_mapping = files
+    job.train()
+    export = tmp_path / "checkpoint" / "step-2"
+    manifest = Manifest.read(export)
+    weights = [name for name in manifest.files if name.startswith("model-") and "shard" not in name]
+    assert len(weights) == (2 if files else 1)
+    manifest.check_files(export, list(manifest.files))
+    assert names(tmp_path) == {"step-1", "step-2"}
+    assert SmallJob(tmp_path, training__steps=3).resume().step == 1  # the export has no optimizer
+
+
+def test_a_job_stopped_early_saves_its_full_state(tmp_path: Path) -> None:
+    job = SmallJob(tmp_path, checkpoint__interval=100)
+    job.step = 4
+    job.checkpointer.save(4, last_step=True)
+    job.checkpointer.close()
+    assert SmallJob(tmp_path).resume().step == 4
+
+
+# purging
+
+
+def test_only_the_oldest_written_checkpoints_of_this_run_are_deleted(job_folder: Path) -> None:
+    checkpoints = job_folder / "checkpoint"
+    shutil.copytree(checkpoints / "step-2", checkpoints / "best-step-2-keep")
+    (checkpoints / "step-3").mkdir()  # not complete
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-1")
+    manifest = Manifest.read(checkpoints / "step-1")
+    Manifest(**{**vars(manifest), "run": "another", "step": 1}).write(checkpoints / "step-1")
+    # a rollback to step 2, with 4 and 6 present
+    SmallJob(job_folder, checkpoint__keep_latest_k=2).resume(step=2).train(stop=4)
+    assert names(job_folder) == {"best-step-2-keep", "step-1", "step-3", "step-4"}
+    resumed = SmallJob(job_folder).resume()
+    assert resumed.step == 4  # the last one written
+    resumed.checkpointer.close()
+
+
+def test_the_newest_full_state_is_kept(tmp_path: Path) -> None:
+    options = {"checkpoint__keep_latest_k": 2, "training__steps": 3}
+    SmallJob(tmp_path, **options).train()
+    assert names(tmp_path) == {"step-2", "step-3"}
+    SmallJob(tmp_path, **options | {"training__steps": 4}).resume().train()
+    assert names(tmp_path) == {"step-3", "step-4"}
+
+
+# integrity
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        *(("__0_0.distcp", damage) for damage in ("flipped", "truncated", "missing")),
+        *((".metadata", damage) for damage in ("flipped", "truncated", "missing")),
+        *(("manifest.json", damage) for damage in ("flipped", "truncated")),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_offered(
+    file: str, damage: str, job_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = job_folder / "checkpoint" / "step-6" / file
+    if damage == "flipped":
+        flip_a_bit(path)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    job = SmallJob(job_folder)
+    with pytest.raises(UsageError, match=r"before it is step-4: checkpoint.fallback = true") as error:
+        job.resume()
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    job.checkpointer.close()
+    job = SmallJob(job_folder, checkpoint__fallback=True).resume()
+    assert job.step == 4
+    assert "continues from step-4, and the steps after it are lost" in caplog.text
+    job.train(stop=6)
+    assert SmallJob(job_folder).resume().step == 6  # written again
+
+
+def test_a_checkpoint_without_a_manifest_is_loaded_with_a_warning(
+    job_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = job_folder / "checkpoint" / "step-6"
+    (path / "manifest.json").unlink()  # as TorchTitan writes it
+    job = SmallJob(job_folder).resume()
+    assert job.step == 6 and "step-6 has no manifest.json: only the sizes" in caplog.text
+    job.checkpointer.close()
+    (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1])
+    with pytest.raises(UsageError, match=r"step-6/__0_0.distcp is truncated.*before it is step-4"):
+        SmallJob(job_folder).resume()
+
+
+def damage_on_two_ranks(folder: Path) -> tuple[str, int]:
+    """Save asynchronously, damage the last file, and return the error and the step that the job falls back to."""
+    SmallJob(folder, checkpoint__async_mode="async").train(stop=2)
+    if dist.get_rank() == 0:
+        flip_a_bit(max((folder / "checkpoint" / "step-2").glob("*.distcp")))
+    job = SmallJob(folder)  # waits for rank 0
+    with pytest.raises(UsageError) as error:
+        job.resume()
+    job.checkpointer.close()
+    return str(error.value), SmallJob(folder, checkpoint__fallback=True).resume().step
+
+
+def test_every_rank_reports_damage_that_one_has_read(tmp_path: Path) -> None:
+    (first, step), second = run_on_ranks(2, damage_on_two_ranks, tmp_path)
+    assert (first, step) == second
+    assert step == 1 and "is damaged" in first
+
+
+def test_without_an_intact_checkpoint_there_is_nothing_to_fall_back_to(job_folder: Path) -> None:
+    for path in (job_folder / "checkpoint").glob("*/*.distcp"):
+        flip_a_bit(path)
+    with pytest.raises(UsageError, match=r"step-6.*no intact checkpoint was written before it"):
+        SmallJob(job_folder, checkpoint__fallback=True).resume()
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_malicious_metadata_file_is_an_error_and_runs_nothing(job_folder: Path, tmp_path: Path) -> None:
+    checkpoint = job_folder / "checkpoint" / "step-6"
+    (checkpoint / "manifest.json").unlink()  # whoever can write the file can also write a manifest
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "ran")))
+    with pytest.raises(UsageError, match=r"step-6/.metadata is not the metadata .* refers to posix.system"):
+        SmallJob(job_folder).resume()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["position", "dp_rank_0"])
+def test_a_malicious_object_in_a_checkpoint_is_an_error_and_runs_nothing(key: str, tmp_path: Path) -> None:
+    malicious = Malicious(tmp_path / "ran")
+    job = SmallJob(tmp_path)
+    # TorchTitan's loader keeps pickled bytes under dp_rank_N
+    job.loader.state_dict = lambda: {key: malicious if key == "position" else pickle.dumps(malicious)}  # type: ignore
+    job.train(stop=1)
+    job = SmallJob(tmp_path)
+    job.loader.state_dict = lambda: {key: 0}  # type: ignore[method-assign, return-value]
+    with pytest.raises(UsageError, match=rf"dataloader.{key} of the checkpoint is not plain data"):
+        job.resume()
+    assert not (tmp_path / "ran").exists()
+
+
+# extending and what is loaded
+
+
+def test_a_finished_job_says_so_and_is_extended_from_its_last_full_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    SmallJob(tmp_path, training__steps=5).train()
+    again = SmallJob(tmp_path, training__steps=5).resume()
+    assert again.step == 5 and "nothing is left to train" in caplog.text
+    again.train()
+    extended = SmallJob(tmp_path, training__steps=8).resume()
+    assert extended.step == 4 and "continues from step-4, the last full state" in caplog.text
+    assert extended.train().step == 8
+
+
+def test_a_model_without_a_full_state_cannot_be_extended(tmp_path: Path) -> None:
+    SmallJob(tmp_path, training__steps=5, checkpoint__interval=100).train()
+    with pytest.raises(UsageError, match=r"step-5 has only the model.*initial_load_path = '.*step-5'"):
+        SmallJob(tmp_path, training__steps=8).resume()
+
+
+def test_a_full_last_save_is_extended_exactly(tmp_path: Path) -> None:
+    options = {"lr_scheduler__total_steps": 8, "checkpoint__last_save_model_only": False}
+    SmallJob(tmp_path, training__steps=5, **options).train()
+    extended = SmallJob(tmp_path, training__steps=8, **options).resume()
+    assert extended.step == 5
+    straight = SmallJob(tmp_path / "straight", training__steps=8, checkpoint__enable=False, **options)
+    assert extended.train().values() == straight.train().values()
+
+
+def test_changed_optimizer_settings_take_effect(job_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = SmallJob(job_folder).resume()
+    before.checkpointer.close()
+    assert "from here on" not in caplog.text
+    changed = SmallJob(job_folder, optimizer__lr=before.config.optimizer.lr / 4, optimizer__weight_decay=0.5).resume()
+    group = changed.optimizers.optimizers[0].param_groups[0]
+    assert group["lr"] == before.lr / 4 and group["weight_decay"] == 0.5
+    assert changed.schedulers.schedulers[0].get_last_lr() == [before.lr / 4]
+    assert "optimizer.weight_decay was 0.1 in step-6 and is 0.5 from here on" in caplog.text
+    changed.schedulers.step()
+    before.schedulers.step()
+    assert changed.lr == before.lr / 4
+    changed.checkpointer.close()
+
+
+def test_a_changed_schedule_takes_effect(job_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = SmallJob(job_folder, training__steps=10, lr_scheduler__min_lr_factor=1.0).resume()
+    assert job.lr == job.config.optimizer.lr  # no decay
+    assert "lr_scheduler.min_lr_factor was 0.0 in step-6 and is 1.0 from here on" in caplog.text
+
+
+def test_initial_weights_are_loaded_although_the_folder_exists(six_steps: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    source = six_steps / "checkpoint" / "step-6"
+    job = SmallJob(tmp_path, checkpoint__initial_load_path=str(source)).resume()
+    other = SmallJob(tmp_path / "other", checkpoint__load_only=True)
+    assert job.step == 0
+    assert not torch.equal(job.model.weight, other.model.weight)
+
+
+def test_a_branch_with_the_full_state_needs_one(six_steps: Path, tmp_path: Path) -> None:
+    options = {"checkpoint__initial_load_model_only": False, "training__steps": 8}
+    source = six_steps / "checkpoint" / "step-6"
+    branch = SmallJob(tmp_path / "branch", checkpoint__initial_load_path=str(source), **options).resume()
+    assert branch.step == branch.loader.position == 6
+    branch.train()
+    only_model = str(tmp_path / "branch" / "checkpoint" / "step-8")
+    with pytest.raises(UsageError, match=r"step-8 has only the model: set checkpoint.initial_load_model_only = true"):
+        SmallJob(tmp_path / "other", checkpoint__initial_load_path=only_model, **options).resume()
+
+
+def test_a_key_that_the_checkpoint_lacks_is_one_line(job_folder: Path) -> None:
+    job = SmallJob(job_folder)
+    job.loader.state_dict = lambda: {"other": 0}  # type: ignore[method-assign]
+    with pytest.raises(
+        UsageError, match=r"step-6 has no dataloader.other, .*exclude_from_loading = .\"dataloader\". starts"
+    ):
+        job.resume()
+
+
+# one writer
+
+
+def test_a_second_job_cannot_write_to_the_folder(tmp_path: Path) -> None:
+    first = SmallJob(tmp_path)
+    with pytest.raises(UsageError, match=rf"is in use by process {os.getpid()} on .*, since 20"):
+        SmallJob(tmp_path)
+    SmallJob(tmp_path, checkpoint__load_only=True)  # reads only
+    first.checkpointer.close()
+    SmallJob(tmp_path).checkpointer.close()
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"ticks": "1"}], ids=["process ended", "number used again"])
+def test_the_lock_of_a_dead_process_is_removed(
+    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_lock(tmp_path / "checkpoint", change)
+    SmallJob(tmp_path).checkpointer.close()
+    assert "removed the lock of process" in caplog.text
+
+
+def test_the_lock_of_another_machine_is_stale_if_its_time_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_lock, "STALE_S", 0.4)
+    monkeypatch.setattr(writer_lock, "HEARTBEAT_S", 0.05)
+    holder = WriterLock(tmp_path)
+    holder.acquire()
+    data = json.loads(holder.path.read_text())
+    holder.path.write_text(json.dumps(data | {"kernel": "another", "host": "there"}))
+    with pytest.raises(UsageError, match=r"on there"):
+        WriterLock(tmp_path).acquire()
+    leave_lock(tmp_path, {"kernel": "another", "host": "there"})
+    assert "removed the lock" in WriterLock(tmp_path).acquire()
+    with pytest.raises(RuntimeError, match=r"this job must not write to it"):
+        holder.check_held()
+
+
+def leave_lock(folder: Path, change: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "lock").write_text(json.dumps({**vars(Holder.this_process()), **change}))

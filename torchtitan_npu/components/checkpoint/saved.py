@@ -1,0 +1,132 @@
+"""The checkpoints in a folder: which are complete, in which order they were written, which may be deleted.
+
+A checkpoint is ``step-N``. While it is written it is ``.incomplete-N``. A checkpoint that gives way is renamed first,
+to ``.replaced-N`` or ``.deleted-N``. No other name in the folder is touched.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_npu.components.checkpoint import manifest as manifests
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, sync_folder
+from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
+
+STEP = re.compile(r"step-(0|[1-9]\d*)")
+LEFT_OVER = re.compile(r"\.(incomplete|replaced|deleted)-(0|[1-9]\d*)")
+METADATA = ".metadata"
+HUGGING_FACE_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    """None if it was written without one, by TorchTitan's own entry, or if the manifest is damaged."""
+    sequence: float
+    """Orders the checkpoints of a folder by the time they were written."""
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step}"
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether a job can continue from it."""
+        return self.manifest.full if self.manifest else has_full_state(self.path)
+
+
+def is_full_state(names: Container[str]) -> bool:
+    """Return whether ``names``, the keys of a checkpoint, include the state of the training loop."""
+    return "train_state.step" in names
+
+
+def has_full_state(checkpoint: Path) -> bool:
+    """Return whether a job can continue from ``checkpoint``. True if that cannot be read: loading says why."""
+    if not (checkpoint / METADATA).exists():
+        return False
+    try:
+        with (checkpoint / METADATA).open("rb") as file:
+            return is_full_state(load_metadata(file).state_dict_metadata)
+    except pickle.UnpicklingError:
+        return True
+
+
+def incomplete(checkpoint: Path) -> Path:
+    """Return the folder in which ``step-N`` is written."""
+    return checkpoint.with_name(checkpoint.name.replace("step", ".incomplete"))
+
+
+def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """Return the complete checkpoints in ``folder``, in the order in which they were written."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if match := LEFT_OVER.fullmatch(path.name):
+            # a kill between the two renames of publish() leaves a complete folder with this name
+            if match[1] == "incomplete" and (path / manifests.NAME).exists():
+                found.setdefault(int(match[2]), path)
+        elif match := STEP.fullmatch(path.name):
+            found[int(match[1])] = path
+    with_manifest, without = [], []
+    for step, path in found.items():
+        if (path / manifests.NAME).exists():
+            try:
+                manifest = Manifest.read(path)
+                with_manifest.append(SavedCheckpoint(path, step, manifest, manifest.sequence))
+            except DamagedCheckpoint:
+                without.append((step, path))
+        elif (path / METADATA).exists() or (path / HUGGING_FACE_INDEX).exists():
+            without.append((step, path))
+    checkpoints = list(with_manifest)
+    for step, path in without:  # after the last of the smaller steps: nothing else is known about it
+        before = max((other.sequence for other in with_manifest if other.step < step), default=0)
+        checkpoints.append(SavedCheckpoint(path, step, None, before + 0.5))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step))
+
+
+def publish(checkpoint: Path) -> None:
+    """Give the complete folder ``.incomplete-N`` its name ``step-N``. An older ``step-N`` is deleted afterwards."""
+    replaced = checkpoint.with_name(checkpoint.name.replace("step", ".replaced"))
+    if checkpoint.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        checkpoint.rename(replaced)
+    incomplete(checkpoint).rename(checkpoint)
+    sync_folder(checkpoint.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Finish or undo what a killed job left behind. Only the holder of the folder's lock may call this."""
+    for path in sorted(folder.iterdir()):  # .deleted, .incomplete, .replaced
+        match = LEFT_OVER.fullmatch(path.name)
+        if not match:
+            continue
+        checkpoint = path.with_name(f"step-{match[2]}")
+        if match[1] == "incomplete" and (path / manifests.NAME).exists():
+            publish(checkpoint)
+        elif match[1] == "replaced" and not checkpoint.exists():
+            path.rename(checkpoint)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def stale_checkpoints(folder: Path, run: str, keep: int) -> list[SavedCheckpoint]:
+    """Return the checkpoints of ``run`` beyond the ``keep`` newest, without the newest one that a job can continue."""
+    own = [c for c in saved_checkpoints(folder) if c.manifest and c.manifest.run == run]
+    newest_full = next((c for c in reversed(own) if c.is_full), None)
+    return [c for c in own[:-keep] if c is not newest_full]
+
+
+def set_aside(checkpoint: SavedCheckpoint) -> Path:
+    """Rename ``checkpoint`` before it is deleted, so that a kill leaves no half-deleted ``step-N``."""
+    deleted = checkpoint.path.with_name(f".deleted-{checkpoint.step}")
+    shutil.rmtree(deleted, ignore_errors=True)
+    return checkpoint.path.rename(deleted)

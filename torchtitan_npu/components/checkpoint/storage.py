@@ -1,0 +1,160 @@
+"""DCP's storage with atomic, checksummed writes and with reads that run no code from the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from torchtitan_npu.components.checkpoint.manifest import FileRecord, Manifest, new_checksum
+from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata, load_plain
+from torchtitan_npu.components.checkpoint.saved import incomplete, is_full_state, publish, saved_checkpoints
+from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
+from torchtitan_npu.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What a manifest says besides its files, and the lock that the writer must hold."""
+
+    run: str
+    settings: dict[str, Any]
+    lock: WriterLock
+
+    def publish(self, checkpoint: Path, files: dict[str, FileRecord], full: bool) -> None:
+        """Write the manifest of the folder in which ``checkpoint`` was written, and give it its name."""
+        self.lock.check_held()
+        before = max((c.sequence for c in saved_checkpoints(checkpoint.parent)), default=0)
+        step = int(checkpoint.name.removeprefix("step-"))
+        manifest = Manifest(step, self.run, int(before) + 1, full, self.settings, dict(sorted(files.items())))
+        manifest.write(incomplete(checkpoint))
+        publish(checkpoint)
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Write ``checkpoint`` beside its final place. The coordinator publishes it after every rank has written.
+
+    DCP runs this protocol in the foreground, in a thread or in a process, so that asynchronous saves are atomic too.
+    """
+
+    def __init__(self, checkpoint: Path, publication: Publication) -> None:
+        super().__init__(incomplete(checkpoint))
+        self.fs: ChecksumFileSystem = ChecksumFileSystem()
+        self.checkpoint, self.publication = checkpoint, publication
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with without_zip_checksums():
+            results = super().write_data(plan, planner).wait()
+        # the records travel to the coordinator with DCP's own results
+        results += [WriteResult(MetadataIndex(name), r.size, r) for name, r in self.fs.records.items()]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        flat = [result for rank in results for result in rank]
+        files = {r.index.fqn: r.storage_data for r in flat if isinstance(r.storage_data, FileRecord)}
+        super().finish(metadata, [[r for r in flat if not isinstance(r.storage_data, FileRecord)]])
+        files |= self.fs.records  # has .metadata now
+        self.publication.publish(self.checkpoint, files, is_full_state(metadata.state_dict_metadata))
+
+
+@contextmanager
+def without_zip_checksums() -> Iterator[None]:
+    """Let torch.save skip the CRC-32 of its zip format. It takes half of a save, and torch.load never checks it."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+@dataclass
+class ChecksumFileSystem(FileSystem):
+    """Compute the size and checksum of each file while it is written."""
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """By file name."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            with_checksum = ChecksumStream(stream)
+            yield with_checksum
+            self.records[Path(path).name] = FileRecord(with_checksum.size, with_checksum.checksum.hexdigest())
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class ChecksumStream:
+    """A binary stream for writing that computes the checksum of its bytes. It cannot seek."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.checksum, self.size = stream, new_checksum(), 0
+        self.flush, self.fileno, self.close = stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        self.checksum.update(data)
+        written = self.stream.write(data)
+        self.size += written
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+
+class CheckpointReader(FileSystemReader):
+    """Read ``.metadata`` with a restricted unpickler."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = load_metadata(file)
+        except (OSError, pickle.UnpicklingError) as error:
+            raise UsageError(f"{path} is not the metadata of a checkpoint: {error}") from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:  # a path of the metadata must not lead out of the checkpoint
+            name = self.storage_data[item.storage_index].relative_path
+            if Path(name).name != name:
+                raise UsageError(f"{self.path}/.metadata: the file {name!r} is not in the checkpoint's folder")
+        return super().read_data(plan, planner)
+
+
+class PlainDataPlanner(DefaultLoadPlanner):
+    """Load objects that are not tensors only if they are plain data. DCP's planner would unpickle anything."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+            if name.startswith("dataloader.dp_rank_"):  # TorchTitan's loader unpickles it
+                load_plain(loaded)
+        except pickle.UnpicklingError as error:
+            text = str(error).splitlines()[-1]
+            raise UsageError(f"{name} of the checkpoint is not plain data, and is not loaded: {text}") from error
+        value.seek(0)
+        super().load_bytes(read_item, value)

@@ -1,0 +1,154 @@
+"""One writer per checkpoint folder: a lock file with the host, process and start time of the job's first rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torchtitan_npu.errors import UsageError
+
+NAME = "lock"
+HEARTBEAT_S = 10.0
+"""The holder sets the file's modification time this often."""
+STALE_S = 60.0
+"""A lock of another machine is stale if its modification time does not change for this long."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock."""
+
+    host: str
+    pid: int
+    started: str
+    kernel: str
+    """Identifies the boot of the machine, and the container's process numbers."""
+    ticks: str
+    """Start time of the process in the kernel's clock: a later process with the same number has another one."""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(socket.gethostname(), os.getpid(), now, _kernel(), _start_ticks(os.getpid()))
+
+    @property
+    def is_local(self) -> bool:
+        return self.kernel == _kernel()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the process runs. Only for a local holder."""
+        return _start_ticks(self.pid) == self.ticks
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.started}"
+
+
+class WriterLock:
+    """The lock of a checkpoint folder. A process that is killed leaves it behind, and the next one recognizes that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self.token = ""
+
+    def acquire(self) -> str:
+        """Take the lock, and return a line about a stale one that was removed, or an empty string.
+
+        Raise :class:`UsageError` if another process holds it. A lock of another machine is watched for a minute.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        holder, note = Holder.this_process(), ""
+        while not self._create(holder):
+            other = self._read()
+            if other is None:
+                time.sleep(1.0)  # its holder may be writing it
+                other = self._read()
+            if other and not self._is_stale(other):
+                raise UsageError(
+                    f"{self.path.parent} is in use by {other}: two jobs cannot write to one checkpoint folder. "
+                    "End that process, or set another job.dump_folder or checkpoint.folder"
+                )
+            note = f"{self.path}: removed the lock of {other or 'an unknown process'}, which has ended"
+            aside = self.path.with_name(f"{NAME}.{holder.token}")
+            self.path.rename(aside)
+            aside.unlink()
+        self.token = holder.token
+        threading.Thread(target=_keep_fresh, args=(self.path, self.token), daemon=True).start()
+        return note
+
+    def check_held(self) -> None:
+        """Raise if another job has taken the lock, which it does if this one was stopped for a minute."""
+        other = self._read()
+        if other is None or other.token != self.token:
+            raise RuntimeError(f"{self.path.parent} belongs to {other or 'nobody'} now; this job must not write to it")
+
+    def release(self) -> None:
+        other = self._read()
+        if other and other.token == self.token:
+            self.path.unlink()
+        self.token = ""
+
+    def _create(self, holder: Holder) -> bool:
+        try:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(holder), file)
+        return True
+
+    def _read(self) -> Holder | None:
+        return _read(self.path)
+
+    def _is_stale(self, other: Holder) -> bool:
+        if other.is_local:
+            return not other.is_alive
+        before, deadline = _mtime(self.path), time.monotonic() + STALE_S
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, STALE_S / 4))
+            if _mtime(self.path) != before:
+                return False
+        return True
+
+
+def _keep_fresh(path: Path, token: str) -> None:
+    while True:
+        time.sleep(HEARTBEAT_S)
+        holder = _read(path)
+        if holder is None or holder.token != token:
+            return
+        os.utime(path)
+
+
+def _read(path: Path) -> Holder | None:
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _mtime(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _kernel() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_ticks(pid: int) -> str:
+    """Return the start time of a process, or an empty string if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # the name of the program may hold spaces
+    return "" if fields[0] == "Z" else fields[19]

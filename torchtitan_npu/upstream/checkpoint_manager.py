@@ -1,0 +1,338 @@
+"""TorchTitan's CheckpointManager with atomic saves, checked loads and one writer per folder.
+
+Faults of TorchTitan 0.2.2 (components/checkpoint.py) that it works around:
+
+- Saving into an existing ``step-N`` overwrites its files one by one; a kill leaves a mixture that loads.
+- ``keep_latest_k`` deletes by step, counts half-written folders and every name that contains ``step-N``.
+- A checkpoint of the model only, the default last save, cannot be resumed, and hides the full state before it.
+- A changed learning rate or optimizer setting is replaced with the checkpoint's, without a word.
+- An empty checkpoint folder turns ``initial_load_path`` off.
+
+Delete it when TorchTitan publishes checkpoints with a rename and checks them on load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.optim.lr_scheduler import LambdaLR
+from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, TRAIN_STATE, AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+from torchtitan_npu.components.checkpoint import manifest as manifests
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, file_record
+from torchtitan_npu.components.checkpoint.saved import (
+    SavedCheckpoint,
+    incomplete,
+    recover,
+    saved_checkpoints,
+    set_aside,
+    stale_checkpoints,
+)
+from torchtitan_npu.components.checkpoint.source import Source, find_source
+from torchtitan_npu.components.checkpoint.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    PlainDataPlanner,
+    Publication,
+)
+from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
+from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
+from torchtitan_npu.config.checkpoint import STATES
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
+
+T = TypeVar("T")
+COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
+"""Sections whose changes since the checkpoint are logged when a job resumes."""
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """Save, load and purge checkpoints. The interface is TorchTitan's: ``save``, ``load`` and ``close``."""
+
+    lock: WriterLock | None = None
+
+    def __init__(self, *args: Any, job_config: JobConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.job_config = job_config
+        settings = {
+            f"{section}.{key}": value
+            for section in COMPARED_SECTIONS
+            for key, value in asdict(getattr(job_config, section)).items()
+        }
+        self.settings = json.loads(json.dumps(settings))  # as they are read from a manifest
+        self.run = uuid.uuid4().hex
+        """A job that resumes continues the run of its checkpoint."""
+        if self.enable and not self.load_only:
+            self.lock = WriterLock(Path(self.folder))
+            note, self.lock.token = on_first_rank(self._take_folder)
+            if note:
+                log_on_first_rank(note, logging.WARNING)
+
+    def _take_folder(self) -> tuple[str, str]:
+        assert self.lock is not None
+        note = self.lock.acquire()
+        recover(Path(self.folder))
+        return note, self.lock.token
+
+    def close(self) -> None:
+        """Wait for the last asynchronous save, and release the folder."""
+        lock, self.lock = self.lock, None
+        if lock:
+            try:
+                self._async_wait()
+            finally:
+                if is_first_rank():
+                    lock.release()
+        super().close()
+
+    # saving
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        super().save(curr_step, last_step)
+        if last_step and self._should_save(curr_step, last_step):
+            self._purge_stale_checkpoints()  # TorchTitan purges only after the saves before the last
+
+    def _save_last_step(self, curr_step: int) -> None:
+        options = self.last_save_model_only, self.last_save_in_hf
+        if 0 < curr_step < self.job_config.training.steps:  # stopped early: the job must be able to continue
+            self.last_save_model_only = self.last_save_in_hf = False
+        super()._save_last_step(curr_step)
+        self.last_save_model_only, self.last_save_in_hf = options
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save as TorchTitan does, in a folder beside ``checkpoint_id`` that gets this name when it is complete."""
+        assert self.lock is not None
+        checkpoint = Path(checkpoint_id)
+        publication = Publication(self.run, self.settings, self.lock)
+        if to_hf:
+            folder = str(incomplete(checkpoint))
+            super().dcp_save(state_dict, folder, async_mode, enable_garbage_collection, to_hf=True)
+            files = _file_records(incomplete(checkpoint))
+            on_first_rank(lambda: publication.publish(checkpoint, files, full=False))
+            return None
+        writer = CheckpointWriter(checkpoint, publication)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # as if no writer were given
+        future: Any = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager)
+        future.add_done_callback(lambda _: stager.close())
+        return future
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.keep_latest_k > 0 and is_first_rank():
+            for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
+                self.purge_queue.put(str(set_aside(checkpoint)))
+
+    # loading
+
+    @torch.no_grad()
+    def load(self, step: int = -1) -> bool:
+        """Load the checkpoint of ``step``, the newest one for -1, or the initial weights. Return False if none."""
+        if not self.enable:
+            return False
+        job, folder = self.job_config, Path(self.folder)
+        saved = on_first_rank(lambda: saved_checkpoints(folder))
+        source = find_source(
+            job.checkpoint, saved, folder, job.training.steps, step, getattr(job.model, "hf_assets_path", "")
+        )
+        if source is None:
+            return False
+        if source.note:
+            log_on_first_rank(source.note, logging.WARNING)
+        if source.is_finished:
+            assert source.saved is not None
+            self.states[TRAIN_STATE].load_state_dict({"step": source.saved.step, "ntokens_seen": 0})
+            return True
+        source = self._intact(source, saved)
+        logger.info(f"Loading the checkpoint from {source.path}.")
+        configured = self._optimizer_settings()
+        self.dcp_load(
+            self._states_to_load(source.model_only),
+            checkpoint_id=str(source.path),
+            from_hf=source.in_hugging_face_format,
+            from_quantized=self.initial_load_in_hf_quantized,
+        )
+        self._apply_optimizer_settings(configured)
+        if source.saved and source.saved.manifest:
+            self.run = source.saved.manifest.run
+            self._log_changes(source.saved.manifest)
+        elif source.saved:
+            log_on_first_rank(
+                f"{source.path} has no manifest.json: only the sizes of its files were checked", logging.WARNING
+            )
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+        return True
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        try:
+            if from_hf:
+                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+                return
+            dcp.load(state_dict, storage_reader=CheckpointReader(checkpoint_id), planner=PlainDataPlanner())
+        except CheckpointException as error:
+            raise _usage_error(checkpoint_id, error) from error
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _intact(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
+        """Return ``source`` if its files are as they were written, or the checkpoint to fall back to."""
+        problem = _problem(source.path)
+        if problem is None:
+            return source
+        if source.saved is None:
+            raise UsageError(problem)
+        before = saved[: saved.index(source.saved)]
+        usable = (c for c in reversed(before) if c.is_full or c.step == 0)
+        intact = next((c for c in usable if _problem(c.path) is None), None)
+        if intact is None:
+            raise UsageError(f"{problem}; no intact checkpoint was written before it")
+        if not self.job_config.checkpoint.fallback:
+            raise UsageError(
+                f"{problem}; the newest intact checkpoint before it is {intact.name}: checkpoint.fallback = true, or "
+                f"checkpoint.load_step = {intact.step}, continues from there"
+            )
+        log_on_first_rank(
+            f"{problem}; checkpoint.fallback: the job continues from {intact.name}, and the steps after it are lost",
+            logging.ERROR,
+        )
+        return Source(intact.path, model_only=not intact.is_full, saved=intact)
+
+    def _optimizer_settings(self) -> list[list[dict[str, Any]]]:
+        """Return the job's options of each parameter group of each optimizer."""
+        return [
+            [{key: value for key, value in group.items() if key != "params"} for group in s.optimizer.param_groups]
+            for s in self.states[LR_SCHEDULER].schedulers
+        ]
+
+    def _apply_optimizer_settings(self, configured: list[list[dict[str, Any]]]) -> None:
+        """Give each optimizer the job's options again. Loading has replaced them with those of the checkpoint."""
+        for scheduler, groups in zip(self.states[LR_SCHEDULER].schedulers, configured, strict=True):
+            base_lrs = [group["initial_lr"] for group in groups]
+            if not isinstance(scheduler, LambdaLR):
+                if scheduler.base_lrs != base_lrs:
+                    raise UsageError(
+                        f"optimizer.lr is {base_lrs[0]}, {scheduler.base_lrs[0]} in the checkpoint: the schedule "
+                        f"{type(scheduler).__name__} cannot continue with another one"
+                    )
+                continue
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            lrs = [lr * factor for lr, factor in zip(base_lrs, factors, strict=True)]
+            for group, options, lr in zip(scheduler.optimizer.param_groups, groups, lrs, strict=True):
+                group.update(options | {"lr": lr})
+            scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": base_lrs, "_last_lr": lrs})
+
+    def _log_changes(self, manifest: Manifest) -> None:
+        for key, value in self.settings.items():
+            before = manifest.settings.get(key, value)
+            if before != value:
+                log_on_first_rank(
+                    f"{key} was {before} in step-{manifest.step} and is {value} from here on", logging.WARNING
+                )
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first_rank(function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0 and return its result on every rank. An error is raised on every rank."""
+    outcome: list[Any] = [None, ""]
+    if is_first_rank():
+        try:
+            outcome[0] = function()
+        except (UsageError, OSError) as error:
+            outcome[1] = str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1]:
+        raise UsageError(outcome[1])
+    return outcome[0]
+
+
+def _everywhere(value: T) -> list[T]:
+    """Return the ``value`` of each rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _own_part(names: list[str]) -> list[str]:
+    """Return the part of ``names`` that this rank reads."""
+    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
+
+
+def _file_records(folder: Path) -> dict[str, FileRecord]:
+    """Return the records of all files below ``folder``. Each rank reads some of them and forces them to disk."""
+    names = on_first_rank(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
+    parts = _everywhere({name: file_record(folder / name, sync=True) for name in _own_part(names)})
+    return {name: record for part in parts for name, record in part.items()}
+
+
+def _problem(path: Path) -> str | None:
+    """Return why the checkpoint at ``path`` must not be loaded, or None. Each rank reads some of its files."""
+    found = ""
+    try:
+        if (path / manifests.NAME).exists():
+            manifest = Manifest.read(path)
+            manifest.check_files(path, _own_part(list(manifest.files)))
+        elif is_first_rank():
+            stored_shapes(path)
+    except (DamagedCheckpoint, OSError) as error:
+        found = str(error)
+    return next(filter(None, _everywhere(found)), None)
+
+
+def _usage_error(checkpoint_id: str, error: CheckpointException) -> Exception:
+    """Return the first error of a rank as one line, if the checkpoint does not fit the job; else ``error``."""
+    cause = next(iter(error.failures.values()))[0]
+    text = str(cause).splitlines()[0] if str(cause) else ""
+    if isinstance(cause, UsageError):
+        return cause
+    if isinstance(cause, RuntimeError) and text.startswith("Missing key in checkpoint state_dict: "):
+        name = text.rpartition(": ")[2].rstrip(".")
+        section = name.partition(".")[0]
+        if section in STATES:
+            return UsageError(
+                f"{checkpoint_id} has no {name}, which the job needs; "
+                f'checkpoint.exclude_from_loading = ["{section}"] starts without its state'
+            )
+        return UsageError(f"{checkpoint_id} has no {name}, which the job needs: it is of another model")
+    if isinstance(cause, ValueError) and text.startswith("Size mismatch"):
+        return UsageError(f"{checkpoint_id} is of another model: {text}")
+    return error
