@@ -66,6 +66,8 @@ class CheckpointManager(TitanCheckpointManager):
     """Save, load and purge checkpoints. The interface is TorchTitan's: ``save``, ``load`` and ``close``."""
 
     lock: WriterLock | None = None
+    last_save_model_only: bool
+    last_save_in_hf: bool
 
     def __init__(self, *args: Any, job_config: JobConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -318,7 +320,7 @@ def _problem(path: Path) -> str | None:
     return next(filter(None, _everywhere(found)), None)
 
 
-def _usage_error(checkpoint_id: str, error: CheckpointException) -> Exception:
+def _usage_error(checkpoint_id: str, error: CheckpointException) -> BaseException:
     """Return the first error of a rank as one line, if the checkpoint does not fit the job; else ``error``."""
     cause = next(iter(error.failures.values()))[0]
     text = str(cause).splitlines()[0] if str(cause) else ""
