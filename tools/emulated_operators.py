@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,10 +28,19 @@ Inputs are checked against the dtypes and ranks that CANN documents for the emul
 """
 
 
-def page() -> str:
-    """Return the page for the installed torch_npu."""
-    prototypes, documents = json.loads(PROTOTYPES.read_text()), json.loads(DTYPES.read_text())
+def wheel_sentence() -> str:
+    """Return how many operators the installed torch_npu names. The wheel of another processor may name others."""
     called = {name.removesuffix("GetWorkspaceSize") for name in operator_names(libraries_of("torch_npu"))}
+    return (
+        f"torch_npu {importlib.metadata.version('torch_npu')} for {platform.machine()} names {len(called)} operators. "
+        f"{len(FAMILIES.keys() & called)} of them have a kernel, and {len(called - FAMILIES.keys())} have none; "
+        f"{len(called & json.loads(PROTOTYPES.read_text()).keys())} have a public prototype."
+    )
+
+
+def page(of_wheel: str) -> str:
+    """Return the page with the result of :func:`wheel_sentence`."""
+    prototypes, documents = json.loads(PROTOTYPES.read_text()), json.loads(DTYPES.read_text())
 
     def number_with(key: str) -> int:
         return sum(key in documents.get(name, {}) for name in FAMILIES)
@@ -39,9 +49,8 @@ def page() -> str:
     for name, family in FAMILIES.items():
         families[family][folder(prototypes[name]["source"])].append(name if name in documents else f"{name}\\*")
     lines = [
-        f"torch_npu {importlib.metadata.version('torch_npu')} names {len(called)} operators. "
-        f"{len(FAMILIES.keys() & called)} of them have a kernel, and {len(called - FAMILIES.keys())} have none; "
-        f"{len(called & prototypes.keys())} have a public prototype. "
+        of_wheel,
+        "",
         f"{number_with('dtypes')} kernels check the documented dtypes of their inputs, {number_with('ranks')} their "
         "ranks, where these are narrower than 0 to 8.",
     ]
@@ -58,4 +67,4 @@ def folder(source: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(wheel_sentence()))

@@ -25,4 +25,5 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
 fi
 . "$VENV/bin/activate"
 unset PYTHONDONTWRITEBYTECODE # cache the bytecode of imported modules
+unset PYTHONUNBUFFERED # tests run with the buffers that a user has
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -186,7 +186,10 @@ def test_barrier_times_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("NPU_EMULATOR_FOLDER", str(tmp_path))
     child = multiprocessing.get_context("fork").Process(target=wait_in_vain)
     child.start()
-    child.join()
+    child.join(60)
+    if child.is_alive():
+        child.kill()
+        child.join()
     assert child.exitcode == 0
 
 

@@ -18,7 +18,8 @@ from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.operator_workspaces import kept_bytes
 
 MIB = 2**20
-TOLERANCE = 0.005
+TOLERANCE, OF_A_PIPELINE = 0.005, 0.02
+"""The peak of a pipeline depends on when a send ends, because its buffer is freed then."""
 IN_DEFAULT_RUN = ("llama3, PP2",)
 
 
@@ -29,14 +30,16 @@ def test_the_planner_predicts_the_peak(name: str, monkeypatch: pytest.MonkeyPatc
     """Workspaces have one formula for both, so the tolerance is relative to the rest."""
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
     on_ranks = run_on_ranks(RANKS, measure, name, process_group=False, timeout=240)
-    for rank, measured in enumerate(on_ranks if "pp" in JOBS[name].layout else on_ranks[:1]):
+    is_pipeline = "pp" in JOBS[name].layout
+    tolerance = OF_A_PIPELINE if is_pipeline else TOLERANCE
+    for rank, measured in enumerate(on_ranks if is_pipeline else on_ranks[:1]):
         run = dry_run_rank(JOBS[name].config(), RANKS, rank)
         workspace = run.at_peak.get("operator workspaces", 0)
         difference = run.peak / measured.allocated - 1
         sizes = (measured.allocated, run.peak, workspace, measured.reserved)
         text = " | ".join(f"{size / MIB:.1f}" for size in sizes)
         print(f"| {name} | {rank} | {text} | {100 * difference:+.2f} % | {run.where} ({run.phase}) |")
-        assert abs(run.peak - measured.allocated) <= TOLERANCE * (measured.allocated - workspace), text
+        assert abs(run.peak - measured.allocated) <= tolerance * (measured.allocated - workspace), text
 
 
 def with_task_queue(mode: str) -> dict[str, str]:

@@ -112,7 +112,7 @@ for number, program in enumerate(programs):
         os.dup2(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_WRONLY), 2)
         exec(program)
         sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # the next child must not inherit the text
 """
 """Runs each program in a fork of one process, which has imported torch."""
 
