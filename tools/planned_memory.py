@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).parents[1] / "docs" / "benchmarks/planned_memory.json"
-STAGES = {"deepseek_v32_671b_32k": (0, 1), "deepseek_v3_671b": (1, 7)}
+STAGES = {"deepseek_v32_671b_4k": (0,), "deepseek_v32_671b_32k": (0, 1), "deepseek_v3_671b": (1, 7)}
 """Pipeline stages by file. In deepseek_v3_671b, stages 1 to 6 have equal layers, and stage 1 keeps most microbatches.
 Stage 0 has fewer expert parameters, and stage 7 the logits."""
 PAGE = STORED.parents[1] / "results/planning-671b.md"
