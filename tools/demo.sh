@@ -5,5 +5,5 @@ set -euo pipefail
 out=${1:-outputs/demo}
 torchtitan-npu compare run --force --out "$out" --nproc 2 --steps 15 --rtol 1e-4 \
     --config train_configs/deepseek_v32_debugmodel.toml \
-    --candidate-converters npu_rms_norm,npu_rope,npu_permute,npu_gmm,npu_dsa -- --training.seq_len 64
+    --candidate-converters npu_rms_norm,npu_rope,npu_gating,npu_permute,npu_gmm,npu_dsa -- --training.seq_len 64
 echo "plot: $out/comparison.png"

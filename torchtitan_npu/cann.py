@@ -9,6 +9,8 @@ from typing import NamedTuple
 class Requirement(NamedTuple):
     version: str
     why: str
+    optional: bool = False
+    """Models train without the converter too, with more launches: the doctor warns of an older CANN."""
 
 
 CONVERTERS = {
@@ -17,7 +19,9 @@ CONVERTERS = {
         "the indexer loss of CANN 8.5 refuses float32 weights and any top-k but 2048, its gradient of sparse "
         "attention is less accurate, and a fault in rows without keys was corrected later",
     ),
-    "npu_gating": Requirement("9.1", "it is the first version with the gradient of npu_moe_gating_top_k"),
+    "npu_gating": Requirement(
+        "9.1", "it is the first version with the gradient of npu_moe_gating_top_k", optional=True
+    ),
 }
 """The oldest CANN of the converters that need a certain one. From the documents and changes of CANN's operators."""
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from tests._helpers.converted_models import (
@@ -25,9 +27,11 @@ from tests._helpers.converted_models import (
     step,
 )
 from tests._helpers.moe_layers import ROUNDINGS, build_moe, call, call_exact, in_dtype, tokens
+from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.converters.gating import NpuRouter
+from torchtitan_npu.converters.gating import SERIES_WITH_GRADIENT, NpuRouter, chip_error
+from torchtitan_npu.emulator.limits import documented_limits
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import Calls
 
@@ -93,15 +97,30 @@ def test_equal_scores_prefer_the_lower_expert() -> None:
 
 
 def test_trains_the_same() -> None:
-    """deepseek_v3 with the router of its 671B flavor, and its balancing bias, with and without checkpointing."""
+    """deepseek_v3 with the router of its 671B flavor and a balancing bias, with and without full checkpointing."""
     moe_args = model_args("deepseek_v3").moe_args
     moe_args.num_experts, moe_args.num_expert_groups, moe_args.num_limited_groups = 16, 4, 2
     moe_args.score_func, moe_args.route_norm, moe_args.route_scale = "sigmoid", True, 2.5
     smaller = {"n_layers": 2, "dim": 64, "inter_dim": 64, "moe_inter_dim": 32, "n_heads": 4, "moe_args": moe_args}
-    plain, converted = build("deepseek_v3", **smaller), build("deepseek_v3", "npu_gating", **smaller)
+
+    def build_biased(*converters: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+        model = build("deepseek_v3", *converters, dtype=dtype, **smaller)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.empty(16).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(3)))
+        return model
+
+    plain, converted, recomputed = build_biased(), build_biased("npu_gating"), build_biased("npu_gating")
     assert converted.state_dict().keys() == plain.state_dict().keys()
-    oracle = step(build("deepseek_v3", dtype=torch.float64, **smaller))
-    assert_as_exact(step(converted), step(plain), oracle)
+    unbiased, oracle = step(build("deepseek_v3", **smaller)), step(build_biased(dtype=torch.float64))
+    theirs, ours = step(plain), step(converted)
+    assert theirs.loss != unbiased.loss  # the bias changes the choice of experts
+    assert_as_exact(ours, theirs, oracle)
+
+    apply_ac(recomputed, ActivationCheckpoint(mode="full"))
+    again = step(recomputed)
+    assert torch.equal(again.loss, ours.loss)
+    assert all(torch.equal(again.grads[name], ours.grads[name]) for name in ours.grads)
 
 
 def test_a_recomputed_forward_selects_the_same_experts() -> None:
@@ -142,7 +161,15 @@ def test_calls_the_operator_once() -> None:
     [
         ({"score_func": "softmax"}, 'score_func is "softmax", and the operator has a gradient for "sigmoid" only'),
         ({"route_norm": False}, "route_norm is not set, and the operator normalises the scores"),
-        ({"_debug_force_load_balance": True}, "_debug_force_load_balance is set"),
+        (
+            {"_debug_force_load_balance": True},
+            "debug.moe_force_load_balance is set, and the operator selects the experts by score",
+        ),
+        ({"num_expert_groups": 4}, "num_expert_groups is 4, and num_limited_groups is not set"),
+        (
+            {"num_expert_groups": 3, "num_limited_groups": 2},
+            "num_experts is 8, which is not divisible by num_expert_groups, 3",
+        ),
     ],
     ids=str,
 )
@@ -150,10 +177,30 @@ def test_other_routers_are_refused(args: dict[str, Any], reason: str) -> None:
     model = build_moe(**NORMALISED | args)
     with pytest.raises(UsageError) as error:
         convert(model, "npu_gating")
-    assert (
-        str(error.value) == f"model.converters: npu_gating cannot replace 0.router: {reason}; remove it from the list"
-    )
+    advice = "remove npu_gating from model.converters"
+    assert str(error.value) == f"model.converters: npu_gating cannot replace 0.router: {reason}; {advice}"
     assert type(model[0].router) is TokenChoiceTopKRouter
+
+
+def test_forced_load_balance_is_an_error_of_the_job() -> None:
+    config = job(("npu_gating",))
+    config.debug.moe_force_load_balance = True
+    with pytest.raises(UsageError) as error:
+        CONVERTERS["npu_gating"](config, ParallelDims(**LAYOUT)).check_job()
+    assert str(error.value) == (
+        "model.converters: debug.moe_force_load_balance is set: unset it, or remove npu_gating from model.converters"
+    )
+
+
+def test_chips_are_those_with_a_documented_gradient() -> None:
+    rows = [row for row in documented_limits() if row["op"] == "npu_moe_gating_top_k_backward"]
+    assert all(tuple(row["chips"]) == SERIES_WITH_GRADIENT for row in rows) and rows
+    assert {chip.series for name, chip in CHIPS.items() if chip_error(name) is None} == set(SERIES_WITH_GRADIENT)
+    reason = (
+        "CANN documents the gradient of npu_moe_gating_top_k for the series 910B and 910_93 only, and the series of"
+    )
+    assert chip_error("Ascend910A") == f"{reason} Ascend910A is 910"
+    assert chip_error("Ascend1000") == f"{reason} Ascend1000 is unknown"
 
 
 @pytest.mark.parametrize(

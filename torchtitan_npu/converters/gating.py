@@ -6,7 +6,7 @@ are normalised, as in DeepSeek-V3 and V3.2. Other routers are not converted.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torchtitan_npu.upstream.hooks import forces_load_balance
 
 EPSILON = 1e-20
 """TorchTitan adds it to the sum of a token's scores."""
+
+SERIES_WITH_GRADIENT = ("910B", "910_93")
+"""The chips, by series, for which CANN 9.1 documents ``aclnnMoeGatingTopKBackward``."""
 
 
 class NpuRouter(TokenChoiceTopKRouter):
@@ -47,30 +50,47 @@ class NpuRouter(TokenChoiceTopKRouter):
             routed_scaling_factor=self.route_scale,
             eps=EPSILON,
         )
+        # as TorchTitan; histc returns its input's dtype, and npu_grouped_matmul takes counts in int64
         experts = experts.long()
         tokens_per_expert = torch.histc(experts.view(-1), bins=self.num_experts, min=0, max=self.num_experts)
         return scores, experts, tokens_per_expert
 
 
-def _groups(router: TokenChoiceTopKRouter) -> dict[str, int]:
+def _groups(router: TokenChoiceTopKRouter) -> dict[str, Any]:
     """Return the operator's arguments for the groups of experts."""
     if router.num_expert_groups is None:
         return {"k_group": 1, "group_count": 1}
-    assert router.num_limited_groups is not None
     return {"k_group": router.num_limited_groups, "group_count": router.num_expert_groups}
 
 
-def difference(router: TokenChoiceTopKRouter) -> str | None:
+def reason_not_converted(router: TokenChoiceTopKRouter) -> str | None:
     """Return a setting of ``router`` for which the operator has another result or no gradient, or ``None``."""
+    experts, groups = router.num_experts, router.num_expert_groups
     if type(router).forward is not TokenChoiceTopKRouter.forward:
         return f"{type(router).__name__} has its own forward"
     if router.score_func != "sigmoid":
         return f'score_func is "{router.score_func}", and the operator has a gradient for "sigmoid" only'
     if not router.route_norm:
         return "route_norm is not set, and the operator normalises the scores"
+    if groups is not None and router.num_limited_groups is None:
+        return f"num_expert_groups is {groups}, and num_limited_groups is not set"
+    if groups is not None and experts % groups:
+        return f"num_experts is {experts}, which is not divisible by num_expert_groups, {groups}"
     if forces_load_balance(router):
-        return "_debug_force_load_balance is set"
+        return "debug.moe_force_load_balance is set, and the operator selects the experts by score"
     return None
+
+
+def chip_error(chip: str) -> str | None:
+    """Return why ``chip``, the name of an NPU, cannot train with the operator, or ``None``."""
+    series = CHIPS[chip].series if chip in CHIPS else "unknown"
+    if series in SERIES_WITH_GRADIENT:
+        return None
+    documented = " and ".join(SERIES_WITH_GRADIENT)
+    return (
+        f"CANN documents the gradient of npu_moe_gating_top_k for the series {documented} only, and the series of "
+        f"{chip} is {series}"
+    )
 
 
 @register
@@ -82,28 +102,31 @@ class GatingConverter(Converter):
     operators = ("npu_moe_gating_top_k",)
 
     def job_error(self) -> str | None:
-        return super().job_error() or self._chip_error()
-
-    def _chip_error(self) -> str | None:
-        if platform.backend() != "npu":
-            return None
-        name = torch.get_device_module("npu").get_device_name()
-        if name not in CHIPS or CHIPS[name].series != "950":
-            return None
-        return f"CANN has no gradient of npu_moe_gating_top_k for {name}; remove {self.name} from the list"
+        if error := super().job_error():
+            return error
+        if self.job_config.debug.moe_force_load_balance:
+            return f"debug.moe_force_load_balance is set: unset it, or remove {self.name} from model.converters"
+        if platform.backend() == "npu" and (error := chip_error(torch.get_device_module("npu").get_device_name())):
+            return f"{error}; remove {self.name} from model.converters"
+        return None
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        return [(fqn, router) for fqn, router in _routers(model) if difference(router) is None]
+        return [(fqn, router) for fqn, router, reason in _routers(model) if reason is None]
 
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the targets, and log the routers that are not among them. Raise if there are no targets."""
-        others = [(fqn, found) for fqn, router in _routers(model) if (found := difference(router))]
-        if others and not self.targets(model):
-            fqn, found = others[0]
-            raise UsageError(f"model.converters: {self.name} cannot replace {fqn}: {found}; remove it from the list")
-        for fqn, found in others:
-            log_on_first_rank(f"{self.name}: not converted: {fqn}: {found}")
-        return super().found_targets(model)
+        routers = _routers(model)
+        targets: list[tuple[str, nn.Module]] = [(fqn, router) for fqn, router, reason in routers if reason is None]
+        others = [(fqn, reason) for fqn, _, reason in routers if reason is not None]
+        if not routers:
+            return super().found_targets(model)  # raises
+        if not targets:
+            fqn, reason = others[0]
+            advice = f"remove {self.name} from model.converters"
+            raise UsageError(f"model.converters: {self.name} cannot replace {fqn}: {reason}; {advice}")
+        for fqn, reason in others:
+            log_on_first_rank(f"{self.name}: not converted: {fqn}: {reason}")
+        return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         return with_forward(module, NpuRouter)
@@ -114,9 +137,10 @@ class GatingConverter(Converter):
         return OPS["npu_moe_gating_top_k"].limit_errors(x=logits, renorm=0, **_groups(router))
 
 
-def _routers(model: nn.Module) -> list[tuple[str, TokenChoiceTopKRouter]]:
+def _routers(model: nn.Module) -> list[tuple[str, TokenChoiceTopKRouter, str | None]]:
+    """Return name, router and :func:`reason_not_converted` of each router in ``model``."""
     return [
-        (fqn, module)
+        (fqn, module, reason_not_converted(module))
         for fqn, module in model.named_modules()
         if isinstance(module, TokenChoiceTopKRouter) and module is not model
     ]

@@ -77,9 +77,10 @@ def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterato
         )
     else:
         yield green("CANN", installed)
-    for converter in cann.CONVERTERS:
+    for converter, requirement in cann.CONVERTERS.items():
         if installed is not None and (error := cann.converter_error(converter, installed)):
-            yield red(converter, error, f"install CANN {wanted}, or remove {converter} from model.converters")
+            report = yellow if requirement.optional else red
+            yield report(converter, error, f"install CANN {wanted}, or remove {converter} from model.converters")
 
 
 def _others(on_npu: bool) -> Iterator[Finding]:

@@ -11,11 +11,12 @@ LN_2_LOW = tl.constexpr(1.42860682030941723212e-6)
 
 @triton.jit
 def exact_sigmoid(a):
-    """Return the sigmoid of the float32 ``a``, within 3 units in the last place.
+    """Return the sigmoid of the float32 ``a``, within 3 units in the last place for ``a`` above -88.3.
 
-    The error of Triton's own exponential grows with its argument.
+    Below -88.4, where the sigmoid is under 4.2e-39, a subnormal number, the result is 0. The error of Triton's own
+    exponential grows with its argument.
     """
-    x = tl.minimum(tl.maximum(-a, -100.0), 100.0)  # beyond that, the result is 1 or 0 in float32
+    x = tl.minimum(tl.maximum(-a, -100.0), 100.0)  # beyond that, the result is 1 or 0
     whole = tl.floor(x * LOG2_E + 0.5)
     rest = tl.fma(whole, -LN_2_LOW, tl.fma(whole, -LN_2_HIGH, x))
     return tl.div_rn(tl.full(a.shape, 1.0, tl.float32), 1.0 + tl.exp2(rest * LOG2_E) * tl.exp2(whole))
