@@ -8,7 +8,7 @@ import platform
 from collections import defaultdict
 from pathlib import Path
 
-from torchtitan_npu.emulator.build import DTYPES, PROTOTYPES, libraries_of, operator_names
+from torchtitan_npu.emulator.build import PROTOTYPES, TENSORS, libraries_of, operator_names
 from torchtitan_npu.emulator.kernels.registry import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference/emulated-operators.md"
@@ -21,7 +21,7 @@ The [emulator](../how-to/emulate-an-npu.md) has a kernel for these operators of 
 Other operators are an error that shows [the lines to add](../explanation/emulator.md#add-an-operator).
 
 Inputs are checked against the dtypes and ranks that CANN documents for the emulated version and chip
-(`torchtitan_npu/emulator/cann_dtypes.json`, with the documents). A star marks operators without such a list.
+(`torchtitan_npu/emulator/cann_tensors.json`, with the documents). A star marks operators without such a list.
 
 *Written by `python tools/emulated_operators.py`.*
 
@@ -40,7 +40,7 @@ def wheel_sentence() -> str:
 
 def page(of_wheel: str) -> str:
     """Return the page with the result of :func:`wheel_sentence`."""
-    prototypes, documents = json.loads(PROTOTYPES.read_text()), json.loads(DTYPES.read_text())
+    prototypes, documents = json.loads(PROTOTYPES.read_text()), json.loads(TENSORS.read_text())
 
     def number_with(key: str) -> int:
         return sum(key in documents.get(name, {}) for name in FAMILIES)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_npu.emulator.build import ACL_DTYPES, ANY_DTYPE, dtype_set
-from torchtitan_npu.emulator.build import DTYPES as DTYPES_OF_CANN
+from torchtitan_npu.emulator.build import ACL_DTYPES, ANY_DTYPE, TENSORS, dtype_set
 from torchtitan_npu.emulator.limits import bounds, documented_limits, is_documented
 from torchtitan_npu.ops import OPS
 
@@ -88,7 +87,7 @@ DTYPE_COLUMNS = {
     ("npu_swiglu", "input.dtype"): ("aclnnSwiGlu", "x"),
     ("npu_swiglu_backward", "input.dtype"): ("aclnnSwiGluGrad", "x"),
 }
-"""Our limits of dtypes, and the columns of CANN's documents that ``cann_dtypes.json`` has."""
+"""Our limits of dtypes, and the columns of CANN's documents that ``cann_tensors.json`` has."""
 
 OTHER_DTYPE_LIMITS = {
     # Their documents have the dtypes in prose or elsewhere; cann_limits.json has them.
@@ -112,7 +111,7 @@ NOT_ON_950 = {"npu_lightning_indexer_grad", "npu_moe_gating_top_k_backward"}
 def test_dtypes_are_those_of_the_documents(key: tuple[str, str], column: tuple[str, str]) -> None:
     """A column also has dtypes of quantized calls, which our operators do not have: int8 and 8-bit floats."""
     (ours,) = (limit.allowed for limit in OPS[key[0]].limits if limit.what == key[1])
-    document = json.loads(DTYPES_OF_CANN.read_text())[column[0]]["dtypes"]
+    document = json.loads(TENSORS.read_text())[column[0]]["dtypes"]
     for series in ("910B", "910_93", "950"):
         documented = dtype_set(document, column[1], series, "master")
         assert (documented == ANY_DTYPE) == (series == "950" and key[0] in NOT_ON_950)

@@ -22,7 +22,7 @@ from torchtitan_npu.emulator.environment import process_variables
 RANKS = Path(__file__).with_name("hccl_ranks.py")
 INT32 = 2
 FLOAT32 = 4
-TIMEOUT = 9
+PARAMETER, UNAVAILABLE, TIMEOUT = 1, 7, 9
 
 Outcome = tuple[list[dict[str, str | None]], list[int], str]
 """Tracebacks of the checks by rank, exit statuses, standard error."""
@@ -180,17 +180,56 @@ def wait_in_vain() -> None:
     device.close()
 
 
-def test_barrier_times_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def fail_in_a_group() -> None:
+    """The second communicator of a group fails: its message has other bytes than expected."""
+    one, two = Device(1), Device(2)
+    values = (ctypes.c_float * 2)()
+    assert two.call(1, "HcclSend", values, ctypes.c_uint64(2), FLOAT32, 0) == 0
+    one.library.HcclGroupStart()
+    assert one.call(0, "HcclBarrier") == 0
+    two.streams[0] = one.streams[0]
+    assert two.call(0, "HcclRecv", values, ctypes.c_uint64(1), FLOAT32, 1) == 0
+    assert one.library.HcclGroupEnd() == PARAMETER
+    assert "has 8 bytes, but 4 are expected" in one.message()
+
+
+@pytest.mark.parametrize("program", [wait_in_vain, fail_in_a_group])
+def test_a_failing_task(program: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a process of its own: the failed task stays an error of the device."""
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "1")
     monkeypatch.setenv("NPU_EMULATOR_FOLDER", str(tmp_path))
-    child = multiprocessing.get_context("fork").Process(target=wait_in_vain)
+    child = multiprocessing.get_context("fork").Process(target=program)
     child.start()
     child.join(60)
     if child.is_alive():
         child.kill()
         child.join()
     assert child.exitcode == 0
+
+
+def test_a_message_without_a_communicator_is_an_error(three_ranks: Device) -> None:
+    for name in ("HcclSend", "HcclRecv"):
+        assert (
+            three_ranks.library[name](None, ctypes.c_uint64(1), FLOAT32, 0, None, three_ranks.streams[0]) == UNAVAILABLE
+        )
+        assert three_ranks.message() == "the communicator is NULL"
+
+
+def test_a_rank_that_cannot_join_leaves_nothing(three_ranks: Device, tmp_path: Path) -> None:
+    """Neither a mapping nor a folder, and the ranks that have joined go on."""
+    library, (folder,) = three_ranks.library, tmp_path.iterdir()
+    info, joined = ctypes.create_string_buffer(str(folder).encode(), 4108), ctypes.c_void_p()
+    maps = Path("/proc/self/maps")
+    before = maps.read_text().count(str(folder))
+    for ranks, message in ((3, "rank 0 has joined twice"), (2, "rank 0 expects 2 ranks, others expect 3")):
+        assert library.HcclCommInitRootInfo(ranks, info, 0, ctypes.byref(joined)) == PARAMETER
+        assert message in three_ranks.message()
+    no_device = (ctypes.c_int32 * 2)(0, 1000)
+    assert library.HcclCommInitAll(2, no_device, (ctypes.c_void_p * 2)()) == PARAMETER
+    assert maps.read_text().count(str(folder)) == before and list(tmp_path.iterdir()) == [folder]
+    for rank in range(3):
+        assert three_ranks.call(rank, "HcclBarrier") == 0
+    assert three_ranks.synchronize() == [0, 0, 0]
 
 
 def test_folder_of_a_killed_process_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -212,7 +251,7 @@ def test_a_forked_child_cannot_use_a_communicator(three_ranks: Device, tmp_path:
         code = three_ranks.call(0, "HcclBarrier")
         three_ranks.close()
         os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7  # HCCL_E_UNAVAIL
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == UNAVAILABLE
     assert list(tmp_path.iterdir())
     for rank in range(3):
         assert three_ranks.call(rank, "HcclBarrier") == 0

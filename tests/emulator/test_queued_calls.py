@@ -73,6 +73,43 @@ def test_queued_calls(tmp_path: Path) -> None:
     assert calls[-1]["operator"] == "aclnnSin", "a call that is queued at the end still runs"
 
 
+END = """
+import ctypes, threading, time, torch, torch_npu
+from torchtitan_npu.emulator.kernels.registry import KERNELS
+
+x, started = torch.ones(4, device="npu"), threading.Event()
+torch.npu.synchronize()
+sin, cos = KERNELS["aclnnSin"], KERNELS["aclnnCos"]
+
+def compute_for_long(*arguments):
+    started.set()
+    time.sleep(1)
+    sin(*arguments)
+
+def compute_and_print(*arguments):
+    cos(*arguments)
+    print("computed")
+
+KERNELS.update(aclnnSin=compute_for_long, aclnnCos=compute_and_print)
+threading.Thread(target=torch.sin, args=(x,), daemon=True).start()
+started.wait()
+torch.cos(x)  # queued behind the other thread's kernel
+
+hccl, communicators, stream = ctypes.CDLL("libhccl.so"), (ctypes.c_void_p * 2)(), ctypes.c_void_p()
+hccl.HcclCommInitAll(2, (ctypes.c_int32 * 2)(0, 1), communicators)
+hccl.aclrtCreateStream(ctypes.byref(stream))
+hccl.HcclBarrier(ctypes.c_void_p(communicators[0]), stream)  # the other rank never comes
+"""
+
+
+def test_the_end_of_a_program(tmp_path: Path) -> None:
+    """A queued call runs even if it has to wait for a long kernel. What waits for another rank is given up."""
+    environment = {**os.environ, "HCCL_EXEC_TIMEOUT": "5", "NPU_EMULATOR_FOLDER": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", END], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "computed\n", ran.stderr
+    assert "tasks that wait for other ranks or threads are given up: 1\n" in ran.stderr
+
+
 WAIT_WITH_GIL = """
 import torch, torch_npu
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.emulator.build import RUNTIME, RUNTIME_FOLDER
+from torchtitan_npu.emulator.build import RETURN_NUMBERS, RUNTIME, RUNTIME_FOLDER
 
 LIBRARY = Path(os.environ["ASCEND_HOME_PATH"], "lib64", RUNTIME)
 PROLOG = f"""
@@ -50,7 +50,7 @@ OTHER_EXPORTS = {"cann_version", "snprintf_s", "strcpy_s", "vsnprintf_s"}
 
 
 def test_only_names_of_cann_are_exported() -> None:
-    """The library's symbols are global: a function called ``reduce`` would replace one of another library."""
+    """If the library is preloaded, an exported ``reduce`` would replace one of another library."""
     lines = subprocess.run(["nm", "-D", "--defined-only", LIBRARY], capture_output=True, text=True, check=True).stdout
     names = {line.split()[-1] for line in lines.splitlines()}
     assert {"aclrtMalloc", "HcclAllReduce", "emulator_launch_call"} <= names
@@ -208,6 +208,17 @@ def test_many_blocks_in_ascending_order() -> None:
     assert seconds < 2
 
 
+def test_a_fill_poisons_the_rest_of_its_block() -> None:
+    runtime = ctypes.CDLL(str(LIBRARY))
+    memory = (ctypes.c_ubyte * 16)()
+    block = (Range * 1)(Range(0, ctypes.addressof(memory), len(memory)))
+    runtime.mstxMemRegionsRegister(None, ctypes.byref(Blocks(None, 0, 1, block, None)))
+    assert runtime.aclrtMemset(ctypes.byref(memory, 5), ctypes.c_size_t(1), 7, ctypes.c_size_t(1)) == 0
+    returned = (Reference * 1)(Reference(0, ctypes.addressof(memory)))
+    runtime.mstxMemRegionsUnregister(None, ctypes.byref(References(1, returned)))
+    assert bytes(memory) == b"\xff" * 5 + b"\7" + b"\xff" * 10
+
+
 DUMP = """
 import torch
 x = torch.ones(2, device="npu")
@@ -222,6 +233,13 @@ def test_a_function_that_the_emulator_does_not_have_is_an_error() -> None:
     message = "aclmdlInitDump is a function of CANN that the emulator does not have"
     assert output == f"207000 {message}\n", errors
     assert errors.splitlines().count(f"emulator: {message}") == 1, "it is printed once"
+
+
+def test_a_number_is_no_error_code() -> None:
+    runtime = ctypes.CDLL(str(LIBRARY))
+    for symbol in RETURN_NUMBERS:
+        runtime[symbol].restype = ctypes.c_uint64
+        assert runtime[symbol](None) == 0
 
 
 def test_a_function_without_an_error_code_ends_the_process() -> None:

@@ -37,7 +37,7 @@ from torchtitan_npu import chips
 
 RUNTIME_FOLDER = Path(__file__).with_name("runtime")
 PROTOTYPES = Path(__file__).with_name("prototypes.json")
-DTYPES = Path(__file__).with_name("cann_dtypes.json")
+TENSORS = Path(__file__).with_name("cann_tensors.json")
 """The dtypes and ranks that CANN's documents list for operators, by argument and version of CANN."""
 
 RUNTIME = "libascendcl.so"
@@ -82,6 +82,20 @@ RETURN_POINTERS = (
     "acltdtGetDataItem",
 )
 """C functions that return NULL after an error, among those that the emulator does not have."""
+
+RETURN_NUMBERS = (
+    "MsprofGetHashId",
+    "MsprofSysCycleTime",
+    "_ZN3atb5Utils13GetTensorSizeERKNS_6TensorE",
+    "aclGetTensorDescFormat",
+    "aclGetTensorDescNumDims",
+    "aclGetTensorDescType",
+    "acltdtGetDataSizeFromItem",
+    "acltdtGetDataTypeFromItem",
+    "acltdtGetDatasetSize",
+    "acltdtGetDimNumFromItem",
+)
+"""Functions that return a size, a time or an enumerator and no error code, likewise. They return 0."""
 
 PACKAGES = ("lib64", "opp", "runtime", "compiler")
 """Folders of a CANN installation. torch_npu checks that they exist."""
@@ -214,7 +228,7 @@ def _key(wheel: list[Path], cann: str) -> str:
     content = hashlib.sha256(f"{compiler} {sys.version} {wheel[0].parent} {platform.machine()}".encode())
     for package in ("torch", "torch_npu"):
         content.update(_content_of(package).encode())
-    for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, DTYPES, Path(chips.__file__), Path(__file__))):
+    for path in sorted((*RUNTIME_FOLDER.iterdir(), PROTOTYPES, TENSORS, Path(chips.__file__), Path(__file__))):
         if path.is_file():
             content.update(path.read_bytes())
     return f"torch_npu-{version}-cann-{cann}-{content.hexdigest()[:16]}"
@@ -276,7 +290,7 @@ def unknown_functions(symbols: list[str]) -> list[str]:
         "void abort_in_unknown_function(const char *);",
     ]
     names = _run("c++filt", *symbols).splitlines() if symbols else []
-    return [*declarations, *map(_unknown_function, symbols, names)]
+    return [*declarations, *(_unknown_function(*each) for each in zip(symbols, names, strict=True))]
 
 
 def _unknown_function(symbol: str, name: str) -> str:
@@ -286,6 +300,8 @@ def _unknown_function(symbol: str, name: str) -> str:
     refuse = f'refuse_unknown_function("{name}", &printed)'
     if symbol in RETURN_POINTERS:
         return f"void *{symbol}(void) {{ static _Bool printed; {refuse}; return 0; }}"
+    if symbol in RETURN_NUMBERS:
+        return f"unsigned long long {symbol}(void) {{ static _Bool printed; {refuse}; return 0; }}"
     return f"int {symbol}(void) {{ static _Bool printed; return {refuse}; }}"
 
 
@@ -311,7 +327,7 @@ def operator_entries(names: Iterable[str], cann: str) -> str:
     ``aclnnXGetWorkspaceSize`` keeps the arguments, ``aclnnX`` launches.
     """
     prototypes = json.loads(PROTOTYPES.read_text())
-    documents = json.loads(DTYPES.read_text())
+    documents = json.loads(TENSORS.read_text())
     versions = list(CANN_VERSIONS)
     lines = ['#include "runtime.h"', LAUNCH]
     for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
@@ -328,21 +344,21 @@ def _entry(
     mask = sum(1 << i for i, argument in enumerate(arguments) if argument in outputs)
     parameters = "".join(f"{C_TYPES[letter]} a{i}, " for i, letter in enumerate(types))
     values = ", ".join(f"{{.{FIELDS.get(letter, 'integer')} = a{i}}}" for i, letter in enumerate(types)) or "{0}"
-    dtypes, source = "0", ""
+    allowed, source = "0", ""
     lines = []
     if document is not None:
-        dtypes, source = f"{name}_dtypes", document["source"]
+        allowed, source = f"{name}_allowed", document["source"]
         sets = [
-            dtype_set(document.get("dtypes", {}), name, each, cann)
-            | rank_set(document.get("ranks", {}), name, cann) << RANK_BIT
-            for each in chips.SERIES
-            for name in arguments
+            dtype_set(document.get("dtypes", {}), argument, series, cann)
+            | rank_set(document.get("ranks", {}), argument, cann) << RANK_BIT
+            for series in chips.SERIES
+            for argument in arguments
         ]
-        lines.append(f"static const uint64_t {dtypes}[] = {{{', '.join(f'{each:#x}' for each in sets)}}};")
+        lines.append(f"static const uint64_t {allowed}[] = {{{', '.join(f'{each:#x}' for each in sets)}}};")
     names = ",".join(arguments)
     return [
         *lines,
-        f'static Operator {name}_operator = {{"{name}", "{types}", "{names}", {mask:#x}, {dtypes}, "{source}", 0}};',
+        f'static Operator {name}_operator = {{"{name}", "{types}", "{names}", {mask:#x}, {allowed}, "{source}", 0}};',
         f"int {name}GetWorkspaceSize({parameters}uint64_t *workspace, void **executor) {{"
         f" Argument all[] = {{{values}}};"
         f" return emulator_prepare_call(&{name}_operator, all, {len(types)}, workspace, executor); }}",

@@ -74,6 +74,12 @@ static void remove_if_unused(const char *folder, int board) {
     if (!flock(board, LOCK_EX | LOCK_NB)) remove_folder(folder);
 }
 
+static void close_board(const char *folder, int board) {
+    flock(board, LOCK_UN);
+    remove_if_unused(folder, board);
+    close(board);
+}
+
 static void remove_unused_folders(const char *base) {
     DIR *folders = opendir(base);
     for (struct dirent *entry; folders && (entry = readdir(folders));) {
@@ -192,9 +198,7 @@ void hold(Communicator *communicator) { __atomic_add_fetch(&communicator->refere
 static void leave(Communicator *communicator) {
     if (communicator->left || communicator->process != getpid()) return; /* a child has inherited the lock and must not release it */
     communicator->left = true;
-    flock(communicator->lock, LOCK_UN);
-    remove_if_unused(communicator->folder, communicator->lock);
-    close(communicator->lock);
+    close_board(communicator->folder, communicator->lock);
 }
 
 void drop(Communicator *communicator) {
@@ -322,9 +326,14 @@ static void keep_root(const char *folder, int board) {
 /* Map the board and enter this rank. */
 static int enter(Communicator *communicator) {
     size_t size = board_size(communicator->ranks);
-    if (ftruncate(communicator->lock, (off_t)size)) return HCCL_E_SYSCALL;
-    communicator->shared = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, communicator->lock, 0);
-    if (communicator->shared == MAP_FAILED) return HCCL_E_SYSCALL;
+    void *at = MAP_FAILED;
+    errno = posix_fallocate(communicator->lock, 0, (off_t)size); /* ftruncate would shrink the board of more ranks */
+    if (!errno) at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, communicator->lock, 0);
+    if (at == MAP_FAILED) {
+        set_message("communicator %s: %s cannot be mapped: %s", communicator->name, communicator->folder, strerror(errno));
+        return HCCL_E_SYSCALL;
+    }
+    communicator->shared = at;
     uint32_t ranks = 0;
     bool is_first = __atomic_compare_exchange_n(&communicator->shared->ranks, &ranks, communicator->ranks, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     if (!is_first && ranks != communicator->ranks) {
@@ -370,7 +379,8 @@ static int join(const char *folder, uint32_t ranks, uint32_t rank, const Configu
     } else result = enter(communicator);
     if (result) {
         discharge_device(communicator->device, communicator->charged);
-        if (communicator->lock >= 0) close(communicator->lock);
+        if (communicator->shared) munmap(communicator->shared, board_size(ranks));
+        if (communicator->lock >= 0) close_board(folder, communicator->lock);
         free(communicator);
         return result;
     }
@@ -468,13 +478,19 @@ int HcclCreateSubCommConfig(Communicator **parent, uint32_t ranks, uint32_t *mem
 
 /* One process with several devices: all ranks join before any of them waits. */
 int HcclCommInitAll(uint32_t ranks, const int32_t *devices, Communicator **out) {
-    char info[ROOT_INFO_BYTES];
+    char info[ROOT_INFO_BYTES] = "";
     int32_t current;
     aclrtGetDevice(&current);
     int result = HcclGetRootInfo(info);
-    for (uint32_t rank = 0; rank < ranks && !result; rank++) {
-        aclrtSetDevice(devices[rank]);
-        result = join(info, ranks, rank, NULL, &out[rank]);
+    uint32_t joined = 0;
+    while (joined < ranks && !result) {
+        result = aclrtSetDevice(devices[joined]) ? HCCL_E_PARA : join(info, ranks, joined, NULL, &out[joined]);
+        joined += !result;
+    }
+    if (result) {
+        while (joined) HcclCommDestroy(out[--joined]);
+        int board = take_root(info);
+        if (board >= 0) close_board(info, board);
     }
     aclrtSetDevice(current);
     return result;
@@ -508,6 +524,7 @@ const char *HcclGetErrorString(int code) {
     case HCCL_SUCCESS: return "no error";
     case HCCL_E_PARA: return "parameter error";
     case HCCL_E_MEMORY: return "memory error";
+    case HCCL_E_INTERNAL: return "internal error";
     case HCCL_E_NOT_SUPPORT: return "not supported";
     case HCCL_E_UNAVAIL: return "resource unavailable";
     case HCCL_E_SYSCALL: return "system call error";

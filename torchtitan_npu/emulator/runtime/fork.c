@@ -1,8 +1,9 @@
 /* Locks in a forked child. fork() copies memory as it is, also while another thread changes it under a lock. So the thread
  * that forks takes every lock first, and parent and child release them. No thread takes two of these locks otherwise. */
 #include "runtime.h"
+#include <stdio.h>
 
-enum { MOST_LOCKS = 8 };
+enum { MOST_LOCKS = 16 };
 static pthread_mutex_t *locks[MOST_LOCKS];
 static int count;
 
@@ -16,6 +17,9 @@ static void release_locks(void) {
 
 void hold_during_fork(pthread_mutex_t *lock) {
     if (!count) pthread_atfork(take_locks, release_locks, release_locks);
-    if (count == MOST_LOCKS) abort();
+    if (count == MOST_LOCKS) {
+        fprintf(stderr, "emulator: more than %d locks; raise MOST_LOCKS in runtime/fork.c\n", MOST_LOCKS);
+        abort();
+    }
     locks[count++] = lock;
 }

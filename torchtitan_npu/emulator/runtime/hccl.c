@@ -331,18 +331,22 @@ static int launch_batch(Operation *first) {
     Batch *batch = calloc(1, sizeof *batch);
     batch->first = first;
     batch->head = (Task){.step = step_batch, .release = release_batch, .name = first->what.name, .category = COLLECTIVE};
-    for (Operation *operation = first; operation; operation = operation->next) batch->head.bytes += operation->bytes;
-    Communicator *communicator = first->communicator;
-    hold(communicator); /* the task may be gone after the launch */
+    uint32_t count = 0, held = 0;
+    for (Operation *operation = first; operation; operation = operation->next, count++) batch->head.bytes += operation->bytes;
+    Communicator **used = calloc(count, sizeof *used); /* the task may be gone after the launch */
+    for (Operation *operation = first; operation; operation = operation->next) hold(used[held++] = operation->communicator);
     if (order_is_seeded())
         for (Operation *operation = first; operation; operation = operation->next) {
             if (operation->send) poison_if_fresh(operation->send, operation->stream);
             if (operation->receive) poison_if_fresh(operation->receive, operation->stream);
         }
-    int result = launch_task(first->stream, &batch->head);
-    if (result) result = __atomic_load_n(&communicator->error, __ATOMIC_ACQUIRE);
-    drop(communicator);
-    return result;
+    int result = launch_task(first->stream, &batch->head), code = HCCL_SUCCESS;
+    for (uint32_t i = 0; i < count; i++) {
+        if (result && !code) code = __atomic_load_n(&used[i]->error, __ATOMIC_ACQUIRE);
+        drop(used[i]);
+    }
+    free(used);
+    return result && !code ? HCCL_E_INTERNAL : code;
 }
 
 static __thread int group_depth;
@@ -538,27 +542,25 @@ int HcclAlltoAllVC(const void *send, const uint64_t *matrix, int dtype, void *re
     return submit_collective(operation, send, receive);
 }
 
-/* `numbers` counts the messages to or from each peer. */
-static int submit_message(const char *name, int (*step)(Operation *), void *send, void *receive, uint64_t count, int dtype,
-                          uint32_t peer, uint64_t *numbers, Communicator *communicator, Stream *stream) {
+static int submit_message(bool is_send, void *buffer, uint64_t count, int dtype, uint32_t peer, Communicator *communicator, Stream *stream) {
+    const char *name = is_send ? "HcclSend" : "HcclRecv";
     int result = check(communicator, name, dtype, NO_OP, peer);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, name, dtype, NO_OP, 0, count);
-    operation->step = step;
-    operation->send = send;
-    operation->receive = receive;
+    operation->step = is_send ? step_send : step_receive;
+    *(is_send ? &operation->send : &operation->receive) = buffer;
     operation->peer = peer;
     operation->bytes = count * DTYPE_SIZE[dtype];
-    operation->number = ++numbers[peer];
+    operation->number = ++(is_send ? communicator->sent : communicator->received)[peer];
     return submit(operation);
 }
 
 int HcclSend(void *send, uint64_t count, int dtype, uint32_t to, Communicator *communicator, Stream *stream) {
-    return submit_message("HcclSend", step_send, send, NULL, count, dtype, to, communicator->sent, communicator, stream);
+    return submit_message(true, send, count, dtype, to, communicator, stream);
 }
 
 int HcclRecv(void *receive, uint64_t count, int dtype, uint32_t from, Communicator *communicator, Stream *stream) {
-    return submit_message("HcclRecv", step_receive, NULL, receive, count, dtype, from, communicator->received, communicator, stream);
+    return submit_message(false, receive, count, dtype, from, communicator, stream);
 }
 
 typedef struct {

@@ -9,6 +9,7 @@ enum {
     HCCL_SUCCESS = 0,
     HCCL_E_PARA = 1,
     HCCL_E_MEMORY = 3,
+    HCCL_E_INTERNAL = 4,
     HCCL_E_NOT_SUPPORT = 5,
     HCCL_E_UNAVAIL = 7,
     HCCL_E_SYSCALL = 8,

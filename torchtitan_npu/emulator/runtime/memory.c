@@ -366,10 +366,14 @@ static Range first_use(const void *address) {
 
 /* Copies. A synchronous one is not ordered with any stream. */
 
+static void poison_at_once(const void *address) {
+    Range fresh = first_use(address);
+    if (fresh.from) memset(fresh.from, POISON, fresh.size);
+}
+
 int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int direction) {
     if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    Range fresh = first_use(to);
-    if (fresh.from) memset(fresh.from, POISON, fresh.size);
+    poison_at_once(to);
     memmove(to, from, size);
     return ACL_SUCCESS;
 }
@@ -430,7 +434,7 @@ int aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_
 
 int aclrtMemset(void *to, size_t room, int32_t value, size_t size) {
     if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    first_use(to);
+    poison_at_once(to);
     memset(to, value, size);
     return ACL_SUCCESS;
 }

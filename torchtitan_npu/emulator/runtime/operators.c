@@ -186,8 +186,10 @@ static void refuse_dtype(const Operator *operator, int i, uint64_t allowed, int 
 static void refuse_rank(const Operator *operator, int i, uint64_t allowed, int rank) {
     char found[64], names[64] = "";
     snprintf(found, sizeof found, "has %d dimension%s", rank, rank == 1 ? "" : "s");
+    uint64_t ranks = allowed >> RANK_BIT;
+    if (ranks >> 1 & 1) ranks &= ~1ull; /* 0 is taken wherever 1 is documented (tools/emulator_tensors.py) */
     for (int each = 0; each <= MOST_DIMENSIONS; each++)
-        if (allowed >> (RANK_BIT + each) & 1) add_name(names, sizeof names, (const char[]){'0' + each, 0});
+        if (ranks >> each & 1) add_name(names, sizeof names, (const char[]){'0' + each, 0});
     refuse(operator, i, found, names);
 }
 

@@ -1,7 +1,7 @@
 /* Shared declarations of the CANN emulator. Each .c file begins with what it emulates.
  *
  * Besides CANN's functions the library exports those that libopapi.so, _bridge.so and Python call: emulator_… . All others
- * are hidden, because the library is loaded with its symbols global.
+ * are hidden: a preloaded library could otherwise interpose them, and this one those of others if it is preloaded.
  */
 #pragma once
 #include <pthread.h>

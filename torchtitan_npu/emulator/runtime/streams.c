@@ -6,7 +6,7 @@
  *
  * With NPU_EMULATOR_SEED set, every task is queued and none runs before a thread synchronises. Which stream goes on then
  * depends on the seed, on the streams and on how far they are, but not on time: a stream has a priority that lasts for
- * several tasks. So whatever no event orders is reordered, and a missing wait gives a wrong number.
+ * several tasks. So tasks that no event orders change places under some seeds, and a missing wait gives a wrong number then.
  *
  * Other processes may wait for a collective, and other threads for a host function, without calling the emulator. If such
  * a task is queued and nothing was called for a while, the device thread runs the queue. Time has an influence there, and
@@ -15,6 +15,7 @@
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
 
@@ -24,7 +25,7 @@ struct Stream {
     uint64_t launched, done;
     uint64_t done_before_seed; /* tasks that had ended when the seed was set */
     int id, error;
-    bool busy; /* a thread runs its first task */
+    const Task *running_task; /* a thread runs it */
     char *message;
 };
 
@@ -117,13 +118,13 @@ static bool is_for_others(const Task *task) { return task->category == COLLECTIV
 /* The lock is held: try the first task of the stream. Return whether it ended. */
 static bool try_first(Stream *stream) {
     Task *task = stream->first;
-    stream->busy = true;
+    stream->running_task = task;
     running = true;
     pthread_mutex_unlock(&lock);
     int result = recording ? recorded_step(task) : task->step(task);
     pthread_mutex_lock(&lock);
     running = false;
-    stream->busy = false;
+    stream->running_task = NULL;
     if (result == PENDING) return false;
     stream->first = task->next;
     if (!stream->first) stream->last = NULL;
@@ -144,7 +145,7 @@ static bool run_one(void) {
         Stream *best = NULL;
         uint64_t highest = 0;
         for (Stream *stream = streams; stream; stream = stream->next) {
-            if (!stream->first || stream->busy) continue;
+            if (!stream->first || stream->running_task) continue;
             uint64_t priority = priority_of(stream);
             if (priority < below && priority >= highest) {
                 best = stream;
@@ -188,7 +189,7 @@ static void in_child(void) {
     if (!streams) return;
     for (Stream *stream = streams; stream; stream = stream->next) {
         stream->first = stream->last = NULL;
-        stream->busy = false;
+        stream->running_task = NULL;
         stream->done = stream->launched;
     }
     queued = queued_for_others = sleepers = 0;
@@ -227,12 +228,12 @@ int launch_task(Stream *stream, Task *task) {
     pthread_mutex_lock(&lock);
     task->order = ++launches;
     stream->launched++;
-    if (!seed && !stream->first && !stream->busy) {
-        stream->busy = true;
+    if (!seed && !stream->first && !stream->running_task) {
+        stream->running_task = task;
         pthread_mutex_unlock(&lock);
         int result = recording ? recorded_step(task) : task->step(task);
         pthread_mutex_lock(&lock);
-        stream->busy = false;
+        stream->running_task = NULL;
         if (result != PENDING) {
             finish(stream, ACL_SUCCESS); /* the caller has the error */
             pthread_mutex_unlock(&lock);
@@ -316,16 +317,33 @@ int aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
 
 int aclrtSynchronizeDevice(void) { return aclrtSynchronizeDeviceWithTimeout(-1); }
 
+/* The lock is held: count the tasks that have ended. A kernel or copy that another thread computes will end: set `computes`. */
+static uint64_t count_done(bool *computes) {
+    uint64_t done = 0;
+    *computes = false;
+    for (Stream *stream = streams; stream; stream = stream->next) {
+        const Task *task = stream->running_task;
+        *computes |= task && (task->category == OPERATOR || task->category == COPY);
+        done += stream->done;
+    }
+    return done;
+}
+
 /* A queued call needs the interpreter. What waits for other ranks is given up: they may have ended. */
 const char *emulator_finish_queue(void) {
     struct timespec progress = now();
+    bool computes;
     pthread_mutex_lock(&lock);
     last_failure = NULL; /* earlier ones were returned to those who synchronised */
+    uint64_t done_before = count_done(&computes);
     while (queued && milliseconds(progress, now()) < LONGEST_WAIT_AT_EXIT_MS) {
-        if (run_one()) progress = now();
-        else wait_to_poll(progress);
+        if (!run_one()) wait_to_poll(progress);
+        uint64_t done = count_done(&computes);
+        if (computes || done != done_before) progress = now();
+        done_before = done;
     }
     const char *failed = last_failure;
+    if (queued) fprintf(stderr, "emulator: the program has ended; tasks that wait for other ranks or threads are given up: %d\n", queued);
     pthread_mutex_unlock(&lock);
     return failed;
 }

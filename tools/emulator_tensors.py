@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 (the documents are Chinese, with the punctuation of that language)
 """Write the dtypes and numbers of dimensions that CANN's operators take, read from its public documents.
 
-    python -m tools.emulator_dtypes hicann/ops-math=PATH hicann/ops-nn=PATH cannmirror/ops-transformer=PATH \\
-        > torchtitan_npu/emulator/cann_dtypes.json
+    python -m tools.emulator_tensors hicann/ops-math=PATH hicann/ops-nn=PATH cannmirror/ops-transformer=PATH \\
+        > torchtitan_npu/emulator/cann_tensors.json
 
 Each argument names a git repository with CANN's release branches. The table has the inputs of operators for which the
 emulator has a kernel. A document has a table with columns of dtypes and shapes, and notes on products that differ. An

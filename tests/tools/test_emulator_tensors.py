@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.emulator_dtypes import documented, merged, merged_ranks, rank_list
+from tools.emulator_tensors import documented, merged, merged_ranks, rank_list
 
 DOCUMENT = """
 ## 产品支持情况
