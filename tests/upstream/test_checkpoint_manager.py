@@ -18,9 +18,11 @@ from tests._helpers.killed_saves import kill_saves
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
-from torchtitan_npu.components.checkpoint.manifest import Manifest
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream.checkpoint_manager import on_first_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -162,6 +164,46 @@ def test_a_checkpoint_without_a_manifest_is_loaded_with_a_warning(
         SmallJob(job_folder).resume()
 
 
+def test_after_a_rollback_the_fallback_is_an_earlier_step(job_folder: Path) -> None:
+    SmallJob(job_folder, checkpoint__interval=1).resume(step=2).train(stop=3)
+    flip_a_bit(job_folder / "checkpoint" / "step-3" / "__0_0.distcp")
+    job = SmallJob(job_folder, checkpoint__fallback=True).resume()
+    assert job.step == 2  # step 6 is of the abandoned steps
+    job.checkpointer.close()
+
+
+def test_a_damaged_manifest_does_not_decide_the_order_silently(job_folder: Path) -> None:
+    SmallJob(job_folder, checkpoint__interval=1).resume(step=2).train(stop=3)
+    manifest = job_folder / "checkpoint" / "step-3" / "manifest.json"
+    times = manifest.stat().st_atime_ns, manifest.stat().st_mtime_ns
+    flip_a_bit(manifest)
+    os.utime(manifest, ns=times)
+    with pytest.raises(UsageError, match=r"step-3/manifest.json is damaged.*before it is step-2"):
+        SmallJob(job_folder, checkpoint__load_only=True).resume()
+    assert SmallJob(job_folder, checkpoint__load_only=True, checkpoint__fallback=True).resume().step == 2
+    os.utime(manifest, ns=(0, 0))
+    with pytest.raises(UsageError, match=r"step-3/manifest.json is damaged.*step-3 may be newer than step-6: set"):
+        SmallJob(job_folder, checkpoint__load_only=True).resume()
+    assert SmallJob(job_folder, checkpoint__load_only=True).resume(step=4).step == 4
+
+
+def test_a_header_that_lacks_a_shape_is_damage(tmp_path: Path) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(DamagedCheckpoint, match=r"model.safetensors is damaged: its header cannot be read"):
+        stored_shapes(tmp_path)
+
+
+def fail_on_first_rank() -> str:
+    with pytest.raises(RuntimeError) as error:
+        on_first_rank(lambda: {}["absent"])
+    return str(error.value)
+
+
+def test_an_unexpected_error_of_rank_0_ends_every_rank() -> None:
+    assert run_on_ranks(2, fail_on_first_rank) == ["rank 0: KeyError: 'absent'"] * 2
+
+
 def damage_on_two_ranks(folder: Path) -> tuple[str, int]:
     """Save asynchronously, damage the last file, and return the error and the step that the job falls back to."""
     SmallJob(folder, checkpoint__async_mode="async").train(stop=2)
@@ -269,6 +311,18 @@ def test_a_changed_schedule_takes_effect(job_folder: Path, caplog: pytest.LogCap
     job = SmallJob(job_folder, training__steps=10, lr_scheduler__min_lr_factor=1.0).resume()
     assert job.lr == job.config.optimizer.lr  # no decay
     assert "lr_scheduler.min_lr_factor was 0.0 in step-6 and is 1.0 from here on" in caplog.text
+
+
+def test_a_seed_checkpoint_is_never_the_newest(job_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"create_seed_checkpoint: .* has checkpoints already"):
+        SmallJob(job_folder, checkpoint__create_seed_checkpoint=True)
+    seed = SmallJob(tmp_path / "seed", checkpoint__create_seed_checkpoint=True)
+    seed.checkpointer.save(0, last_step=True)
+    seed.checkpointer.close()
+    assert Manifest.read(tmp_path / "seed" / "checkpoint" / "step-0").sequence == 0
+    copy = shutil.copytree(tmp_path / "seed" / "checkpoint" / "step-0", job_folder / "checkpoint" / "step-0")
+    Manifest(**{**vars(Manifest.read(copy)), "sequence": 9}).write(copy)
+    assert SmallJob(job_folder, checkpoint__load_only=True).resume().step == 6
 
 
 def test_initial_weights_are_loaded_although_the_folder_exists(six_steps: Path, tmp_path: Path) -> None:

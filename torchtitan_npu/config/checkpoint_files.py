@@ -35,7 +35,7 @@ def check_checkpoint_files(job: JobContext) -> None:
         return
     try:
         stored = stored_shapes(source.path)
-    except DamagedCheckpoint as error:
+    except (DamagedCheckpoint, OSError) as error:
         if source.saved:  # the load reports it, together with the checkpoint to fall back to
             return
         raise UsageError(str(error)) from error

@@ -88,6 +88,10 @@ class CheckpointManager(TitanCheckpointManager):
 
     def _take_folder(self) -> tuple[str, str]:
         assert self.lock is not None
+        if self.job_config.checkpoint.create_seed_checkpoint and saved_checkpoints(Path(self.folder)):
+            raise UsageError(
+                f"checkpoint.create_seed_checkpoint: {self.folder} has checkpoints already: set another job.dump_folder"
+            )
         note = self.lock.acquire()
         recover(Path(self.folder))
         return note, self.lock.token
@@ -169,9 +173,8 @@ class CheckpointManager(TitanCheckpointManager):
             return False
         job, folder = self.job_config, Path(self.folder)
         saved = on_first_rank(lambda: saved_checkpoints(folder))
-        source = find_source(
-            job.checkpoint, saved, folder, job.training.steps, step, getattr(job.model, "hf_assets_path", "")
-        )
+        assets = getattr(job.model, "hf_assets_path", "")
+        source = on_first_rank(lambda: find_source(job.checkpoint, saved, folder, job.training.steps, step, assets))
         if source is None:
             return False
         if source.note:
@@ -215,12 +218,13 @@ class CheckpointManager(TitanCheckpointManager):
         problem = _problem(source.path)
         if problem is None:
             return source
-        if source.saved is None:
+        damaged = source.saved
+        if damaged is None:
             raise UsageError(problem)
-        before = saved[: saved.index(source.saved)]
-        usable = (c for c in reversed(before) if c.is_full or c.step == 0)
-        intact = next((c for c in usable if _problem(c.path) is None), None)
-        if intact is None:
+        usable = on_first_rank(lambda: _sources_before(damaged, saved))
+        fallback = next((s for s in usable if _problem(s.path) is None), None)
+        intact = fallback.saved if fallback else None
+        if fallback is None or intact is None:
             raise UsageError(f"{problem}; no intact checkpoint was written before it")
         if not self.job_config.checkpoint.fallback:
             raise UsageError(
@@ -231,7 +235,7 @@ class CheckpointManager(TitanCheckpointManager):
             f"{problem}; checkpoint.fallback: the job continues from {intact.name}, and the steps after it are lost",
             logging.ERROR,
         )
-        return Source(intact.path, model_only=not intact.is_full, saved=intact)
+        return fallback
 
     def _optimizer_settings(self) -> list[list[dict[str, Any]]]:
         """Return the job's options of each parameter group of each optimizer."""
@@ -272,16 +276,21 @@ def is_first_rank() -> bool:
 
 def on_first_rank(function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 and return its result on every rank. An error is raised on every rank."""
-    outcome: list[Any] = [None, ""]
+    result: T | None = None
+    failure: Exception | None = None
     if is_first_rank():
         try:
-            outcome[0] = function()
+            result = function()
         except (UsageError, OSError) as error:
-            outcome[1] = str(error)
+            failure = UsageError(str(error))
+        except Exception as error:  # the other ranks wait for the broadcast
+            failure = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+    outcome: list[Any] = [result, failure]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
-    if outcome[1]:
-        raise UsageError(outcome[1])
+    if failure or outcome[1]:
+        raise failure or outcome[1]  # rank 0 has the cause
     return outcome[0]
 
 
@@ -302,22 +311,44 @@ def _own_part(names: list[str]) -> list[str]:
 def _file_records(folder: Path) -> dict[str, FileRecord]:
     """Return the records of all files below ``folder``. Each rank reads some of them and forces them to disk."""
     names = on_first_rank(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
-    parts = _everywhere({name: file_record(folder / name, sync=True) for name in _own_part(names)})
-    return {name: record for part in parts for name, record in part.items()}
+    records: dict[str, FileRecord] = {}
+    problem = ""
+    try:
+        records = {name: file_record(folder / name, sync=True) for name in _own_part(names)}
+    except OSError as error:
+        problem = str(error)
+    parts = _everywhere((records, problem))
+    if problems := [problem for _, problem in parts if problem]:
+        raise UsageError(problems[0])
+    return {name: record for records, _ in parts for name, record in records.items()}
+
+
+def _sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> list[Source]:
+    """Return what a job can load in place of ``damaged``, the newest first. After a rollback, older steps only."""
+    before = [c for c in saved[: saved.index(damaged)] if c.step < damaged.step]
+    return [Source(c.path, model_only=not c.is_full, saved=c) for c in reversed(before) if c.is_full or c.step == 0]
 
 
 def _problem(path: Path) -> str | None:
     """Return why the checkpoint at ``path`` must not be loaded, or None. Each rank reads some of its files."""
-    found = ""
+    manifest, found = on_first_rank(lambda: _manifest_or_problem(path))
+    if manifest:
+        try:
+            manifest.check_files(path, _own_part(list(manifest.files)))
+        except (DamagedCheckpoint, OSError) as error:
+            found = str(error)
+    return next(filter(None, _everywhere(found)), None)
+
+
+def _manifest_or_problem(path: Path) -> tuple[Manifest | None, str]:
+    """Return the manifest of the checkpoint at ``path``, or why it must not be loaded. Neither if it needs none."""
     try:
         if (path / manifests.NAME).exists():
-            manifest = Manifest.read(path)
-            manifest.check_files(path, _own_part(list(manifest.files)))
-        elif is_first_rank():
-            stored_shapes(path)
+            return Manifest.read(path), ""
+        stored_shapes(path)
+        return None, ""
     except (DamagedCheckpoint, OSError) as error:
-        found = str(error)
-    return next(filter(None, _everywhere(found)), None)
+        return None, str(error)
 
 
 def _usage_error(checkpoint_id: str, error: CheckpointException) -> BaseException:

@@ -32,7 +32,9 @@ class SavedCheckpoint:
     manifest: Manifest | None
     """None if it was written without one, by TorchTitan's own entry, or if the manifest is damaged."""
     sequence: float
-    """Orders the checkpoints of a folder by the time they were written."""
+    """Orders the checkpoints of a folder by the time they were written. A seed checkpoint, step 0, is the first."""
+    damage: str = ""
+    """Why its manifest cannot be read. The sequence follows from the time of the file then."""
 
     @property
     def name(self) -> str:
@@ -75,21 +77,33 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
                 found.setdefault(int(match[2]), path)
         elif match := STEP.fullmatch(path.name):
             found[int(match[1])] = path
-    with_manifest, without = [], []
+    with_manifest, damaged, without = [], [], []
     for step, path in found.items():
-        if (path / manifests.NAME).exists():
-            try:
-                manifest = Manifest.read(path)
-                with_manifest.append(SavedCheckpoint(path, step, manifest, manifest.sequence))
-            except DamagedCheckpoint:
+        try:
+            manifest = Manifest.read(path)
+            with_manifest.append(SavedCheckpoint(path, step, manifest, manifest.sequence if step else 0))
+        except FileNotFoundError:  # none, or the job that writes it has just renamed the folder
+            if (path / METADATA).exists() or (path / HUGGING_FACE_INDEX).exists():
                 without.append((step, path))
-        elif (path / METADATA).exists() or (path / HUGGING_FACE_INDEX).exists():
-            without.append((step, path))
+        except (DamagedCheckpoint, OSError) as error:
+            damaged.append((step, path, str(error)))
     checkpoints = list(with_manifest)
     for step, path in without:  # after the last of the smaller steps: nothing else is known about it
         before = max((other.sequence for other in with_manifest if other.step < step), default=0)
-        checkpoints.append(SavedCheckpoint(path, step, None, before + 0.5))
+        checkpoints.append(SavedCheckpoint(path, step, None, before + 0.5 if step else 0))
+    for step, path, damage in damaged:
+        written = _written(path)
+        before = max((other.sequence for other in with_manifest if _written(other.path) <= written), default=0)
+        checkpoints.append(SavedCheckpoint(path, step, None, before + 0.5 if step else 0, damage))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step))
+
+
+def _written(checkpoint: Path) -> int:
+    """Return the time of a manifest, or 0 if it is gone."""
+    try:
+        return (checkpoint / manifests.NAME).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def publish(checkpoint: Path) -> None:

@@ -38,8 +38,15 @@ def find_source(
     if not saved:
         return _initial(config, hf_assets_path)
     newest = saved[-1]
+    unordered = next((c for c in saved[:-1] if c.damage), None)
+    if unordered and not config.fallback:
+        raise UsageError(
+            f"{unordered.damage}; {unordered.name} may be newer than {newest.name}: set checkpoint.load_step, delete "
+            f"{unordered.path}, or let checkpoint.fallback = true decide by the time of the file"
+        )
     if newest.is_full or newest.step == 0:  # step 0 is a seed checkpoint
-        return Source(newest.path, model_only=not newest.is_full, saved=newest)
+        note = f"{folder} has checkpoints: checkpoint.initial_load_path is not read" if config.initial_load_path else ""
+        return Source(newest.path, model_only=not newest.is_full, saved=newest, note=note)
     full = _newest_full(saved)
     if newest.step >= steps:
         advice = f"continues from {full.name}, the last full state" if full else f"does not help: {_new_run(newest)}"

@@ -39,7 +39,8 @@ class Publication:
         self.lock.check_held()
         before = max((c.sequence for c in saved_checkpoints(checkpoint.parent)), default=0)
         step = int(checkpoint.name.removeprefix("step-"))
-        manifest = Manifest(step, self.run, int(before) + 1, full, self.settings, dict(sorted(files.items())))
+        sequence = int(before) + 1 if step else 0
+        manifest = Manifest(step, self.run, sequence, full, self.settings, dict(sorted(files.items())))
         manifest.write(incomplete(checkpoint))
         publish(checkpoint)
 
@@ -74,7 +75,10 @@ class CheckpointWriter(FileSystemWriter):
 
 @contextmanager
 def without_zip_checksums() -> Iterator[None]:
-    """Let torch.save skip the CRC-32 of its zip format. It takes half of a save, and torch.load never checks it."""
+    """Let torch.save skip the CRC-32 of its zip format. It takes half of a save, and torch.load never checks it.
+
+    Programs that do, such as ``unzip -t`` and Python's ``zipfile``, report an error for these files.
+    """
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -32,13 +32,16 @@ def _dcp_shapes(folder: Path) -> Shapes:
             metadata: Any = load_metadata(file)
     except pickle.UnpicklingError as error:
         raise DamagedCheckpoint(f"{path} is not the metadata of a checkpoint: {error}") from error
-    ends: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for name, end in sorted(ends.items()):
-        _check_size(folder, name, end)
-    tensors = metadata.state_dict_metadata.items()
-    return {name: tuple(tensor.size) for name, tensor in tensors if hasattr(tensor, "size")}
+    try:
+        ends: dict[str, int] = {}
+        for part in metadata.storage_data.values():
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+        for name, end in sorted(ends.items()):
+            _check_size(folder, name, end)
+        tensors = metadata.state_dict_metadata.items()
+        return {name: tuple(tensor.size) for name, tensor in tensors if hasattr(tensor, "size")}
+    except (AttributeError, TypeError) as error:  # the classes are DCP's, their contents are not
+        raise DamagedCheckpoint(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _safetensors_shapes(folder: Path) -> Shapes:
@@ -46,22 +49,22 @@ def _safetensors_shapes(folder: Path) -> Shapes:
     index = folder / HUGGING_FACE_INDEX
     if index.exists():
         try:
-            names |= set(json.loads(index.read_bytes())["weight_map"].values())
+            names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{index} is damaged: {type(error).__name__}: {error}") from error
     shapes: Shapes = {}
     for name in sorted(names):
-        header, end = _safetensors_header(folder, name)
+        found, end = _safetensors_header(folder, name)
         if (folder / name).stat().st_size != end:
             raise DamagedCheckpoint(
                 f"{folder / name} has {(folder / name).stat().st_size} bytes, its header says {end}"
             )
-        shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
+        shapes |= found
     return shapes
 
 
-def _safetensors_header(folder: Path, name: str) -> tuple[dict[str, Any], int]:
-    """Return the tensors of a file, and the size that it must have."""
+def _safetensors_header(folder: Path, name: str) -> tuple[Shapes, int]:
+    """Return the shapes of the tensors of a file, and the size that it must have."""
     _check_size(folder, name, 8)
     path = folder / name
     with path.open("rb") as file:
@@ -70,7 +73,8 @@ def _safetensors_header(folder: Path, name: str) -> tuple[dict[str, Any], int]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            return header, 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            shapes = {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
+            return shapes, 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
             raise DamagedCheckpoint(f"{path} is damaged: its header cannot be read") from error
 
