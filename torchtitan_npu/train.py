@@ -20,7 +20,7 @@ platform.prepare()
 
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
-from torchtitan_npu.components.job_control.parent_death import end_with_parent  # noqa: E402
+from torchtitan_npu.components.job_control.parent_death import end_with_torchrun  # noqa: E402
 from torchtitan_npu.config.checkpoint_files import check_checkpoint_files  # noqa: E402
 from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
 from torchtitan_npu.config.preflight import check_job  # noqa: E402
@@ -57,9 +57,9 @@ def wait_for_local_rank_0() -> None:
 
 
 def run() -> NoReturn:
-    """Run a job in this process, a child of torchrun."""
+    """Run a job in this process, and end the process."""
     faulthandler.enable()
-    end_with_parent()
+    end_with_torchrun()
     try:
         main()
     except SystemExit as ended:

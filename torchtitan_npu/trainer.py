@@ -37,7 +37,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
-from torchtitan_npu.errors import EXIT_FAILED, EXIT_STOPPED, UsageError
+from torchtitan_npu.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
@@ -192,8 +192,11 @@ def _train_monitored(config: JobConfig, monitor: RankMonitor) -> None:
         monitor.finish_stop(message)
         log_on_first_rank(message)
         raise
-    except UsageError:
-        raise
+    except UsageError as error:
+        if monitor.progress.step == 0:  # before training, all ranks raise it alike, and the entry prints it once
+            raise
+        monitor.report(error)
+        raise SystemExit(EXIT_USAGE) from error
     except (Exception, SystemExit) as error:  # a rank that exits early has failed, whatever its exit code
         monitor.report(error)
         raise SystemExit(EXIT_FAILED) from error

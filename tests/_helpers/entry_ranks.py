@@ -27,7 +27,7 @@ JOB = {
     "training.steps": "1000",
     "metrics.log_freq": "1",
     "comm.trace_buf_size": "0",
-    "comm.train_timeout_seconds": "4",
+    "comm.train_timeout_seconds": "10",
     "experimental.custom_import": "tests._helpers.planted_faults",
 }
 
@@ -84,6 +84,7 @@ def start_ranks(folder: Path, world_size: int = 2, fault: str = "", **options: s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "test",
         "PLANTED_FAULT": fault,
         "PLANTED_RANK": str(world_size - 1),
     }

@@ -1,4 +1,7 @@
-"""Faults in step 3 of rank PLANTED_RANK, chosen by PLANTED_FAULT; a job imports this module by its configuration."""
+"""Faults in step 3 of rank PLANTED_RANK, chosen by PLANTED_FAULT; a job imports this module by its configuration.
+
+With "... without pidfd", no rank may open process descriptors, as in some containers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.hf_datasets import text_datasets
 
 from tests._helpers.layouts import add_flavors
+from torchtitan_npu.errors import UsageError
 
 STEP = 3
 SAMPLES = 6
@@ -35,7 +39,16 @@ def hang_in_the_data_loader(sample: dict[str, Any]) -> str:
     return sample["text"]
 
 
+def raise_usage_error() -> None:
+    raise UsageError("planted.key: the planted value is wrong")
+
+
+def refuse_pidfd(pid: int, flags: int = 0) -> int:
+    raise PermissionError("pidfd_open is not permitted")
+
+
 FAULTS = {
+    "usage error": raise_usage_error,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "hang": lambda: time.sleep(1000),
@@ -49,7 +62,11 @@ LOADERS = {"data loader": fail_in_the_data_loader, "hanging data loader": hang_i
 add_flavors()  # small models
 samples = 0
 steps = 0
-fault = os.environ.get("PLANTED_FAULT", "") if os.environ["RANK"] == os.environ.get("PLANTED_RANK") else ""
+planted, _, missing = os.environ.get("PLANTED_FAULT", "").partition(" without ")
+fault = planted if os.environ["RANK"] == os.environ.get("PLANTED_RANK") else ""
+
+if missing == "pidfd":
+    os.pidfd_open = refuse_pidfd
 
 if fault in FAULTS:
     step = OptimizersContainer.step
@@ -58,6 +75,7 @@ if fault in FAULTS:
         global steps
         steps += 1
         if steps == STEP:
+            print("planted fault", flush=True)
             FAULTS[fault]()
         step(self, *args, **kwargs)
 

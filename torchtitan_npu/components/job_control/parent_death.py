@@ -1,4 +1,4 @@
-"""End this process when its parent ends, so that no rank outlives its launcher."""
+"""End this process when torchrun ends, so that no rank outlives its launcher."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Let Linux kill this process when its parent process ends, in whatever way.
+def end_with_torchrun() -> None:
+    """Let Linux kill this process when its parent process ends, in whatever way, if that is torchrun.
 
-    Ranks without a launcher would hold their devices and write into the checkpoints of the next launch.
+    Ranks without a launcher would hold their devices and write into the checkpoints of the next launch. A process that
+    a shell has started may outlive it (``nohup``). Linux sends the signal when the parent's thread that created this
+    process ends: torchrun starts its ranks in its main thread.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
