@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,20 @@ def test_a_usage_error_is_recorded_without_a_stack(start: Start, capsys: pytest.
     assert RankFailure.from_json(store.get("failure")).what.endswith("UsageError: some.key: wrong")
     errors = capsys.readouterr().err
     assert "torchtitan_npu: error: some.key: wrong\n" in errors and "Traceback" not in errors
+
+
+def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    with subprocess.Popen(["sleep", "100"]) as child:
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: RankProcess(child.pid).state() == "T")
+        store.set("beat/1", Heartbeat(1, "host", child.pid).to_json())
+        with closing(RankMonitor(store, 0, 2, [0, 1], LIMITS)) as monitor:
+            wait_until(lambda: monitor._processes)
+            monkeypatch.setattr(rank_monitor, "INTERVAL_S", 60.0)  # the thread may see the failure too late
+            time.sleep(0.05)
+            monitor.report(GLOO)
+            assert child.wait(30) == -signal.SIGKILL
 
 
 def test_an_exception_in_the_monitor_thread_ends_the_rank(

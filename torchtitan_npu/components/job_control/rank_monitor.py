@@ -107,6 +107,7 @@ class RankMonitor:
         is_usage = isinstance(error, UsageError)  # its message says what to change: no stack
         shown = f"torchtitan_npu: error: {error}\n" if is_usage else traceback.format_exc()
         first = self._record(self._cause(error))
+        self._kill_if_hanging(first)
         if first.rank == self._rank:
             text = shown
             print(shown, file=sys.stderr, end="")
@@ -297,8 +298,7 @@ class RankMonitor:
     def _end(self, failure: RankFailure, found_here: bool = True) -> None:
         """Record ``failure``, if it is the first, and end this process, unless the main thread is about to."""
         first = self._record(failure)
-        if first.hangs and first.rank in self._processes:
-            self._processes[first.rank].kill()
+        self._kill_if_hanging(first)
         if first != failure or not found_here:
             self._await_end()
         if self._reporting.is_set():
@@ -309,6 +309,11 @@ class RankMonitor:
             write_error_file(first.report, EXIT_FAILED, first, later=True)
         finally:  # also if the disk is full
             os._exit(EXIT_FAILED)
+
+    def _kill_if_hanging(self, failure: RankFailure) -> None:
+        process = self._processes.get(failure.rank)
+        if failure.hangs and process:
+            process.kill()
 
     def _await_end(self) -> None:
         """Give the rank that recorded the failure time to print it, until torchrun signals this one."""
