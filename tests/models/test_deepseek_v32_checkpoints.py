@@ -122,6 +122,7 @@ def load_and_export(layout: dict[str, int], source: str, folder: str) -> tuple[i
         "model.hf_assets_path": source,
         "mtp.layers": 1,
         "job.dump_folder": folder,
+        "training.steps": 1,
         "checkpoint.enable": True,
         "checkpoint.initial_load_in_hf": True,
         "checkpoint.last_save_in_hf": True,

@@ -4,12 +4,12 @@ A tile is 64 heads of a query row. Its keys come in blocks of 64, in two slots o
 odd blocks in slot 1. A third warp group gathers the keys by asynchronous copies. Consumer ``w``, 0 or 1, computes the
 scores and the softmax of the blocks in slot ``w``, and accumulates half ``w`` of the 512 columns of the output over all
 blocks. Both consumers therefore need the exponentials of every block, and pass them on in shared memory, in the place
-of the block's rope. For its block ``k``, a consumer
+of the block's rope. The steps of a consumer for its block ``k``:
 
-1. starts the product of the queries with half ``w`` of the keys, its own half, which is refilled first;
-2. waits for the exponentials of block ``k - 1``, rescales its output and starts their product with the values;
-3. starts the product of the queries with the other half and with the rope;
-4. computes the exponentials, publishes them, rescales its output and adds their product with the values.
+1. Start the product of the queries with half ``w`` of the keys, its own half, which is refilled first.
+2. Wait for the exponentials of block ``k - 1``, rescale the output and start their product with the values.
+3. Start the product of the queries with the other half and with the rope.
+4. Compute the exponentials, publish them, rescale the output and add their product with the values.
 
 The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
 and the rest of the slot when the other consumer has done its step 2 for the next block.
