@@ -11,7 +11,9 @@ import random
 import shutil
 import signal
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,8 +40,8 @@ def kill_before_operation(number: int, folder: Path) -> None:
 
 def save_again(folder: Path, number: int, mode: str) -> bool:
     """Train steps 2 and 3 once more, with another loss, until the kill. Return whether the process was killed."""
-    child = os.fork()
-    if child == 0:
+
+    def save() -> None:
         if mode == "async":
             store = dist.HashStore()
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -47,7 +49,23 @@ def save_again(folder: Path, number: int, mode: str) -> bool:
         job.resume(step=1)
         kill_before_operation(number, folder)
         job.train(stop=3)
-        os._exit(0)
+
+    return run_forked(save)
+
+
+def run_forked(function: Callable[[], object]) -> bool:
+    """Call ``function`` in another process. Return whether it was killed.
+
+    Only these processes compute gradients: a fork of a process that has done so fails if there is an accelerator.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"exit status {status}"
     return os.WIFSIGNALED(status)
@@ -71,7 +89,7 @@ def kill_saves(work: Path) -> None:
     """Kill synchronous saves at every operation, and asynchronous ones at seeded operations."""
     torch.set_num_threads(1)
     original, folder = work / "original", work / "job"
-    SmallJob(original).train(stop=2)
+    run_forked(lambda: SmallJob(original).train(stop=2))
     seen: set[str] = set()
     random_steps = random.Random(0)
     for mode in ("disabled", "async"):

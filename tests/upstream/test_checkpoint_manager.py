@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_a_killed_save_leaves_every_checkpoint_complete_or_absent(tmp_path: Path
     context.set_forkserver_preload(["tests._helpers.multirank_preload"])
     process = context.Process(target=kill_saves, args=(tmp_path,))
     process.start()
-    process.join(120)
+    process.join(300)
     process.kill()
     assert process.exitcode == 0
 
@@ -379,15 +380,16 @@ def test_the_lock_of_a_dead_process_is_removed(
 def test_the_lock_of_another_machine_is_stale_if_its_time_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_lock, "STALE_S", 0.4)
+    monkeypatch.setattr(writer_lock, "STALE_S", 20.0)  # the heartbeat may be late on a busy machine
     monkeypatch.setattr(writer_lock, "HEARTBEAT_S", 0.05)
     holder = WriterLock(tmp_path)
     holder.acquire()
-    data = json.loads(holder.path.read_text())
-    holder.path.write_text(json.dumps(data | {"kernel": "another", "host": "there"}))
+    leave_lock(tmp_path, {"kernel": "another", "host": "there", "token": holder.token})
     with pytest.raises(UsageError, match=r"on there"):
         WriterLock(tmp_path).acquire()
     leave_lock(tmp_path, {"kernel": "another", "host": "there"})
+    time.sleep(0.5)  # the heartbeat ends
+    monkeypatch.setattr(writer_lock, "STALE_S", 0.4)
     assert "removed the lock" in WriterLock(tmp_path).acquire()
     with pytest.raises(RuntimeError, match=r"this job must not write to it"):
         holder.check_held()
@@ -395,4 +397,33 @@ def test_the_lock_of_another_machine_is_stale_if_its_time_stands_still(
 
 def leave_lock(folder: Path, change: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / "lock").write_text(json.dumps({**vars(Holder.this_process()), **change}))
+    (folder / "new").write_text(json.dumps({**vars(Holder.this_process()), **change}))
+    (folder / "new").rename(folder / "lock")
+
+
+def test_the_heartbeat_outlives_a_lock_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_lock, "HEARTBEAT_S", 0.05)
+    lock = WriterLock(tmp_path)
+    lock.acquire()
+    lock.path.rename(tmp_path / "gone")
+    time.sleep(0.5)
+    os.utime(tmp_path / "gone", ns=(0, 0))
+    (tmp_path / "gone").rename(lock.path)
+    lock.check_held()
+    deadline = time.monotonic() + 20
+    while lock.path.stat().st_mtime_ns == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert lock.path.stat().st_mtime_ns > 0
+    lock.release()
+
+
+def test_a_lock_taken_while_a_stale_one_is_removed_is_put_back(tmp_path: Path) -> None:
+    stale = Holder.this_process()
+    leave_lock(tmp_path, {})
+    taken = json.loads((tmp_path / "lock").read_text())
+    lock = WriterLock(tmp_path)
+    assert not lock._remove(stale, tmp_path / "aside")
+    assert json.loads(lock.path.read_text()) == taken
+    assert lock._remove(Holder(**taken), tmp_path / "aside")
+    assert not lock._remove(Holder(**taken), tmp_path / "aside")  # another job was faster
+    assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,8 @@ HEARTBEAT_S = 10.0
 """The holder sets the file's modification time this often."""
 STALE_S = 60.0
 """A lock of another machine is stale if its modification time does not change for this long."""
+RETRY_S = 5.0
+"""A lock that cannot be read is read again for this long before a save fails."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +74,24 @@ class WriterLock:
             if other is None:
                 time.sleep(1.0)  # its holder may be writing it
                 other = self._read()
+            if other is None and not self.path.exists():
+                continue  # released
             if other and not self._is_stale(other):
                 raise UsageError(
                     f"{self.path.parent} is in use by {other}: two jobs cannot write to one checkpoint folder. "
                     "End that process, or set another job.dump_folder or checkpoint.folder"
                 )
-            note = f"{self.path}: removed the lock of {other or 'an unknown process'}, which has ended"
-            aside = self.path.with_name(f"{NAME}.{holder.token}")
-            self.path.rename(aside)
-            aside.unlink()
+            if self._remove(other, self.path.with_name(f"{NAME}.{holder.token}")):
+                note = f"{self.path}: removed the lock of {other or 'an unknown process'}, which has ended"
         self.token = holder.token
-        threading.Thread(target=_keep_fresh, args=(self.path, self.token), daemon=True).start()
+        threading.Thread(target=self._keep_fresh, args=(self.token,), daemon=True).start()
         return note
 
     def check_held(self) -> None:
         """Raise if another job has taken the lock, which it does if this one was stopped for a minute."""
-        other = self._read()
+        deadline = time.monotonic() + RETRY_S
+        while (other := self._read()) is None and time.monotonic() < deadline:
+            time.sleep(RETRY_S / 10)
         if other is None or other.token != self.token:
             raise RuntimeError(f"{self.path.parent} belongs to {other or 'nobody'} now; this job must not write to it")
 
@@ -105,8 +110,31 @@ class WriterLock:
             json.dump(asdict(holder), file)
         return True
 
+    def _remove(self, stale: Holder | None, aside: Path) -> bool:
+        """Remove the lock of ``stale``. Return False if another job has removed it or taken the folder meanwhile."""
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return False
+        found = _read(aside)
+        if (found and found.token) != (stale and stale.token):
+            aside.rename(self.path)
+            return False
+        aside.unlink()
+        return True
+
     def _read(self) -> Holder | None:
         return _read(self.path)
+
+    def _keep_fresh(self, token: str) -> None:
+        while self.token == token:
+            time.sleep(HEARTBEAT_S)
+            other = self._read()
+            if other and other.token != token:
+                return
+            if other:
+                with suppress(OSError):  # the file system may fail once
+                    os.utime(self.path)
 
     def _is_stale(self, other: Holder) -> bool:
         if other.is_local:
@@ -119,15 +147,6 @@ class WriterLock:
         return True
 
 
-def _keep_fresh(path: Path, token: str) -> None:
-    while True:
-        time.sleep(HEARTBEAT_S)
-        holder = _read(path)
-        if holder is None or holder.token != token:
-            return
-        os.utime(path)
-
-
 def _read(path: Path) -> Holder | None:
     try:
         return Holder(**json.loads(path.read_text()))
@@ -136,7 +155,10 @@ def _read(path: Path) -> Holder | None:
 
 
 def _mtime(path: Path) -> int:
-    return path.stat().st_mtime_ns if path.exists() else 0
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _kernel() -> str:
