@@ -24,6 +24,7 @@ FLAVORS = {
     "two": {"n_layers": 2, "dim": 16, "n_heads": 2, "vocab_size": 32},
     "wide": {"n_layers": 1, "dim": 32, "n_heads": 2, "vocab_size": 32},
 }
+GPT_OSS = {"n_layers": 1, "dim": 64, "moe_inter_dim": 32, "vocab_size": 32}
 
 
 def job(flavor: str, folder: Path, **checkpoint: Any) -> JobContext:
@@ -130,3 +131,33 @@ def test_a_resumed_job_is_checked_too(tmp_path: Path) -> None:
     check_checkpoint_files(job("two", tmp_path))
     assert "more tensors that llama3 one lacks" in error_of(job("one", tmp_path))
     assert "checkpoint.load_step is 7; the complete checkpoints in" in error_of(job("two", tmp_path, load_step=7))
+
+
+def test_mxfp4_blocks_have_the_shape_of_their_weights(tmp_path: Path) -> None:
+    add_flavor("gpt_oss", "tiny", GPT_OSS)
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.job.dump_folder = "gpt_oss", "tiny", str(tmp_path / "job")
+    config.checkpoint.enable = config.checkpoint.initial_load_in_hf = True
+    config.checkpoint.initial_load_in_hf_quantized = True
+    config.checkpoint.initial_load_path = str(tmp_path)
+    context = JobContext(config, 1)
+    adapter = context.train_spec.state_dict_adapter
+    assert adapter is not None
+    tensors = {}
+    for name, weight in adapter(context.model_args, None).to_hf(context.model.state_dict()).items():
+        tensors[name] = torch.zeros(weight.shape, dtype=torch.bfloat16)
+        if name.endswith("_blocks"):  # 32 numbers of 4 bits and a scale
+            *rows, columns = weight.shape
+            tensors[name] = torch.zeros(*rows, columns // 32, 16, dtype=torch.uint8)
+            tensors[name.replace("_blocks", "_scales")] = torch.zeros(*rows, columns // 32, dtype=torch.uint8)
+    assert any(name.endswith("_blocks") for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint_files(context)
+    config.checkpoint.initial_load_in_hf_quantized = False
+    assert "_blocks is" in error_of(context)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    source = write_safetensors("two", tmp_path / "two")
+    save_file({"another.model": torch.zeros(1)}, source / "consolidated.safetensors")
+    check_checkpoint_files(job("two", tmp_path, initial_load_path=str(source), initial_load_in_hf=True))

@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Man
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.upstream import checkpoint_manager
 from torchtitan_npu.upstream.checkpoint_manager import on_first_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -91,6 +94,39 @@ def test_a_job_stopped_early_saves_its_full_state(tmp_path: Path) -> None:
     job.checkpointer.save(4, last_step=True)
     job.checkpointer.close()
     assert SmallJob(tmp_path).resume().step == 4
+
+
+def save_on_a_full_disk(folder: Path, mode: str) -> str:
+    """Return the error of a save whose files may have 512 bytes only."""
+    job = SmallJob(folder, checkpoint__async_mode=mode)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        with pytest.raises(UsageError) as error:
+            job.train(stop=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    job.checkpointer.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_is_one_line_on_every_rank(mode: str, tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, save_on_a_full_disk, tmp_path, mode)
+    assert first == second and "\n" not in first
+    assert "cannot be written: [Errno 27] File too large" in first
+
+
+def test_a_failed_job_does_not_wait_for_a_save_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_manager, "WAIT_AFTER_ERROR_S", 0.1)
+    job = SmallJob(tmp_path)
+    job.checkpointer.save_future = Future()  # another rank has ended
+    with pytest.raises(KeyError):
+        try:
+            raise KeyError
+        finally:
+            job.checkpointer.close()
+    assert names(tmp_path) == {"lock"}  # of a process that may still write
 
 
 # purging

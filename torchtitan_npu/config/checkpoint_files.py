@@ -27,10 +27,11 @@ def check_checkpoint_files(job: JobContext) -> None:
     if not checkpoint.enable or checkpoint.create_seed_checkpoint:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
-    saved = saved_checkpoints(folder)
-    source = find_source(
-        checkpoint, saved, folder, config.training.steps, checkpoint.load_step, config.model.hf_assets_path
-    )
+    steps, assets = config.training.steps, config.model.hf_assets_path
+    try:
+        source = find_source(checkpoint, saved_checkpoints(folder), folder, steps, checkpoint.load_step, assets)
+    except OSError as error:
+        raise UsageError(str(error)) from error
     if source is None or source.is_finished:
         return
     try:
@@ -43,9 +44,14 @@ def check_checkpoint_files(job: JobContext) -> None:
     for name, tensor in wanted.items():
         if name not in stored and not (job.ties_weights and name in ("output.weight", "lm_head.weight")):
             raise UsageError(f"{source.path} has no {name}: it is not of {_model(job)}")
-        if name in stored and stored[name] != tuple(tensor.shape):
+        if name not in stored:
+            continue
+        shape = stored[name]
+        if checkpoint.initial_load_in_hf_quantized and name.endswith("_blocks"):
+            shape = _shape_of_mxfp4(shape)
+        if shape != tuple(tensor.shape):
             raise UsageError(
-                f"{name} is {stored[name]} in {source.path} and {tuple(tensor.shape)} in {_model(job)}: "
+                f"{name} is {shape} in {source.path} and {tuple(tensor.shape)} in {_model(job)}: "
                 "the checkpoint is of another model"
             )
     if source.in_hugging_face_format:
@@ -68,6 +74,12 @@ def _wanted(job: JobContext, source: Source) -> dict[str, Tensor]:
             f"checkpoint.initial_load_in_hf: {_model(job)} has no state-dict adapter for Hugging Face's format"
         )
     return adapter(job.model_args, None).to_hf(tensors)
+
+
+def _shape_of_mxfp4(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a weight that is stored as ``(*rows, groups, bytes)``, with two numbers in a byte."""
+    *rows, groups, size = blocks
+    return (*rows, groups * size * 2)
 
 
 def _model(job: JobContext) -> str:

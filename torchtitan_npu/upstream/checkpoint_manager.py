@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import uuid
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +62,8 @@ from torchtitan_npu.log import log_on_first_rank
 T = TypeVar("T")
 COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
 """Sections whose changes since the checkpoint are logged when a job resumes."""
+WAIT_AFTER_ERROR_S = 5.0
+"""A job that fails waits this long for an asynchronous save."""
 
 
 class CheckpointManager(TitanCheckpointManager):
@@ -97,17 +101,28 @@ class CheckpointManager(TitanCheckpointManager):
         return note, self.lock.token
 
     def close(self) -> None:
-        """Wait for the last asynchronous save, and release the folder."""
+        """Wait for the last asynchronous save, and release the folder. After an error, wait a few seconds only."""
         lock, self.lock = self.lock, None
         if lock:
+            still_writes = False
             try:
-                self._async_wait()
+                if not isinstance(sys.exception(), Exception):
+                    self._async_wait()
+                elif self.save_future:  # its other ranks may have ended
+                    still_writes = bool(wait([self.save_future], WAIT_AFTER_ERROR_S).not_done)
             finally:
-                if is_first_rank():
+                if is_first_rank() and not still_writes:  # else the lock is stale when this process ends
                     lock.release()
         super().close()
 
     # saving
+
+    def _async_wait(self) -> None:
+        try:
+            super()._async_wait()
+        except CheckpointException as error:
+            self.save_future = None
+            raise _save_error(self.folder, error) from error
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         super().save(curr_step, last_step)
@@ -131,8 +146,20 @@ class CheckpointManager(TitanCheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """Save as TorchTitan does, in a folder beside ``checkpoint_id`` that gets this name when it is complete."""
+        try:
+            return self._save(state_dict, Path(checkpoint_id), async_mode, enable_garbage_collection, to_hf)
+        except CheckpointException as error:
+            raise _save_error(checkpoint_id, error) from error
+
+    def _save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint: Path,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool,
+        to_hf: bool,
+    ) -> Any:
         assert self.lock is not None
-        checkpoint = Path(checkpoint_id)
         publication = Publication(self.run, self.settings, self.lock)
         if to_hf:
             folder = str(incomplete(checkpoint))
@@ -210,7 +237,7 @@ class CheckpointManager(TitanCheckpointManager):
                 return
             dcp.load(state_dict, storage_reader=CheckpointReader(checkpoint_id), planner=PlainDataPlanner())
         except CheckpointException as error:
-            raise _usage_error(checkpoint_id, error) from error
+            raise _load_error(checkpoint_id, error) from error
         self.states[MODEL].load_state_dict(state_dict)
 
     def _intact(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
@@ -351,8 +378,16 @@ def _manifest_or_problem(path: Path) -> tuple[Manifest | None, str]:
         return None, str(error)
 
 
-def _usage_error(checkpoint_id: str, error: CheckpointException) -> BaseException:
-    """Return the first error of a rank as one line, if the checkpoint does not fit the job; else ``error``."""
+def _save_error(path: str, error: CheckpointException) -> Exception:
+    """Return the first error of a rank, which every rank gets: one line if the file system refuses the files."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, OSError):
+        return UsageError(f"{path} cannot be written: {cause}")
+    return RuntimeError(f"{path} was not written: {type(cause).__name__}: {cause}")
+
+
+def _load_error(checkpoint_id: str, error: CheckpointException) -> Exception:
+    """Return the first error of a rank: one line if the checkpoint does not fit the job."""
     cause = next(iter(error.failures.values()))[0]
     text = str(cause).splitlines()[0] if str(cause) else ""
     if isinstance(cause, UsageError):
@@ -368,4 +403,4 @@ def _usage_error(checkpoint_id: str, error: CheckpointException) -> BaseExceptio
         return UsageError(f"{checkpoint_id} has no {name}, which the job needs: it is of another model")
     if isinstance(cause, ValueError) and text.startswith("Size mismatch"):
         return UsageError(f"{checkpoint_id} is of another model: {text}")
-    return error
+    return RuntimeError(f"{checkpoint_id} was not loaded: {type(cause).__name__}: {cause}")

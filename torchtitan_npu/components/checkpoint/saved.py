@@ -53,11 +53,11 @@ def is_full_state(names: Container[str]) -> bool:
 
 def has_full_state(checkpoint: Path) -> bool:
     """Return whether a job can continue from ``checkpoint``. True if that cannot be read: loading says why."""
-    if not (checkpoint / METADATA).exists():
-        return False
     try:
         with (checkpoint / METADATA).open("rb") as file:
             return is_full_state(load_metadata(file).state_dict_metadata)
+    except FileNotFoundError:
+        return False
     except pickle.UnpicklingError:
         return True
 
