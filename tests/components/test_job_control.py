@@ -252,17 +252,20 @@ def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.Monke
             assert child.wait(30) == -signal.SIGKILL
 
 
-def test_an_exception_in_the_monitor_thread_ends_the_rank(
-    start: Start, exit_codes: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_exception_in_the_monitor_thread_ends_the_rank(waits: bool, start: Start) -> None:
+    """The main thread raises at its next step, or while it waits for the last step that the ranks agree on."""
     store = HashStore()
     monitor = start(store, 0, 2)
-    store.set("last_step", "seven")
-    store.set("stop", "SIGTERM to rank 1")
-    monitor._thread.join(30)
-    assert not monitor._thread.is_alive() and exit_codes == [1]
-    assert RankFailure.from_json(store.get("failure")).what.startswith("failed in its monitor thread: ValueError")
-    assert "first failure: rank 0" in capsys.readouterr().err
+    if waits:
+        monitor.progress.hold()
+        threading.Timer(0.1, store.set, ["failure", "not JSON"]).start()
+    else:
+        store.set("failure", "not JSON")
+        monitor._thread.join(30)
+    with pytest.raises(RuntimeError, match="the monitor thread of this rank has ended"):
+        monitor.progress.may_start(1)
 
 
 @pytest.mark.parametrize("disk_is_full", [False, True])

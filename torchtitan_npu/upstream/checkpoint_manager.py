@@ -302,22 +302,17 @@ def is_first_rank() -> bool:
 
 
 def on_first_rank(function: Callable[[], T]) -> T:
-    """Call ``function`` on rank 0 and return its result on every rank. An error is raised on every rank."""
-    result: T | None = None
-    failure: Exception | None = None
+    """Call ``function`` on rank 0. Return its result on every rank, or raise its error for the user on every rank."""
+    outcome: list[Any] = [None, ""]
     if is_first_rank():
         try:
-            result = function()
+            outcome[0] = function()
         except (UsageError, OSError) as error:
-            failure = UsageError(str(error))
-        except Exception as error:  # the other ranks wait for the broadcast
-            failure = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-    outcome: list[Any] = [result, failure]
+            outcome[1] = str(error)
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
-    if failure or outcome[1]:
-        raise failure or outcome[1]  # rank 0 has the cause
+    if outcome[1]:
+        raise UsageError(outcome[1])
     return outcome[0]
 
 
@@ -381,6 +376,8 @@ def _manifest_or_problem(path: Path) -> tuple[Manifest | None, str]:
 def _save_error(path: str, error: CheckpointException) -> Exception:
     """Return the first error of a rank, which every rank gets: one line if the file system refuses the files."""
     cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, UsageError):
+        return cause
     if isinstance(cause, OSError):
         return UsageError(f"{path} cannot be written: {cause}")
     return RuntimeError(f"{path} was not written: {type(cause).__name__}: {cause}")

@@ -93,7 +93,7 @@ class WriterLock:
         while (other := self._read()) is None and time.monotonic() < deadline:
             time.sleep(RETRY_S / 10)
         if other is None or other.token != self.token:
-            raise RuntimeError(f"{self.path.parent} belongs to {other or 'nobody'} now; this job must not write to it")
+            raise UsageError(f"{self.path.parent} belongs to {other or 'nobody'} now; this job must not write to it")
 
     def release(self) -> None:
         other = self._read()

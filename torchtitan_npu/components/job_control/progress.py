@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PHASES = ("starting", "loading data", "training", "saving or validating")
 """Phases of a rank. The last three repeat in each step, in this order."""
+
+CHECK_S = 1.0
+"""Seconds between two checks of the monitor while the main thread waits for it."""
 
 
 class Progress:
@@ -17,13 +20,16 @@ class Progress:
     which returns the last step that its main thread has started. The largest of these over all ranks is the last step
     of the job, :meth:`run_until`. A rank that has not started that step runs it, so no rank waits for another one in a
     collective. A step without a stop request costs one lock and no communication.
+
+    ``check_monitor`` raises if the monitor thread has ended: the main thread must not wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check_monitor: Callable[[], None] = lambda: None) -> None:
         self.step = 0
         """The last step that the main thread has started."""
         self.phase = PHASES[0]
         self.has_stepped = False
+        self._check_monitor = check_monitor
         self._changed = threading.Condition()
         self._held = False
         self._last: int | None = None
@@ -36,9 +42,11 @@ class Progress:
 
     def may_start(self, step: int) -> bool:
         """Return whether to run ``step``. If a stop is requested, wait until the ranks agree on their last step."""
+        self._check_monitor()
         with self._changed:
             while self._held and self._last is None:
-                self._changed.wait()
+                self._changed.wait(CHECK_S)
+                self._check_monitor()
             if self._last is not None and step > self._last:
                 return False
             self.step = step

@@ -68,7 +68,7 @@ class RankMonitor:
     """Run the monitor thread of this rank. Create it, and call every method without underscore, in the main thread."""
 
     def __init__(self, store: Store, rank: int, world_size: int, local_ranks: Iterable[int], limits: Limits) -> None:
-        self.progress = Progress()
+        self.progress = Progress(self._check_thread)
         self.stop_reason = ""
         """The signal and the rank that received it, if a stop is requested."""
         self._store, self._rank, self._world_size, self._limits = store, rank, world_size, limits
@@ -129,6 +129,10 @@ class RankMonitor:
             self._signals.ignore()
         write_error_file(message, EXIT_STOPPED)
 
+    def _check_thread(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the monitor thread of this rank has ended by the error above")
+
     def close(self) -> None:
         """Tell the other ranks that this one ends as it should, and end the thread."""
         self._closing = True
@@ -156,9 +160,6 @@ class RankMonitor:
                 return
             text = str(error).partition("\n")[0]
             self._end(self._own.failure(f"lost the store of torchrun on node 0, whose launcher has ended: {text}"))
-        except Exception as error:  # without this thread, the main thread may wait forever for its last step
-            text = f"failed in its monitor thread: {type(error).__name__}: {error}".partition("\n")[0]
-            self._end(self._own.failure(text, traceback.format_exc()))
 
     def _beat(self) -> None:
         self._own.number += 1
