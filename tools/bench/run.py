@@ -36,12 +36,13 @@ HOST_MODES = ("eager", "bypassed", "inductor", "lite")
 PARTS = {
     "ops": ["basic_kernels.py"],
     "dense_attention": ["basic_kernels.py", "--only", "attention"],
+    "gating": ["basic_kernels.py", "--only", "gating"],
     "attention": ["sparse_attention.py"],
     "indexer": ["indexer_kernels.py"],
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
     "chunked_loss": [
-        *("models.py", "--layers", "8", "20", "24", "--seq-len", "32768", "--only", "basic", "chunked", "--steps", "3")
+        *("models.py", "--layers", "8", "20", "21", "--seq-len", "32768", "--only", "basic", "chunked", "--steps", "3")
     ],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
     "combine": ["moe_combine.py"],
@@ -419,6 +420,7 @@ def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
 RENDER: dict[str, Callable[[Numbers], str]] = {
     "ops": ops,
     "dense_attention": op_table,
+    "gating": op_table,
     "attention": kernels,
     "indexer": kernels,
     "models": models,
