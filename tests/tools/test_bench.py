@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
 import harness
 import run
+import step_profile
 
 BENCH = Path(harness.__file__).parent
 
@@ -56,3 +57,15 @@ def test_a_wrong_result_ends_a_benchmark() -> None:
     for wrong in (exact * (1 + 2**-6), -exact, exact.roll(1, 0), exact * torch.nan):
         with pytest.raises(SystemExit, match="wrong result"):
             harness.error(wrong.bfloat16(), exact)
+
+
+def test_the_work_of_a_step() -> None:
+    """Bytes of a tensor count once per read and once per write; an expanded tensor has the bytes of its memory."""
+    a, b, sums = torch.ones(4, 8), torch.ones(8, 2), torch.zeros(4, 2)
+    with step_profile.Work() as work:
+        sums.copy_(a @ b)
+        sums.add_(torch.ones(1).expand(4, 2))
+    assert work.flops["aten::mm"] == 2 * 4 * 8 * 2
+    assert work.bytes["aten::mm"] == 4 * (32 + 16 + 8)
+    assert work.bytes["aten::copy_"] == 4 * (8 + 8)
+    assert work.bytes["aten::add_"] == 4 * (8 + 1 + 8)

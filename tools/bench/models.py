@@ -3,6 +3,7 @@
 
     python tools/bench/models.py [--layers 4 8] [--only eager dsa ...] [--seq-len 4096] [--steps 12] [--json FILE]
     python tools/bench/models.py --curves [--layers 4] [--steps 50] [--json FILE]
+    python tools/bench/models.py --profile [--layers 8] [--only basic] [--json FILE]
 
 The models are 671B_4layers and 671B_8layers, or have ``--layers`` layers: full width, one dense layer, 8 experts.
 Weights and optimizer states are bfloat16; the data is the shipped corpus. Activation checkpointing is as in the TOML
@@ -13,6 +14,9 @@ else waits for the device.
 ``--curves`` trains four eager and four fused models on the same batches, from equal weights except for rounding: one
 eager model has absorbed attention, and in five others one percent of the initial weights differ by one ulp. They show
 how far rounding alone changes a curve.
+
+``--profile`` measures the kernels of one step by operator. The limit of an operator is its work at the rate of a large
+matmul or of a copy, both measured in the same process.
 """
 
 from __future__ import annotations
@@ -139,6 +143,31 @@ def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[
         return train(trainer, trainer.batch_generator(trainer.dataloader), steps)
 
 
+def profile_step(layers: int, eager: bool, options: list[str]) -> dict[str, Any]:
+    """Train in this process up to the end of the warm-up, and measure the next step by operator."""
+    import torch
+    from harness import measure_machine
+    from step_profile import operator_rows
+
+    machine = measure_machine()
+    torch.cuda.empty_cache()
+    with trainer_of(layers, eager, options) as trainer:
+        batches = trainer.batch_generator(trainer.dataloader)
+
+        def step() -> None:
+            trainer.step += 1
+            trainer.train_step(batches)
+
+        for _ in range(WARM_UP):
+            step()
+        rows = operator_rows(step, machine)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+    return {"step_ms": 1e3 * (time.perf_counter() - start), "operators": rows, **machine.rates()}
+
+
 def in_a_process(layers: int, name: str, steps: int, options: list[str], timeout: float) -> dict[str, Any]:
     """Run :func:`measure` in a new process. Return its error if it fails or exceeds the time limit."""
     variables = rank_environment(PYTORCH_ALLOC_CONF="expandable_segments:True")
@@ -156,6 +185,11 @@ def in_a_process(layers: int, name: str, steps: int, options: list[str], timeout
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def operator_line(row: dict[str, Any]) -> str:
+    limit = row["limit_ms"] / row["ms"]
+    return f"{row['ms']:9.2f} ms  {row['calls']:5} calls  {limit:4.0%} of the limit  {row['operator']}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
@@ -163,6 +197,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=CONFIG_SEQUENCE)
     parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="measure the kernels of one step by operator")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help="measure one row in this process")
     parser.add_argument("--eager", action="store_true", help="with --measure")
@@ -171,6 +206,9 @@ def main() -> int:
     need_gpu()
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be above {WARM_UP}: the first steps are the warm-up")
+    if args.measure and args.profile:
+        print(json.dumps(profile_step(args.layers[0], args.eager, options)))
+        return 0
     if args.measure:
         print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.perturbed, options)))
         return 0
@@ -181,12 +219,16 @@ def main() -> int:
     longer = FULL if args.seq_len > CONFIG_SEQUENCE else []
     every = [*always, *longer, "--training.seq_len", str(args.seq_len), *options]
     every += ["--metrics.log_freq", "1" if args.curves else str(args.steps)]
+    every += ["--profile"] if args.profile else []
     begin = time.monotonic()
 
     def run(layers: int, name: str) -> dict[str, Any]:
         timeout = max(0.0, min(ROW_TIMEOUT, begin + TOTAL_TIMEOUT - time.monotonic()))
         row = in_a_process(layers, name, args.steps, [*every, *runs[name]], timeout)
-        shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
+        if "operators" in row:
+            shown = "\n".join([f"{row['step_ms']:.1f} ms a step", *map(operator_line, row["operators"])])
+        else:
+            shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
         print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
         return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
 

@@ -44,6 +44,7 @@ PARTS = {
     "chunked_loss": [
         *("models.py", "--layers", "8", "20", "21", "--seq-len", "32768", "--only", "basic", "chunked", "--steps", "3")
     ],
+    "step": ["models.py", "--profile", "--layers", "8", "--only", "basic"],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
     "combine": ["moe_combine.py"],
     "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--modes", *HOST_MODES],
@@ -297,6 +298,22 @@ def models(numbers: Numbers) -> str:
     return table(head, rows)
 
 
+def step(numbers: Numbers) -> str:
+    """Return the table of the operators that take 1 % of a step or more."""
+    (row,) = numbers["rows"]
+    operators = row["operators"]
+    total = sum(each["ms"] for each in operators)
+    shown = [each for each in operators if each["ms"] >= total / 100]
+    cells = []
+    for each in shown:
+        shares = f"{each['ms'] / total:.0%}", f"{each['limit_ms'] / each['ms']:.0%}"
+        cells.append([f"`{each['operator']}`", str(each["calls"]), f"{each['ms']:.1f}", *shares])
+    rest = total - sum(each["ms"] for each in shown)
+    cells.append([f"{len(operators) - len(shown)} others", "", f"{rest:.1f}", f"{rest / total:.0%}", ""])
+    times = f"Kernels take {total:.0f} ms of a step of {row['step_ms']:.0f} ms. {rates(row)}"
+    return "\n\n".join([table(["operator", "calls", "ms", "share", "of its limit"], cells), times])
+
+
 COMBINE = {"upstream": "TorchTitan's combine", "scores": '`"scores"`', "rows": '`"rows"`'}
 
 
@@ -426,6 +443,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "models": models,
     "long": models,
     "chunked_loss": models,
+    "step": step,
     "curves": curves,
     "combine": combine,
     "host_dispatch_cpu": host_dispatch,
