@@ -2,6 +2,7 @@
 """Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. Most need a GPU.
 
     python tools/bench/run.py [--only ops attention indexer models long curves combine ...] [--numbers DIR]
+    python tools/bench/run.py --only attention_peers                    # with the folder of sparse_attention_peers.py
     python tools/bench/run.py --only host_dispatch_cpu                  # on a CPU
     python tools/bench/run.py --only npu_launches npu_host_time         # on the emulator: . tools/contract_env.sh
     python tools/bench/run.py --render      # only write tables and plots again
@@ -38,6 +39,7 @@ PARTS = {
     "dense_attention": ["basic_kernels.py", "--only", "attention"],
     "gating": ["basic_kernels.py", "--only", "gating"],
     "attention": ["sparse_attention.py"],
+    "attention_peers": ["sparse_attention.py", "--peers", "peers"],
     "indexer": ["indexer_kernels.py"],
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
@@ -54,7 +56,8 @@ PARTS = {
     "npu_launches": ["npu_steps.py", "launches"],
     "npu_host_time": ["npu_steps.py", "host_time"],
 }
-WITHOUT_GPU = ("host_dispatch_cpu", "npu_launches", "npu_host_time")
+NOT_BY_DEFAULT = ("host_dispatch_cpu", "npu_launches", "npu_host_time", "attention_peers")
+"""Parts that need no GPU, and one that needs a folder of public kernels."""
 
 
 Numbers = dict[str, Any]
@@ -278,6 +281,36 @@ def kernels(numbers: Numbers) -> str:
     return "\n\n".join([table(head, rows), *measured, *distances])
 
 
+ATTENTION_KERNELS = {
+    "ours": "ours",
+    "FlashMLA, given lengths": "FlashMLA",
+    "FlashMLA": "FlashMLA without lengths",
+    "tilelang, pipelined": "tilelang, pipelined",
+    "tilelang": "tilelang",
+}
+
+
+def attention_peers(numbers: Numbers) -> str:
+    """Return the times of public kernels of sparse attention in ms, one row per pass, number of heads and rows."""
+    cases: dict[str, dict[str, Numbers]] = {}
+    for row in numbers["rows"]:
+        name, heads, rows = row["what"].rsplit(", ", 2)
+        direction, kernel = name.split(", ", 1)
+        cases.setdefault(f"{direction}, {heads}, {rows}", {})[kernel] = row
+    lines = []
+    for case, measured in sorted(cases.items(), key=lambda item: item[0].startswith("backward")):
+        best = min(row["ms"] for row in measured.values() if "ms" in row)
+        cells = [_peer_cell(measured.get(kernel), best) for kernel in ATTENTION_KERNELS]
+        lines.append([case, *cells, f"{measured['ours']['limit_ms']:.2f}"])
+    return "\n\n".join([table(["", *ATTENTION_KERNELS.values(), "limit"], lines), rates(numbers)])
+
+
+def _peer_cell(row: Numbers | None, best: float) -> str:
+    if row is None or "failed" in row:
+        return "" if row is None else "does not run"
+    return f"**{row['ms']:.2f}**" if row["ms"] == best else f"{row['ms']:.2f}"
+
+
 def models(numbers: Numbers) -> str:
     """Return the table of training speed and memory."""
     rows, eager = [], {}
@@ -439,6 +472,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "dense_attention": op_table,
     "gating": op_table,
     "attention": kernels,
+    "attention_peers": attention_peers,
     "indexer": kernels,
     "models": models,
     "long": models,
@@ -487,7 +521,7 @@ def measure(part: str, folder: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_a_gpu = [part for part in PARTS if part not in WITHOUT_GPU]
+    on_a_gpu = [part for part in PARTS if part not in NOT_BY_DEFAULT]
     parser.add_argument(
         "--only", nargs="+", choices=list(PARTS), default=on_a_gpu, help="parts to run (default: all on a GPU)"
     )

@@ -228,20 +228,22 @@ def main() -> None:
     torch.manual_seed(0)
     machine = measure_machine()
     parts = (check(), *(times(length, machine) for length in args.lengths))
+    about: dict[str, Any] = machine.rates()
     if args.peers:
         import sparse_attention_peers
 
-        parts = (sparse_attention_peers.rows(args.peers, machine),)
+        about |= {"peers": sparse_attention_peers.versions(args.peers)}
+        parts = (sparse_attention_peers.rows(machine),)
     rows: list[Row] = []
     for of_length in parts:
         for row in of_length:
             rows.append(row)
             print(show(row), flush=True)
             if args.json:
-                write_partial(args.json, rows, **machine.rates())
+                write_partial(args.json, rows, **about)
         torch.cuda.empty_cache()
     if args.json:
-        write(args.json, rows, **machine.rates())
+        write(args.json, rows, **about)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -110,9 +111,18 @@ class Case:
             yield "backward, tilelang", backward, BACKWARD
 
 
-def rows(folder: Path, machine: Machine) -> Iterator[Row]:
-    """Time our kernels and the peers in ``folder``; a peer that is missing or fails has a row with its error."""
+def versions(folder: Path) -> dict[str, str]:
+    """Return the versions of the peers in ``folder``, which becomes importable. FlashMLA has none."""
     sys.path.insert(0, str(folder))
+    found = {}
+    for name, module in (("tilelang", "tilelang"), ("FlashMLA", "flash_mla")):
+        if find_spec(module):
+            found[name] = getattr(import_module(module), "__version__", "from source")
+    return found
+
+
+def rows(machine: Machine) -> Iterator[Row]:
+    """Time our kernels and the peers; a peer that is missing or fails has a row with its error."""
     for heads in HEADS:
         for name, first in (("causal", 0), ("full rows", QUERIES)):
             case = Case(heads, first)

@@ -25,7 +25,10 @@ from torchtitan_npu.ops import OPS, define
 from torchtitan_npu.ops.sparse_flash_attention import gluon, op, reference
 
 ROOT = Path(__file__).parents[3]
-DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="the kernel needs a Hopper GPU"
+)
 SCALE = (512 + 64) ** -0.5
 CASES = {
     "one key": ("BSND", [(1, 1)], True, (64, 1), 1, "contiguous"),
@@ -183,6 +186,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, Triton does not interpret the first of the two kernels")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing wait, fence or arrival in the kernel is an error of the simulator."""

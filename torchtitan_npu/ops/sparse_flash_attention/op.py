@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -266,16 +265,12 @@ in_triton = kernel(reference.npu_sparse_flash_attention)
 in_gluon = kernel(reference.npu_sparse_flash_attention, "gluon")
 
 
-USE_GLUON = "TORCHTITAN_NPU_GLUON"
-"""Environment variable: 1 chooses the Gluon kernel. It is not the default because it has not been run on a GPU yet."""
-
-
 def cuda(
     query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, **others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the Triton kernel, or if asked for the Gluon kernel on a Hopper GPU at the sizes it takes."""
+    """Run the Gluon kernel on a Hopper GPU at the sizes it takes, and the Triton kernel otherwise."""
     arguments = {"query": query, "key": key, "value": value, "query_rope": query_rope, **others}
-    if os.environ.get(USE_GLUON) == "1" and is_hopper(query) and suits_gluon(query, key, value, query_rope):
+    if is_hopper(query) and suits_gluon(query, key, value, query_rope):
         log_gluon()
         return in_gluon(**arguments)
     return in_triton(**arguments)
