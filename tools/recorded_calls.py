@@ -29,8 +29,9 @@ of each row, see [its operator errors](../how-to/doctor.md#operator-errors).
 - `bfloat16[3]` is a bfloat16 tensor with three dimensions. It is contiguous, unless "transposed" (the last two
   dimensions) or "strided" follows.
 - Sizes, numbers and arguments that have their default are left out.
-- A step has all converters that apply to the model. Without a degree (`shard`, `tp`, `cp`, `ep`, `etp`) it is a step of
-  one device, whose parameters are float32 under autocast. With degrees, parameters are bfloat16 (FSDP).
+- A step has all converters that apply to the model, or one of them ("with one converter"). Without a degree (`shard`,
+  `tp`, `cp`, `ep`, `etp`) it is a step of one device, whose parameters are float32 under autocast. With degrees,
+  parameters are bfloat16 (FSDP).
 - "files" are steps of the shipped train configs, on a rank of the job's full size.
 
 The [contract tests](../explanation/contract-tests.md) compare each step with this list and check its calls against the
@@ -44,7 +45,8 @@ def record() -> dict[str, list[dict[str, Any]]]:
     """Run the tests, and return the different calls of each operator with the steps that make them."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"RECORDED_CALLS": folder}
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *TESTS], cwd=ROOT, env=environment, check=True)
+        command = [sys.executable, "-m", "pytest", "-m", "slow or not slow", "-n", "0", *TESTS]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
         steps = {file.stem: json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())}
     operators: dict[str, dict[str, tuple[dict[str, Any], list[str]]]] = {}
     for step, calls in steps.items():
@@ -70,10 +72,11 @@ def page(recorded: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def steps(names: list[str]) -> str:
-    """Return the names of a call's steps, with a count instead of the train configs' file names."""
+    """Return the names of a call's steps, with counts instead of train configs and of steps with one converter."""
     files = len({name.partition(",")[0] for name in names if ".toml" in name})
-    counted = [f"{files} file{'s' * (files > 1)}"] if files else []
-    return "; ".join([name for name in names if ".toml" not in name] + counted)
+    alone = sum(", only " in name for name in names)
+    counted = [f"{alone} with one converter"] * bool(alone) + [f"{files} file{'s' * (files > 1)}"] * bool(files)
+    return "; ".join([name for name in names if ".toml" not in name and ", only " not in name] + counted)
 
 
 def text(value: Any) -> str:

@@ -36,9 +36,10 @@ def check_calls(step: str, calls: CallsAndLimits) -> None:
         assert _sorted(calls.described) == _sorted(_recorded(step)), "run python -m tools.recorded_calls"
 
 
-def step_name(model: str, layout: dict[str, int]) -> str:
-    """Return a name such as ``"llama3, cp 4, tp 2"``."""
-    return ", ".join([model, *(f"{name} {degree}" for name, degree in layout.items())])
+def step_name(model: str, layout: dict[str, int] | None = None, only: str = "") -> str:
+    """Return a name such as ``"llama3, cp 4, tp 2"``, or ``"llama3, only npu_rope"`` for a step with one converter."""
+    degrees = (f"{name} {degree}" for name, degree in (layout or {}).items())
+    return ", ".join([model, *([f"only {only}"] if only else []), *degrees])
 
 
 def _recorded(step: str) -> dict[str, list[dict[str, Any]]]:
