@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.test_contract_limits import QUOTES
 from torchtitan_npu.emulator.build import ACL_DTYPES, ANY_DTYPE, TENSORS, dtype_set
 from torchtitan_npu.emulator.limits import bounds, documented_limits, is_documented
 from torchtitan_npu.ops import OPS
@@ -50,6 +51,18 @@ DIFFERENCES = {
     ("npu_swiglu", "input's memory"): MADE_CONTIGUOUS,
     ("npu_swiglu_backward", "grad_output's memory"): MADE_CONTIGUOUS,
 }
+
+NAN = "reported from hardware: the gradient of different dtypes is NaN; CANN's document allows any pair"
+COPIED = "CANN's host code takes a transpose as it is, and copies other strided tensors in every call"
+UNDOCUMENTED = {
+    ("npu_moe_token_unpermute", "the dtype of permuted_tokens and probs"): NAN,
+    ("_npu_moe_token_unpermute", "the dtype of permuted_tokens and probs"): NAN,
+    ("npu_moe_token_unpermute_grad_v2", "the dtype of grad_unpermuted_tokens, permuted_tokens and probs"): NAN,
+    ("npu_grouped_matmul", "whether x (with group_type 2: x.t()) is contiguous"): COPIED,
+    ("npu_grouped_matmul", "whether weight (or, but with group_type 2, its transpose) is contiguous"): COPIED,
+    ("npu_swiglu", "the number of dimensions of input"): "tensors of CANN have at most 8 dimensions",
+}
+"""Our limits that neither CANN's documents nor torch_npu's have, with their reasons."""
 
 
 DTYPE_COLUMNS = {
@@ -182,6 +195,12 @@ def others(items: list[Any]) -> Iterator[Any]:
 def test_every_operator_with_limits_is_documented() -> None:
     documented = {row["op"] for row in ROWS}
     assert {name for name, op in OPS.items() if op.limits} == documented
+
+
+def test_every_limit_of_ours_has_a_source() -> None:
+    ours = {(name, limit.what) for name, op in OPS.items() for limit in op.limits}
+    documented = {(row["op"], row["what"]) for row in ROWS} | {(quote.op, quote.what) for quote in QUOTES}
+    assert ours - documented == UNDOCUMENTED.keys()
 
 
 def test_the_probes_find_differences() -> None:
