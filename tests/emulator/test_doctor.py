@@ -1,5 +1,6 @@
-"""The doctor's operator checks on the emulated NPU: torch_npu and the emulator run every recorded call."""
+"""The doctor on the emulated NPU: torch_npu and the emulator run every recorded call."""
 
+from torchtitan_npu.cli.doctor.command import Machine, environment
 from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS, check_operators
 from torchtitan_npu.ops import OPS
 
@@ -9,3 +10,7 @@ def test_every_line_is_green() -> None:
     assert sorted(finding.check for finding in findings) == sorted(OPS)
     assert [finding for finding in findings if finding.status != "green"] == []
     assert all("error" in finding.what for finding in findings if finding.check not in OF_SEVERAL_RANKS)
+
+
+def test_the_network_interface_has_a_line() -> None:
+    assert [finding.check for finding in environment(Machine(None))].count("network interfaces") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.config.comm import Comm
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.torch_internals.hccl import hccl_options, options_of
 
@@ -88,15 +91,26 @@ def test_the_chosen_rank_and_steps_are_profiled(job: Job) -> None:
     assert [group["global_ranks"] for group in groups.values()].count([0, 1]) >= 2
 
 
-def test_memory_snapshots_are_written(job: Job) -> None:
+def test_memory_snapshots_are_written_and_the_cache_is_emptied(job: Job) -> None:
+    """Nothing else in a job with enough memory returns segments of the cache to the device."""
     file = job.folder / "memory_snapshot" / "iteration_2" / "rank0_memory_snapshot.pickle"
-    assert pickle.loads(file.read_bytes())["segments"]
+    snapshot = pickle.loads(file.read_bytes())
+    assert snapshot["segments"]
+    assert "segment_free" in [event["action"] for event in snapshot["device_traces"][0]]
 
 
 def test_utilization_is_that_of_the_chip(job: Job) -> None:
     assert "A100" not in job.output
     (tflops, mfu) = re.findall(r"tflops: ([\d.]+).*?mfu: ([\d.]+)%", job.output)[-1]
     assert float(mfu) == pytest.approx(100 * float(tflops) / 294.912, abs=0.01)
+
+
+def test_the_peak_of_a_device() -> None:
+    config = JobConfig()
+    assert peak_flops(config)("Ascend910B3") == 294.912e12  # 20 units x 8192 operations x 1.8 GHz
+    assert math.isnan(peak_flops(config)("Ascend310P3"))  # no bfloat16
+    config.npu.peak_tflops = 100
+    assert peak_flops(config)("Ascend310P3") == peak_flops(config)("Ascend910B3") == 100e12
 
 
 def test_the_options_of_a_group() -> None:

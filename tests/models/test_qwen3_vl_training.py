@@ -34,7 +34,7 @@ SIZES = {
     "moe_inter_dim": 32,
     "mrope_section": (6, 5, 5),
 }
-CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_mrope"]
+CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"]
 DATA = {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
 
 
