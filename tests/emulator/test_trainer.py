@@ -21,6 +21,7 @@ from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.torch_internals.hccl import hccl_options, options_of
+from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
@@ -116,6 +117,18 @@ def test_the_peak_of_a_device() -> None:
 def test_the_options_of_a_group() -> None:
     assert hccl_options().hccl_config == {}
     assert hccl_options(64).hccl_config == {"hccl_buffer_size": 64}
+
+
+def buffers_of_groups() -> list[dict[str, int]]:
+    if not dist.is_initialized():
+        dist.init_process_group("hccl")
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=2, etp=1, world_size=2)
+    dims.hccl_buffers = {"ep": 64}
+    return [options_of(dims.get_mesh(name).get_group()).hccl_config for name in ("ep", "fsdp")]
+
+
+def test_a_dimension_has_its_own_buffers() -> None:
+    assert run_on_ranks(2, buffers_of_groups, process_group=False) == 2 * [[{"hccl_buffer_size": 64}, {}]]
 
 
 def timeouts_of_the_default_group() -> list[float]:
