@@ -10,6 +10,7 @@ import resource
 import shutil
 import time
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests._helpers.killed_saves import kill_saves
+from tests._helpers.killed_saves import kill_ranks, kill_saves
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
@@ -57,14 +58,58 @@ def flip_a_bit(path: Path) -> None:
 # atomic saves
 
 
-def test_a_killed_save_leaves_every_checkpoint_complete_or_absent(tmp_path: Path) -> None:
+def run_in_a_process(target: Any, *args: Any) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests._helpers.multirank_preload"])
-    process = context.Process(target=kill_saves, args=(tmp_path,))
+    process = context.Process(target=target, args=args)
     process.start()
     process.join(300)
     process.kill()
     assert process.exitcode == 0
+
+
+def test_a_killed_save_leaves_every_checkpoint_complete_or_absent(tmp_path: Path) -> None:
+    run_in_a_process(kill_saves, tmp_path)
+
+
+@pytest.mark.parametrize("in_hugging_face_format", [False, True], ids=["checkpoint", "export"])
+def test_a_killed_rank_of_two_leaves_every_checkpoint_complete_or_absent(
+    in_hugging_face_format: bool, tmp_path: Path
+) -> None:
+    run_in_a_process(kill_ranks, tmp_path, in_hugging_face_format)
+
+
+def test_only_folders_of_earlier_jobs_are_removed(job_folder: Path) -> None:
+    checkpoints = job_folder / "checkpoint"
+    for name in (".incomplete-5", ".deleted-7-old", f".incomplete-8-{'0a' * 16}", f".deleted-2-{'0a' * 16}"):
+        shutil.copytree(checkpoints / "step-2", checkpoints / name)
+        (checkpoints / name / "manifest.json").unlink()
+    SmallJob(job_folder).checkpointer.close()
+    assert names(job_folder) == {".incomplete-5", ".deleted-7-old", "step-2", "step-4", "step-6"}
+
+
+def resume_with_slow_files(folder: Path) -> int:
+    """Save and resume where one rank works on files for longer than the time-out of the default group."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+
+    def slow(function: Any, rank: int) -> Any:
+        def call(*args: Any) -> Any:
+            if dist.get_rank() == rank:
+                time.sleep(4)
+            return function(*args)
+
+        return call
+
+    checkpoint_manager.recover = slow(checkpoint_manager.recover, rank=0)  # type: ignore[assignment]
+    Manifest.check_files = slow(Manifest.check_files, rank=1)  # type: ignore[method-assign]
+    SmallJob(folder).train(stop=1)
+    step = SmallJob(folder, checkpoint__load_only=True).resume().step
+    dist.destroy_process_group()
+    return step
+
+
+def test_ranks_wait_for_long_work_on_files(tmp_path: Path) -> None:
+    assert run_on_ranks(2, resume_with_slow_files, tmp_path, process_group=False, new_processes=True) == [1, 1]
 
 
 def test_a_resumed_job_continues_exactly(job_folder: Path, tmp_path: Path) -> None:
@@ -153,6 +198,21 @@ def test_the_newest_full_state_is_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-2", "step-3"}
     SmallJob(tmp_path, **options | {"training__steps": 4}).resume().train()
     assert names(tmp_path) == {"step-3", "step-4"}
+
+
+def test_the_checkpoint_before_a_step_that_is_not_finite_is_kept(tmp_path: Path) -> None:
+    options = {"checkpoint__keep_latest_k": 2, "training__steps": 20}
+    job = SmallJob(tmp_path, **options)
+    assert job.checkpointer.keep_before(1) is None
+    job.train(stop=4)
+    job = SmallJob(tmp_path, **options).resume(step=3)  # a rollback: step 4 does not lead to the steps after it
+    assert job.checkpointer.keep_before(6) == tmp_path / "checkpoint" / "step-3"
+    job.train(stop=7)
+    assert names(tmp_path) == {"step-3", "step-6", "step-7"}
+    job = SmallJob(tmp_path, **options).resume()
+    assert job.checkpointer.keep_before(8) == tmp_path / "checkpoint" / "step-7"
+    job.train(stop=10)
+    assert names(tmp_path) == {"step-3", "step-7", "step-9", "step-10"}
 
 
 # integrity

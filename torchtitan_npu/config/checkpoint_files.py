@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from torchtitan_npu.components.checkpoint.checkpoint_folder import saved_checkpoints
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
-from torchtitan_npu.components.checkpoint.saved import saved_checkpoints
 from torchtitan_npu.components.checkpoint.source import Source, find_source
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes, unused_weights
 from torchtitan_npu.errors import UsageError

@@ -6,6 +6,7 @@ Faults of TorchTitan 0.2.2 (components/checkpoint.py) that it works around:
 - ``keep_latest_k`` deletes by step, counts half-written folders and every name that contains ``step-N``.
 - A checkpoint of the model only, the default last save, cannot be resumed, and hides the full state before it.
 - A changed learning rate or optimizer setting is replaced with the checkpoint's, without a word.
+- Ranks wait for the slowest with ``comm.train_timeout_seconds``: one rank that writes for longer ends the job.
 - An empty checkpoint folder turns ``initial_load_path`` off.
 
 Delete it when TorchTitan publishes checkpoints with a rename and checks them on load.
@@ -20,6 +21,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,15 +38,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_npu.components.checkpoint import manifest as manifests
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, file_record
-from torchtitan_npu.components.checkpoint.saved import (
+from torchtitan_npu.components.checkpoint.checkpoint_folder import (
     SavedCheckpoint,
-    incomplete,
     recover,
+    rename_for_deletion,
     saved_checkpoints,
-    set_aside,
     stale_checkpoints,
 )
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, file_record
 from torchtitan_npu.components.checkpoint.source import Source, find_source
 from torchtitan_npu.components.checkpoint.storage import (
     CheckpointReader,
@@ -58,10 +59,14 @@ from torchtitan_npu.config.checkpoint import STATES
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.upstream.hooks import loading_in, saving_in
 
 T = TypeVar("T")
 COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
 """Sections whose changes since the checkpoint are logged when a job resumes."""
+FILES_TIMEOUT = timedelta(hours=2)
+"""Ranks wait this long for another one that reads, writes or deletes files. ``comm.train_timeout_seconds`` is meant for
+collectives between kernels."""
 WAIT_AFTER_ERROR_S = 5.0
 """A job that fails waits this long for an asynchronous save."""
 
@@ -84,9 +89,17 @@ class CheckpointManager(TitanCheckpointManager):
         self.settings = json.loads(json.dumps(settings))  # as they are read from a manifest
         self.run = uuid.uuid4().hex
         """A job that resumes continues the run of its checkpoint."""
+        self.loaded: Path | None = None
+        """The checkpoint of this folder that the job has loaded."""
+        self.sequence_at_start = 0.0
+        """Position of the newest checkpoint when the job started: it has written the later ones."""
+        self.group: dist.ProcessGroup | None = None
+        """Where ranks wait for each other's work on files."""
+        if self.enable and dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=FILES_TIMEOUT)
         if self.enable and not self.load_only:
             self.lock = WriterLock(Path(self.folder))
-            note, self.lock.token = on_first_rank(self._take_folder)
+            note, self.lock.token = on_first_rank(self._take_folder, self.group)
             if note:
                 log_on_first_rank(note, logging.WARNING)
 
@@ -162,14 +175,15 @@ class CheckpointManager(TitanCheckpointManager):
         assert self.lock is not None
         publication = Publication(self.run, self.settings, self.lock)
         if to_hf:
-            folder = str(incomplete(checkpoint))
-            super().dcp_save(state_dict, folder, async_mode, enable_garbage_collection, to_hf=True)
-            files = _file_records(incomplete(checkpoint))
-            on_first_rank(lambda: publication.publish(checkpoint, files, full=False))
+            folder = publication.folder_of(checkpoint)
+            export = saving_in(TitanCheckpointManager.dcp_save, self.group)
+            export(self, state_dict, str(folder), async_mode, enable_garbage_collection, to_hf=True)
+            files = _file_records(folder, self.group)
+            on_first_rank(lambda: publication.publish(checkpoint, files, full=False), self.group)
             return None
         writer = CheckpointWriter(checkpoint, publication)
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            dcp.save(state_dict, storage_writer=writer, process_group=self.group)
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -187,9 +201,34 @@ class CheckpointManager(TitanCheckpointManager):
         return future
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.keep_latest_k > 0 and is_first_rank():
+        if self.keep_latest_k > 0 and self.lock and is_first_rank():
             for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
-                self.purge_queue.put(str(set_aside(checkpoint)))
+                self.purge_queue.put(str(rename_for_deletion(checkpoint, self.lock.token)))
+
+    def keep_before(self, step: int) -> Path | None:
+        """Keep the newest checkpoint that leads to ``step``, which is not finite, and return it. None if there is none.
+
+        Collective: waits for an asynchronous save. A job that saves nothing marks nothing.
+        """
+        if not self.enable:
+            return None
+        if self.lock:
+            self._async_wait()
+        return on_first_rank(lambda: self._keep_newest(step), self.group)
+
+    def _keep_newest(self, step: int) -> Path | None:
+        # after a rollback, the folder may have newer checkpoints that do not lead to this step
+        leading = [
+            c
+            for c in saved_checkpoints(Path(self.folder))
+            if c.step < step and (c.is_full or c.step == 0)
+            if c.path == self.loaded or (c.sequence > self.sequence_at_start and c.manifest)
+        ]
+        if not leading:
+            return None
+        if self.lock:
+            leading[-1].keep(f"The last checkpoint before step {step}, whose loss or gradient norm is not finite.")
+        return leading[-1].path
 
     # loading
 
@@ -199,9 +238,12 @@ class CheckpointManager(TitanCheckpointManager):
         if not self.enable:
             return False
         job, folder = self.job_config, Path(self.folder)
-        saved = on_first_rank(lambda: saved_checkpoints(folder))
+        saved = on_first_rank(lambda: saved_checkpoints(folder), self.group)
+        self.sequence_at_start = saved[-1].sequence if saved else 0.0
         assets = getattr(job.model, "hf_assets_path", "")
-        source = on_first_rank(lambda: find_source(job.checkpoint, saved, folder, job.training.steps, step, assets))
+        source = on_first_rank(
+            lambda: find_source(job.checkpoint, saved, folder, job.training.steps, step, assets), self.group
+        )
         if source is None:
             return False
         if source.note:
@@ -210,7 +252,7 @@ class CheckpointManager(TitanCheckpointManager):
             assert source.saved is not None
             self.states[TRAIN_STATE].load_state_dict({"step": source.saved.step, "ntokens_seen": 0})
             return True
-        source = self._intact(source, saved)
+        source = self._intact_source(source, saved)
         logger.info(f"Loading the checkpoint from {source.path}.")
         configured = self._optimizer_settings()
         self.dcp_load(
@@ -220,6 +262,7 @@ class CheckpointManager(TitanCheckpointManager):
             from_quantized=self.initial_load_in_hf_quantized,
         )
         self._apply_optimizer_settings(configured)
+        self.loaded = source.saved.path if source.saved else None
         if source.saved and source.saved.manifest:
             self.run = source.saved.manifest.run
             self._log_changes(source.saved.manifest)
@@ -233,23 +276,25 @@ class CheckpointManager(TitanCheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         try:
             if from_hf:
-                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+                load = loading_in(TitanCheckpointManager.dcp_load, self.group)
+                load(self, state_dict, checkpoint_id, from_hf, from_quantized)
                 return
-            dcp.load(state_dict, storage_reader=CheckpointReader(checkpoint_id), planner=PlainDataPlanner())
+            reader, planner = CheckpointReader(checkpoint_id), PlainDataPlanner()
+            dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=self.group)
         except CheckpointException as error:
             raise _load_error(checkpoint_id, error) from error
         self.states[MODEL].load_state_dict(state_dict)
 
-    def _intact(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
+    def _intact_source(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
         """Return ``source`` if its files are as they were written, or the checkpoint to fall back to."""
-        problem = _problem(source.path)
+        problem = _damage_of(source.path, self.group)
         if problem is None:
             return source
         damaged = source.saved
         if damaged is None:
             raise UsageError(problem)
-        usable = on_first_rank(lambda: _sources_before(damaged, saved))
-        fallback = next((s for s in usable if _problem(s.path) is None), None)
+        usable = on_first_rank(lambda: _sources_before(damaged, saved), self.group)
+        fallback = next((s for s in usable if _damage_of(s.path, self.group) is None), None)
         intact = fallback.saved if fallback else None
         if fallback is None or intact is None:
             raise UsageError(f"{problem}; no intact checkpoint was written before it")
@@ -301,7 +346,7 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def on_first_rank(function: Callable[[], T]) -> T:
+def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call ``function`` on rank 0. Return its result on every rank, or raise its error for the user on every rank."""
     outcome: list[Any] = [None, ""]
     if is_first_rank():
@@ -310,36 +355,36 @@ def on_first_rank(function: Callable[[], T]) -> T:
         except (UsageError, OSError) as error:
             outcome[1] = str(error)
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1]:
         raise UsageError(outcome[1])
     return outcome[0]
 
 
-def _everywhere(value: T) -> list[T]:
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return the ``value`` of each rank."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _own_part(names: list[str]) -> list[str]:
+def _files_of_this_rank(names: list[str]) -> list[str]:
     """Return the part of ``names`` that this rank reads."""
     return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
 
 
-def _file_records(folder: Path) -> dict[str, FileRecord]:
+def _file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Return the records of all files below ``folder``. Each rank reads some of them and forces them to disk."""
-    names = on_first_rank(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
+    names = on_first_rank(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()), group)
     records: dict[str, FileRecord] = {}
     problem = ""
     try:
-        records = {name: file_record(folder / name, sync=True) for name in _own_part(names)}
+        records = {name: file_record(folder / name, sync=True) for name in _files_of_this_rank(names)}
     except OSError as error:
         problem = str(error)
-    parts = _everywhere((records, problem))
+    parts = _gather((records, problem), group)
     if problems := [problem for _, problem in parts if problem]:
         raise UsageError(problems[0])
     return {name: record for records, _ in parts for name, record in records.items()}
@@ -351,18 +396,18 @@ def _sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> l
     return [Source(c.path, model_only=not c.is_full, saved=c) for c in reversed(before) if c.is_full or c.step == 0]
 
 
-def _problem(path: Path) -> str | None:
+def _damage_of(path: Path, group: dist.ProcessGroup | None) -> str | None:
     """Return why the checkpoint at ``path`` must not be loaded, or None. Each rank reads some of its files."""
-    manifest, found = on_first_rank(lambda: _manifest_or_problem(path))
+    manifest, found = on_first_rank(lambda: _manifest_or_damage(path), group)
     if manifest:
         try:
-            manifest.check_files(path, _own_part(list(manifest.files)))
+            manifest.check_files(path, _files_of_this_rank(list(manifest.files)))
         except (DamagedCheckpoint, OSError) as error:
             found = str(error)
-    return next(filter(None, _everywhere(found)), None)
+    return next(filter(None, _gather(found, group)), None)
 
 
-def _manifest_or_problem(path: Path) -> tuple[Manifest | None, str]:
+def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str]:
     """Return the manifest of the checkpoint at ``path``, or why it must not be loaded. Neither if it needs none."""
     try:
         if (path / manifests.NAME).exists():

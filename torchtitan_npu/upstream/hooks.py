@@ -8,12 +8,14 @@ argument. Any module may import this one: of this package it imports only
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from torch.distributed import checkpoint as dcp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ParallelStyle
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import CheckpointManager, consolidate_safetensors_files_on_every_rank
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers_with_moe_load_balancing
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -133,6 +135,11 @@ def train_with(profiling: Callable[..., Any], set_timeouts: Callable[..., None])
     return rebound(Trainer.train, replacements)
 
 
+def train_step_with(clip: Callable[..., Any]) -> Callable[..., None]:
+    """Return ``Trainer.train_step`` with ``clip`` in place of ``clip_grad_norm_``, the last call before the update."""
+    return rebound(Trainer.train_step, {dist_utils: SimpleNamespace(**vars(dist_utils) | {"clip_grad_norm_": clip})})
+
+
 def with_peak_flops(init: Callable[..., None], peak_flops: Callable[[str], float]) -> Callable[..., None]:
     """Return ``init``, of the Trainer or the MetricsProcessor, with ``peak_flops`` in place of ``get_peak_flops``.
 
@@ -144,6 +151,26 @@ def with_peak_flops(init: Callable[..., None], peak_flops: Callable[[str], float
 def with_checkpoint_manager(init: Callable[..., None], manager: Callable[..., Any]) -> Callable[..., None]:
     """Return ``init`` of the Trainer with ``manager`` in place of TorchTitan's ``CheckpointManager``."""
     return rebound(init, {CheckpointManager: manager})
+
+
+def saving_in(dcp_save: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    """Return ``CheckpointManager.dcp_save`` whose exports wait for the slowest rank in ``group``, with its time-out.
+
+    TorchTitan's wait in the default group, whose time-out is that of the training's collectives.
+    """
+    save, consolidate = partial(dcp.save, process_group=group), consolidate_safetensors_files_on_every_rank
+    return rebound(
+        dcp_save,
+        {
+            dcp: SimpleNamespace(**vars(dcp) | {"save": save}),
+            consolidate: partial(consolidate, process_group=group),
+        },
+    )
+
+
+def loading_in(dcp_load: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    """Return ``CheckpointManager.dcp_load`` that waits for the slowest rank in ``group``, as :func:`saving_in` does."""
+    return rebound(dcp_load, {dcp: SimpleNamespace(**vars(dcp) | {"load": partial(dcp.load, process_group=group)})})
 
 
 def with_rotations(

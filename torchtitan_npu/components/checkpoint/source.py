@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_npu.components.checkpoint.saved import METADATA, SavedCheckpoint, has_full_state
+from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA, SavedCheckpoint, has_full_state
 from torchtitan_npu.config.checkpoint import Checkpoint
 from torchtitan_npu.errors import UsageError
 

@@ -19,9 +19,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from torchtitan_npu.components.checkpoint.checkpoint_folder import (
+    incomplete_path,
+    is_full_state,
+    publish,
+    saved_checkpoints,
+)
 from torchtitan_npu.components.checkpoint.manifest import FileRecord, Manifest, new_checksum
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata, load_plain
-from torchtitan_npu.components.checkpoint.saved import incomplete, is_full_state, publish, saved_checkpoints
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
 from torchtitan_npu.errors import UsageError
 
@@ -34,6 +39,10 @@ class Publication:
     settings: dict[str, Any]
     lock: WriterLock
 
+    def folder_of(self, checkpoint: Path) -> Path:
+        """Return the folder in which ``checkpoint`` is written."""
+        return incomplete_path(checkpoint, self.lock.token)
+
     def publish(self, checkpoint: Path, files: dict[str, FileRecord], full: bool) -> None:
         """Write the manifest of the folder in which ``checkpoint`` was written, and give it its name."""
         self.lock.check_held()
@@ -41,8 +50,8 @@ class Publication:
         step = int(checkpoint.name.removeprefix("step-"))
         sequence = int(before) + 1 if step else 0
         manifest = Manifest(step, self.run, sequence, full, self.settings, dict(sorted(files.items())))
-        manifest.write(incomplete(checkpoint))
-        publish(checkpoint)
+        manifest.write(self.folder_of(checkpoint))
+        publish(checkpoint, self.lock.token)
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -52,7 +61,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     def __init__(self, checkpoint: Path, publication: Publication) -> None:
-        super().__init__(incomplete(checkpoint))
+        super().__init__(publication.folder_of(checkpoint))
         self.fs: ChecksumFileSystem = ChecksumFileSystem()
         self.checkpoint, self.publication = checkpoint, publication
 

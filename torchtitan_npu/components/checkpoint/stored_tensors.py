@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_npu.components.checkpoint.checkpoint_folder import HUGGING_FACE_INDEX, METADATA
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
-from torchtitan_npu.components.checkpoint.saved import HUGGING_FACE_INDEX, METADATA
 
 Shapes = dict[str, tuple[int, ...]]
 SCALES = ("_scale_inv", "_scales")

@@ -1,7 +1,8 @@
 """The checkpoints in a folder: which are complete, in which order they were written, which may be deleted.
 
-A checkpoint is ``step-N``. While it is written it is ``.incomplete-N``. A checkpoint that gives way is renamed first,
-to ``.replaced-N`` or ``.deleted-N``. No other name in the folder is touched.
+A checkpoint is ``step-N``. While it is written it is ``.incomplete-N-TOKEN``, with the token of the writer's lock, so
+that two jobs never write to one folder. A checkpoint to be deleted is renamed first, to ``.replaced-N-TOKEN`` or
+``.deleted-N-TOKEN``. No other name in the folder is touched.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Man
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
-LEFT_OVER = re.compile(r"\.(incomplete|replaced|deleted)-(0|[1-9]\d*)")
+TEMPORARY = re.compile(r"\.(incomplete|replaced|deleted)-(0|[1-9]\d*)-([0-9a-f]{32})")
 METADATA = ".metadata"
+KEEP = "keep"
+"""A checkpoint with this file is never deleted."""
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 
 
@@ -45,6 +48,14 @@ class SavedCheckpoint:
         """Return whether a job can continue from it."""
         return self.manifest.full if self.manifest else has_full_state(self.path)
 
+    @property
+    def is_kept(self) -> bool:
+        return (self.path / KEEP).exists()
+
+    def keep(self, reason: str) -> None:
+        """Let nothing but the user delete it. ``reason`` is the text of its file ``KEEP``."""
+        (self.path / KEEP).write_text(f"{reason}\nWithout this file, checkpoint.keep_latest_k may delete it.\n")
+
 
 def is_full_state(names: Container[str]) -> bool:
     """Return whether ``names``, the keys of a checkpoint, include the state of the training loop."""
@@ -62,16 +73,20 @@ def has_full_state(checkpoint: Path) -> bool:
         return True
 
 
-def incomplete(checkpoint: Path) -> Path:
-    """Return the folder in which ``step-N`` is written."""
-    return checkpoint.with_name(checkpoint.name.replace("step", ".incomplete"))
+def incomplete_path(checkpoint: Path, token: str) -> Path:
+    """Return the folder in which the holder of the lock with ``token`` writes ``checkpoint``."""
+    return _temporary_path(checkpoint, "incomplete", token)
+
+
+def _temporary_path(checkpoint: Path, state: str, token: str) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name.replace('step', f'.{state}')}-{token}")
 
 
 def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """Return the complete checkpoints in ``folder``, in the order in which they were written."""
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if match := LEFT_OVER.fullmatch(path.name):
+        if match := TEMPORARY.fullmatch(path.name):
             # a kill between the two renames of publish() leaves a complete folder with this name
             if match[1] == "incomplete" and (path / manifests.NAME).exists():
                 found.setdefault(int(match[2]), path)
@@ -92,13 +107,13 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
         before = max((other.sequence for other in with_manifest if other.step < step), default=0)
         checkpoints.append(SavedCheckpoint(path, step, None, before + 0.5 if step else 0))
     for step, path, damage in damaged:
-        written = _written(path)
-        before = max((other.sequence for other in with_manifest if _written(other.path) <= written), default=0)
+        written = _manifest_time(path)
+        before = max((other.sequence for other in with_manifest if _manifest_time(other.path) <= written), default=0)
         checkpoints.append(SavedCheckpoint(path, step, None, before + 0.5 if step else 0, damage))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step))
 
 
-def _written(checkpoint: Path) -> int:
+def _manifest_time(checkpoint: Path) -> int:
     """Return the time of a manifest, or 0 if it is gone."""
     try:
         return (checkpoint / manifests.NAME).stat().st_mtime_ns
@@ -106,26 +121,26 @@ def _written(checkpoint: Path) -> int:
         return 0
 
 
-def publish(checkpoint: Path) -> None:
-    """Give the complete folder ``.incomplete-N`` its name ``step-N``. An older ``step-N`` is deleted afterwards."""
-    replaced = checkpoint.with_name(checkpoint.name.replace("step", ".replaced"))
+def publish(checkpoint: Path, token: str) -> None:
+    """Give the complete folder ``.incomplete-N-TOKEN`` its name ``step-N``, and delete an older ``step-N``."""
+    replaced = _temporary_path(checkpoint, "replaced", token)
     if checkpoint.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         checkpoint.rename(replaced)
-    incomplete(checkpoint).rename(checkpoint)
+    incomplete_path(checkpoint, token).rename(checkpoint)
     sync_folder(checkpoint.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def recover(folder: Path) -> None:
-    """Finish or undo what a killed job left behind. Only the holder of the folder's lock may call this."""
+    """Finish or undo what jobs that have ended left behind. Only the holder of the folder's lock may call this."""
     for path in sorted(folder.iterdir()):  # .deleted, .incomplete, .replaced
-        match = LEFT_OVER.fullmatch(path.name)
+        match = TEMPORARY.fullmatch(path.name)
         if not match:
             continue
         checkpoint = path.with_name(f"step-{match[2]}")
         if match[1] == "incomplete" and (path / manifests.NAME).exists():
-            publish(checkpoint)
+            publish(checkpoint, match[3])
         elif match[1] == "replaced" and not checkpoint.exists():
             path.rename(checkpoint)
         else:
@@ -133,14 +148,17 @@ def recover(folder: Path) -> None:
 
 
 def stale_checkpoints(folder: Path, run: str, keep: int) -> list[SavedCheckpoint]:
-    """Return the checkpoints of ``run`` beyond the ``keep`` newest, without the newest one that a job can continue."""
+    """Return the checkpoints of ``run`` that may be deleted: those beyond the ``keep`` newest.
+
+    The newest one that a job can continue is not among them, nor is one that is marked as kept.
+    """
     own = [c for c in saved_checkpoints(folder) if c.manifest and c.manifest.run == run]
     newest_full = next((c for c in reversed(own) if c.is_full), None)
-    return [c for c in own[:-keep] if c is not newest_full]
+    return [c for c in own[:-keep] if c is not newest_full and not c.is_kept]
 
 
-def set_aside(checkpoint: SavedCheckpoint) -> Path:
+def rename_for_deletion(checkpoint: SavedCheckpoint, token: str) -> Path:
     """Rename ``checkpoint`` before it is deleted, so that a kill leaves no half-deleted ``step-N``."""
-    deleted = checkpoint.path.with_name(f".deleted-{checkpoint.step}")
+    deleted = _temporary_path(checkpoint.path, "deleted", token)
     shutil.rmtree(deleted, ignore_errors=True)
     return checkpoint.path.rename(deleted)
