@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests._helpers.entry_ranks import job_arguments, start_ranks
+from torchtitan_npu.cli.launch.failure_report import stop_message
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,6 +83,24 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(mode: str, tmp_path:
     expected, actual = losses(straight.log(0)), losses(resumed.log(0))
     for step in (last + 1, last + 2):
         assert actual[step] == expected[step]
+
+
+def test_a_step_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
+    saved = {"checkpoint__enable": "True", "checkpoint__interval": "1", "checkpoint__async_mode": "async"}
+    with start_ranks(tmp_path, fault="nan", **saved) as ranks:
+        assert ranks.exit_codes() == [3, 3], ranks.log(0)
+    first = "the output of layers.0.feed_forward, on rank 1, microbatch 1"
+    report = (
+        f"First, when the step runs again: {first}\nThe last checkpoint before it is {tmp_path}/checkpoint/step-2: "
+    )
+    assert "Step 3 is not finite (gradient norm nan, loss not finite on rank 1)" in ranks.log(0)
+    assert "first failure" not in ranks.log(0) + ranks.log(1)
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step-1", "step-2"}
+    for rank in (0, 1):  # as torchrun keeps them
+        (tmp_path / f"run/attempt_0/{rank}").mkdir(parents=True)
+        (tmp_path / f"error{rank}.json").rename(tmp_path / f"run/attempt_0/{rank}/error.json")
+    message, code = stop_message(tmp_path) or ("", 0)
+    assert code == 3 and report in message
 
 
 def test_a_second_signal_ends_a_rank_at_once(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ EXIT_FAILED = 1
 """This rank failed, or ends because another one did."""
 EXIT_USAGE = 2
 """The job cannot run as configured."""
+EXIT_NONFINITE = 3
+"""Stopped because the loss or the gradients are not finite. The same job would stop there again."""
 EXIT_STOPPED = 75
 """Stopped by a signal after a complete step; the job can be resumed. The usual code for "try again later"."""
 

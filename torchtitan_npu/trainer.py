@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.distributed.utils import set_pg_timeouts
+from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module
 from torchtitan.train import Trainer as TitanTrainer
@@ -31,17 +31,19 @@ from torchtitan_npu.components.job_control.progress import PHASES, Progress
 from torchtitan_npu.components.job_control.rank_monitor import RankMonitor
 from torchtitan_npu.components.job_control.start import start_monitor
 from torchtitan_npu.components.metrics import peak_flops
+from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep, NonfiniteStop
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
-from torchtitan_npu.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
+from torchtitan_npu.errors import EXIT_FAILED, EXIT_NONFINITE, EXIT_STOPPED, EXIT_USAGE, UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
+from torchtitan_npu.torch_internals.pipelining import stage_modules
 from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
-from torchtitan_npu.upstream.hooks import train_with, with_checkpoint_manager, with_peak_flops
+from torchtitan_npu.upstream.hooks import train_step_with, train_with, with_checkpoint_manager, with_peak_flops
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.stop_checkpoint import save_before_stop
 
@@ -67,6 +69,8 @@ class Trainer(TitanTrainer):
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own_context = getattr(self.model_args, "context_parallel", None)
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
+        self.checked_steps = CheckedSteps(self)
+        self._run_step = train_step_with(self._clip_and_check)
 
     def init_distributed(self) -> ParallelDims:
         job = self.job_config
@@ -138,7 +142,11 @@ class Trainer(TitanTrainer):
         self.progress.phase = "training"
         for loss in self.auxiliary_losses:
             loss.start_step()
-        super().train_step(data_iterator)
+        try:
+            self._run_step(self, self.checked_steps.start(data_iterator))
+        except NonfiniteStep as found:
+            with self.progress.during(PHASES[-1]):  # it may wait for a save
+                self.checked_steps.skip_or_stop(found)
         if not self.has_stepped and self.job_config.compile.enable:
             logger.info(f"The first step took {time.perf_counter() - started:.1f} s, including compilation")
         if not self.has_stepped and self.job_config.npu.empty_cache_after_first_step:
@@ -147,8 +155,25 @@ class Trainer(TitanTrainer):
         self.has_stepped = self.progress.has_stepped = True
         self.progress.phase = PHASES[-1]
 
+    def _clip_and_check(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clip the gradients. Raise :class:`NonfiniteStep`, on every rank, if they or the loss are not finite."""
+        norm = clip_grad_norm_(*args, **kwargs)
+        self.checked_steps.check(norm)
+        return norm
+
+    def parts_by_stage(self) -> dict[int, torch.nn.Module]:
+        """Return this rank's parts of the model, by pipeline stage."""
+        return stage_modules(self.pp_schedule) if self.parallel_dims.pp_enabled else dict(enumerate(self.model_parts))
+
     def forward_backward_step(
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
+    ) -> torch.Tensor:
+        loss = self._forward_backward(input_dict, labels, global_valid_tokens)
+        self.checked_steps.add_batch(global_valid_tokens, loss)
+        return loss
+
+    def _forward_backward(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
     ) -> torch.Tensor:
         dims = self.parallel_dims
         # DDP averages the gradients of its replicas, which are already divided by the tokens of all replicas
@@ -174,6 +199,7 @@ def train(config: JobConfig) -> None:
     """Run a job, or write its seed checkpoint. Name the first rank that fails, on every rank.
 
     Raise ``SystemExit`` after a failure, which has then been printed, and :class:`JobStopped` after a stop signal.
+    After a step that is not finite, raise :class:`NonfiniteStop`.
     """
     monitor = start_monitor(config.comm)
     if monitor:
@@ -189,8 +215,11 @@ def _train_monitored(config: JobConfig, monitor: RankMonitor) -> None:
         _train(config, monitor)
     except JobStopped as stopped:
         message = f"Stopped by {monitor.stop_reason} {stopped.message}"
-        monitor.finish_stop(message)
+        monitor.finish_stop(message, EXIT_STOPPED)
         log_on_first_rank(message)
+        raise
+    except NonfiniteStop as stopped:
+        monitor.finish_stop(stopped.report, EXIT_NONFINITE)
         raise
     except UsageError as error:
         if monitor.progress.step == 0:  # before training, all ranks raise it alike, and the entry prints it once

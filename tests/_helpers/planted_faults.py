@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.hf_datasets import text_datasets
+from torchtitan.models.llama3.model.model import FeedForward
 
 from tests._helpers.layouts import add_flavors
 from torchtitan_npu.errors import UsageError
@@ -49,6 +50,7 @@ def refuse_pidfd(pid: int, flags: int = 0) -> int:
 
 FAULTS = {
     "usage error": raise_usage_error,
+    "nan": lambda: None,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "hang": lambda: time.sleep(1000),
@@ -80,6 +82,9 @@ if fault in FAULTS:
         step(self, *args, **kwargs)
 
     OptimizersContainer.step = step_with_fault  # type: ignore[method-assign]
+    if fault == "nan":
+        forward = FeedForward.forward
+        FeedForward.forward = lambda self, x: forward(self, x) * (1 if steps < STEP - 1 else float("nan"))  # type: ignore
 elif fault:
     corpus = text_datasets.DATASETS["tiny_corpus"]
     text_datasets.DATASETS["tiny_corpus"] = type(corpus)(corpus.path, corpus.loader, LOADERS[fault])

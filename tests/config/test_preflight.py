@@ -75,6 +75,10 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
     ("options", "world_size", "message"),
     [
         ({"npu__loss_chunk_tokens": -1}, 1, "npu.loss_chunk_tokens is -1; it must be at least 0"),
+        ({"training__max_nonfinite_steps": -1}, 1, "training.max_nonfinite_steps is -1; it must be at least 0"),
+        ({"training__max_nonfinite_steps": 2}, 1, "training.max_nonfinite_steps is 2; without"),
+        ({"training__skip_nonfinite_steps": True}, 1, "needs training.max_nonfinite_steps of at least 2, not 1"),
+        ({"optimizer__early_step_in_backward": True}, 1, "set training.max_nonfinite_steps = 0"),
         (
             {"model__name": "simple_fsdp.llama3", "npu__loss_chunk_tokens": 64},
             1,

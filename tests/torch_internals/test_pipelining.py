@@ -1,12 +1,20 @@
 """Pipeline stages and schedules of torch still mean what they meant."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch import nn
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
-from torchtitan_npu.torch_internals.pipelining import Action, full_backward, schedule_actions
+from torchtitan_npu.torch_internals.pipelining import Action, full_backward, schedule_actions, stage_modules
 
 
 def test_full_backward_returns_the_gradients_of_the_inputs() -> None:
@@ -15,6 +23,15 @@ def test_full_backward_returns_the_gradients_of_the_inputs() -> None:
     (gradient,) = full_backward(arguments)
     assert gradient.tolist() == [3.0, 3.0]
     assert weight.grad is not None and weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_the_modules_of_a_rank_by_stage() -> None:
+    def stage(index: int) -> Any:
+        return SimpleNamespace(num_stages=4, group_size=2, group_rank=0, stage_index=index, submod=nn.Identity())
+
+    first, third = stage(0), stage(2)
+    assert stage_modules(Schedule1F1B(first, 4)) == {0: first.submod}
+    assert stage_modules(ScheduleInterleaved1F1B([first, third], 4)) == {0: first.submod, 2: third.submod}
 
 
 def test_one_stage_per_rank() -> None:

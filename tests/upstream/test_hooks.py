@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -52,6 +53,14 @@ def test_the_call_is_replaced_in_a_copy(name: str) -> None:
     copy = hook(function)
     assert copy is not function
     assert refers_to(copy, [replacement]) and not refers_to(function, [replacement])
+
+
+def test_the_last_call_before_the_update_and_those_of_dcp_are_replaced() -> None:
+    step: Any = hooks.train_step_with(replacement)
+    assert step.__globals__["dist_utils"].clip_grad_norm_ is replacement
+    assert hooks.saving_in(CheckpointManager.dcp_save, None) is not CheckpointManager.dcp_save
+    load: Any = hooks.loading_in(CheckpointManager.dcp_load, "group")
+    assert load.__globals__["dcp"].load.keywords == {"process_group": "group"}
 
 
 def test_which_plans_have_experts() -> None:

@@ -69,3 +69,12 @@ def _counted_once(block: Any) -> torch.Tensor:
     counts = block.moe.tokens_per_expert
     count_in_recomputation = getattr(block.moe, "count_in_recomputation", True)  # TorchTitan's own layers do
     return counts // 2 if count_in_recomputation and is_checkpointed(block) else counts
+
+
+@torch.no_grad()
+def reset_token_counts(model_parts: list[nn.Module]) -> None:
+    """Forget the tokens that the experts have had in this step, whose update is not applied."""
+    for part in model_parts:
+        for name, buffer in part.named_buffers():
+            if name.endswith("tokens_per_expert"):
+                buffer.zero_()

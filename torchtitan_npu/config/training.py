@@ -11,6 +11,7 @@ from torchtitan_npu.config.check_helpers import check_at_least, check_known, che
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
+    from torchtitan_npu.config.job_config import JobConfig
     from torchtitan_npu.config.preflight import JobContext
 
 
@@ -22,6 +23,17 @@ class Training(TitanTraining):
     """
     dtype of parameters in mixed precision, with FSDP or torch.autocast. Default: `"float32"` on the CPU, which has no
     fast bfloat16 matrix product, else `"bfloat16"`.
+    """
+
+    max_nonfinite_steps: int = 1
+    """
+    Stop the job after this many steps in a row whose loss or gradient norm is not finite; 0 turns the check off. Such a
+    step never updates the weights. See [Steps that are not finite](../how-to/nonfinite-steps.md).
+    """
+
+    skip_nonfinite_steps: bool = False
+    """
+    Skip the update of such a step and continue, until there are `max_nonfinite_steps` of them in a row, at least 2.
     """
 
 
@@ -45,11 +57,32 @@ def check_training(job: "JobContext") -> None:
             f"validation.seq_len is {validation.seq_len}; it must be at most training.seq_len, {training.seq_len}: "
             "the model has no rotary angles for later positions"
         )
+    _check_nonfinite_steps(job.config)
     data_ranks = job.dims.dp_replicate * job.dims.dp_shard
     if training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * data_ranks):
         raise UsageError(
             f"training.global_batch_size {training.global_batch_size} is not a multiple of "
             f"local_batch_size {training.local_batch_size} × {data_ranks} data-parallel ranks"
+        )
+
+
+def _check_nonfinite_steps(config: "JobConfig") -> None:
+    limit, skips = config.training.max_nonfinite_steps, config.training.skip_nonfinite_steps
+    check_at_least("training.max_nonfinite_steps", limit, 0)
+    if skips and limit < 2:
+        raise UsageError(
+            f"training.skip_nonfinite_steps = true needs training.max_nonfinite_steps of at least 2, not {limit}: the "
+            "job stops at that many such steps in a row"
+        )
+    if limit > 1 and not skips:
+        raise UsageError(
+            f"training.max_nonfinite_steps is {limit}; without training.skip_nonfinite_steps = true it must be 0 or 1: "
+            "a step that is not finite cannot update the weights"
+        )
+    if limit and config.optimizer.early_step_in_backward:
+        raise UsageError(
+            "optimizer.early_step_in_backward updates the weights before the gradients are checked: set "
+            "training.max_nonfinite_steps = 0, which turns the check off"
         )
 
 

@@ -19,6 +19,12 @@ def full_backward(arguments: dict[str, Any]) -> Any:
     return stage_backward(arguments["stage_output"], arguments["output_grads"], arguments["input_values"])
 
 
+def stage_modules(schedule: Any) -> dict[int, nn.Module]:
+    """Return the modules of this rank's stages, by the number of the stage."""
+    stages = schedule._stages if isinstance(schedule, PipelineScheduleMulti) else [schedule._stage]
+    return {stage.stage_index: stage.submod for stage in stages}
+
+
 COMPUTATIONS = ("F", "I", "W", "B")
 """Forward, gradients of inputs, gradients of weights, and both gradients at once."""
 

@@ -32,7 +32,7 @@ from torchtitan_npu.cli.launch.failure_report import (
 )
 from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
 from torchtitan_npu.cli.network_interfaces import SELECTORS, addresses, interface_towards
-from torchtitan_npu.errors import EXIT_STOPPED, UsageError
+from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -152,8 +152,8 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
         signals = record_signals()  # torchrun's handlers would raise in the middle of the report
         if failed is None:
             return 0
-        if message := stop_message(folder):  # the signal went to a rank, or to another node
-            return report_stop(message)
+        if stop := stop_message(folder):  # after a signal to a rank or another node, or a step that is not finite
+            return report_stop(*stop)
         out.hold()  # other nodes may report after the time limit of deferred errors
         err.hold()
         failures = failures_of(failed, options.node, folder)
@@ -166,8 +166,8 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
             raise KeyboardInterrupt(signals[0])
         return 1
     except SignalException as ended:  # torchrun has stopped the ranks
-        if message := stop_message(folder):
-            return report_stop(message)
+        if stop := stop_message(folder):
+            return report_stop(*stop)
         raise KeyboardInterrupt(ended.sigval) from None
     except (RendezvousError, DistError) as error:
         print(f"launch: error: {rendezvous_error(options, error)}", file=sys.stderr)
@@ -177,10 +177,10 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
             stream.release(drop=described)  # the report contains rank 0's error or its cause
 
 
-def report_stop(message: str) -> int:
-    """Print the message of ranks that have stopped after a signal, and return the exit code."""
+def report_stop(message: str, exit_code: int) -> int:
+    """Print the message of ranks that have stopped together, and return their exit code."""
     print(f"launch: {message}", file=sys.stderr)
-    return EXIT_STOPPED
+    return exit_code
 
 
 def run_ranks(arguments: list[str]) -> ChildFailedError | None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_npu.errors import EXIT_STOPPED
+from torchtitan_npu.errors import EXIT_NONFINITE, EXIT_STOPPED
 
 if TYPE_CHECKING:  # the launcher checks its options before it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -99,15 +99,20 @@ def _failure(rank: int, failure: ProcessFailure, node: int, log: Path, later: in
     return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), killed, cause)
 
 
-def stop_message(folder: Path) -> str | None:
-    """Return the message of the ranks of this launch if all of them have stopped after a signal, as they should."""
+def stop_message(folder: Path) -> tuple[str, int] | None:
+    """Return the message and exit code of the ranks of this launch if all have stopped in the same way, as they should.
+
+    They do so after a signal, and after a step that is not finite.
+    """
     logs = list(folder.glob("*/attempt_*/[0-9]*"))
     files = [log / "error.json" for log in logs]
     if not logs or not all(file.is_file() for file in files):
         return None
     messages = [json.loads(file.read_text())["message"] for file in files]
-    stopped = all(isinstance(one, dict) and one.get("errorCode") == EXIT_STOPPED for one in messages)
-    return messages[0]["message"] if stopped else None
+    codes = {one.get("errorCode") if isinstance(one, dict) else None for one in messages}
+    if codes not in ({EXIT_STOPPED}, {EXIT_NONFINITE}):
+        return None
+    return messages[0]["extraInfo"]["py_callstack"], codes.pop()
 
 
 def _traceback(failure: ProcessFailure) -> str:

@@ -97,6 +97,7 @@ def job_config(name: str, converters: list[str], steps: int, seq_len: int, lr: f
     config.metrics.log_freq = 1
     config.comm.trace_buf_size = 0
     config.activation_checkpoint.mode = "none"
+    config.training.max_nonfinite_steps = 0  # a loss that is not finite is part of the verdict
     config.debug.seed = 7
     return config
 

@@ -34,7 +34,7 @@ from torchtitan_npu.components.job_control.heartbeat import Heartbeat, StallTime
 from torchtitan_npu.components.job_control.progress import PHASES, Progress
 from torchtitan_npu.components.job_control.rank_process import STOPPED_STATES, RankProcess
 from torchtitan_npu.components.job_control.stop_signals import StopSignals
-from torchtitan_npu.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
+from torchtitan_npu.errors import EXIT_FAILED, EXIT_USAGE, UsageError
 
 INTERVAL_S = 1.0
 """Seconds between heartbeats."""
@@ -119,7 +119,7 @@ class RankMonitor:
         write_error_file(text, code, first, later=first.rank != self._rank)
         _print_last(first)
 
-    def finish_stop(self, message: str) -> None:
+    def finish_stop(self, message: str, exit_code: int) -> None:
         """Wait until all ranks have saved, ignore further signals, and leave ``message`` to torchrun."""
         self._store.add("stopped", 1)
         deadline = time.monotonic() + LONG_CALL_S
@@ -127,7 +127,7 @@ class RankMonitor:
             time.sleep(0.05)
         if self._signals:
             self._signals.ignore()
-        write_error_file(message, EXIT_STOPPED)
+        write_error_file(message, exit_code)
 
     def _check_thread(self) -> None:
         if not self._thread.is_alive():

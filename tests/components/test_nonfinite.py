@@ -1,0 +1,197 @@
+"""Steps that are not finite update nothing; the job stops with the module that is the first, or skips them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests._helpers.layouts import job_config
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import recording, state, train_until
+from torchtitan_npu.components.nonfinite.first_module import ModuleWatch, plain_name
+from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
+
+NAN = float("nan")
+
+
+class NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * NAN
+
+
+class Faulty(nn.Module):
+    """Multiply by a weight, with a fault in one of the passes."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.fault = fault
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fault == "backward":
+            x = NanGradient.apply(x)
+        elif self.fault == "overflow":
+            self.weight.register_hook(lambda gradient: gradient * float("inf"))
+        y = x * self.weight
+        return y * NAN if self.fault == "forward" or (self.fault == "recomputation" and self.calls == 2) else y
+
+
+def watched(*faults: str, checkpointed: bool = False) -> ModuleWatch:
+    """Run a chain of modules with these faults, whose first and last module are sound."""
+    blocks: list[nn.Module] = [nn.Sequential(Faulty(), Faulty(fault)) for fault in faults]
+    model = nn.Sequential(Faulty(), *(checkpoint_wrapper(b) if checkpointed else b for b in blocks), Faulty())
+    watch = ModuleWatch(0)
+    for number in (1, 2):
+        with watch.watching({0: model}):
+            loss = model(torch.ones(3)).sum()
+            loss.backward()
+            watch.check_loss(loss, number)
+    watch.check_gradients_of_weights({0: model})
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return watch
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("faults", "what"),
+    [
+        (("", "forward", "forward"), "the output of 2.1, on rank 0, microbatch 1"),
+        (("backward", "forward"), "the output of 2.1, on rank 0, microbatch 1"),
+        (("backward", "", "backward", ""), "the gradient of the input of 3.1, on rank 0, microbatch 1"),
+        (("", "overflow"), "the gradient of the weight 2.1.weight, on rank 0"),
+    ],
+)
+def test_the_first_module_is_named(faults: tuple[str, ...], what: str, checkpointed: bool) -> None:
+    assert str(watched(*faults, checkpointed=checkpointed).first) == what
+
+
+def test_a_recomputation_is_no_forward_pass() -> None:
+    assert watched("", "recomputation", "", checkpointed=True).first is None  # in the first of two steps
+
+
+MODULE = "layers.2.feed_forward.w2"
+
+
+def plant(trainer: Any, fault: str, steps: set[int], module: str = MODULE) -> None:
+    """Let the last rank that has ``module`` compute nan in ``steps``: in its output, its gradient, or once only."""
+    found = [m for part in trainer.model_parts for name, m in part.named_modules() if plain_name(name) == module]
+    if not found or os.environ["RANK"] != "1":
+        return
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if trainer.step not in steps:
+            return output
+        if fault == "once":
+            steps.clear()
+        if fault == "backward":
+            output.register_hook(lambda gradient: gradient * NAN)
+            return output
+        return output * NAN
+
+    found[0].register_forward_hook(spoil)
+
+
+def stop_in_step_3(folder: Path, layout: dict[str, int], fault: str, options: dict[str, Any]) -> tuple[str, bool]:
+    """Return the report of the job, and whether the weights are those of step 2."""
+    from torchtitan_npu.components.nonfinite.checked_steps import NonfiniteStop
+
+    saved = {"checkpoint.enable": True, "checkpoint.interval": 2, "checkpoint.async_mode": "async"}
+    saved |= {"job.dump_folder": str(folder), "training.steps": 6}
+    with recording(job_config("llama3", layout, saved | options)) as (trainer, _):
+        train_until(trainer, 2)
+        before = state(trainer.model_parts)
+        # hooks inside a compiled block are not called
+        plant(trainer, fault, {3}, "layers.2" if trainer.job_config.compile.enable else MODULE)
+        with pytest.raises(NonfiniteStop) as stop:
+            train_until(trainer, 5)
+        assert stop.value.code == 3 and trainer.step == 3
+        after = state(trainer.model_parts)
+    return stop.value.report, all(torch.equal(before[name], after[name]) for name in before)
+
+
+OUTPUT = f"First, when the step runs again: the output of {MODULE}, on rank 1, microbatch 1"
+GRADIENT = f"First, when the step runs again: the gradient of the output of {MODULE}, on rank 1, microbatch 1"
+LAYOUTS = [
+    ({"shard": 2}, "forward", {"activation_checkpoint.mode": "full"}, OUTPUT),
+    ({"tp": 2}, "backward", {"activation_checkpoint.mode": "selective"}, GRADIENT),
+    ({"pp": 2}, "forward", {}, OUTPUT),
+    ({"replicate": 2}, "once", {}, "The same step, when it runs again, is finite: the fault does not repeat."),
+    pytest.param(
+        {"shard": 2},
+        "forward",
+        {"compile.enable": True, "npu.bypass_codegen": True, "activation_checkpoint.mode": "full"},
+        "First, when the step runs again, with compiled regions in eager mode: the output of layers.2, on rank 1",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "fault", "options", "where"), LAYOUTS, ids=["FSDP", "TP", "PP", "DDP", "compiled"])
+def test_a_job_stops_on_every_rank_and_names_the_first_module(
+    layout: dict[str, int], fault: str, options: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    (report, unchanged), second = run_on_ranks(2, stop_in_step_3, tmp_path, layout, fault, options)
+    assert (report, unchanged) == second and unchanged
+    lines = report.splitlines()
+    assert lines[0].startswith("Step 3 is not finite (gradient norm nan, loss ")
+    assert lines[1].startswith(where), report
+    checkpoint = tmp_path / "checkpoint" / "step-2"
+    assert lines[2] == f"The last checkpoint before it is {checkpoint}: checkpoint.load_step = 2 loads it."
+    assert (checkpoint / "keep").exists()
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-2"}
+    for rank in (0, 1):
+        step = torch.load(tmp_path / "nonfinite" / "step-3" / f"rank-{rank}.pt", weights_only=True)
+        assert (step["step"], step["rank"], step["world_size"]) == (3, rank, 2)
+        labels = [batch["labels"] for batch in step["microbatches"]]
+        assert sum(map(len, labels)) * (2 if "shard" in layout or "replicate" in layout else 1) == 8
+        assert step["tokens"] == 8 * 64 and set(step["random_states"]) == {"cpu"}
+    if layout == {"shard": 2}:  # starting again from the checkpoint reproduces it
+        saved = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "nonfinite/step-3").iterdir())]
+        assert run_on_ranks(2, stop_in_step_3, tmp_path, layout, fault, options)[0][0] == report
+        for before, path in zip(saved, sorted((tmp_path / "nonfinite/step-3").iterdir()), strict=True):
+            after = torch.load(path, weights_only=True)
+            for old, new in zip(before["microbatches"], after["microbatches"], strict=True):
+                assert torch.equal(old["inputs"]["input"], new["inputs"]["input"])
+                assert torch.equal(old["labels"], new["labels"])
+
+
+def skip_until_two_in_a_row() -> tuple[list[float], list[int], float]:
+    """Return the metric, the steps that changed the weights, and the last learning rate."""
+    from torchtitan_npu.components.nonfinite.checked_steps import NonfiniteStop
+
+    options = {"training.skip_nonfinite_steps": True, "training.max_nonfinite_steps": 2, "training.steps": 10}
+    changed = []
+    with recording(job_config("deepseek_v3", {"shard": 2}, options)) as (trainer, record):
+        plant(trainer, "backward", {2, 4, 5}, "layers.1.attention.wo")
+        before = state(trainer.model_parts)
+        for step in range(1, 5):
+            train_until(trainer, step)
+            after = state(trainer.model_parts)
+            if not all(torch.equal(before[name], after[name]) for name in before):
+                changed.append(step)
+            counts = [b for m in trainer.model_parts for n, b in m.named_buffers() if n.endswith("tokens_per_expert")]
+            assert counts and not torch.cat(counts).any()
+            before = after
+        with pytest.raises(NonfiniteStop, match="3"):
+            train_until(trainer, 5)
+        rate = trainer.lr_schedulers.schedulers[0].get_last_lr()[0] / trainer.job_config.optimizer.lr
+    return record.metrics["nonfinite_steps"], changed, rate
+
+
+def test_skipped_steps_are_counted_and_leave_no_trace() -> None:
+    first, second = run_on_ranks(2, skip_until_two_in_a_row)
+    metric, changed, rate = first
+    assert first == second and metric == [1, 2] and changed == [1, 3]
+    assert rate < 1  # four steps of ten into the decay

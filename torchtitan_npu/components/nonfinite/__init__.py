@@ -1,0 +1,1 @@
+"""Steps whose loss or gradients are not finite: skip them, or stop with a report of where it started."""

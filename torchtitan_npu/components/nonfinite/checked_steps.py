@@ -1,0 +1,172 @@
+"""Check each step before its update, and find out where a step that is not finite went wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.components.expert_balance import reset_token_counts
+from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
+from torchtitan_npu.components.nonfinite.kept_step import Batch, KeptStep, set_random_states
+from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.errors import EXIT_NONFINITE
+from torchtitan_npu.log import log_on_first_rank
+
+FOLDER = "nonfinite"
+"""Folder in the dump folder for the batches and random states of such steps."""
+
+
+class NonfiniteStep(Exception):
+    """The loss or the gradient norm of this step is not finite on some rank. Every rank raises it."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm = norm
+
+
+class NonfiniteStop(SystemExit):
+    """The job stops, on all ranks, because its loss or gradients are not finite."""
+
+    def __init__(self, report: str) -> None:
+        super().__init__(EXIT_NONFINITE)
+        self.report = report
+
+
+class CheckedSteps:
+    """Check the steps of a Trainer. ``training.max_nonfinite_steps`` in a row that are not finite stop the job."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        training = trainer.job_config.training
+        self.limit, self.skips = training.max_nonfinite_steps, training.skip_nonfinite_steps
+        self.kept = KeptStep()
+        self.in_a_row = 0
+        self.skipped = 0
+        """Skipped steps since the start of this process."""
+
+    def start(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Start a step, and return ``batches``, of which it keeps those that are read."""
+        self.kept = KeptStep()
+        return self.kept.keep(batches) if self.limit else batches
+
+    def add_batch(self, tokens: Any, loss: Tensor) -> None:
+        """Note the loss of a microbatch, and the number of labels in the global batch."""
+        if self.limit:
+            self.kept.tokens = tokens
+            self.kept.losses.append(local(loss.detach()).reshape(()))
+
+    def check(self, norm: Tensor) -> None:
+        """Raise :class:`NonfiniteStep` on every rank if the loss or the gradient norm of one rank is not finite.
+
+        Collective. It waits for the device, as TorchTitan's next step does anyway to sum the labels of all ranks.
+        """
+        if not self.limit:
+            return
+        # 0 if both are finite, else nan. A sum keeps a nan on every backend; a maximum may not.
+        probe = (local(norm).to(self.trainer.device) + torch.stack(self.kept.losses).sum()).float() * 0
+        if dist.get_world_size() > 1:
+            dist.all_reduce(probe)
+        if not math.isfinite(probe.item()):
+            raise NonfiniteStep(norm.item())
+        self.in_a_row = 0
+
+    def skip_or_stop(self, found: NonfiniteStep) -> None:
+        """Skip the update of this step, or raise :class:`NonfiniteStop`."""
+        self.in_a_row += 1
+        if self.in_a_row >= self.limit:
+            self._stop(found)
+        trainer, step = self.trainer, self.trainer.step
+        self.skipped += 1
+        log_on_first_rank(
+            f"step {step}: the loss or the gradient norm ({found.norm}) is not finite; its update is skipped. "
+            f"{self.in_a_row} in a row, {self.skipped} in all; the job stops at {self.limit} in a row "
+            "(training.max_nonfinite_steps)",
+            logging.WARNING,
+        )
+        if self.skipped == 1:
+            trainer.checkpointer.keep_before(step)
+        trainer.metrics_processor.logger.log({"nonfinite_steps": self.skipped}, step)
+        reset_token_counts(trainer.model_parts)
+        trainer.lr_schedulers.step()  # the learning rate stays that of the step
+
+    def _stop(self, found: NonfiniteStep) -> None:
+        """Report the step, and save what is needed to reproduce it before it runs again, which may fail."""
+        step = self.trainer.step
+        losses = _gather(torch.stack(self.kept.losses).sum().item())
+        ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        more = ", ..." if len(ranks) > 8 else ""
+        loss = f"not finite on rank {', '.join(ranks[:8])}{more}" if ranks else "finite"
+        what = f"Step {step} is not finite (gradient norm {found.norm}, loss {loss}); its update is not applied."
+        log_on_first_rank(what, logging.ERROR)
+        saved = [self._save(), self._checkpoint(step)]
+        report = "\n".join([self._first_module(), *reversed(saved)])
+        log_on_first_rank(report, logging.ERROR)
+        raise NonfiniteStop(f"{what}\n{report}")
+
+    def _first_module(self) -> str:
+        eager = ", with compiled regions in eager mode" if self.trainer.job_config.compile.enable else ""
+        findings: list[Finding] = list(filter(None, _gather(self._run_again())))
+        if findings:
+            return f"First, when the step runs again{eager}: {min(findings)}"
+        return (
+            f"The same step, when it runs again{eager}, is finite: the fault does not repeat. Suspect the device, or "
+            "kernels whose results vary."
+        )
+
+    def _run_again(self) -> Finding | None:
+        """Run the forward and backward passes of this step again, and return the first finding of this rank."""
+        trainer, kept = self.trainer, self.kept
+        parts: dict[int, nn.Module] = trainer.parts_by_stage()
+        watch = ModuleWatch(dist.get_rank())
+        trainer.optimizers.zero_grad()
+        for auxiliary_loss in auxiliary_losses(trainer.model_parts):
+            auxiliary_loss.start_step()
+        set_random_states(kept.random)
+        with watch.watching(parts), _eager_mode(trainer.job_config.compile.enable):
+            for number, (inputs, labels) in enumerate(kept.microbatches, 1):
+                on_device = {k: v.to(trainer.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+                loss = trainer.forward_backward_step(
+                    input_dict=on_device, labels=labels.to(trainer.device), global_valid_tokens=kept.tokens
+                )
+                watch.check_loss(loss, number)
+        watch.check_gradients_of_weights(parts)
+        return watch.first
+
+    def _checkpoint(self, step: int) -> str:
+        path = self.trainer.checkpointer.keep_before(step)
+        if path is None:
+            return "No checkpoint of this job was written before it."
+        number = path.name.removeprefix("step-")
+        return f"The last checkpoint before it is {path}: checkpoint.load_step = {number} loads it."
+
+    def _save(self) -> str:
+        trainer, rank = self.trainer, dist.get_rank()
+        folder = Path(trainer.job_config.job.dump_folder) / FOLDER / f"step-{trainer.step}"
+        details = {"step": trainer.step, "rank": rank, "world_size": dist.get_world_size()}
+        problem = ""
+        try:
+            self.kept.save(folder / f"rank-{rank}.pt", details)
+        except OSError as error:
+            problem = f"rank {rank}: {error}"
+        problems = list(filter(None, _gather(problem)))
+        if problems:
+            return f"The batch could not be saved: {problems[0]}"
+        return f"The batch and random states of each rank are in {folder}."
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _eager_mode(compiles: bool) -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
