@@ -51,6 +51,9 @@ class Value:
     def to(self, dtype: torch.dtype) -> Value:
         return Value(self.data.to(dtype))
 
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.data.reshape(shape))
+
     def __getitem__(self, index: Any) -> Value:
         return Value(self.data[index])
 

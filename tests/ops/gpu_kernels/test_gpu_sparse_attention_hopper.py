@@ -169,11 +169,13 @@ def test_choice_of_the_kernel(changes: dict[str, Any], suits: bool) -> None:
     assert op.suits_gluon(query, key, value, rope) == suits
 
 
+LAST_WAIT = "    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])\n"
+RELEASE = "    mbarrier.arrive(bars.index(OWN_FREE + W))\n"
 FAULTS = {
     "scores before the keys arrive": ("    mbarrier.wait(bars.index(REST_FULL + W), phase)\n", "", "changed|fence"),
     "keys released before the product": (
-        "    total = warpgroup_mma_wait(0, deps=[total])\n    mbarrier.arrive(bars.index(OWN_FREE + W))\n",
-        "    mbarrier.arrive(bars.index(OWN_FREE + W))\n    total = warpgroup_mma_wait(0, deps=[total])\n",
+        f"{LAST_WAIT}{RELEASE}",
+        f"{RELEASE}{LAST_WAIT}",
         "changed|fence",
     ),
     "a copy without a fence": (
@@ -182,7 +184,7 @@ FAULTS = {
         "fence",
     ),
     "a result in flight": ("    scores = warpgroup_mma_wait(0, deps=[scores])\n", "", "before warpgroup_mma_wait"),
-    "keys never released": ("    mbarrier.arrive(bars.index(OWN_FREE + W))\n", "", "not reached"),
+    "keys never released": (RELEASE, "", "not reached"),
 }
 
 

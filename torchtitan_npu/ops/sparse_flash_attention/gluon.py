@@ -45,7 +45,7 @@ HALF = gl.constexpr(256)
 BLOCK_HEADS = gl.constexpr(64)
 BLOCK_KEYS = gl.constexpr(64)
 MARGIN = gl.constexpr(8.0)
-REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
+REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
 # indices of barriers; the first five have one barrier per slot
@@ -90,6 +90,9 @@ def npu_sparse_flash_attention(
         sparse_indices.contiguous(),
     )
     queries, query_ropes = aligned(by_token(query)), aligned(by_token(query_rope))
+    if scale_value < 0:  # the kernel multiplies the highest score by the scale, which must be positive
+        queries, query_ropes = -queries, -query_ropes
+    scale = max(abs(scale_value) * LOG2_E.value, torch.finfo(torch.float32).tiny)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     softmax_max = torch.empty(statistics_shape(query, key), dtype=torch.float32, device=query.device)
     softmax_sum = torch.empty_like(softmax_max)
@@ -105,7 +108,7 @@ def npu_sparse_flash_attention(
     tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)
     _attend[(min(tiles, multiprocessors(query.device)),)](
         *(queries, query_ropes, key, key_rope, sparse_indices, *rows, places, out, softmax_max, softmax_sum),
-        *(scale_value * LOG2_E.value, tokens, tokens if layout_query == "TND" else query.shape[1]),
+        *(scale, tokens, tokens if layout_query == "TND" else query.shape[1]),
         *(*queries.stride()[:2], *query_ropes.stride()[:2]),
         GROUP=group,
         KEY_HEADS=key_heads,
@@ -159,7 +162,7 @@ def _attend(
     out,
     softmax_max,
     softmax_sum,
-    scale,  # for powers of 2
+    scale,  # positive, for powers of 2
     tokens,
     sequence,
     query_row,
@@ -182,6 +185,8 @@ def _attend(
     k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, ROPE], layout)  # then (heads, keys) of exponentials
     origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS], vector)
     sums = gl.allocate_shared_memory(gl.float32, [12, BLOCK_HEADS], vector)
+    ones = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS], layout)
+    ones.store(gl.full([8, BLOCK_KEYS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(bars.index(OWN_FULL + slot), count=128)  # threads of the producer
@@ -194,7 +199,7 @@ def _attend(
     mbarrier.init(bars.index(QUERY_FREE), count=2)
     fence_async_shared()
 
-    shared = (q, q_rope, k, k_rope, origins, sums, bars)
+    shared = (q, q_rope, k, k_rope, origins, sums, bars, ones)
     results = (out, softmax_max, softmax_sum)
     selection = (indices, visible_keys, places, tokens)
     inputs = (query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head)
@@ -296,7 +301,8 @@ def _consume(
     out, softmax_max, softmax_sum = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    per_head: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    per_head: gl.constexpr = gl.SliceLayout(1, narrow)
     # a thread stores 8 adjacent columns, and a warp keeps the rows that it has in the accumulator
     stored: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
@@ -317,8 +323,8 @@ def _consume(
         total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         origin = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)
         highest = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)  # of the consumer's own blocks
-        added = gl.zeros([BLOCK_HEADS], gl.float32, per_head)  # exponentials of its own blocks
-        rounded = gl.zeros([BLOCK_HEADS], gl.float32, per_head)
+        added = _thread_sums(gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow))  # exponentials of its own blocks
+        rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
         mbarrier.wait(bars.index(QUERY_FULL), turn & 1)
         if W == 0:
@@ -335,12 +341,14 @@ def _consume(
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
             total, origin, factor = _add_other_block(shared, total, origin, used_other + (blocks - 1) // 2, W)
-            added, rounded = added * factor, rounded * factor
+            added, rounded = _scaled(added, factor), _scaled(rounded, factor)
             total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(bars.index(REST_FREE + 1 - W))
 
         mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
         other = (turn & 1) * 6 + 3 - 3 * W
+        added = gl.convert_layout(gl.sum(added, 1), per_head)
+        rounded = gl.convert_layout(gl.sum(rounded, 1) / 8, per_head)  # of 8 equal columns
         sums.index(mine).store(highest)
         sums.index(mine + 1).store(added)
         sums.index(mine + 2).store(rounded)
@@ -384,7 +392,7 @@ def _attend_block(
     FIRST: gl.constexpr,
 ):
     """Add the exponentials of the other consumer's block before ``block``, if any, and those of ``block``."""
-    q, q_rope, k, k_rope, origins, _, bars = shared
+    q, q_rope, k, k_rope, origins, _, bars, ones = shared
     selected, visible, without_gap, blocks, scale = block_of
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     wide: gl.constexpr = total.type.layout
@@ -399,7 +407,7 @@ def _attend_block(
     scores = warpgroup_mma(q.index(W + zero), own.permute((1, 0)), scores, use_acc=False, is_async=True)
     if not FIRST:
         total, origin, factor = _add_other_block(shared, total, origin, used_other + (block - 1) // 2, W)
-        added, rounded = added * factor, rounded * factor
+        added, rounded = _scaled(added, factor), _scaled(rounded, factor)
     mbarrier.wait(bars.index(REST_FULL + W), phase)
     fence_async_shared()
     scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
@@ -408,18 +416,18 @@ def _attend_block(
         total = warpgroup_mma_wait(2, deps=[total])  # the two products above may be in flight
         mbarrier.arrive(bars.index(REST_FREE + 1 - W))
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(bars.index(QUERY_FREE), pred=block + 2 >= blocks)
+    if block + 2 >= blocks:
+        mbarrier.arrive(bars.index(QUERY_FREE))
 
-    scores *= scale
     if (block + 1) * BLOCK_KEYS > without_gap:
         at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
         index = gl.load(selected + at, mask=at < TOP_K, other=-1)
         scores = gl.where(((index >= 0) & (index < visible))[None, :], scores, float("-inf"))
-    block_highest = gl.max(scores, 1)
+    block_highest = gl.max(scores, 1) * scale
     highest = gl.maximum(highest, block_highest)
     moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
     # -inf - -inf is NaN, so scores that are all -inf subtract 0
-    exponentials = gl.exp2(scores - gl.where(moved == float("-inf"), 0.0, moved)[:, None])
+    exponentials = gl.exp2(scores * scale - gl.where(moved == float("-inf"), 0.0, moved)[:, None])
     weights = _rounded(exponentials, q)
     k_rope.index(W).store(weights)
     origins.index(W).store(moved)
@@ -427,12 +435,14 @@ def _attend_block(
     mbarrier.arrive(bars.index(EXPONENTIALS + W))
 
     factor = _factor(origin, moved)
-    total *= gl.convert_layout(factor, gl.SliceLayout(1, wide), assert_trivial=True)[:, None]
+    total = _scaled(total, factor)
+    added = _scaled(added, factor) + _thread_sums(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
     total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
-    added = added * factor + gl.sum(exponentials, 1)
-    rounded = rounded * factor + gl.sum(weights.to(gl.float32), 1)
-    total = warpgroup_mma_wait(0, deps=[total])
+    # a product with ones adds up the rounded exponentials, in less time than the threads would take
+    weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
+    rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), _scaled(rounded, factor), is_async=True)
+    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
     mbarrier.arrive(bars.index(OWN_FREE + W))
     return total, moved, highest, added, rounded
 
@@ -445,7 +455,7 @@ def _add_other_block(shared, total, origin, count, W: gl.constexpr):
     mbarrier.wait(bars.index(EXPONENTIALS + 1 - W), count & 1)
     moved = origins.index(1 - W).load(origin.type.layout)
     factor = _factor(origin, moved)
-    total *= gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None]
+    total = _scaled(total, factor)
     return warpgroup_mma(k_rope.index(1 - W + zero), k.index(2 - W + zero), total, is_async=True), moved, factor
 
 
@@ -459,6 +469,18 @@ def _rounded(exponentials, queries):
     name: gl.constexpr = "bf16x2" if queries.dtype == gl.bfloat16 else "f16x2"
     assembly: gl.constexpr = "cvt.rn." + name + ".f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(assembly, "=r,r,r", [exponentials], dtype=queries.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _thread_sums(exponentials):
+    """Add up the keys of each thread, (64 heads, 4 threads): the threads of a head are added once at a tile's end."""
+    return gl.sum(gl.sum(exponentials.reshape([BLOCK_HEADS, 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _scaled(block, factor):
+    """Multiply the rows of a block by the factors of their heads."""
+    return block * gl.convert_layout(factor, gl.SliceLayout(1, block.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
