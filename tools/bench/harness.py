@@ -230,12 +230,13 @@ def timed_backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor, **row: 
 
 def _timed(build: Callable[[], Run], flops: float, row: dict[str, Any]) -> dict[str, Any]:
     # Build again for timing: the autograd graph of this one belongs to another stream.
-    peak = _peak_bytes(build())
+    peak = peak_bytes(build())
     ms = device_ms({"": build})[""]
     return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
 
 
-def _peak_bytes(run: Run) -> int:
+def peak_bytes(run: Run) -> int:
+    """Return the peak of additional memory of a second run."""
     run()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

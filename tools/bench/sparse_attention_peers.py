@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from harness import Machine, Row, of_peer, timed
+from harness import Machine, Row, device_ms, of_peer, peak_bytes
 from torch import Tensor
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
@@ -134,16 +134,31 @@ def rows(machine: Machine) -> Iterator[Row]:
                 *case.tilelang(),
                 ("backward, ours", partial(_given, backward), BACKWARD),
             ]
-            for kernel, build, operations in kernels:
+            for operations in (FORWARD, BACKWARD):
                 flops = case.pairs * operations
-                row = {"what": f"{kernel}, {heads} heads, {name}", "length": QUERIES}
-                yield of_peer(_timed, build, flops, **row, limit_ms=machine.limit_ms(0, flops))
+                builds = {
+                    f"{kernel}, {heads} heads, {name}": build for kernel, build, of in kernels if of == operations
+                }
+                yield from _in_turns(builds, flops, length=QUERIES, limit_ms=machine.limit_ms(0, flops))
             torch.cuda.empty_cache()
+
+
+def _in_turns(builds: dict[str, Callable[[], Kernel]], flops: int, **row: object) -> Iterator[Row]:
+    """Time the kernels of one pass in turns, because the clock depends on the preceding work."""
+    runs: dict[str, Kernel] = {}
+
+    def prepare(build: Callable[[], Kernel], what: str, **row: object) -> Row:
+        run = build()
+        peak = peak_bytes(run)
+        runs[what] = run
+        return row | {"what": what, "peak_mib": peak / 2**20}
+
+    rows = [of_peer(prepare, build, what=what, **row) for what, build in builds.items()]
+    times = device_ms({what: partial(_given, run) for what, run in runs.items()})
+    for prepared in rows:
+        ms = times.get(prepared["what"])
+        yield prepared if ms is None else prepared | {"ms": ms, "tflops": flops / ms / 1e9}
 
 
 def _given(kernel: Kernel) -> Kernel:
     return kernel
-
-
-def _timed(build: Callable[[], Kernel], flops: int, **row: object) -> Row:
-    return timed(build(), flops, **row)
