@@ -432,3 +432,24 @@ def test_invalid_arguments_are_one_line(options, capsys) -> None:
 def test_an_output_folder_that_cannot_be_created_is_one_line(files, capsys) -> None:
     assert main([files["base"], files["base"], "--out", files["far"]]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["two\nlines \x1b[31m.csv", "$x_{.csv", "\udcff.csv"])
+def test_control_characters_in_names_are_escaped(name, files, tmp_path, capsys) -> None:
+    candidate, out = tmp_path / name, tmp_path / "out"
+    candidate.write_text("step,loss\n1,8.0\n2,4.0\n3,2.0\n9,1.0\n")
+    assert main([files["base"], str(candidate), "--out", str(out)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and errors[:-1].isprintable()
+    assert main([files["base"], str(candidate), "--allow-partial", "--out", str(out)]) == 0
+    assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+    assert json.loads((out / "report.json").read_text())["candidate"]["source"].isprintable()
+    assert all(line.isprintable() for line in (out / "report.md").read_text().split("\n"))
+
+
+@pytest.mark.parametrize(("value", "step"), [("-1e308", "0"), ("1e308", str(2**53)), ("1e999", "1")])
+def test_absurd_numbers_are_compared(value, step, tmp_path, capsys, recwarn) -> None:
+    for number, name in enumerate(("a.csv", "b.csv")):
+        (tmp_path / name).write_text(f"step,loss\n{step},{value if number else '8.0'}\n")
+    assert main([str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "" and not recwarn.list

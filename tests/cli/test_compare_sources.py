@@ -263,10 +263,45 @@ def test_folders_without_a_loss_are_errors(tmp_path: Path) -> None:
 def test_a_truncated_event_file_of_a_killed_run_is_read(tmp_path: Path) -> None:
     write_events(tmp_path, {1: 8.0, 2: 7.0}, grad_norm=False)
     path = next(tmp_path.iterdir())
-    path.write_bytes(path.read_bytes()[:-3])
-    assert values(read_curve(tmp_path)) == {1: 8.0, 2: 7.0}
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    curve = read_curve(tmp_path)
+    assert values(curve) == {1: 8.0, 2: 7.0} and "the last record is incomplete" in curve.notes[0]
 
 
 def test_a_damaged_event_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"not an event file at all")
-    assert "contain no loss" in error_of(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "events.out.tfevents.1.host").write_bytes(b"not an event file at all")
+    assert "is damaged at byte 0" in error_of(other)
+    write_events(tmp_path / "run", {step: 8.0 for step in range(1, 6)}, grad_norm=False)
+    path = next((tmp_path / "run").iterdir())
+    whole = path.read_bytes()
+    for place in range(0, len(whole) - 1, 7):  # every part of a record
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert f"{path} is damaged" in error_of(tmp_path / "run"), place
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '[{"step": 1e300, "loss": 1}]'),
+        ("a.json", '[{"step": -1, "loss": 1}]'),
+        ("a.json", f'[{{"step": {10**30}, "loss": 1}}]'),
+        ("a.json", f'[{{"step": {"9" * 5000}, "loss": 1}}]'),
+        ("a.json", "[" * 100_000),
+        ("a.csv", "step,loss\n99999999999999999999,8\n"),
+        ("a.csv", "step,loss\n1," + "9" * 200_000 + "x\n"),
+        ("a.log", f"step: {'9' * 5000}  loss: 8.0  grad_norm: 1.0\n"),
+        ("a.log", "step: 1  loss: 8.0\nstep: 99999999999999999999999999  loss: 8.0\n"),
+    ],
+)
+def test_absurd_steps_are_one_line(name: str, text: str, tmp_path: Path) -> None:
+    error = error_of(write(tmp_path / name, text))
+    assert name in error and "\n" not in error and len(error) < 500
+
+
+def test_absurd_numbers_of_a_log_are_read(tmp_path: Path) -> None:
+    text = "step: 1  loss: 1e999999999  grad_norm: 1e-99999\nstep: 2  loss: 1e99999999999999999999  grad_norm: 1e308\n"
+    curve = read_curve(write(tmp_path / "a.log", text))
+    assert values(curve) == {1: math.inf, 2: math.inf}

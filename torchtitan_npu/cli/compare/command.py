@@ -21,6 +21,7 @@ from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import read_curve
 from torchtitan_npu.cli.compare.train_pair import RunPair, train_both
+from torchtitan_npu.errors import one_line
 
 DEFAULTS = Tolerance()
 PROG = "torchtitan-npu compare"
@@ -119,11 +120,11 @@ def main(argv: list[str]) -> int:
         comparison = compare(read_curve(baseline), read_curve(candidate), tolerance, args.allow_partial)
         write_report(comparison, args.out)
     except (InputError, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print(f"{PROG}: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
     print("\n".join(summary_lines(comparison)))
-    print(f"  report: {args.out / 'report.md'}")
+    print(f"  report: {one_line(args.out / 'report.md')}")
     return 0 if comparison.passed else 1

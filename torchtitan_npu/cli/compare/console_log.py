@@ -44,7 +44,7 @@ def parse_step_line(line: str) -> StepLine | None:
     metrics = {LOSS: printed_point(loss)}
     if grad_norm is not None:
         metrics[GRAD_NORM] = printed_point(grad_norm)
-    return StepLine(int(rank.group(1)) if rank else None, int(step), metrics)
+    return StepLine(_integer(rank.group(1)) if rank else None, _integer(step), metrics)
 
 
 def parse_auxiliary_line(line: str) -> StepLine | None:
@@ -55,15 +55,21 @@ def parse_auxiliary_line(line: str) -> StepLine | None:
         return None
     rank = _RANK.match(line)
     metrics = {name: printed_point(value) for name, value in _AUXILIARY.findall(line, match.end())}
-    return StepLine(int(rank.group(1)) if rank else None, int(match.group(1)), metrics)
+    return StepLine(_integer(rank.group(1)) if rank else None, _integer(match.group(1)), metrics)
+
+
+def _integer(digits: str) -> int:
+    """Convert ``digits``, of which Python takes 4,300; with more than 30 the number is refused anyway."""
+    return int(digits[:30])
 
 
 def printed_point(text: str) -> Point:
     """Parse a printed number. Its resolution is half a unit of its last digit."""
-    exponent = Decimal(text).as_tuple().exponent
     value = float(text)
-    if not isinstance(exponent, int):  # Decimal uses a letter for NaN and infinity
+    if not math.isfinite(value):
         return Point(value)
+    exponent = Decimal(text).as_tuple().exponent
+    assert isinstance(exponent, int)  # a letter for NaN and infinity
     # The ulp covers the rounding from decimal digits to a binary float.
     return Point(value, 0.5 * 10.0**exponent + math.ulp(value))
 

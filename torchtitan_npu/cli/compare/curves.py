@@ -6,11 +6,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torchtitan_npu.errors import one_line, shown
+
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
 AUXILIARY = ("indexer_loss", "mtp_loss")
 """Additional losses that only some models have."""
 METRICS = (LOSS, GRAD_NORM, *AUXILIARY)
+LARGEST_STEP = 2**53
+"""JSON and CSV numbers are exact up to here."""
 
 
 class InputError(ValueError):
@@ -35,12 +39,18 @@ class Point:
 
 @dataclass
 class Curve:
-    """Hold one side of the comparison: ``metrics[name][step]``, steps ascending. ``notes`` go into the report."""
+    """Hold one side of the comparison: ``metrics[name][step]``, steps ascending. ``notes`` go into the report.
+
+    In ``source``, control characters of a file name are escaped.
+    """
 
     source: str
     kind: str
     metrics: dict[str, dict[int, Point]]
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.source = one_line(self.source)
 
     @property
     def printed(self) -> bool:
@@ -55,6 +65,7 @@ def build_curve(source: str, kind: str, rows: Iterable[tuple[int, str, Point]]) 
     """
     metrics: dict[str, dict[int, Point]] = {}
     for step, metric, point in rows:
+        check_step(source, step)
         known = metrics.setdefault(metric, {}).setdefault(step, point)
         if not known.same_as(point):
             values = f"{known.value:.9g} and {point.value:.9g}"
@@ -62,6 +73,12 @@ def build_curve(source: str, kind: str, rows: Iterable[tuple[int, str, Point]]) 
     if not metrics.get(LOSS):
         raise InputError(f"{source}: no loss found (read as {kind})")
     return Curve(source, kind, {metric: dict(sorted(points.items())) for metric, points in metrics.items()})
+
+
+def check_step(source: str, step: int) -> None:
+    """Raise for a step that no job reaches, and that arrays and plots cannot hold."""
+    if not 0 <= step <= LARGEST_STEP:
+        raise InputError(f"{source}: step {shown(step)} is not between 0 and {LARGEST_STEP}")
 
 
 def is_placeholder(loss: float) -> bool:

@@ -35,6 +35,8 @@ _EDGE_STYLES: dict[str, dict[str, Any]] = {
 }
 _PASSED, _FAILED, _GREY = "#2e7d32", "#c62828", "0.35"
 _DOTTED: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (1, 1.2))}
+DECADES = 100.0
+"""Larger powers of ten are not drawn: the ticks of the axes overflow."""
 # With more steps, markers would overlap.
 _MOST_MARKERS = 60
 
@@ -73,12 +75,11 @@ def draw(comparison: Comparison) -> bytes:
 def _draw_curves(panel: Axes, metric: MetricComparison) -> None:
     """Draw the baseline wide and solid, the candidate dashed on top, so that identical curves are both visible."""
     marker = "o" if len(metric.steps) <= _MOST_MARKERS else None
-    panel.plot(
-        metric.steps, metric.baseline, color=_BASELINE, alpha=0.5, linewidth=4, marker=marker, ms=5, label="baseline"
+    baseline, candidate = (
+        np.where(np.abs(values) < 10.0**DECADES, values, np.nan) for values in (metric.baseline, metric.candidate)
     )
-    panel.plot(
-        metric.steps, metric.candidate, color=_CANDIDATE, dashes=(4, 2.5), marker=marker, ms=2.5, label="candidate"
-    )
+    panel.plot(metric.steps, baseline, color=_BASELINE, alpha=0.5, linewidth=4, marker=marker, ms=5, label="baseline")
+    panel.plot(metric.steps, candidate, color=_CANDIDATE, dashes=(4, 2.5), marker=marker, ms=2.5, label="candidate")
     panel.set_ylabel(_LABELS[metric.name])
 
 
@@ -137,6 +138,7 @@ def _limits(comparison: Comparison) -> tuple[float, float]:
     shown = [math.log10(value) for value in shown if 0 < value < math.inf] or [-6.0]
     # Show at least three decades: a narrower log scale has no labelled ticks.
     lowest, highest = math.floor(min(shown)) - 0.8, math.ceil(max(shown)) + 0.6
+    lowest, highest = max(lowest, -DECADES), min(highest, DECADES)
     return 10.0 ** min(lowest, highest - 3.4), 10.0**highest
 
 
@@ -157,7 +159,14 @@ def _write_title(figure: Figure, comparison: Comparison, height: float) -> None:
     colour = _PASSED if comparison.passed else _FAILED
     figure.text(left, 1 - 0.3 / height, verdict[0].upper() + verdict[1:], size=14, weight="bold", color=colour)
     sources = [_shorten(curve.source) for curve in (comparison.baseline, comparison.candidate)]
-    figure.text(left, 1 - 0.57 / height, f"baseline {sources[0]}   |   candidate {sources[1]}", size=9, color=_GREY)
+    figure.text(
+        left,
+        1 - 0.57 / height,
+        f"baseline {sources[0]}   |   candidate {sources[1]}",
+        size=9,
+        color=_GREY,
+        parse_math=False,
+    )
 
 
 def _shorten(source: str, most: int = 50) -> str:

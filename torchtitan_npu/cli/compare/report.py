@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_npu.errors import one_line
+
 from .comparison import Comparison
 from .diagnosis import Pattern
 from .metrics import MetricComparison
@@ -42,7 +44,7 @@ def summary_lines(comparison: Comparison) -> list[str]:
         lines.extend(f"  {pattern.name} ({pattern.metric}): {pattern.what}" for pattern in patterns)
         lines.append(f"    {patterns[0].means}")
         lines.append(f"    Check: {patterns[0].check}")
-    lines.extend(f"  note: {note}" for note in comparison.notes)
+    lines.extend(f"  note: {one_line(note)}" for note in comparison.notes)
     return lines
 
 
@@ -74,7 +76,7 @@ def _as_json(comparison: Comparison) -> str:
         "atol": None if tolerance.assert_equal else tolerance.atol,
         "assert_equal": tolerance.assert_equal,
         "patterns": [vars(pattern) for pattern in comparison.patterns],
-        "notes": comparison.notes,
+        "notes": [one_line(note) for note in comparison.notes],
         "metrics": {metric.name: _metric_as_json(metric) for metric in comparison.metrics},
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -112,7 +114,7 @@ def _as_markdown(comparison: Comparison) -> str:
         f"- baseline: `{comparison.baseline.source}` ({comparison.baseline.kind})",
         f"- candidate: `{comparison.candidate.source}` ({comparison.candidate.kind})",
         f"- required at each step: `{rule}`",
-        *(f"- {note}" for note in comparison.notes),
+        *(f"- {one_line(note)}" for note in comparison.notes),
         "",
         "![both curves and their relative difference](comparison.png)",
         "",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan_npu.errors import shown
+
 from .console_log import read_console
 from .curves import LOSS, METRICS, Curve, InputError, Point, build_curve
 from .tensorboard_events import read_events
@@ -27,7 +29,7 @@ def read_json(path: Path) -> Curve:
     """Read columns ``{"step": [...], "loss": [...]}`` or records ``[{"step": 1, "loss": 8.1}, ...]``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
         raise InputError(f"{path}: not valid JSON: {error}") from error
     if isinstance(content, dict):
         content = _columns_to_records(path, content)
@@ -44,7 +46,7 @@ def read_csv(path: Path) -> Curve:
             header = [name.strip() for name in reader.fieldnames or []]
             if "step" not in header or LOSS not in header:
                 raise InputError(
-                    f"{path}: the first line must name the columns step,loss[,grad_norm]; it reads {header}"
+                    f"{path}: the first line must name the columns step,loss[,grad_norm]; it reads {shown(header)}"
                 )
             reader.fieldnames = header
             return build_curve(str(path), "CSV", _rows(path, list(reader)))
@@ -56,7 +58,7 @@ def _columns_to_records(path: Path, columns: dict[str, Any]) -> list[dict[str, A
     """Convert columns of equal length to one record per step."""
     known = {name: column for name, column in columns.items() if name in ("step", *METRICS)}
     if "step" not in known or LOSS not in known or not all(isinstance(column, list) for column in known.values()):
-        raise InputError(f"{path}: expected lists under 'step' and 'loss'; the keys are {sorted(columns)}")
+        raise InputError(f"{path}: expected lists under 'step' and 'loss'; the keys are {shown(sorted(columns))}")
     lengths = {name: len(column) for name, column in known.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"{path}: the columns differ in length: {lengths}")
@@ -71,7 +73,7 @@ def _rows(path: Path, records: list[dict[str, Any]]) -> Iterator[tuple[int, str,
     for number, record in enumerate(records, start=1):
         step = _number(path, number, "step", record.get("step"))
         if not step.is_integer():
-            raise InputError(f"{path}: record {number}: step {record['step']!r} is not an integer")
+            raise InputError(f"{path}: record {number}: step {shown(record['step'])} is not an integer")
         for metric in METRICS:
             given = record.get(metric)
             if metric == LOSS or given not in (None, ""):
@@ -85,4 +87,4 @@ def _number(path: Path, number: int, name: str, given: Any) -> float:
             return float(given)
         except (ValueError, OverflowError):
             pass  # the message below covers every value that is not a number
-    raise InputError(f"{path}: record {number}: {name} is {given!r}, not a number")
+    raise InputError(f"{path}: record {number}: {name} is {shown(given)}, not a number")

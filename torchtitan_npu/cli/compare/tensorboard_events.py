@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, is_placeholder, name_steps
+from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, check_step, is_placeholder, name_steps
 
 TAGS = {LOSS: "loss_metrics/global_avg_loss", GRAD_NORM: "grad_norm"}
 TAGS |= {name: f"loss_metrics/{name}" for name in AUXILIARY}
@@ -35,7 +35,7 @@ def read_events(path: Path) -> Curve:
     curve = Curve(str(path), "TensorBoard events", {})
     folders: defaultdict[Path, list[EventFile]] = defaultdict(list)
     for event_path in paths:
-        event_file = _read_file(event_path)
+        event_file = _read_file(event_path, curve)
         if event_file is not None:
             folders[event_path.parent].append(event_file)
     if not folders:
@@ -61,19 +61,55 @@ def read_events(path: Path) -> Curve:
     return curve
 
 
-def _read_file(path: Path) -> EventFile | None:
+def _read_file(path: Path, curve: Curve) -> EventFile | None:
     """Read the metrics of one event file. Return None if it has no loss."""
     # Imported here: this takes 0.3 s, which the other sources do not need.
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
 
-    events = EventAccumulator(str(path), size_guidance={SCALARS: 0}, purge_orphaned_data=False)
-    events.Reload()
-    present = set(events.Tags()[SCALARS])
-    if TAGS[LOSS] not in present:
-        return None
-    scalars = {metric: events.Scalars(tag) for metric, tag in TAGS.items() if tag in present}
-    metrics = {metric: {event.step: Point(event.value) for event in written} for metric, written in scalars.items()}
-    return EventFile(scalars[LOSS][0].wall_time, metrics)
+    names = {tag: metric for metric, tag in TAGS.items()}
+    metrics: Metrics = {}
+    started, count = None, 0
+    try:
+        for event in EventFileLoader(str(path)).Load():  # it ends silently at a record that it cannot read
+            count += 1
+            for value in event.summary.value:
+                if value.tag in names:
+                    check_step(str(path), event.step)
+                    point = Point(float(make_ndarray(value.tensor).item()))
+                    metrics.setdefault(names[value.tag], {})[event.step] = point
+                    started = event.wall_time if started is None and names[value.tag] == LOSS else started
+    except (DecodeError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is damaged: record {count + 1} is not a TensorBoard event: {error}") from error
+    _check_records(path, count, curve)
+    return None if started is None else EventFile(started, metrics)
+
+
+def _check_records(path: Path, loaded: int, curve: Curve) -> None:
+    """Raise if the file has more records than could be ``loaded``. An incomplete last one is noted: the run was killed.
+
+    A record is its length in 8 bytes, their checksum in 4, the event, and its checksum in 4.
+    """
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    data = path.read_bytes()
+    position = records = 0
+    while position < len(data):
+        header = data[position : position + 12]
+        length = int.from_bytes(header[:8], "little")
+        if len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little"):
+            raise InputError(f"{path} is damaged at byte {position}: the checksum of a length differs")
+        if len(header) < 12 or position + 16 + length > len(data):
+            curve.notes.append(
+                f"{path}: the last record is incomplete, as of a killed run; {records} records were read"
+            )
+            break
+        position, records = position + 16 + length, records + 1
+    if loaded < records:
+        raise InputError(f"{path} is damaged: the checksum of record {loaded + 1} of {records} differs")
 
 
 def _chain(folder: Path, files: list[EventFile], curve: Curve) -> Metrics:
