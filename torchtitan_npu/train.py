@@ -14,7 +14,7 @@ import time
 from typing import NoReturn
 
 from torchtitan_npu import platform
-from torchtitan_npu.errors import EXIT_USAGE, UsageError
+from torchtitan_npu.errors import ERROR_PREFIX, EXIT_USAGE, UsageError, one_line
 
 platform.prepare()
 
@@ -47,7 +47,7 @@ def main() -> None:
         train(config)
     except UsageError as error:
         wait_for_local_rank_0()  # a rank that survives the wait is the only one with this error, and prints it
-        print(f"torchtitan_npu: error: {error}", file=sys.stderr)
+        print(f"{ERROR_PREFIX}{one_line(error)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
 

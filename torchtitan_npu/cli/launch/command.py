@@ -26,13 +26,14 @@ from torchtitan_npu.cli.launch.failure_report import (
     describe,
     failures_of,
     gather_reports,
+    refusal,
     report_path,
     stop_message,
     write_report,
 )
 from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
 from torchtitan_npu.cli.network_interfaces import SELECTORS, addresses, interface_towards
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -158,6 +159,10 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
         err.hold()
         failures = failures_of(failed, options.node, folder)
         write_report(options.logs, options.node, failures)
+        if reason := refusal(failures):
+            print(f"launch: error: {reason}", file=sys.stderr, flush=True)
+            described = True
+            return EXIT_USAGE
         others = [node for node in range(options.nodes) if node != options.node]
         reports = {options.node: failures} | gather_reports(options.logs, others, started, signals)
         print(describe(reports, options.nodes), file=sys.stderr, flush=True)

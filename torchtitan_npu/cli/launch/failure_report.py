@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_npu.errors import EXIT_NONFINITE, EXIT_STOPPED
+from torchtitan_npu.errors import ERROR_PREFIX, EXIT_NONFINITE, EXIT_STOPPED, EXIT_USAGE
 
 if TYPE_CHECKING:  # the launcher checks its options before it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -97,6 +97,19 @@ def _failure(rank: int, failure: ProcessFailure, node: int, log: Path, later: in
     message = failure.error_file_data.get("message")
     cause = message.get("cause") if isinstance(message, dict) else None
     return Failure(rank, node, socket.gethostname(), failure.exitcode, when, text, str(log), killed, cause)
+
+
+def refusal(failures: list[Failure]) -> str | None:
+    """Return the reason why the ranks of this node have refused the job, or ``None`` if one failed otherwise."""
+    ended = [failure for failure in failures if not failure.killed_by_torchrun]
+    if any(failure.exit_code != EXIT_USAGE or failure.cause for failure in ended):
+        return None
+    for failure in ended:
+        stderr = Path(failure.log) / "stderr.log"
+        lines = stderr.read_text(errors="replace").splitlines() if stderr.is_file() else []
+        if lines and lines[-1].startswith(ERROR_PREFIX):
+            return lines[-1].removeprefix(ERROR_PREFIX)
+    return None
 
 
 def stop_message(folder: Path) -> tuple[str, int] | None:
