@@ -40,3 +40,15 @@ def test_a_batch_without_labels_does_not_count() -> None:
     (alone,) = run_on_ranks(1, masked_loss, {}, [(0, 0)], process_group=False)
     (with_empty,) = run_on_ranks(1, masked_loss, {}, [(0, 0), (0, SEQ_LEN)], process_group=False)
     assert with_empty == alone
+
+
+def tokens_left_by_validation() -> float:
+    with recording(job_config("deepseek_v3", {}, {"validation.enable": True})) as (trainer, _):
+        trainer.validator.validate(trainer.model_parts, step=1)
+        buffers = [buffer for part in trainer.model_parts for buffer in part.named_buffers()]
+        return sum(counts.sum().item() for name, counts in buffers if name.endswith("tokens_per_expert"))
+
+
+def test_validation_does_not_change_the_balance_of_experts() -> None:
+    """A job that resumes after a validation, and so does not repeat it, must have the same next step."""
+    assert run_on_ranks(1, tokens_left_by_validation, process_group=False) == [0]

@@ -23,6 +23,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest
+from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError
@@ -160,6 +161,17 @@ def test_a_full_disk_is_one_line_on_every_rank(mode: str, tmp_path: Path) -> Non
     first, second = run_on_ranks(2, save_on_a_full_disk, tmp_path, mode)
     assert first == second and "\n" not in first
     assert "cannot be written: [Errno 27] File too large" in first
+
+
+def test_a_disk_that_fills_within_a_tensor_is_the_error_of_the_file_system(tmp_path: Path) -> None:
+    """torch.save raises an error about positions in its zip format then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match="File too large"), ChecksumFileSystem().create_stream(tmp_path / "f", "wb") as f:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+        try:
+            torch.save(torch.zeros(1 << 16), f)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_failed_job_does_not_wait_for_a_save_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

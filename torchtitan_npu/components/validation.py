@@ -17,15 +17,16 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from torchtitan_npu.components.dataloader import build_text_validation_dataloader
+from torchtitan_npu.components.expert_balance import reset_token_counts
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
 
 
 class Validator(TitanValidator):
-    """TorchTitan's Validator with layout-independent batches and means.
+    """TorchTitan's Validator with layout-independent batches and means, which does not change training.
 
     TorchTitan divides each rank's loss by the labels of that rank's part of the sequence and sums over the ranks
     (components/validate.py). Under context parallelism the loss is too large by that degree, and not a number if one
-    part has no label.
+    part has no label. Its layers count the tokens of validation for the balance of their experts.
     """
 
     build_dataloader = staticmethod(build_text_validation_dataloader)
@@ -77,6 +78,7 @@ class Validator(TitanValidator):
             logger.warning("No batch of the validation data has a label; the validation loss is not a number")
         loss = (losses[counts > 0] / counts[counts > 0]).mean().item()
         self.metrics_processor.log_validation(loss=loss, step=step)
+        reset_token_counts(model_parts)  # else validation tokens would change the balance of the next step
         for model in model_parts:
             model.train()
 

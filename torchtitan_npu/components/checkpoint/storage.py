@@ -105,13 +105,18 @@ class ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            with_checksum = ChecksumStream(stream)
-            yield with_checksum
-            self.records[Path(path).name] = FileRecord(with_checksum.size, with_checksum.checksum.hexdigest())
+        try:
+            with super().create_stream(path, mode) as stream:
+                if "w" not in mode:
+                    yield stream
+                    return
+                with_checksum = ChecksumStream(stream)
+                yield with_checksum
+        except RuntimeError as error:  # after an error of the stream, such as a full disk, torch.save raises its own
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        self.records[Path(path).name] = FileRecord(with_checksum.size, with_checksum.checksum.hexdigest())
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
