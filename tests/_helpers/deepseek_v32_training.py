@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests._helpers.layouts import TINY_DEEPSEEK_V32 as SMALLER
 from tests._helpers.layouts import add_flavor, job_config
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import (
@@ -27,20 +28,6 @@ SEQUENCE = 32
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 
-SMALLER = {
-    "n_layers": 2,
-    "dim": 64,
-    "inter_dim": 128,
-    "moe_inter_dim": 32,
-    "n_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_head_dim": 16,
-    "index_topk": 8,
-}
 DIVERGENCE_TOLERANCE = TOLERANCE * math.log(SEQUENCE)
 """A divergence is a difference of entropies, which are at most the logarithm of the number of keys."""
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]

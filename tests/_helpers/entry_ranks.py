@@ -71,7 +71,9 @@ class EntryRanks:
             process.join()
 
 
-def start_ranks(folder: Path, world_size: int = 2, fault: str = "", **options: str) -> EntryRanks:
+def start_ranks(
+    folder: Path, world_size: int = 2, fault: str = "", environment: dict[str, str] | None = None, **options: str
+) -> EntryRanks:
     """Start a job with these ``section__key`` options. ``fault`` is planted in the last rank: see planted_faults."""
     folder.mkdir(exist_ok=True)
     store = meeting_point()
@@ -87,7 +89,7 @@ def start_ranks(folder: Path, world_size: int = 2, fault: str = "", **options: s
         "TORCHELASTIC_RUN_ID": "test",
         "PLANTED_FAULT": fault,
         "PLANTED_RANK": str(world_size - 1),
-    }
+    } | (environment or {})
     processes = []
     for rank in range(world_size):
         own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -101,7 +103,13 @@ def start_ranks(folder: Path, world_size: int = 2, fault: str = "", **options: s
 
 def job_arguments(folder: Path, **options: str) -> list[str]:
     job = JOB | {"job.dump_folder": str(folder)} | {key.replace("__", "."): value for key, value in options.items()}
-    return [f"--{key}" if value == "True" else f"--{key}={value}" for key, value in job.items()]
+    return [_argument(*key.split("."), value) for key, value in job.items()]
+
+
+def _argument(section: str, key: str, value: str) -> str:
+    if value in ("True", "False"):
+        return f"--{section}.{key}" if value == "True" else f"--{section}.no-{key}"
+    return f"--{section}.{key}={value}"
 
 
 def _run(path: list[str], variables: dict[str, str], arguments: list[str], log: str) -> None:

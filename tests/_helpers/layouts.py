@@ -52,6 +52,22 @@ There is one layer of each type, and as many more as a pipeline needs: llama3 ha
 model has experts.
 """
 
+TINY_DEEPSEEK_V32 = {
+    "n_layers": 2,
+    "dim": 64,
+    "inter_dim": 128,
+    "moe_inter_dim": 32,
+    "n_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
+"""Changed arguments of deepseek_v32's debug model."""
+
 FUSED = {
     name: [
         *("npu_rms_norm", "npu_rope", "npu_attention"),

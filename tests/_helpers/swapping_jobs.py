@@ -12,24 +12,26 @@ SLICE_MIB = 1
 
 
 def swapping_config(model: str, degrees: dict[str, int], options: dict[str, Any]) -> Any:
-    """Return the config of a job with states in host memory; its train spec is registered as ``<name>_swapping``."""
-    from torchtitan.components.optimizer import build_optimizers
+    """Return the config of a job with states in host memory."""
+    return job_config(model, degrees, {**swapping_options(TINY[model][0]), **options})
+
+
+def swapping_options(model: str) -> dict[str, Any]:
+    """Return the options of a job with states in host memory; its train spec is registered as ``<model>_swapping``."""
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_npu
     from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
-    from torchtitan_npu.components.expert_balance import build_balancing_optimizers
     from torchtitan_npu.upstream.registries import known_models
-    from torchtitan_npu.upstream.swap_optimizers import with_swap
+    from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, with_swap
 
     def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
-        builder = build_optimizers if model == "llama3" else build_balancing_optimizers
-        return with_swap(builder, config)(model_parts, config, *args)
+        assert isinstance(spec.build_optimizers_fn, SwappableOptimizers)
+        return with_swap(spec.build_optimizers_fn.build_optimizers, config)(model_parts, config, *args)
 
     torchtitan_npu.register()
-    name = f"{TINY[model][0]}_swapping"
+    name = f"{model}_swapping"
+    spec = get_train_spec(model)
     if name not in known_models(name):
-        spec = get_train_spec(TINY[model][0])
         register_train_spec(name, AdaptedTrainSpec(**{**vars(spec), "build_optimizers_fn": build}))
-    swap = {"model.name": name, "optimizer.swap": True, "optimizer.swap_slice_mib": SLICE_MIB}
-    return job_config(model, degrees, {**swap, **options})
+    return {"model.name": name, "optimizer.swap": True, "optimizer.swap_slice_mib": SLICE_MIB}

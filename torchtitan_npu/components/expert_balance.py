@@ -73,7 +73,7 @@ def _counted_once(block: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def reset_token_counts(model_parts: list[nn.Module]) -> None:
-    """Forget the tokens that the experts have had in this step, whose update is not applied."""
+    """Forget the tokens since the last update: of a step whose update is not applied, or of a validation."""
     for part in model_parts:
         for name, buffer in part.named_buffers():
             if name.endswith("tokens_per_expert"):
