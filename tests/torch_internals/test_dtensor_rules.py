@@ -18,6 +18,10 @@ LIBRARY = torch.library.Library("dtensor_rules_test", "FRAGMENT")
 LIBRARY.define("double(Tensor x, *, str mode='sum') -> (Tensor, Tensor)")
 LIBRARY.impl("double", lambda x, mode="sum": (2 * x, x.sum()), "CPU")
 torch.library.register_fake("dtensor_rules_test::double", lambda x, mode="sum": (2 * x, x.sum()), lib=LIBRARY)
+LIBRARY.define("summed(Tensor x) -> (Tensor, Tensor)")
+LIBRARY.impl("summed", lambda x: (2 * x, x.sum()), "CPU")
+torch.library.register_fake("dtensor_rules_test::summed", lambda x: (2 * x, x.sum()), lib=LIBRARY)
+SUMMED = torch.ops.dtensor_rules_test.summed.default
 DOUBLE = torch.ops.dtensor_rules_test.double.default
 
 
@@ -57,6 +61,16 @@ def test_a_rule_and_a_handler(mesh: DeviceMesh) -> None:
     assert isinstance(doubled, DTensor) and doubled.placements == (Shard(0),) and calls == [(2, 3)]
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         dtensor_rules.choose_strategy(DOUBLE, (torch.ones(4, 3),), {"mode": x}, [])
+
+
+@pytest.mark.parametrize(("rows", "chosen"), [(4, Shard(0)), (3, Replicate())])
+def test_a_partial_tensor_is_not_scattered_unevenly(mesh: DeviceMesh, rows: int, chosen: Any) -> None:
+    """Reducing and scattering moves less, but DTensor could not flatten shards of two rows and one row."""
+    dtensor_rules.register_rule(SUMMED, rule)
+    x = DTensor.from_local(torch.ones(rows, 3), mesh, [Partial()])
+    assert SUMMED(x)[0].placements == (chosen,)
+    uneven = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])
+    assert SUMMED(uneven)[0].placements == (Shard(0),)
 
 
 def test_local_tensors_are_redistributed(mesh: DeviceMesh) -> None:
