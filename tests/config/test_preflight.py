@@ -305,6 +305,16 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         ),
         ({"model__flavor": "debugmodel_flex_attn"}, 1, "add npu_attention to model.converters"),
         ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
+        (
+            {
+                "model__name": "deepseek_v3",
+                "model__flavor": "debugmodel_flex_attn",
+                "model__converters": ["npu_attention"],
+                "parallelism__context_parallel_degree": 2,
+            },
+            2,
+            "model.flavor 'debugmodel_flex_attn' of deepseek_v3: Context Parallel only supports SDPA attention",
+        ),
     ],
 )
 def test_an_invalid_job_fails(options: dict[str, Any], world_size: int, message: str) -> None:

@@ -40,6 +40,7 @@ from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.distributed.context_parallel import ContextParallel, context_class
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
@@ -189,6 +190,9 @@ def build_on_meta(config: JobConfig) -> nn.Module:
     """Return the job's model on the meta device, without memory; at most a second or two for the largest."""
     spec = get_train_spec(config.model.name)
     args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
+    try:
+        args.update_from_config(config)
+    except NotImplementedError as error:  # TorchTitan's error for layouts that a flavor's attention does not have
+        raise UsageError(f"model.flavor {config.model.flavor!r} of {config.model.name}: {error}") from error
     with torch.device("meta"):
         return spec.model_cls(args)  # type: ignore[return-value]
