@@ -7,7 +7,7 @@ import torchtitan_npu
 
 PACKAGE = Path(torchtitan_npu.__file__).parent
 LAYERS = [
-    {"cli", "planner"},
+    {"cli", "planner", "prover"},
     {"train", "trainer"},
     # the checks of a job before it starts ask every layer below for its limits
     {"config.preflight", "config.checkpoint_files", "config.compile", "config.pipeline"},

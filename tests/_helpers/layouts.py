@@ -5,67 +5,25 @@ A step takes a fraction of a second. Sizes differ, so that a mixed-up dimension 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import os
 from typing import Any
 
 from tests._helpers.training import Record, recording, train_until
+from torchtitan_npu.prover import tiny_models
+from torchtitan_npu.prover.draws import DEGREES
+from torchtitan_npu.prover.tiny_models import add_flavor
+
+__all__ = ["DEGREES", "FUSED", "TINY", "TINY_DEEPSEEK_V32", "add_flavor", "add_flavors", "job_config", "train"]
 
 STEPS = 2
 GLOBAL_BATCH = 8
 SEQ_LEN = 64
 
-TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama3": ("llama3", "debugmodel", {"n_layers": 4, "dim": 64, "n_heads": 4}),
-    "qwen3": (
-        "qwen3",
-        "debugmodel",
-        {"n_layers": 2, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "hidden_dim": 128},
-    ),
-    "qwen3_moe": (
-        "qwen3",
-        "debugmodel_moe",
-        {"n_layers": 2, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "moe_inter_dim": 32},
-    ),
-    "llama4": ("llama4", "debugmodel", {"n_layers": 2, "dim": 64, "n_heads": 4}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        "debugmodel",
-        {
-            "n_layers": 3,
-            "dim": 64,
-            "inter_dim": 128,
-            "moe_inter_dim": 32,
-            "n_heads": 4,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-        },
-    ),
-}
-"""TorchTitan's model, its base flavor, and the changed arguments, by name.
+TINY = {name: tiny_models.TINY[name] for name in ("llama3", "qwen3", "qwen3_moe", "llama4", "deepseek_v3")}
+"""TorchTitan's model, its base flavor, and the changed arguments, by name. Tests add their own."""
 
-There is one layer of each type, and as many more as a pipeline needs: llama3 has four stages, and each stage of a MoE
-model has experts.
-"""
-
-TINY_DEEPSEEK_V32 = {
-    "n_layers": 2,
-    "dim": 64,
-    "inter_dim": 128,
-    "moe_inter_dim": 32,
-    "n_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_head_dim": 16,
-    "index_topk": 8,
-}
+TINY_DEEPSEEK_V32 = tiny_models.TINY["deepseek_v32"][2]
 """Changed arguments of deepseek_v32's debug model."""
 
 FUSED = {
@@ -76,16 +34,6 @@ FUSED = {
     for name in TINY
 }
 """Every converter that has a target in the model, by name."""
-
-DEGREES = {
-    "shard": "data_parallel_shard_degree",
-    "replicate": "data_parallel_replicate_degree",
-    "tp": "tensor_parallel_degree",
-    "cp": "context_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-}
 
 
 def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = None, stop: int | None = None) -> Record:
@@ -99,24 +47,7 @@ def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = N
 
 
 def add_flavors() -> None:
-    for name, (model, base, smaller) in TINY.items():
-        tiny = add_flavor(model, name, smaller, base)
-        if name == "qwen3_moe":
-            tiny.moe_args.num_experts, tiny.moe_args.top_k = 8, 2
-        if name == "llama4":
-            tiny.moe_args.num_experts = 4
-
-
-def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debugmodel") -> Any:
-    """Add a flavor to ``model``, and return its arguments."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    import torchtitan_npu
-
-    torchtitan_npu.register()
-    flavors: Any = get_train_spec(model).model_args
-    flavors[name] = dataclasses.replace(copy.deepcopy(flavors[base]), **smaller)
-    return flavors[name]
+    tiny_models.add_flavors(TINY)
 
 
 def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> Any:

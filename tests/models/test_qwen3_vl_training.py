@@ -19,21 +19,13 @@ from tests._helpers.training import Record, assert_same_gradients, recording
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import Qwen3VLStateDictAdapter, qwen3_vl_args
+from torchtitan_npu.prover.tiny_models import TINY
 
 TOLERANCE = 1e-5
 """Layouts sum the same float32 numbers (6e-8) in another order. A gradient passes hundreds of additions in four layers
 of the tower and four of the decoder, and their errors add up like a random walk."""
 
-SIZES = {
-    "n_layers": 4,  # a layer must follow the one that the third features are added to
-    "dim": 64,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 32,
-    "hidden_dim": 96,
-    "moe_inter_dim": 32,
-    "mrope_section": (6, 5, 5),
-}
+SIZES = TINY["qwen3_vl"][2]
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"]
 DATA = {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": "compare two loss curves, or train and compare them",
     "convert": "convert a checkpoint between Hugging Face and DCP",
     "parity": "measure the difference of converters and layouts from the eager baseline",
+    "prove": "compare random layouts and options of a job with one rank",
 }
 
 

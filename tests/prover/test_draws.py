@@ -1,0 +1,60 @@
+"""Draws are repeatable, have all pairs of values, and shrink to the parts that matter."""
+
+from __future__ import annotations
+
+import functools
+from itertools import islice
+
+from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, divides, pairs, ranks_of, shrink
+
+MODELS = [
+    Model("dense", has_experts=False, has_documents=True),
+    Model("experts", has_experts=True, has_documents=False),
+]
+
+
+@functools.cache
+def first(count: int, seed: int = 0, ranks: int = 8) -> list[Draw]:
+    return list(islice(Draws(MODELS, ranks, seed), count))
+
+
+def test_a_seed_repeats_its_draws() -> None:
+    assert first(20, seed=3) == first(20, seed=3)
+    assert first(20, seed=3) != first(20, seed=4)
+
+
+def test_draws_fit_the_ranks_and_divide() -> None:
+    for draw in first(60, ranks=4):
+        assert 2 <= ranks_of(draw) <= 4
+        assert divides(draw)
+        assert (draw["ep"] is None) == (draw["model"] == "dense")
+        assert (draw["schedule"] is None) == (draw["pp"] == 1)
+
+
+def test_most_pairs_of_values_occur_within_300_draws() -> None:
+    drawn = {pair for draw in first(300) for pair in pairs(draw)}
+    chance = Draws(MODELS, 8, 1)
+    possible = {pair for _ in range(4000) for pair in pairs(chance.candidate())}
+    at_random = {pair for _ in range(300) for pair in pairs(chance.candidate())}
+    assert len(drawn & possible) > 0.95 * len(possible)
+    assert len(drawn) > len(at_random)
+    values = {(part, value) for draw in first(300) for part, value in draw.items()}
+    assert all((part, value) in values for part in VALUES for value in VALUES[part])
+
+
+def test_a_fault_shrinks_to_the_parts_that_cause_it() -> None:
+    draw = next(
+        one for one in first(300) if one["cp"] > 1 and one["checkpointing"] == "full" and one["converters"] != "none"
+    )
+    tried: list[Draw] = []
+
+    def still_fails(candidate: Draw) -> bool:
+        tried.append(candidate)
+        return candidate["cp"] > 1 and candidate["checkpointing"] == "full"
+
+    model = next(model for model in MODELS if model.name == draw["model"])
+    small = shrink(draw, model, still_fails)
+    simplest = {part: values[0] for part, values in VALUES.items() if small[part] is not None}
+    # the length stays a multiple of 2 × context-parallel ranks
+    assert {part for part in simplest if small[part] != simplest[part]} == {"cp", "checkpointing"}
+    assert small["cp"] == 2 and len(tried) < 40

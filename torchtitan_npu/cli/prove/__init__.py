@@ -1,0 +1,1 @@
+"""``torchtitan-npu prove``: compare random layouts and options of a job with one rank."""
