@@ -7,10 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.protocols.train_spec import get_train_spec
-
 import torchtitan_npu
-from torchtitan_npu.upstream.registries import ADAPTED_MODELS
 
 TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", {"n_layers": 4, "dim": 64, "n_heads": 4}),
@@ -86,6 +83,8 @@ WITH_DOCUMENTS = {"attn_type": "flex", "attn_mask_type": "block_causal"}
 
 def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debugmodel") -> Any:
     """Add a flavor to ``model``, and return its arguments."""
+    from torchtitan.protocols.train_spec import get_train_spec  # after platform.prepare(), which some callers call late
+
     torchtitan_npu.register()
     flavors: Any = get_train_spec(model).model_args
     flavors[name] = dataclasses.replace(copy.deepcopy(flavors[base]), **smaller)
@@ -94,6 +93,8 @@ def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debu
 
 def add_flavors(models: Mapping[str, tuple[str, str, dict[str, Any]]] = TINY) -> None:
     """Add a flavor per entry of ``models``, and ``NAME_documents`` for TorchTitan's models."""
+    from torchtitan_npu.upstream.registries import ADAPTED_MODELS
+
     for name, (model, base, smaller) in models.items():
         tiny = add_flavor(model, name, smaller, base)
         if name == "qwen3_moe":
