@@ -2,7 +2,7 @@
 """Report the shared memory of each Triton kernel on GPUs of given compute capabilities.
 
     python tools/kernel_memory.py 80 89 90
-    python tools/kernel_memory.py 90 --gluon   # registers and spills of the sparse attention kernel for Hopper
+    python tools/kernel_memory.py 90 --gluon   # registers and spills of the sparse attention kernels for Hopper
 
 Kernels are compiled at DeepSeek-V3.2's sizes in bfloat16 and not launched, so no GPU is needed.
 """
@@ -30,6 +30,7 @@ from torchtitan_npu.ops.moe_permute import triton as moe_permute
 from torchtitan_npu.ops.rms_norm import triton as rms_norm
 from torchtitan_npu.ops.rotary_mul import triton as rotary
 from torchtitan_npu.ops.sparse_flash_attention import gluon as sparse_flash_attention_gluon
+from torchtitan_npu.ops.sparse_flash_attention import gluon_grad as sparse_flash_attention_gluon_grad
 from torchtitan_npu.ops.sparse_flash_attention import triton as sparse_flash_attention
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
 from torchtitan_npu.ops.swiglu import triton as swiglu
@@ -86,8 +87,11 @@ def attention_inputs() -> tuple[Tensor, ...]:
 
 def call_gluon() -> None:
     query, key, query_rope, key_rope, indices = attention_inputs()
-    sparse_flash_attention_gluon.npu_sparse_flash_attention(
+    out, highest, total = sparse_flash_attention_gluon.npu_sparse_flash_attention(
         query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
+    )
+    sparse_flash_attention_gluon_grad.npu_sparse_flash_attention_grad(
+        query, key, None, indices, out, out, highest, total, 0.1, query_rope, key_rope, None, None, "BSND", 3
     )
 
 
@@ -172,7 +176,7 @@ def main() -> None:
         "--without-attention", action="store_true", help="skip the attention kernels, which take minutes to compile"
     )
     parser.add_argument(
-        "--gluon", action="store_true", help="only the Gluon kernel, which needs 90, and what ptxas reports of it"
+        "--gluon", action="store_true", help="only the Gluon kernels, which need 90, and what ptxas reports of them"
     )
     options = parser.parse_args()
     for capability in options.capabilities:
@@ -189,7 +193,9 @@ def main() -> None:
         for name, size in sorted(compiler.shared.items(), key=lambda item: -item[1]):
             print(f"  {size:7} {name}{'  does not fit' if size > limit else ''}", flush=True)
         if options.gluon:
-            print(ptxas_report(compiler.assembly["sparse_flash_attention.gluon._attend"]))
+            for name, assembly in compiler.assembly.items():
+                if ".gluon" in name:
+                    print(name, ptxas_report(assembly), sep="\n")
 
 
 if __name__ == "__main__":

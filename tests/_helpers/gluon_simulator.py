@@ -16,8 +16,10 @@ Layouts, registers and memory ordering within a warp group are not modelled.
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language.core import constexpr
 
-DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float32", "int32", "int64")}
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")}
 THREADS = 128
 """Threads of a warp group, each of which arrives at the barrier of a copy."""
 PATIENCE = 20.0
@@ -294,9 +296,8 @@ class Program:
         self.pause()
         while len(self.local.products) > num_outstanding:
             self.local.products.pop(0).finish()
-        results = [dep.result if isinstance(dep, InFlight) else dep for dep in deps]
-        if any(result is None for result in results):
-            raise RuntimeError("warpgroup_mma_wait returns a product that is still in flight")
+        # one that is still in flight may be added to, and is an error to read
+        results = [dep.result if isinstance(dep, InFlight) and dep.result is not None else dep for dep in deps]
         return results[0] if len(results) == 1 else tuple(results)
 
     def language(self) -> SimpleNamespace:
@@ -319,6 +320,7 @@ class Program:
             convert_layout=lambda value, layout, assert_trivial=False: Value(data_of(value)),
             load=lambda pointer, mask=None, other=0: Value(pointer.load(mask, other)),
             store=_store,
+            atomic_add=_atomic_add,
             where=elementwise(torch.where),
             maximum=elementwise(torch.maximum),
             exp2=elementwise(torch.exp2),
@@ -371,6 +373,13 @@ def _store(pointer: Pointer, value: Value, mask: Value) -> None:
     pointer.storage[offsets[chosen]] = data[chosen]
 
 
+def _atomic_add(pointer: Pointer, value: Value, mask: Value, sem: str) -> None:
+    assert sem == "relaxed"
+    offsets, chosen, data = torch.broadcast_tensors(pointer.offsets, data_of(mask), data_of(value))
+    Pointer(pointer.storage, offsets).selected(Value(chosen))
+    pointer.storage.index_put_((offsets[chosen],), data[chosen], accumulate=True)
+
+
 class Kernel:
     """A kernel that is launched as ``kernel[grid](*arguments)``: its programs run one after the other."""
 
@@ -408,10 +417,13 @@ def _rebind(names: dict[str, Any]) -> None:
 
 
 def simulated(module: ModuleType, function: str, seed: int = 0) -> Callable[..., Any]:
-    """Return ``function`` of ``module``, which launches Gluon kernels, with these kernels run in Python."""
-    names = dict(vars(module))
-    for name, value in names.items():
+    """Return ``function`` of a copy of ``module``, which launches Gluon kernels, with these kernels run in Python."""
+    spec = module.__spec__
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    for name, value in vars(module).items():
         if isinstance(value, GluonJITFunction):
-            names[name] = Kernel(module, name, seed)
-    plain = vars(module)[function]
-    return FunctionType(plain.__code__, names, function, plain.__defaults__, plain.__closure__)
+            of_kernel = module if value.fn.__module__ == module.__name__ else sys.modules[value.fn.__module__]
+            setattr(copy, name, Kernel(of_kernel, name, seed))
+    return getattr(copy, function)

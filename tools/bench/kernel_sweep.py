@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -42,6 +43,7 @@ import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
 from torchtitan_npu.ops.lightning_indexer import triton_top_k as top_k
+from torchtitan_npu.ops.sparse_flash_attention import op
 from torchtitan_npu.ops.sparse_flash_attention import triton as sparse_flash_attention
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
@@ -88,25 +90,27 @@ SWEEPS: dict[str, tuple[ModuleType, str, list[Tiles]]] = {
 
 
 def attention_rows(only: list[str]) -> Iterator[Row]:
-    """Time the kernels of sparse attention, with queries and ``d_out`` in head-major layout as in the model."""
-    given = tensors(LENGTH, TOP_K, by_head=True)
-    results = forward(**given)
-    d_out = head_by_head(torch.randn_like(results[0]))
-    passes = {
-        sparse_flash_attention: partial(forward, **given),
-        sparse_flash_attention_grad: partial(backward, **given, d_out=d_out, results=results),
-    }
-    for kernel in only:
-        module, name, candidates = SWEEPS[kernel]
-        chosen = getattr(module, name)
-        for candidate in candidates:
-            row: Row = {"what": f"{kernel}{' (chosen)' if candidate == chosen else ''}, {candidate}", "length": LENGTH}
-            setattr(module, name, candidate)
-            try:
-                yield timed(passes[module], **row)
-            except UsageError as error:  # this candidate does not fit
-                yield row | {"failed": str(error.__cause__)}
-        setattr(module, name, chosen)
+    """Time the Triton kernels of sparse attention, with queries and ``d_out`` in head-major layout as in the model."""
+    with patch.object(op, "is_hopper", return_value=False):
+        given = tensors(LENGTH, TOP_K, by_head=True)
+        results = forward(**given)
+        d_out = head_by_head(torch.randn_like(results[0]))
+        passes = {
+            sparse_flash_attention: partial(forward, **given),
+            sparse_flash_attention_grad: partial(backward, **given, d_out=d_out, results=results),
+        }
+        for kernel in only:
+            module, name, candidates = SWEEPS[kernel]
+            chosen = getattr(module, name)
+            for candidate in candidates:
+                what = f"{kernel}{' (chosen)' if candidate == chosen else ''}, {candidate}"
+                row: Row = {"what": what, "length": LENGTH}
+                setattr(module, name, candidate)
+                try:
+                    yield timed(passes[module], **row)
+                except UsageError as error:  # this candidate does not fit
+                    yield row | {"failed": str(error.__cause__)}
+            setattr(module, name, chosen)
 
 
 SCORE_TILES = [  # rows, keys, warps, stages

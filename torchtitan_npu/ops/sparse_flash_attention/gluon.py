@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
-from torchtitan_npu.ops.sparse_flash_attention.triton_rows import keys_at, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
 SIZE = gl.constexpr(512)
@@ -97,13 +97,7 @@ def npu_sparse_flash_attention(
     softmax_max = torch.empty(statistics_shape(query, key), dtype=torch.float32, device=query.device)
     softmax_sum = torch.empty_like(softmax_max)
 
-    places = torch.empty(2, tokens * key_heads, dtype=torch.int32, device=query.device)
-    _count_places[(tokens * key_heads,)](
-        *(sparse_indices, rows.visible, places, tokens * key_heads),
-        KEY_HEADS=key_heads,
-        TOP_K=top_k,
-        BLOCK_TOP_K=power_of_2(top_k),
-    )
+    places = count_places(sparse_indices, rows)
     group = heads // key_heads
     tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)
     _attend[(min(tiles, multiprocessors(query.device)),)](
@@ -128,6 +122,20 @@ def aligned(tensor: Tensor) -> Tensor:
     """
     fits = tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def count_places(sparse_indices: Tensor, rows: Rows) -> Tensor:
+    """Return the places of each row up to its last key, and those before its first place without one: (2, rows)."""
+    key_heads, top_k = sparse_indices.shape[-2:]
+    count = rows.first.numel() * key_heads
+    places = torch.empty(2, count, dtype=torch.int32, device=sparse_indices.device)
+    _count_places[(count,)](
+        *(sparse_indices, rows.visible, places, count),
+        KEY_HEADS=key_heads,
+        TOP_K=top_k,
+        BLOCK_TOP_K=power_of_2(top_k),
+    )
+    return places
 
 
 @triton.jit

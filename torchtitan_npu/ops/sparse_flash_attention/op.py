@@ -381,6 +381,28 @@ def grad_sample(layout: str = "BSND", **_: Any) -> dict[str, Any]:
     return {**inputs, "d_out": randn(*out.shape), **statistics, **lengths, **options}
 
 
+grad_in_triton = kernel(reference.npu_sparse_flash_attention_grad, "triton_grad")
+grad_in_gluon = kernel(reference.npu_sparse_flash_attention_grad, "gluon_grad")
+
+
+def cuda_grad(
+    query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, sparse_indices: Tensor, **others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the Gluon kernels on a Hopper GPU at the sizes they take, else those of Triton."""
+    inputs = {"query": query, "key": key, "value": value, "query_rope": query_rope, "sparse_indices": sparse_indices}
+    hopper = is_hopper(query) and grad_suits_gluon(query, key, value, query_rope, sparse_indices)
+    return (grad_in_gluon if hopper else grad_in_triton)(**inputs, **others)
+
+
+def grad_suits_gluon(
+    query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, sparse_indices: Tensor
+) -> bool:
+    """Return whether the Gluon kernels take these: as in the forward pass, without ``value`` and in whole blocks."""
+    if value is not None or not suits_gluon(query, key, value, query_rope):
+        return False
+    return sparse_indices.shape[-1] % 64 == 0 and query.shape[-2] // key.shape[-2] <= 128
+
+
 declare(
     Op(
         schema="npu::npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
@@ -390,7 +412,7 @@ declare(
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, int? attention_mode=0) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_flash_attention_grad,
-        cuda=kernel(reference.npu_sparse_flash_attention_grad, "triton_grad"),
+        cuda=cuda_grad,
         fake=grad_fake,
         checks=grad_checks,
         sharding=grad_sharding,

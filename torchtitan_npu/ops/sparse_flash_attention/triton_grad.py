@@ -7,6 +7,8 @@
 Each is a product over all heads of a row, so each key of a row is added to once, for any number of heads.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import count_of, keys_at, rows_of
-from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments, segments_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_segments import Segments, add_segments, segments_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
     WORKSPACE,
     blocks_of,
@@ -35,107 +37,139 @@ KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
 """Launch options of the kernels, the fastest on an H200. BLOCK_KEYS of QUERIES divides that of SCORES."""
 
 
-def npu_sparse_flash_attention_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Tensor | None,
-    actual_seq_kvlen: Tensor | None,
-    layout: str,
-    sparse_mode: int,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def npu_sparse_flash_attention_grad(*inputs: Any, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients as the reference does.
 
     Atomic additions sum the gradients of the keys in float32, in any order; with torch's deterministic algorithms the
     order is fixed.
     """
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    check_size(key, key_rope)
-    rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
-    tokens, heads, size = rows.first.numel(), *query.shape[-2:]
-    key_heads, top_k = sparse_indices.shape[-2:]
-    queries, d_outs, outs = by_token(query), by_token(d_out), by_token(out).contiguous()
-    key, sparse_indices = key.contiguous(), sparse_indices.contiguous()
-    value, query_rope, key_rope = (None if t is None else t.contiguous() for t in (value, query_rope, key_rope))
-    query_ropes = None if query_rope is None else by_token(query_rope)
-    softmax_max, softmax_sum = softmax_max.contiguous(), softmax_sum.contiguous()
-    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    d_query_rope = query.new_empty(0) if query_rope is None else torch.empty_like(query_rope)
-    d_key, d_value, d_key_rope = (
-        query.new_empty(0, dtype=torch.float32) if t is None else torch.zeros_like(t, dtype=torch.float32)
-        for t in (key, value, key_rope)
-    )
+    return Backward(*inputs, **others).run()
 
-    # With the heads outermost, as the product after attention leaves it, a row of d_out spans one memory page per head.
-    # A contiguous copy takes less time than the repeated reads of those pages would.
-    d_out_is_contiguous = d_outs.is_contiguous()
-    slots = heads * max(2 * top_k, 0 if d_out_is_contiguous else size) * query.element_size()
-    shape = shape_of(query, query_rope, key_heads, top_k)
-    # elements of a row's contributions to its keys, for the deterministic sum
-    added = key_heads * top_k * max(size, shape["ROPE"]) if deterministic else 0
-    chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
-    weights = query.new_empty(chunk, heads, top_k)
-    d_scores = torch.empty_like(weights)
-    d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=query.device)
-    copy = None if d_out_is_contiguous else query.new_empty(chunk, heads, size)
-    contributions = query.new_empty(chunk * added, dtype=torch.float32)
-    products = product_shape(shape)
-    sequence = tokens if layout == "TND" else query.shape[1]
-    places = (sparse_indices, *rows)
-    staggered = key.shape[-3] <= 2 * top_k  # a row selects at least half of the keys
-    for start in range(0, tokens, chunk):
-        count = min(chunk, tokens - start)
-        here = slice(start, start + count)
-        d_out_here = d_outs[here]
-        _multiply_and_sum[(count * heads,)](
-            *(d_out_here, outs[here], d_out_out, copy, *d_outs.stride()[:2]),
-            HEADS=heads,
-            SIZE=size,
-            BLOCK=power_of_2(size),
+
+class Backward:
+    """A backward pass: its inputs, workspaces and results. The methods launch kernels over a chunk of rows."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        sparse_indices: Tensor,
+        d_out: Tensor,
+        out: Tensor,
+        softmax_max: Tensor,
+        softmax_sum: Tensor,
+        scale_value: float,
+        query_rope: Tensor | None,
+        key_rope: Tensor | None,
+        actual_seq_qlen: Tensor | None,
+        actual_seq_kvlen: Tensor | None,
+        layout: str,
+        sparse_mode: int,
+        **_: object,
+    ):
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        check_size(key, key_rope)
+        self.rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
+        self.scale = scale_value
+        self.sequence = self.rows.first.numel() if layout == "TND" else query.shape[1]
+        self.key_heads, self.top_k = sparse_indices.shape[-2:]
+        self.queries, self.d_outs, self.outs = by_token(query), by_token(d_out), by_token(out).contiguous()
+        self.key, self.sparse_indices = key.contiguous(), sparse_indices.contiguous()
+        self.value, query_rope, self.key_rope = (
+            None if t is None else t.contiguous() for t in (value, query_rope, key_rope)
         )
-        d_out_here = d_out_here if copy is None else copy
-        _differentiate[score_grid(count, shape, SCORES)](
-            *(queries, query_rope, key, key_rope, value, *places, d_out_here, d_out_out, softmax_max, softmax_sum),
-            *(weights, d_scores, scale_value, scale_value * LOG2_E.value, start, sequence),
-            *queries.stride()[:2],
-            **shape,
-            **score_blocks(shape),
+        self.query_ropes = None if query_rope is None else by_token(query_rope)
+        self.softmax_max, self.softmax_sum = softmax_max.contiguous(), softmax_sum.contiguous()
+        self.d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self.d_query_rope = query.new_empty(0) if query_rope is None else torch.empty_like(query_rope)
+        self.d_key, self.d_value, self.d_key_rope = (
+            query.new_empty(0, dtype=torch.float32) if t is None else torch.zeros_like(t, dtype=torch.float32)
+            for t in (self.key, self.value, self.key_rope)
+        )
+        self.shape = shape_of(query, query_rope, self.key_heads, self.top_k)
+        self.products = product_shape(self.shape)
+        self.places = (self.sparse_indices, *self.rows)
+        self.staggered = key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        tokens, (heads, size) = len(self.queries), self.queries.shape[1:]
+        # With the heads outermost, as the product after attention leaves it, a row of d_out spans one memory page per
+        # head. A contiguous copy takes less time than the repeated reads of those pages would.
+        contiguous = self.d_outs.is_contiguous()
+        slots = heads * max(2 * self.top_k, 0 if contiguous else size) * self.queries.element_size()
+        # elements of a row's contributions to its keys, for the deterministic sum
+        added = self.key_heads * self.top_k * (size + self.shape["ROPE"]) if self.deterministic else 0
+        chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
+        self.weights = self.queries.new_empty(chunk, heads, self.top_k)
+        self.d_scores = torch.empty_like(self.weights)
+        self.d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=self.queries.device)
+        self.contributions = self.d_out_out.new_empty(chunk * added)
+        copy = None if contiguous else self.queries.new_empty(chunk, heads, size)
+        for start in range(0, tokens, chunk):
+            count = min(chunk, tokens - start)
+            here = slice(start, start + count)
+            _multiply_and_sum[(count * heads,)](
+                *(self.d_outs[here], self.outs[here], self.d_out_out, copy, *self.d_outs.stride()[:2]),
+                HEADS=heads,
+                SIZE=size,
+                BLOCK=power_of_2(size),
+            )
+            d_out = self.d_outs[here] if copy is None else copy
+            self.differentiate(start, count, d_out)
+            self.add_to_queries(start, count)
+            self.add_to_keys(start, count, d_out)
+        d_key, d_value, d_key_rope = (t.to(self.key.dtype) for t in (self.d_key, self.d_value, self.d_key_rope))
+        return self.d_query, d_key, d_value, self.d_query_rope, d_key_rope
+
+    def differentiate(self, start: int, count: int, d_out: Tensor) -> None:
+        """Write ``weights`` and ``d_scores``."""
+        _differentiate[score_grid(count, self.shape, SCORES)](
+            *(self.queries, self.query_ropes, self.key, self.key_rope, self.value, *self.places),
+            *(d_out, self.d_out_out, self.softmax_max, self.softmax_sum, self.weights, self.d_scores),
+            *(self.scale, self.scale * LOG2_E.value, start, self.sequence, *self.queries.stride()[:2]),
+            **self.shape,
+            **score_blocks(self.shape),
             **SCORES,
         )
-        for of_key, gradient in ((key, d_query), (key_rope, d_query_rope)):
+
+    def add_to_queries(self, start: int, count: int) -> None:
+        for of_key, gradient in ((self.key, self.d_query), (self.key_rope, self.d_query_rope)):
             if gradient.numel():
-                config, grid = blocks_of(gradient, count * key_heads, QUERIES)
-                _add_to_queries[grid](*(d_scores, of_key, *places, gradient, start, count), **products, **config)
-        if deterministic:
-            segments = segments_of(sparse_indices, rows, start, count, key.numel() // size)
-        both = (weights, d_out_here) if value is None else (None, None)
+                config, grid = blocks_of(gradient, count * self.key_heads, QUERIES)
+                _add_to_queries[grid](
+                    *(self.d_scores, of_key, *self.places, gradient, start, count), **self.products, **config
+                )
+
+    def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
+        here = slice(start, start + count)
+        both = (self.weights, d_out) if self.value is None else (None, None)
+        segments = self.segments(start, count)
         for (left, right, *second), gradient in (
-            ((d_scores, queries, *both), d_key),
-            ((d_scores, query_ropes, None, None), d_key_rope),
-            ((weights, d_outs, None, None), d_value),
+            ((self.d_scores, self.queries, *both), self.d_key),
+            ((self.d_scores, self.query_ropes, None, None), self.d_key_rope),
+            ((self.weights, self.d_outs, None, None), self.d_value),
         ):
             if gradient.numel():
-                config, grid = blocks_of(gradient, count * key_heads, KEYS)
-                target = contributions if deterministic else gradient
+                assert right is not None
+                config, grid = blocks_of(gradient, count * self.key_heads, KEYS)
+                target = gradient if segments is None else self.contributions
                 _add_to_keys[grid](
-                    *(left, right[here], *second, *places, target, start, count, *right.stride()[:2]),
-                    **products,
+                    *(left, right[here], *second, *self.places, target, start, count, *right.stride()[:2]),
+                    **self.products,
                     **config,
-                    ATOMIC=not deterministic,
-                    STAGGERED=staggered,
+                    ATOMIC=segments is None,
+                    STAGGERED=self.staggered,
                 )
-                if deterministic:
-                    add_segments(contributions, segments, gradient)
-    return d_query, d_key.to(key.dtype), d_value.to(key.dtype), d_query_rope, d_key_rope.to(key.dtype)
+                if segments is not None:
+                    add_segments(self.contributions, segments, gradient)
+
+    def segments(self, start: int, count: int) -> Segments | None:
+        """Return the segments of deterministic sums, or None if the order of the sums is arbitrary."""
+        if not self.deterministic:
+            return None
+        keys = self.key.numel() // self.key.shape[-1]
+        return segments_of(self.sparse_indices, self.rows, start, count, keys)
 
 
 @triton.jit

@@ -1,0 +1,99 @@
+"""The Gluon kernels of sparse attention's gradient, on a Hopper GPU or else in a simulator, against the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests._helpers.gluon_simulator import simulated
+from tests._helpers.sparse_attention_check import assert_agrees
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
+from torchtitan_npu.ops import OPS, define
+from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, op, triton_grad
+
+DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+SCALE = (512 + 64) ** -0.5
+CASES = {
+    "documents of a batch, some shorter": ("BSND", [(2, 150), (1, 3)], True, (16, 1), 192, "contiguous"),
+    "packed documents, one without queries": ("TND", [(2, 150), (0, 2), (1, 7)], True, (8, 1), 192, "head by head"),
+    "rows that see no key": ("TND", [(3, 2), (1, 2)], True, (16, 1), 64, "contiguous"),
+    "two key heads, a strided batch": ("BSND", [(2, 66)] * 2, False, (144, 2), 64, "tokens first"),
+    "several blocks": ("BSND", [(3, 600)], False, (64, 1), 576, "contiguous"),
+    "128 heads": ("BSND", [(5, 300)], True, (128, 1), 320, "strided"),
+}
+IN_SIMULATOR = ("documents of a batch, some shorter",)
+"""Cases of the default run."""
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    """Return a namespace of operators in which the backward pass has the Gluon kernels."""
+    name = "npu_sparse_flash_attention_grad"
+    run = gluon_grad.npu_sparse_flash_attention_grad if DEVICE == "cuda" else simulated(gluon_grad, name)
+    define("hopper_gradients", [OPS["npu_sparse_flash_attention"], dataclasses.replace(OPS[name], reference=run)])
+    return torch.ops.hopper_gradients
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "in order"])
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_SIMULATOR)) for case in CASES]
+)
+def test_agrees_with_the_oracle(
+    hopper: Any, half: torch.dtype, case: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, sizes, causal, heads, top_k, arranged = CASES[case]
+    monkeypatch.setattr(triton_grad, "WORKSPACE", 8 * heads[0] * top_k)  # two rows, without deterministic sums
+    generator = torch.Generator().manual_seed(0)
+    docs = Documents(layout, sizes, causal, half, generator, ARRANGEMENTS[arranged])
+    assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, size=512, rope=64, scale=SCALE)
+
+
+@pytest.mark.slow
+def test_deterministic_gradients_are_bit_identical(half: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(DEVICE, half)
+
+    query, out, d_out = (random(40, 64, 512) for _ in range(3))
+    statistics = [torch.full((1, 1, 40, 64), value, device=DEVICE) for value in (3.0, 50.0)]
+    indices = torch.rand(1, 40, 1, 200, generator=generator).argsort(-1)[..., :128].int().to(DEVICE)
+    arguments = (query, random(200, 1, 512), None, indices, d_out, out, *statistics, SCALE)
+    names = ["query", "key", "value", "sparse_indices", "d_out", "out", "softmax_max", "softmax_sum", "scale_value"]
+    given = dict(zip(names, arguments, strict=True))
+    given |= {"query_rope": random(40, 64, 64), "key_rope": random(200, 1, 64), "layout": "BSND", "sparse_mode": 0}
+    run = simulated(gluon_grad, "npu_sparse_flash_attention_grad") if DEVICE == "cpu" else None
+    run = run or gluon_grad.npu_sparse_flash_attention_grad
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (run(**given, actual_seq_qlen=None, actual_seq_kvlen=None) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("heads", "top_k", "value", "suits"),
+    [
+        (128, 2048, False, True),
+        (16, 64, False, True),
+        (128, 100, False, False),
+        (256, 64, False, False),
+        (16, 64, True, False),
+    ],
+)
+def test_choice_of_the_kernels(heads: int, top_k: int, value: bool, suits: bool) -> None:
+    query, key = (torch.zeros(1, 2, n, 512, dtype=torch.bfloat16) for n in (heads, 1))
+    rope, indices = torch.zeros(1, 2, heads, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 1, top_k, dtype=torch.int32)
+    assert op.grad_suits_gluon(query, key, key if value else None, rope, indices) == suits
