@@ -1,4 +1,5 @@
-"""Write the table of this package's configuration keys into docs/reference/configuration.md."""
+"""Write the tables of this package's configuration keys, and of the allowed values of every key, into
+docs/reference/configuration.md."""
 
 from __future__ import annotations
 
@@ -36,7 +37,21 @@ def table() -> str:
         if rows:
             head = ["| key | type | default | description |", "|---|---|---|---|"]
             parts.append("\n".join([f"## [{section.name}]", "", *head, *rows]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, allowed_values()]) + "\n"
+
+
+def allowed_values() -> str:
+    """Return a heading and a table with the allowed values of every key, also of TorchTitan's."""
+    from torchtitan_npu.config.value_table import SECTIONS
+
+    rows = []
+    for section, allowed in sorted(SECTIONS.items()):
+        by_value: dict[str, list[str]] = {}
+        for key, values in allowed.items():
+            by_value.setdefault(str(values).replace("|", "\\|"), []).append(f"`{key}`")
+        rows += [f"| `{section}` | {', '.join(names)} | {values} |" for values, names in by_value.items()]
+    head = ["| section | keys | allowed |", "|---|---|---|"]
+    return "\n".join(["## Allowed values", "", *head, *rows])
 
 
 def keys(section: type) -> Iterator[Key]:

@@ -23,7 +23,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan_npu.components.job_control.parent_death import end_with_torchrun  # noqa: E402
 from torchtitan_npu.config.checkpoint_files import check_checkpoint_files  # noqa: E402
 from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
-from torchtitan_npu.config.preflight import check_job  # noqa: E402
+from torchtitan_npu.config.preflight import check_job, check_start  # noqa: E402
 from torchtitan_npu.trainer import train  # noqa: E402
 
 IS_LOCAL_RANK_0 = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -42,6 +42,7 @@ def main() -> None:
         # without real communication, TorchTitan takes the number of ranks from NGPU
         ranks = os.environ.get("WORLD_SIZE" if config.comm.mode == "default" else "NGPU", "1")
         job = check_job(config, int(ranks))
+        check_start(job)
         if IS_LOCAL_RANK_0 and config.comm.mode == "default":
             check_checkpoint_files(job)
         train(config)

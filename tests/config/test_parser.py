@@ -86,9 +86,34 @@ def test_errors_in_a_file(tmp_path: Path, toml: str, message: str) -> None:
     assert "job.toml" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("x = " + "[" * 10_000 + "]" * 10_000, "not valid TOML: "),
+        ("training.steps = " + "9" * 5000, "not valid TOML: Exceeds the limit"),
+        ("optimizer.name = " + "0x" + "f" * 5000, "optimizer.name = an integer of 20000 bits is not str"),
+        ("training." + "a." * 20 + "b = 1", "unknown section 'training.a'"),
+        ("#" * (1 << 20) + "\n", "has 1048577 bytes; it must have at most 1048576"),
+        ("optimizer.name = '\\u0000'\nmodel.name = [" + "1," * 9999 + "]", "model.name = [1, 1, 1"),
+        ("validation.steps = 0", "validation steps must be positive or -1"),
+        ("experimental.custom_args_module = 'mine'", "experimental.custom_args_module has no effect"),
+        ("job.custom_config_module = 'json'", "job.custom_config_module 'json' has no dataclass JobConfig"),
+        ("job.custom_config_module = 'a..b'", "job.custom_config_module is 'a..b'; it must be a dotted module name"),
+        ("job.custom_config_module = 3", "job.custom_config_module = 3 is not str"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_absurd_files_are_one_line(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(tmp_path, toml)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
 def test_integers_are_floats_and_nested_sections_work(tmp_path: Path) -> None:
     config = parse(tmp_path, "[optimizer]\nlr = 1\n[training.dataloader]\nnum_workers = 1")
-    assert config.optimizer.lr == 1 and config.training.dataloader.num_workers == 1
+    assert config.optimizer.lr == 1 and isinstance(config.optimizer.lr, float)
+    assert config.training.dataloader.num_workers == 1
 
 
 @pytest.mark.parametrize(
@@ -117,6 +142,8 @@ def test_integers_are_floats_and_nested_sections_work(tmp_path: Path) -> None:
         ([*TOKENIZER, "--training.steps", "ten"], "Error parsing --training.steps: invalid literal for int()"),
         ([*TOKENIZER, "--activation_checkpoint.mode", "ful"], "invalid choice 'ful' for argument "),
         ([*TOKENIZER, "--compile.no-enable", "yes"], "Unrecognized options: yes"),
+        ([*TOKENIZER, "--compile.enable=yes"], "compile.enable is a switch without a value: --compile.enable or "),
+        (["--model.tokenizer_path", "no/such/folder"], "model.tokenizer_path no/such/folder: no such folder"),
     ],
 )
 def test_errors_on_the_command_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,13 @@ def test_a_valid_pipeline_passes(schedule: str, batch: int, layers_per_stage: in
 
 
 def test_converters_and_experiments_of_torchtitan_are_known() -> None:
-    check_job(job(model__converters=["quantize.linear.float8"]), world_size=1)
+    config = job(model__converters=["quantize.linear.float8"])
+    with pytest.raises(
+        UsageError, match=r"model\.converters: quantize\.linear\.float8: Failed to swap to Float8Linear"
+    ):
+        check_job(config, world_size=1)
+    config.quantize.linear.float8.emulate = True
+    check_job(config, world_size=1)
     with pytest.raises(UsageError, match=r"model\.flavor 'nonsense' is not known"):
         check_job(job(model__name="simple_fsdp.llama3", model__flavor="nonsense"), world_size=1)
 
@@ -271,7 +277,7 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         ({"checkpoint__initial_load_in_hf": True}, 1, "checkpoint.initial_load_in_hf needs checkpoint.enable = true"),
         ({"checkpoint__load_step": 3}, 1, "checkpoint.load_step needs checkpoint.enable = true"),
         ({"checkpoint__interval": 0}, 1, "checkpoint.interval is 0; it must be at least 1"),
-        ({"checkpoint__keep_latest_k": 1}, 1, "checkpoint.keep_latest_k is 1; it must be 0"),
+        ({"checkpoint__keep_latest_k": 1}, 1, "checkpoint.keep_latest_k is 1; it must be at least 2, or 0"),
         ({"checkpoint__exclude_from_loading": ["data"]}, 1, "'data' is not known; did you mean 'dataloader'?"),
         (
             {"checkpoint__last_save_in_hf": True, "checkpoint__last_save_model_only": False},
@@ -303,6 +309,25 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
             1,
             'npu_permute and parallelism.expert_parallel_comm_backend = "deepep" cannot be combined',
         ),
+        ({"optimizer__lr": math.nan}, 1, "optimizer.lr is nan; it must be at least 0 and at most 100"),
+        ({"optimizer__beta1": 1.0}, 1, "optimizer.beta1 is 1.0; it must be at least 0 and below 1"),
+        ({"training__max_norm": -1.0}, 1, "training.max_norm is -1.0; it must be above 0"),
+        ({"training__steps": 10**30}, 1, "training.steps is 1000000000000000000000000000000; it must be at most 2147"),
+        ({"training__steps": 1 << 20000}, 1, "training.steps is an integer of 20001 bits; it must be at most 2147"),
+        ({"job__description": "x\ny"}, 1, "job.description is 'x\\ny'; it must be one line of text"),
+        ({"fault_tolerance__enable": True}, 1, "fault_tolerance.enable must be false"),
+        ({"memory_estimation__enable": True}, 1, "memory_estimation.enable must be false; torchtitan-npu plan"),
+        ({"lr_scheduler__total_steps": 5, "training__steps": 9}, 1, "it must be at least training.steps, 9"),
+        ({"activation_checkpoint__mode": "memory_budget"}, 1, 'mode = "memory_budget" needs compile.enable = true'),
+        (
+            {
+                "activation_checkpoint__selective_ac_option": "op",
+                "activation_checkpoint__per_op_sac_force_recompute_mm_shapes_by_fqns": ["attention"],
+            },
+            1,
+            "'attention' matches layers.0.attention, a Attention; it must match nn.Linear only",
+        ),
+        ({"compile__enable": True, "compile__backend": "induktor"}, 1, "did you mean 'inductor'?"),
         ({"model__flavor": "debugmodel_flex_attn"}, 1, "add npu_attention to model.converters"),
         ({"model__flavor": "debugmodel_varlen_attn"}, 1, "varlen attention"),
         (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu import platform
-from torchtitan_npu.errors import UsageError, did_you_mean
+from torchtitan_npu.errors import UsageError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
@@ -17,13 +17,7 @@ def check_known(key: str, value: str, known: Iterable[str]) -> None:
     names = sorted(known)
     if value not in names:
         listed = ", ".join(name or '""' for name in names)
-        raise UsageError(f"{key} {value!r} is not known{did_you_mean(value, names)} (known: {listed})")
-
-
-def check_at_least(key: str, value: float, minimum: float) -> None:
-    """Raise if ``value`` is below ``minimum``."""
-    if value < minimum:
-        raise UsageError(f"{key} is {value}; it must be at least {minimum}")
+        raise UsageError(f"{key} {shown(value)} is not known{did_you_mean(value, names)} (known: {listed})")
 
 
 def check_not_on_cpu(options: dict[str, bool]) -> None:

@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
-from torchtitan_npu.config.check_helpers import check_at_least, check_known, check_not_on_cpu
+from torchtitan_npu.config.allowed import PATH, Allowed, ListOf, Number, OneOf
+from torchtitan_npu.config.check_helpers import check_not_on_cpu
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
 
 STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+ALLOWED: dict[str, Allowed] = {
+    "folder": PATH,
+    "interval": Number(1),
+    "initial_load_path": PATH,
+    "keep_latest_k": Number(2, also=(0,)),
+    "load_step": Number(0, also=(-1,)),
+    "exclude_from_loading": ListOf(OneOf(STATES)),
+}
 
 
 @dataclass
@@ -29,12 +38,6 @@ def check_checkpoint(job: "JobContext") -> None:
     if checkpoint.create_seed_checkpoint and job.world_size != 1:
         raise UsageError(f"checkpoint.create_seed_checkpoint needs one rank, not {job.world_size}")
     _check_requests(checkpoint)
-    check_at_least("checkpoint.interval", checkpoint.interval, 1)
-    check_at_least("checkpoint.keep_latest_k", checkpoint.keep_latest_k, 0)
-    if checkpoint.keep_latest_k == 1:
-        raise UsageError("checkpoint.keep_latest_k is 1; it must be 0, which keeps all checkpoints, or at least 2")
-    for name in checkpoint.exclude_from_loading:
-        check_known("checkpoint.exclude_from_loading", name, STATES)
 
 
 def _check_requests(checkpoint: Checkpoint) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torchtitan.config.job_config import Comm as TitanComm
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.check_helpers import check_at_least, check_known
+from torchtitan_npu.config.allowed import NAME, PATH, Allowed, ListOf, Number, Text
+from torchtitan_npu.config.check_helpers import check_known
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
 
 MESH_DIMENSIONS = ("pp", "dp_replicate", "fsdp", "efsdp", "cp", "tp", "ep", "etp")
 """TorchTitan's mesh dimensions that have process groups."""
+ALLOWED: dict[str, Allowed] = {
+    "init_timeout_seconds": Number(1),
+    "train_timeout_seconds": Number(1),
+    "trace_buf_size": Number(0),
+    "save_traces_folder": PATH,
+    "save_traces_file_prefix": Text("the beginning of a file name, without `/`", r"[^/\x00-\x1f]{1,100}"),
+    "hccl_buffers": ListOf(NAME),
+}
+BUFFER_MIB = Number(1, 2**20)
 
 
 @dataclass
@@ -35,7 +45,7 @@ def hccl_buffers(comm: TitanComm) -> dict[str, int]:
         if not equals or not size.isdecimal():
             raise UsageError(f'comm.hccl_buffers: {entry!r} is not DIMENSION=MIB, such as "ep=400"')
         check_known("comm.hccl_buffers: dimension", name, MESH_DIMENSIONS)
-        check_at_least(f"comm.hccl_buffers: {name}", int(size), 1)
+        BUFFER_MIB.check(f"comm.hccl_buffers: {name}", int(size))
         if name in found:
             raise UsageError(f"comm.hccl_buffers lists {name} twice")
         found[name] = int(size)
@@ -44,8 +54,5 @@ def hccl_buffers(comm: TitanComm) -> dict[str, int]:
 
 def check_comm(job: "JobContext") -> None:
     comm = job.config.comm
-    for key in ("init_timeout_seconds", "train_timeout_seconds"):
-        check_at_least(f"comm.{key}", getattr(comm, key), 1)
-    check_at_least("comm.trace_buf_size", comm.trace_buf_size, 0)
     if hccl_buffers(comm) and platform.job_backend() != "npu":
         raise UsageError(f"comm.hccl_buffers is for HCCL; this job runs on {platform.job_backend()}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchtitan_npu.compile.block_regions import compiles_blocks
-from torchtitan_npu.config.check_helpers import check_adapted
+from torchtitan_npu.config.check_helpers import check_adapted, check_known
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_compile(job: JobContext) -> None:
-    """Check a job that this package compiles: one that bypasses code generation or has graph passes."""
+    """Check the backend, and a job that this package compiles: without code generation, or with graph passes."""
     config = job.config
+    if config.compile.enable:
+        check_known("compile.backend", config.compile.backend, torch.compiler.list_backends(exclude_tags=()))
     if not compiles_blocks(config):
         return
     if config.npu.bypass_codegen:

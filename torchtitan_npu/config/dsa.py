@@ -4,11 +4,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torchtitan_npu.config.check_helpers import check_at_least, takes_section
+from torchtitan_npu.config.allowed import Allowed, Number
+from torchtitan_npu.config.check_helpers import takes_section
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+ALLOWED: dict[str, Allowed] = {"indexer_loss_weight": Number(0, 10**6)}
 
 
 @dataclass
@@ -40,7 +43,6 @@ def check_dsa(job: "JobContext") -> None:
     if not takes_section(job, "dsa"):
         return
     dsa = job.config.dsa
-    check_at_least("dsa.indexer_loss_weight", dsa.indexer_loss_weight, 0)
     if dsa.stage == "warmup" and not dsa.indexer_loss:
         raise UsageError('dsa.indexer_loss must be true with dsa.stage = "warmup", which trains only the indexers')
     if dsa.stage == "warmup" and job.dims.pp_enabled:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu import platform
+from torchtitan_npu.config.allowed import NAME, PATH, Allowed, ListOf
 from torchtitan_npu.config.check_helpers import check_known
 from torchtitan_npu.errors import UsageError
 
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
 
 JobChecks = tuple[Callable[[Any, Any], None], ...]
 """Checks of a model, in ``job_checks`` of its arguments' class. Each takes these arguments and the job's config."""
+
+ALLOWED: dict[str, Allowed] = {
+    "name": NAME,
+    "flavor": NAME,
+    "hf_assets_path": PATH,
+    "tokenizer_path": PATH,
+    "converters": ListOf(NAME),
+}
 
 
 def check_model(job: JobContext) -> None:
@@ -48,10 +58,35 @@ def check_model_options(job: JobContext) -> None:
         check(job.flavor_args, job.config)
 
 
+def check_tokenizer(job: JobContext) -> None:
+    """Raise if the tokenizer cannot be loaded, or has tokens for which the model has no embedding."""
+    path = job.config.model.hf_assets_path
+    if not os.path.exists(path):  # the parser has refused it; a configuration made in Python may have no tokenizer
+        return
+    try:
+        tokenizer = job.tokenizer
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, (OSError, ValueError, TypeError, LookupError)):
+            raise  # for a damaged file, the library tokenizers raises Exception itself
+        raise UsageError(f"model.hf_assets_path {path}: the tokenizer cannot be loaded: {error}") from error
+    size = getattr(job.model_args, "vocab_size", None)
+    if tokenizer is not None and size is not None and (tokens := tokenizer.get_vocab_size()) > size:
+        raise UsageError(
+            f"model.hf_assets_path {path}: the tokenizer has {tokens} tokens, and vocab_size of model.flavor "
+            f"{job.config.model.flavor!r} is {size}"
+        )
+
+
 def check_converters(job: JobContext) -> None:
-    """Let each converter check the job."""
+    """Let each converter check the job. TorchTitan's check it when they are built."""
     for converter in job.converters:
         converter.check_job()
+    if platform.job_backend() == platform.backend():  # they ask this machine for its devices
+        for name in job.titan_converter_names:
+            try:
+                job.build_converter(name)
+            except (AssertionError, ImportError, ValueError) as error:
+                raise UsageError(f"model.converters: {name}: {error}") from error
 
 
 def check_converter_targets(job: JobContext) -> None:

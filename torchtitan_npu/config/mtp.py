@@ -4,11 +4,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan_npu.config.check_helpers import check_at_least, takes_section
+from torchtitan_npu.config.allowed import Allowed, Number
+from torchtitan_npu.config.check_helpers import takes_section
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+ALLOWED: dict[str, Allowed] = {"layers": Number(0, 1000), "loss_weight": Number(0, 10**6)}
 
 
 @dataclass
@@ -31,8 +34,6 @@ def check_mtp(job: "JobContext") -> None:
     if not takes_section(job, "mtp"):
         return
     mtp, parallelism = job.config.mtp, job.config.parallelism
-    check_at_least("mtp.layers", mtp.layers, 0)
-    check_at_least("mtp.loss_weight", mtp.loss_weight, 0)
     if mtp.layers == 0:
         return
     for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):

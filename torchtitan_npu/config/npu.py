@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.check_helpers import check_adapted, check_at_least
+from torchtitan_npu.config.allowed import LINE, NAME, Allowed, ListOf, Number
+from torchtitan_npu.config.check_helpers import check_adapted
 from torchtitan_npu.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+ALLOWED: dict[str, Allowed] = {
+    "graph_passes": ListOf(NAME),
+    "sp_min_tokens": Number(1),
+    "context_parallel": LINE,
+    "loss_chunk_tokens": Number(0),
+    "peak_tflops": Number(0, 10**9),
+}
 
 
 @dataclass
@@ -115,8 +124,6 @@ def check_npu(job: "JobContext") -> None:
             raise UsageError(
                 f"npu.graph_passes: no pass {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
             )
-    check_at_least("npu.sp_min_tokens", npu.sp_min_tokens, 1)
-    check_at_least("npu.loss_chunk_tokens", npu.loss_chunk_tokens, 0)
     if npu.loss_chunk_tokens:
         check_adapted(job, "npu.loss_chunk_tokens")
         if job.dims.fsdp_enabled and torch.__version__ < "2.13":
@@ -124,7 +131,6 @@ def check_npu(job: "JobContext") -> None:
                 f"npu.loss_chunk_tokens must be 0 with FSDP and torch {torch.__version__}: before 2.13, FSDP fails if "
                 "the output layer does not run in the model's forward pass"
             )
-    check_at_least("npu.peak_tflops", npu.peak_tflops, 0)
     defaults = Npu()
     for key in ("sp_min_tokens", "sp_whole_inputs"):
         if getattr(npu, key) != getattr(defaults, key) and "sequence_parallel" not in npu.graph_passes:

@@ -6,11 +6,24 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Optimizer as TitanOptimizer
 
-from torchtitan_npu.config.check_helpers import check_adapted, check_at_least, check_known
+from torchtitan_npu.config.allowed import Allowed, Number, OneOf
+from torchtitan_npu.config.check_helpers import check_adapted
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+ALLOWED: dict[str, Allowed] = {
+    "name": OneOf(("Adam", "AdamW")),
+    "lr": Number(0, 100),
+    "beta1": Number(0, 1, below=True),
+    "beta2": Number(0, 1, below=True),
+    # with 0, or a number that float32 rounds to 0, a weight without a gradient becomes NaN
+    "eps": Number(1e-30, 1),
+    "weight_decay": Number(0, 100),
+    "swap_slice_mib": Number(1, 2**20),
+    "swap_fraction": Number(0, 1, above=True),
+}
 
 
 @dataclass
@@ -37,19 +50,13 @@ class Optimizer(TitanOptimizer):
 
 def check_optimizer(job: "JobContext") -> None:
     config, optimizer = job.config, job.config.optimizer
-    check_known("optimizer.name", optimizer.name, ("Adam", "AdamW"))
     if not optimizer.swap:
         return
-    check_at_least("optimizer.swap_slice_mib", optimizer.swap_slice_mib, 1)
-    if not 0 < optimizer.swap_fraction <= 1:
-        raise UsageError(f"optimizer.swap_fraction is {optimizer.swap_fraction}; it must be above 0 and at most 1")
     excluded = {
         # steps one parameter at a time as its gradient arrives: no transfer is left to overlap
         "optimizer.early_step_in_backward": optimizer.early_step_in_backward,
         # keeps the states in host memory already
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
-        # has its own optimizer container
-        "fault_tolerance.enable": config.fault_tolerance.enable,
     }
     for key, is_set in excluded.items():
         if is_set:

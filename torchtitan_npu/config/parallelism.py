@@ -8,11 +8,31 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.config.job_config import Parallelism as TitanParallelism
 from torchtitan.models.moe.moe import MoE
 
-from torchtitan_npu.config.check_helpers import check_at_least, check_known
+from torchtitan_npu.config.allowed import LINE, NAME, Allowed, ListOf, Number
+from torchtitan_npu.config.check_helpers import check_known
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+DEGREE = Number(1)
+ALLOWED: dict[str, Allowed] = {
+    "data_parallel_replicate_degree": DEGREE,
+    "data_parallel_shard_degree": Number(1, also=(-1,)),
+    "context_parallel_degree": DEGREE,
+    "tensor_parallel_degree": DEGREE,
+    "pipeline_parallel_degree": DEGREE,
+    "expert_parallel_degree": DEGREE,
+    "expert_tensor_parallel_degree": DEGREE,
+    "module_fqns_per_model_part": ListOf(ListOf(NAME)),
+    "pipeline_parallel_first_stage_less_layers": Number(0, 1000),
+    "pipeline_parallel_last_stage_less_layers": Number(0, 1000),
+    "pipeline_parallel_layers_per_stage": Number(1),
+    "pipeline_parallel_schedule": NAME,
+    "pipeline_parallel_schedule_csv": LINE,
+    "pipeline_parallel_microbatch_size": Number(1),
+    "context_parallel_load_balancer": NAME,
+}
 
 
 @dataclass
@@ -40,9 +60,7 @@ def check_degrees(config: Any, world_size: int) -> None:
     ep, etp, tp = p.expert_parallel_degree, p.expert_tensor_parallel_degree, p.tensor_parallel_degree
     any_shard_degree = p.data_parallel_shard_degree == -1
     for name, degree in {**degrees, "expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}.items():
-        if not (any_shard_degree and name == "data_parallel_shard_degree"):
-            check_at_least(f"parallelism.{name}", degree, 1)
-
+        ALLOWED[name].check(f"parallelism.{name}", degree)
     fixed = {name: degree for name, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     if world_size % product if any_shard_degree else world_size != product:

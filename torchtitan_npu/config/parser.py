@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
@@ -16,9 +16,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 import tomli
 from torchtitan.config import ConfigManager
 
+from torchtitan_npu.config.allowed import MODULE, PATH
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
-from torchtitan_npu.errors import UsageError, did_you_mean
+from torchtitan_npu.errors import UsageError, did_you_mean, shown
+
+LARGEST_FILE = 2**20
+"""The largest TOML file, in bytes."""
 
 
 class JobConfigManager(ConfigManager):
@@ -35,7 +39,7 @@ class JobConfigManager(ConfigManager):
             table = _load_toml(file)
             args = _with_option(args, "job.config_file", shipped(file))
         custom = _option(args, "job.custom_config_module") or _lookup(table, "job", "custom_config_module")
-        sections = [JobConfig, import_module("job.custom_config_module", custom).JobConfig] if custom else [JobConfig]
+        sections = [JobConfig, _custom_config(custom)] if custom else [JobConfig]
         _check_table(sections, table, file or "")
         if {"-h", "--help"} & set(args):
             return super().parse_args(args)  # prints and exits
@@ -47,38 +51,66 @@ class JobConfigManager(ConfigManager):
         except SystemExit:
             _check_options(sections, args)
             raise UsageError(f"command line: {_message_of_tyro(printed.getvalue())}") from None
+        except (AssertionError, ValueError) as error:  # a section checks its keys when it is created
+            raise UsageError(str(error)) from error
         sys.stderr.write(printed.getvalue())
         config.model.converters = [name for name in config.model.converters if name]  # `--model.converters=` is [""]
+        if config.experimental.custom_args_module:
+            raise UsageError("experimental.custom_args_module has no effect: set job.custom_config_module")
+        _make_floats(config)
         return config
 
 
 def import_module(key: str, name: str) -> types.ModuleType:
     """Import the module that the job names under ``key``."""
+    MODULE.check(key, name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UsageError(f"{key} {name!r}: {error}") from error
 
 
+def _custom_config(module: Any) -> type:
+    """Return the ``JobConfig`` of the module that ``job.custom_config_module`` names."""
+    if not isinstance(module, str):
+        raise UsageError(f"job.custom_config_module = {shown(module)} is not str")
+    config = getattr(import_module("job.custom_config_module", module), "JobConfig", None)
+    if not is_dataclass(config) or not isinstance(config, type):
+        raise UsageError(f"job.custom_config_module {module!r} has no dataclass JobConfig")
+    return config
+
+
 def _load_toml(path: str) -> dict[str, Any]:
+    PATH.check("job.config_file", path)
     try:
+        if (size := os.path.getsize(shipped(path))) > LARGEST_FILE:
+            raise UsageError(f"job.config_file {path} has {size} bytes; it must have at most {LARGEST_FILE}")
         with open(shipped(path), "rb") as file:
             return tomli.load(file)
     except OSError as error:
         raise UsageError(f"job.config_file {path}: {error.strerror}") from error
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise UsageError(f"job.config_file {path}: not valid TOML: nested too deeply") from error
+    except ValueError as error:  # also for a number with too many digits
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"job.config_file {path}: not valid TOML: {error}") from error
 
 
 def _with_assets_path(args: list[str], table: dict[str, Any]) -> list[str]:
     """Return ``args`` with ``model.hf_assets_path`` resolved; raise if there is no such folder."""
-    if _option(args, "model.tokenizer_path") or _lookup(table, "model", "tokenizer_path"):
-        return args  # TorchTitan's deprecated key, which replaces the other
-    path = _option(args, "model.hf_assets_path") or _lookup(table, "model", "hf_assets_path")
-    path = shipped(path or JobConfig().model.hf_assets_path)
-    if not os.path.exists(path):
-        raise UsageError(f"model.hf_assets_path {path}: no such folder")
-    return _with_option(args, "model.hf_assets_path", path)
+    for key in ("tokenizer_path", "hf_assets_path"):  # TorchTitan's deprecated key replaces the other
+        path = _option(args, f"model.{key}")
+        path = _lookup(table, "model", key) if path is None else path
+        if path is not None:
+            break
+    else:
+        path = JobConfig().model.hf_assets_path
+    PATH.check(f"model.{key}", path)
+    path = shipped(path)
+    if not os.path.isdir(path):
+        raise UsageError(f"model.{key} {path}: no such folder")
+    return _with_option(args, f"model.{key}", path)
 
 
 def _lookup(table: dict[str, Any], section: str, key: str) -> Any:
@@ -133,17 +165,33 @@ def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: st
                 check(sections, value, key + ".")
             elif not _fits(value, expected):
                 hint = did_you_mean(value, _choices(expected)) if isinstance(value, str) else ""
-                raise UsageError(f"{file}: {key} = {value!r} is not {_name(expected)}{hint}")
+                raise UsageError(f"{file}: {key} = {shown(value)} is not {_name(expected)}{hint}")
 
     check(list(config_classes), table, "")
 
 
+def _make_floats(section: Any) -> None:
+    """Convert integers of a file, such as ``beta1 = 0``, to the type of their key: torch's Adam takes floats only."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            _make_floats(value)
+        elif field.type in (float, float | None) and isinstance(value, int) and value.bit_length() < 64:
+            setattr(section, field.name, float(value))
+
+
 def _check_options(config_classes: Sequence[type], args: Sequence[str]) -> None:
     """Raise for the first option of the command line that is not a key, as :func:`_check_table` does for a file."""
-    known = {key for cls in config_classes for key in _keys(cls)}
-    for name in (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")):
+    known = {key: kind for cls in config_classes for key, kind in _keys(cls).items()}
+    for name, equals in (arg[2:].partition("=")[:2] for arg in args if arg.startswith("--")):
+        name = name.replace("-", "_")
         *sections, key = name.split(".")
-        if not {name, ".".join([*sections, key.removeprefix("no_")])} & known:  # tyro's --section.no-key is false
+        if equals and known.get(name) is bool:
+            switch = ".".join([*sections, f"no-{key}"])
+            raise UsageError(f"command line: {name} is a switch without a value: --{name} or --{switch}")
+        if (
+            not {name, ".".join([*sections, key.removeprefix("no_")])} & known.keys()
+        ):  # tyro's --section.no-key is false
             table: dict[str, Any] = {key: None}
             for section in reversed(sections):
                 table = {section: table}
@@ -156,12 +204,15 @@ def _message_of_tyro(text: str) -> str:
     return " ".join((paragraphs or [title])[0].split())
 
 
-def _keys(cls: type, section: str = "") -> Iterator[str]:
+def _keys(cls: type, section: str = "") -> dict[str, Any]:
+    """Return the type of every key, by ``section.key``."""
+    found: dict[str, Any] = {}
     for field in fields(cls):
         if is_dataclass(field.type):
-            yield from _keys(field.type, f"{section}{field.name}.")  # type: ignore[arg-type]
+            found |= _keys(field.type, f"{section}{field.name}.")  # type: ignore[arg-type]
         else:
-            yield section + field.name
+            found[section + field.name] = field.type
+    return found
 
 
 def _is_union(kind: Any) -> bool:

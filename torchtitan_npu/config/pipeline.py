@@ -40,7 +40,8 @@ SCHEDULE_ACTIONS = "|".join(kind.value for kind in type(FORWARD))
 
 
 def check_pipeline(job: JobContext) -> None:
-    """Check the pipeline keys against the model, if the job has pipeline parallelism."""
+    """Check the pipeline keys against the model, if the job has pipeline parallelism; the name of a schedule always."""
+    schedule_class(job.config)
     if not job.dims.pp_enabled:
         return
     config, degree = job.config, job.dims.pp
@@ -62,14 +63,20 @@ def check_pipeline(job: JobContext) -> None:
         )
 
 
+def schedule_class(config: JobConfig) -> type:
+    """Return torch's class of ``parallelism.pipeline_parallel_schedule``."""
+    name = config.parallelism.pipeline_parallel_schedule
+    try:
+        return get_schedule_class(name)
+    except ValueError as error:
+        raise UsageError(f"parallelism.pipeline_parallel_schedule {name!r}: {error}") from error
+
+
 def check_schedule(config: JobConfig, layers: int) -> None:
     """Raise :class:`UsageError` if the schedule cannot run the job's batches on a model of ``layers`` layers."""
     p, batch = config.parallelism, config.training.local_batch_size
     name = p.pipeline_parallel_schedule
-    try:
-        schedule = get_schedule_class(name)
-    except ValueError as error:
-        raise UsageError(f"parallelism.pipeline_parallel_schedule {name!r}: {error}") from error
+    schedule = schedule_class(config)
     if batch % p.pipeline_parallel_microbatch_size:
         raise UsageError(
             f"training.local_batch_size {batch} is not a multiple of "

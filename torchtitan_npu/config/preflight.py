@@ -16,18 +16,22 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
+from torchtitan_npu.config.activation_checkpoint import check_activation_checkpoint
 from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.comm import check_comm
 from torchtitan_npu.config.compile import check_compile
 from torchtitan_npu.config.dsa import check_dsa
-from torchtitan_npu.config.dump_folder import check_dump_folder
+from torchtitan_npu.config.dump_folder import check_dump_folder, check_folders
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.lr_scheduler import check_lr_scheduler
+from torchtitan_npu.config.metrics import check_metrics
 from torchtitan_npu.config.model import (
     check_attention,
     check_converter_targets,
     check_converters,
     check_model,
     check_model_options,
+    check_tokenizer,
 )
 from torchtitan_npu.config.mtp import check_mtp
 from torchtitan_npu.config.npu import check_npu
@@ -35,7 +39,9 @@ from torchtitan_npu.config.optimizer import check_optimizer
 from torchtitan_npu.config.parallelism import check_context_parallel, check_model_divides, check_world_size
 from torchtitan_npu.config.pipeline import check_pipeline, pipeline_stages
 from torchtitan_npu.config.profiling import check_profiling
-from torchtitan_npu.config.training import check_training
+from torchtitan_npu.config.titan_sections import check_unsupported_sections
+from torchtitan_npu.config.training import check_dataset_files, check_training
+from torchtitan_npu.config.value_table import check_values
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter
 from torchtitan_npu.distributed import matmul_sharding
@@ -44,7 +50,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
-from torchtitan_npu.upstream.registries import known_converters, known_models
+from torchtitan_npu.upstream.registries import build_converter, known_converters, known_models
 from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, can_swap
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
@@ -58,9 +64,12 @@ def check_job(config: JobConfig, world_size: int) -> JobContext:
 
 
 CHECKS: tuple[Callable[[JobContext], None], ...] = (
+    check_values,
+    check_unsupported_sections,
     check_model,
     check_world_size,
     check_optimizer,
+    check_lr_scheduler,
     check_training,
     check_npu,
     check_compile,
@@ -73,6 +82,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_mtp,
     check_model_options,
     # the following build the model on the meta device
+    check_activation_checkpoint,
     check_model_divides,
     check_pipeline,
     check_context_parallel,
@@ -80,6 +90,21 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_converter_targets,
 )
 """In this order: a check may rely on what the checks before it have established."""
+
+
+START_CHECKS: tuple[Callable[[JobContext], None], ...] = (
+    check_folders,
+    check_metrics,
+    check_dataset_files,
+    check_tokenizer,
+)
+"""Checks of files and packages on this machine, which a dry run does not need."""
+
+
+def check_start(job: JobContext) -> None:
+    """Raise :class:`UsageError` for the first reason why a job that has passed :func:`check_job` cannot run here."""
+    for check in START_CHECKS:
+        check(job)
 
 
 class JobContext:
@@ -167,6 +192,14 @@ class JobContext:
         """This package's converters among those that the job lists."""
         names = self.config.model.converters
         return [CONVERTERS[name](self.config, self.dims) for name in names if name in CONVERTERS]
+
+    @property
+    def titan_converter_names(self) -> list[str]:
+        """TorchTitan's converters, and a user's, among those that the job lists."""
+        return [name for name in self.config.model.converters if name not in CONVERTERS]
+
+    def build_converter(self, name: str) -> object:
+        return build_converter(name, self.config, self.dims)
 
     @cached_property
     def context_parallel_class(self) -> type[ContextParallel] | None:

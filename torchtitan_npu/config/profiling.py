@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING, Literal
 from torchtitan.config.job_config import Profiling as TitanProfiling
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.check_helpers import check_at_least, check_not_on_cpu
+from torchtitan_npu.config.allowed import PATH, Allowed, ListOf, Number
+from torchtitan_npu.config.check_helpers import check_not_on_cpu
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
+
+ALLOWED: dict[str, Allowed] = {
+    "save_traces_folder": PATH,
+    "profile_freq": Number(1),
+    "profiler_active": Number(1),
+    "profiler_warmup": Number(0),
+    "save_memory_snapshot_folder": PATH,
+    "npu_ranks": ListOf(Number(0)),
+    "npu_cycles": Number(0),
+}
 
 
 @dataclass
@@ -47,9 +58,6 @@ def check_profiling(job: "JobContext") -> None:
                 raise UsageError(f"profiling.{key} needs profiling.enable_profiling = true")
     if not profiling.enable_profiling:
         return
-    check_at_least("profiling.profiler_active", profiling.profiler_active, 1)
-    check_at_least("profiling.profiler_warmup", profiling.profiler_warmup, 0)
-    check_at_least("profiling.npu_cycles", profiling.npu_cycles, 0)
     cycle = profiling.profiler_warmup + profiling.profiler_active
     if profiling.profile_freq < cycle:
         raise UsageError(

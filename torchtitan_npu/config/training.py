@@ -1,18 +1,38 @@
 """Section ``[training]``, and ``[validation]``, whose data keys have the same checks."""
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
+import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan.config.job_config import Training as TitanTraining
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.check_helpers import check_at_least, check_known, check_not_on_cpu
+from torchtitan_npu.config.allowed import NAME, PATH, Allowed, Number
+from torchtitan_npu.config.check_helpers import check_known, check_not_on_cpu
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.job_config import JobConfig
     from torchtitan_npu.config.preflight import JobContext
+
+DATA: dict[str, Allowed] = {
+    "dataset": NAME,
+    "dataset_path": PATH,
+    "local_batch_size": Number(1),
+    "seq_len": Number(1),
+    "dataloader.num_workers": Number(0, 1024),
+    "dataloader.prefetch_factor": Number(1, 10**6),
+}
+ALLOWED: dict[str, Allowed] = DATA | {
+    "global_batch_size": Number(1, also=(-1,)),
+    "max_norm": Number(0, math.inf, above=True),  # infinity: no clipping
+    "steps": Number(1),
+    "gc_freq": Number(1),
+    "max_nonfinite_steps": Number(0),
+}
+VALIDATION_ALLOWED: dict[str, Allowed] = DATA | {"freq": Number(1), "steps": Number(1, also=(-1,))}
 
 
 @dataclass
@@ -68,7 +88,6 @@ def check_training(job: "JobContext") -> None:
 
 def _check_nonfinite_steps(config: "JobConfig") -> None:
     limit, skips = config.training.max_nonfinite_steps, config.training.skip_nonfinite_steps
-    check_at_least("training.max_nonfinite_steps", limit, 0)
     if skips and limit < 2:
         raise UsageError(
             f"training.skip_nonfinite_steps = true needs training.max_nonfinite_steps of at least 2, not {limit}: the "
@@ -88,11 +107,22 @@ def _check_nonfinite_steps(config: "JobConfig") -> None:
 
 def _check_dataset(job: "JobContext", name: str, section: Any) -> None:
     check_known(f"{name}.dataset", section.dataset.lower(), job.datasets)
-    for key in ("local_batch_size", "seq_len"):
-        check_at_least(f"{name}.{key}", getattr(section, key), 1)
     job.check_dataset_path(name, section)
     if job.config.npu.layout_independent_data:
         check_data_workers(name, section)
+
+
+def check_dataset_files(job: "JobContext") -> None:
+    """Raise if the job reads TorchTitan's test dataset, which is not part of its package."""
+    sections = {"training": job.config.training, "validation": job.config.validation}
+    for name, section in sections.items():
+        used = job.is_adapted and (name == "training" or job.config.validation.enable)
+        path = section.dataset_path or job.datasets["c4_test"].path
+        if used and section.dataset.lower() == "c4_test" and not os.path.exists(path):
+            raise UsageError(
+                f"{name}.dataset 'c4_test' reads {path}, which exists in TorchTitan's checkout only: set "
+                f'{name}.dataset = "tiny_corpus", or {name}.dataset_path'
+            )
 
 
 def check_data_workers(name: str, section: Any) -> None:

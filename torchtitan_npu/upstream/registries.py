@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torchtitan.protocols.model_converter import _registry_model_converter_cls
+from typing import Any
+
+from torchtitan.protocols.model_converter import ModelConverter, _registry_model_converter_cls
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.models import OWN_MODELS
@@ -28,3 +30,8 @@ def known_models(name: str) -> set[str]:
 def known_converters() -> list[str]:
     """Return every name that ``model.converters`` accepts: this package's, TorchTitan's, and a user's."""
     return sorted(_registry_model_converter_cls)
+
+
+def build_converter(name: str, job_config: Any, dims: Any) -> ModelConverter:
+    """Return the converter that a job names in ``model.converters``."""
+    return _registry_model_converter_cls[name](job_config, dims)

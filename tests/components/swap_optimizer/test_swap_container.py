@@ -25,7 +25,6 @@ from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
             "optimizer.swap cannot be combined with optimizer.early_step_in_backward",
         ),
         ({"training__enable_cpu_offload": True}, "optimizer.swap cannot be combined with training.enable_cpu_offload"),
-        ({"fault_tolerance__enable": True}, "optimizer.swap cannot be combined with fault_tolerance.enable"),
         ({"optimizer__swap_slice_mib": 0}, "optimizer.swap_slice_mib is 0; it must be at least 1"),
         ({"optimizer__swap_fraction": 0.0}, "optimizer.swap_fraction is 0.0; it must be above 0 and at most 1"),
         ({"optimizer__swap_fraction": 1.5}, "optimizer.swap_fraction is 1.5"),

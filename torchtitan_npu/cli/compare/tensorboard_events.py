@@ -70,7 +70,8 @@ def _read_file(path: Path, curve: Curve) -> EventFile | None:
 
     names = {tag: metric for metric, tag in TAGS.items()}
     metrics: Metrics = {}
-    started, count = None, 0
+    started: float | None = None
+    count = 0
     try:
         for event in EventFileLoader(str(path)).Load():  # it ends silently at a record that it cannot read
             count += 1

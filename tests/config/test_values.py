@@ -1,0 +1,124 @@
+"""Every key has allowed values, and a value outside of them is one line that names the key."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests._helpers import layouts
+from tests._helpers.config_fuzz import keys, run_cases
+from tests.config.test_preflight import job
+from torchtitan_npu.config.allowed import ListOf, Number
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import check_job, check_start
+from torchtitan_npu.config.value_table import TABLE, check_values, config_keys, is_checked_by_type
+from torchtitan_npu.errors import UsageError
+
+
+def test_every_key_has_allowed_values_and_every_entry_a_key() -> None:
+    kinds = {key: kind for key, kind, _ in config_keys(JobConfig())}
+    assert {key for key, kind in kinds.items() if not is_checked_by_type(kind)} == TABLE.keys()
+
+
+def with_value(key: str, value: Any) -> Any:
+    """Return the context of a job with one key changed."""
+    config: Any = JobConfig()
+    *sections, name = key.split(".")
+    section = config
+    for part in sections:
+        section = getattr(section, part)
+    setattr(section, name, value)
+    return SimpleNamespace(config=config)
+
+
+def test_defaults_are_allowed() -> None:
+    check_values(SimpleNamespace(config=JobConfig()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", TABLE)
+def test_values_outside_are_one_line_with_the_key(key: str) -> None:
+    allowed = TABLE[key]
+    item = allowed
+    while isinstance(item, ListOf):
+        item = item.item
+    if isinstance(item, Number):
+        wrong: list[Any] = [item.minimum - 10, math.nan]
+        wrong += [] if item.maximum == math.inf else [item.maximum + 1, 10**400]
+    else:
+        wrong = ["two\nlines", "nul\0"]
+    for value in wrong:
+        nested: Any = value
+        for _ in range(str(allowed).count("a list")):
+            nested = [nested]
+        with pytest.raises(UsageError) as error:
+            check_values(with_value(key, nested))
+        assert str(error.value).startswith(key) and "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def error_at_start(**options: Any) -> str:
+    """Return the error of a job that passes the checks which need no files."""
+    context = check_job(job(**options), world_size=1)
+    with pytest.raises(UsageError) as error:
+        check_start(context)
+    return str(error.value)
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for folder in ("file", "file/below"):
+        assert error_at_start(job__dump_folder=folder).endswith("file' is a file, not a folder")
+    below = {"job__dump_folder": ".", "checkpoint__enable": True, "checkpoint__folder": "file"}
+    assert error_at_start(**below) == "checkpoint.folder 'file': 'file' is a file, not a folder"
+    assert "loop' is a link to nothing" in error_at_start(job__dump_folder="loop/x")
+    with pytest.raises(UsageError, match=r"job\.dump_folder .* with names of at most 255"):
+        check_job(job(job__dump_folder="x" * 300), 1)
+    check_start(check_job(job(job__dump_folder="new", job__save_config_file="sub/job.json"), 1))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert error_at_start(job__dump_folder="new").endswith("is not writable")
+    assert sorted(os.listdir()) == ["file", "loop"]
+
+
+def test_packages_and_data_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "metrics.enable_wandb needs the package wandb" in error_at_start(metrics__enable_wandb=True)
+    assert "'c4_test' reads tests/assets/c4_test" in error_at_start(training__dataset="c4_test")
+
+
+def test_the_saved_configuration_stays_in_the_dump_folder(tmp_path: Path) -> None:
+    outside, dump = tmp_path / "outside", tmp_path / "dump"
+    outside.mkdir()
+    dump.mkdir()
+    (dump / "link").symlink_to(outside)
+    for name in ("link/job.json", "../job.json", str(outside / "job.json"), "sub/../../job.json", "."):
+        with pytest.raises(UsageError, match=r"job\.save_config_file .* must name a file inside job\.dump_folder"):
+            check_job(job(job__dump_folder=str(dump), job__save_config_file=name), 1)
+    check_job(job(job__dump_folder=str(dump), job__save_config_file="sub/job.json"), 1)
+
+
+def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
+    layouts.add_flavor("llama3", "few_words", {"vocab_size": 100})
+    assets = "torchtitan_npu/assets/tokenizer"
+    error = error_at_start(model__flavor="few_words", model__hf_assets_path=assets)
+    assert re.search(r"the tokenizer has \d+ tokens, and vocab_size of model.flavor 'few_words' is 100", error)
+    check_start(check_job(job(model__hf_assets_path=assets), 1))
+    for content in ('{"version": ', json.dumps({"version": "1.0"})):
+        (tmp_path / "tokenizer.json").write_text(content)
+        error = error_at_start(model__hf_assets_path=str(tmp_path))
+        assert "model.hf_assets_path" in error and "the tokenizer cannot be loaded: " in error
+
+
+def test_accepted_jobs_train_and_refused_ones_are_one_line() -> None:
+    """A hundred of the cases that ``tools/fuzz_config.py`` runs by the thousand."""
+    figures = run_cases(100, number=0)
+    assert not figures.faults, "\n".join(figures.faults)
+    assert figures.cases == 100 and figures.accepted > 20 and figures.refused > 20
+    assert figures.keys <= keys().keys()
