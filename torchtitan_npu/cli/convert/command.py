@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ register()
 from torchtitan_npu.cli.convert.from_hf import FromHuggingFace  # noqa: E402
 from torchtitan_npu.cli.convert.model_pieces import build  # noqa: E402
 from torchtitan_npu.cli.convert.to_hf import ToHuggingFace  # noqa: E402
-from torchtitan_npu.errors import UsageError  # noqa: E402
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint  # noqa: E402
+from torchtitan_npu.errors import UsageError, one_line  # noqa: E402
 
 PROG = "torchtitan-npu convert"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,17 +70,27 @@ def convert(args: argparse.Namespace) -> None:
         conversion = FromHuggingFace(source, model, args.quantized)
     else:
         conversion = ToHuggingFace(source, model, DTYPES[args.dtype] if args.dtype else None)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(partial.parent).free, conversion.nbytes()
+    parents = partial.absolute().parents
+    new_folders = [folder for folder in parents if not folder.exists()]
+    free, needed = shutil.disk_usage(parents[len(new_folders)]).free, conversion.nbytes()
     if free < needed:
         raise UsageError(f"{partial.parent} has {free / 1e9:.1f} GB free; {target.name} needs {needed / 1e9:.1f} GB")
+    partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         with progress_bar() as progress:
             task = progress.add_task(target.name, total=needed)
-            conversion.write(partial, lambda nbytes: progress.advance(task, nbytes))
+            try:
+                conversion.write(partial, lambda nbytes: progress.advance(task, nbytes))
+            except BaseException:
+                progress.live.transient = True  # remove the bar, so that the error is the only line
+                raise
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not target.exists():
+            for folder in new_folders:
+                with suppress(OSError):  # another program writes there
+                    folder.rmdir()
     print(f"{target}: {needed / 1e9:.3g} GB, {len(model.tensors)} tensors of {model.name}")
     unmapped = [name for piece in conversion.pieces for name in piece.unmapped(model)]
     if unmapped:
@@ -87,8 +99,10 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def progress_bar() -> Progress:
+    """Return a progress bar on the terminal. In a log file it would be a line beside the error."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    console = Console(stderr=True)
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 
 
 def main(argv: list[str]) -> int:
@@ -99,7 +113,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the incomplete target was removed", file=sys.stderr)
         return 130
-    except (UsageError, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    except (UsageError, DamagedCheckpoint, OSError) as error:
+        print(f"{PROG}: {one_line(error)}", file=sys.stderr)
         return 2
     return 0

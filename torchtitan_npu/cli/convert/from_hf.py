@@ -17,15 +17,20 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, HuggingFaceStorageReader, SavePlan
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from torchtitan_npu.cli.convert.model_pieces import Model, Piece, cut, read, stored_dtypes
-from torchtitan_npu.components.checkpoint.stored_tensors import SCALES, unused_weights
+from torchtitan_npu.cli.convert.model_pieces import Model, Piece, check_dtype, cut, read, stored_dtypes
+from torchtitan_npu.components.checkpoint.checkpoint_folder import HUGGING_FACE_INDEX
+from torchtitan_npu.components.checkpoint.stored_tensors import SCALES, safetensors_contents, unused_weights
 from torchtitan_npu.errors import UsageError
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+BLOCK = 128
+"""Rows and columns of a block of FP8 weights that share a scale."""
 
 
 class FromHuggingFace:
@@ -34,9 +39,13 @@ class FromHuggingFace:
     def __init__(self, source: Path, model: Model, quantized: bool) -> None:
         self.model = model
         self.pieces = cut(model)
-        names = set(HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata)
+        self.source, self.stored = source, safetensors_contents(source)
+        names = set(self.stored)
+        if not names:
+            raise UsageError(f"{source} has no .safetensors files with tensors")
         _check_quantization(source, names, quantized)
         _check_all_used(source, names, self.pieces, model)
+        self._check_files(quantized)
         self.reader = model.adapter.get_hf_storage_reader(str(source), quantized)
         if quantized and not isinstance(self.reader, QuantizedHuggingFaceStorageReader):
             raise UsageError(f"--quantized: the adapter of {model.name} does not support quantized weights")
@@ -46,10 +55,36 @@ class FromHuggingFace:
         """The tensors to write, on the meta device, with the dtypes of the source."""
         for piece in self.pieces:
             dtypes = stored_dtypes(piece.theirs, self.metadata, str(source), model)
+            for name, dtype in dtypes.items():
+                if not (quantized and _is_quantized(name, names)):
+                    if dtype in FP8_DTYPES:
+                        raise UsageError(f"{self.file_of(name)}: {name} is {dtype} without the scale {name}_scale_inv")
+                    check_dtype(self.file_of(name), name, dtype, piece.theirs[name].dtype)
             if quantized:
                 dtypes = {name: torch.float32 if _is_quantized(name, names) else d for name, d in dtypes.items()}
             self.tensors |= piece.ours  # includes buffers that the format lacks
             self.tensors |= model.from_hf({name: value.to(dtypes[name]) for name, value in piece.theirs.items()})
+
+    def file_of(self, name: str) -> Path:
+        """Return the file with the tensor ``name``, by Hugging Face's names."""
+        return self.source / self.stored[name].file
+
+    def _check_files(self, quantized: bool) -> None:
+        """Raise for files that torch's reader would read beside those of the index, and for scales that do not fit."""
+        named = {tensor.file for tensor in self.stored.values()}
+        for path in sorted(self.source.glob("*.safetensors")):
+            if path.name not in named:
+                raise UsageError(f"{path} is not in the index {HUGGING_FACE_INDEX}, or is empty; move it elsewhere")
+        if not quantized:
+            return
+        for name, scale in self.stored.items():
+            weight = self.stored.get(name.removesuffix("_scale_inv"))
+            if name.endswith("_scale_inv") and weight is not None:
+                blocks = tuple(-(-size // BLOCK) for size in weight.shape)
+                if scale.shape != blocks:
+                    raise UsageError(
+                        f"{self.file_of(name)}: {name} is {scale.shape}; a weight of {weight.shape} has {blocks} blocks"
+                    )
 
     def nbytes(self) -> int:
         """Return the size of the checkpoint in bytes."""
@@ -71,14 +106,14 @@ class FromHuggingFace:
         (name,) = piece.ours
         their_name = list(piece.theirs)[number]
         value = torch.empty(piece.theirs[their_name].shape, dtype=self.tensors[name].dtype)
-        read({their_name: value}, self.reader, self.metadata)
+        read({their_name: value}, self.reader, self.metadata, self.file_of)
         return value.unsqueeze(0)
 
     def read_piece(self, piece: Piece) -> dict[str, Tensor]:
         """Read a ``piece`` by TorchTitan's names. Buffers that the format lacks are 0, as initialized."""
         ours = {name: torch.zeros_like(self.tensors[name], device="cpu") for name in piece.ours}
         theirs = self.model.adapter.to_hf(ours)
-        read(theirs, self.reader, self.metadata)
+        read(theirs, self.reader, self.metadata, self.file_of)
         return ours | self.model.from_hf(theirs)
 
 

@@ -7,11 +7,16 @@ together.
 
 from __future__ import annotations
 
+import math
+import pickle
 import re
+from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,10 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.protocols.train_spec import get_train_spec
 
+from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.mtp import ALLOWED as MTP_ALLOWED
 from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.upstream.registries import known_models
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Model(NamedTuple):
@@ -76,6 +85,7 @@ def build(name: str, flavor: str, mtp_layers: int) -> Model:
     if spec.state_dict_adapter is None:
         raise UsageError(f"--model {name} has no state-dict adapter for Hugging Face's format")
     _require("--flavor", flavor, set(spec.model_args))
+    MTP_ALLOWED["layers"].check("--mtp-layers", mtp_layers)
     config = JobConfig()
     config.model.name, config.model.flavor, config.mtp.layers = name, flavor, mtp_layers
     model: Any = build_on_meta(config)
@@ -151,8 +161,34 @@ def stored_dtypes(wanted: dict[str, Tensor], source: Metadata, where: str, model
     return dtypes
 
 
-def read(wanted: dict[str, Tensor], reader: StorageReader, source: Metadata) -> None:
-    """Read ``wanted`` from a checkpoint like ``dcp.load``, without reading the metadata each time."""
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(wanted, source, is_coordinator=True)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+def check_dtype(where: Path, name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    """Raise unless a weight is stored as floating-point numbers that need no scale, and other tensors as they are."""
+    if stored == wanted or (wanted.is_floating_point and stored in WEIGHT_DTYPES):
+        return
+    allowed = ", ".join(map(str, WEIGHT_DTYPES)) if wanted.is_floating_point else str(wanted)
+    raise UsageError(f"{where}: {name} is {stored}; it must be one of {allowed}")
+
+
+def read(wanted: dict[str, Tensor], reader: StorageReader, source: Metadata, file_of: Callable[[str], Path]) -> None:
+    """Read ``wanted`` from a checkpoint like ``dcp.load``, without reading the metadata each time.
+
+    Raise :class:`UsageError` for a tensor that cannot be read, or that has NaN or infinity. ``file_of`` names its file.
+    """
+    for name, value in wanted.items():
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner({name: value}, source, is_coordinator=True)
+        try:
+            reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        except UsageError:
+            raise
+        except (*DAMAGE, AssertionError, OSError, SafetensorError, pickle.UnpicklingError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UsageError(f"{file_of(name)}: {name} cannot be read: {reason}") from error
+        check_finite(f"{file_of(name)}: {name} has", value)
+
+
+def check_finite(what: str, value: Tensor) -> None:
+    """Raise :class:`UsageError` if ``value`` has NaN or infinity."""
+    # A sum needs no memory of the tensor's size. In float64, finite numbers cannot overflow.
+    if value.is_floating_point() and not math.isfinite(value.sum(dtype=torch.float64).item()):
+        raise UsageError(f"{what} values that are not finite (NaN or infinity)")

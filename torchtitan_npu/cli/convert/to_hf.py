@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchtitan_npu.cli.convert.model_pieces import Model, Piece, cut, read, stored_dtypes
+from torchtitan_npu.cli.convert.model_pieces import (
+    Model,
+    Piece,
+    check_dtype,
+    check_finite,
+    cut,
+    read,
+    stored_dtypes,
+)
+from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
+from torchtitan_npu.components.checkpoint.manifest import NAME as MANIFEST
+from torchtitan_npu.components.checkpoint.manifest import Manifest
 from torchtitan_npu.components.checkpoint.storage import CheckpointReader
+from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.errors import UsageError
 
 FILE_BYTES = 5 * 10**9
@@ -27,9 +41,23 @@ class ToHuggingFace:
         self.reader = CheckpointReader(source)
         if not (source / ".metadata").exists():
             raise UsageError(f"{source} has no .metadata: it is not a distributed checkpoint, or it is incomplete")
+        self.source = source
+        stored_shapes(source)  # checks that all files exist and are long enough
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.dtypes = stored_dtypes(model.tensors, self.metadata, str(source), model)
+        for name, dtype in self.dtypes.items():
+            check_dtype(source / METADATA, name, dtype, model.tensors[name].dtype)
+            _check_chunks(source / METADATA, name, self.metadata.state_dict_metadata[name])
+        self.files = {index.fqn: part.relative_path for index, part in (self.metadata.storage_data or {}).items()}
+        if (source / MANIFEST).exists():
+            manifest = Manifest.read(source)
+            used = {self.files[name] for name in model.tensors if name in self.files}
+            manifest.check_files(source, sorted(used & manifest.files.keys()))
+
+    def file_of(self, name: str) -> Path:
+        """Return the file with the tensor ``name``, or with one of its parts."""
+        return self.source / self.files.get(name, METADATA)
 
     def nbytes(self) -> int:
         """Return the size of the files in bytes."""
@@ -55,13 +83,28 @@ class ToHuggingFace:
     def read_piece(self, piece: Piece) -> dict[str, Tensor]:
         """Read a ``piece`` by Hugging Face's names."""
         ours = {name: torch.empty(value.shape, dtype=self.dtypes[name]) for name, value in piece.ours.items()}
-        read(ours, self.reader, self.metadata)
-        ours = {name: value.to(self._written_dtype(name)) for name, value in ours.items()}
+        read(ours, self.reader, self.metadata, self.file_of)
+        for name, value in ours.items():
+            dtype = self._written_dtype(name)
+            if dtype != value.dtype:
+                ours[name] = value.to(dtype)
+                check_finite(f"{self.file_of(name)}: {name} is too large for --dtype {dtype}: it gets", ours[name])
         return self.model.adapter.to_hf(ours)
 
     def _written_dtype(self, name: str) -> torch.dtype:
         """Return the dtype to write. Buffers keep theirs: a bfloat16 release has float32 expert biases, too."""
         return self.dtype if self.dtype is not None and name in self.model.parameters else self.dtypes[name]
+
+
+def _check_chunks(where: Path, name: str, stored: Any) -> None:
+    """Raise unless the chunks of a tensor are inside it and have as many elements: DCP would leave gaps unset."""
+    inside = all(
+        start >= 0 and start + length <= size
+        for chunk in stored.chunks
+        for start, length, size in zip(chunk.offsets, chunk.sizes, stored.size, strict=True)
+    )
+    if not inside or sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+        raise UsageError(f"{where}: the stored parts of {name} do not make up the tensor")
 
 
 class Files:

@@ -9,7 +9,9 @@ import json
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from torchtitan_npu.components.checkpoint.checkpoint_folder import HUGGING_FACE_INDEX, METADATA
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
@@ -18,6 +20,17 @@ from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
 Shapes = dict[str, tuple[int, ...]]
 SCALES = ("_scale_inv", "_scales")
 """Endings of the names of quantization scales in Hugging Face's format."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, without its data."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it: ``BF16``, ``F8_E4M3``, ..."""
+    is_sharded: bool
+    """True if the file has only a part of the tensor."""
 
 
 def stored_shapes(folder: Path) -> Shapes:
@@ -45,38 +58,45 @@ def _dcp_shapes(folder: Path) -> Shapes:
 
 
 def _safetensors_shapes(folder: Path) -> Shapes:
-    names = {path.name for path in folder.glob("*.safetensors")}
+    return {name: tensor.shape for name, tensor in safetensors_contents(folder).items()}
+
+
+def safetensors_contents(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in ``folder`` by name: those of the files that its index names, or of all files."""
     index = folder / HUGGING_FACE_INDEX
+    weight_map: dict[str, str] = {}
     if index.exists():
         try:
-            names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            weight_map = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{index} is damaged: {type(error).__name__}: {error}") from error
-    shapes: Shapes = {}
-    for name in sorted(names):
-        found, end = _safetensors_header(folder, name)
-        if (folder / name).stat().st_size != end:
-            raise DamagedCheckpoint(
-                f"{folder / name} has {(folder / name).stat().st_size} bytes, its header says {end}"
-            )
-        shapes |= found
-    return shapes
+    files = set(weight_map.values()) or {path.name for path in folder.glob("*.safetensors")}
+    contents: dict[str, StoredTensor] = {}
+    for file in sorted(files):
+        found, is_sharded = _safetensors_header(folder, file)
+        if not is_sharded and (twice := sorted(found.keys() & contents.keys())):
+            raise DamagedCheckpoint(f"{twice[0]} is in two files, {folder / contents[twice[0]].file} and {file}")
+        contents |= found
+    for name, file in weight_map.items():
+        if name not in contents or not (contents[name].file == file or contents[name].is_sharded):
+            raise DamagedCheckpoint(f"{folder / file} has no {name}, which {index.name} lists there")
+    return contents
 
 
-def _safetensors_header(folder: Path, name: str) -> tuple[Shapes, int]:
-    """Return the shapes of the tensors of a file, and the size that it must have."""
+def _safetensors_header(folder: Path, name: str) -> tuple[dict[str, StoredTensor], bool]:
+    """Return the tensors of a file, and whether it has parts of tensors, as DCP writes them."""
     _check_size(folder, name, 8)
     path = folder / name
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        _check_size(folder, name, 8 + length)
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            shapes = {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
-            return shapes, 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
-            raise DamagedCheckpoint(f"{path} is damaged: its header cannot be read") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            is_sharded = "DCP_SHARDING_INFO" in (file.metadata() or {})
+            slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118  not a dict
+            return {
+                tensor: StoredTensor(name, tuple(part.get_shape()), part.get_dtype(), is_sharded)
+                for tensor, part in slices.items()
+            }, is_sharded
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: its header cannot be read: {error}") from error
 
 
 def _check_size(folder: Path, name: str, size: int) -> None:
