@@ -225,6 +225,25 @@ def test_the_checkpoint_before_a_step_that_is_not_finite_is_kept(tmp_path: Path)
     assert job.checkpointer.keep_before(8) == tmp_path / "checkpoint" / "step-7"
     job.train(stop=10)
     assert names(tmp_path) == {"step-3", "step-7", "step-9", "step-10"}
+    rollback = SmallJob(tmp_path, **options).resume(step=3)
+    token = rollback.checkpointer.lock.token  # type: ignore[union-attr]
+    kept = Manifest.read(tmp_path / "checkpoint" / "step-7")
+    rollback.train(stop=8)  # the second step 7 does not replace the first
+    assert names(tmp_path) == {"step-3", f"step-7-kept-{token}", "step-7", "step-8"}
+    assert Manifest.read(tmp_path / "checkpoint" / f"step-7-kept-{token}") == kept
+
+
+def test_a_job_without_its_lock_deletes_nothing(tmp_path: Path) -> None:
+    job = SmallJob(tmp_path, checkpoint__keep_latest_k=2, checkpoint__interval=3)
+    for step in (3, 6):
+        job.step = step
+        job.checkpointer.save(step)
+    job.checkpointer.keep_latest_k = 1
+    leave_lock(tmp_path / "checkpoint", {})  # of another job
+    with pytest.raises(UsageError, match=r"this job must not write to it"):
+        job.checkpointer._purge_stale_checkpoints()
+    job.checkpointer.close()
+    assert names(tmp_path) == {"lock", "step-3", "step-6"}
 
 
 # integrity

@@ -34,6 +34,8 @@ FIXED: dict[str, Any] = {
     "training.steps": STEPS,
     "training.dtype": "float32",
     "training.mixed_precision_param": "float32",
+    "training.max_nonfinite_steps": 0,  # a loss that is not finite is part of the comparison
+    "training.skip_nonfinite_steps": False,
     "training.max_norm": 1e9,  # no clipping: it would scale gradients by a rounded norm
     # With a large eps, Adam's step is proportional to the gradient. With a small one it depends only on the signs of
     # the first gradients, so that rounding decides the direction where they are tiny.

@@ -201,9 +201,14 @@ class CheckpointManager(TitanCheckpointManager):
         return future
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.keep_latest_k > 0 and self.lock and is_first_rank():
-            for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
-                self.purge_queue.put(str(rename_for_deletion(checkpoint, self.lock.token)))
+        lock = self.lock
+        if self.keep_latest_k > 0 and lock:
+            on_first_rank(lambda: self._queue_stale_checkpoints(lock), self.group)
+
+    def _queue_stale_checkpoints(self, lock: WriterLock) -> None:
+        lock.check_held()
+        for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
+            self.purge_queue.put(str(rename_for_deletion(checkpoint, lock.token)))
 
     def keep_before(self, step: int) -> Path | None:
         """Keep the newest checkpoint that leads to ``step``, which is not finite, and return it. None if there is none.

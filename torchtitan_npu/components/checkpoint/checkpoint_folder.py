@@ -2,7 +2,8 @@
 
 A checkpoint is ``step-N``. While it is written it is ``.incomplete-N-TOKEN``, with the token of the writer's lock, so
 that two jobs never write to one folder. A checkpoint to be deleted is renamed first, to ``.replaced-N-TOKEN`` or
-``.deleted-N-TOKEN``. No other name in the folder is touched.
+``.deleted-N-TOKEN``. One that is marked as kept becomes ``step-N-kept-TOKEN`` when step N is saved again. No other name
+in the folder is touched.
 """
 
 from __future__ import annotations
@@ -122,9 +123,14 @@ def _manifest_time(checkpoint: Path) -> int:
 
 
 def publish(checkpoint: Path, token: str) -> None:
-    """Give the complete folder ``.incomplete-N-TOKEN`` its name ``step-N``, and delete an older ``step-N``."""
+    """Give the complete folder ``.incomplete-N-TOKEN`` its name ``step-N``. Delete an older ``step-N``.
+
+    One that is marked as kept is renamed to ``step-N-kept-TOKEN`` instead.
+    """
     replaced = _temporary_path(checkpoint, "replaced", token)
-    if checkpoint.exists():
+    if (checkpoint / KEEP).exists():
+        checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}-kept-{token}"))
+    elif checkpoint.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         checkpoint.rename(replaced)
     incomplete_path(checkpoint, token).rename(checkpoint)
