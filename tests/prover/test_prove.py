@@ -1,0 +1,103 @@
+"""Draws on real gloo ranks: right layouts are equal, planted faults are found, and the command reports both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests._helpers import prove_draws
+from tests._helpers.prove_draws import run_on_ranks
+from torchtitan_npu.cli.main import main
+from torchtitan_npu.prover.draws import VALUES, Draw, applicable
+from torchtitan_npu.prover.job import own_subject, parse, to_toml
+from torchtitan_npu.prover.proof import Outcome, Prover
+
+CI = ["--models", "llama3", "qwen3_moe", "--ranks", "2", "--seed", "1", "--draws", "10"]
+
+
+def test_ten_draws_are_equal_or_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    results = ["--json", str(tmp_path / "results.json")]
+    assert prove_draws.prove([*CI, *results, "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("draw ") for line in lines) == 10
+    assert any(line.startswith("| checkpointing | none: ") for line in lines)
+    equal = sum(": equal (" in line for line in lines)
+    assert equal >= 5 and lines[-1] == f"10 draws: {equal} equal, {10 - equal} refused, 0 differs, 0 fails"
+    assert main(["prove", *CI, *results]) == 0  # repeats nothing
+    assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Prover, Draw]:
+    """A model with a planted fault, and its simplest draw on two FSDP ranks."""
+    path = tmp_path / "own.toml"
+    path.write_text(
+        f'[model]\nname = "{request.param}"\nflavor = "llama3"\nhf_assets_path = "torchtitan_npu/assets/tokenizer"\n'
+        '[experimental]\ncustom_import = "tests._helpers.wrong_gradients"\n'
+    )
+    subject = own_subject(str(path), None)
+    simplest = {part: values[0] for part, values in VALUES.items()}
+    return Prover([subject], tmp_path, run_on_ranks), applicable(
+        {"model": request.param, **simplest, "shard": 2}, subject.model
+    )
+
+
+@pytest.mark.parametrize("faulty", ["scaled"], indirect=True)
+def test_a_gradient_that_is_slightly_wrong_on_two_ranks_is_found(faulty: tuple[Prover, Draw]) -> None:
+    prover, draw = faulty
+    outcome = prover.prove(draw)
+    assert outcome.status == "differs" and outcome.part_of_tolerance > 1
+    assert "step 1: 1 of " in outcome.reason and "most of all norm.weight" in outcome.reason
+    assert "relative difference 1.0e-05" in outcome.reason
+
+
+@pytest.mark.parametrize("faulty", ["raises"], indirect=True)
+def test_an_error_in_training_is_a_fault(faulty: tuple[Prover, Draw]) -> None:
+    prover, draw = faulty
+    outcome = prover.prove(draw)
+    assert outcome.status == "fails" and "RuntimeError: the planted fault" in outcome.reason
+
+
+def test_a_refused_draw_names_its_reason(tmp_path: Path) -> None:
+    subject = own_subject("train_configs/qwen3_debugmodel.toml", None)
+    simplest = {part: values[0] for part, values in VALUES.items()}
+    draw = applicable({"model": "qwen3", **simplest, "pp": 2}, subject.model)
+    outcome = Prover([subject], tmp_path).prove(draw)
+    assert outcome.status == "refused" and outcome.reason.startswith("parallelism.pipeline_parallel_degree must be 1")
+    assert not outcome.is_fault and Outcome("fails").is_fault
+
+
+def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
+    subject = own_subject("train_configs/deepseek_v3_debugmodel.toml", None)
+    simplest = {part: values[0] for part, values in VALUES.items()}
+    draw = applicable({"model": "deepseek_v3", **simplest, "cp": 2, "balancer": "", "ep": 2}, subject.model)
+    text = to_toml(Prover([subject], tmp_path).table(draw))
+    assert tomli.loads(text)["optimizer"] == {"name": "AdamW", "lr": 0.1, "eps": 1.0}
+    (tmp_path / "job.toml").write_text(text)
+    config = parse(str(tmp_path / "job.toml"))
+    assert config.parallelism.context_parallel_load_balancer is None
+    assert config.parallelism.expert_parallel_degree == config.parallelism.context_parallel_degree == 2
+    assert config.training.steps == 3 and config.model.name == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "train_configs/llama3_8b.toml"], "choose a smaller one with --flavor: debugmodel"),
+        (["--config", "train_configs/no.toml"], "job.config_file train_configs/no.toml: No such file or directory"),
+        (["--config", "train_configs/llama3_8b.toml", "--flavor", "debug"], "model.flavor 'debug'"),
+        (["--models", "lama3"], "did you mean 'llama3'?"),
+        (["--flavor", "debugmodel"], "--flavor needs --config"),
+        (["--draws", "0"], "--draws must be at least 1"),
+    ],
+    ids=str,
+)
+def test_invalid_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["prove", *arguments])
+    except SystemExit as ended:
+        code = ended.code  # type: ignore[assignment]
+    error = capsys.readouterr().err
+    assert code == 2 and message in error and error.count("\n") == 1
