@@ -11,7 +11,7 @@ from tests._helpers import prove_draws
 from tests._helpers.prove_draws import run_on_ranks
 from torchtitan_npu.cli.main import main
 from torchtitan_npu.prover.draws import VALUES, Draw, applicable
-from torchtitan_npu.prover.job import own_subject, parse, to_toml
+from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects, to_toml
 from torchtitan_npu.prover.proof import Outcome, Prover
 
 CI = ["--models", "llama3", "qwen3_moe", "--ranks", "2", "--seed", "1", "--draws", "10"]
@@ -60,7 +60,17 @@ def test_an_error_in_training_is_a_fault(faulty: tuple[Prover, Draw]) -> None:
     assert outcome.status == "fails" and "RuntimeError: the planted fault" in outcome.reason
 
 
-def test_a_refused_draw_names_its_reason(tmp_path: Path) -> None:
+def test_documents_are_masked_on_the_heads_of_a_tensor_parallel_rank(tmp_path: Path) -> None:
+    """With qwen3, whose queries and keys are DTensors, and with a batch that the ranks do not divide."""
+    (subject,) = tiny_subjects(["qwen3"])
+    simplest = {part: values[0] for part, values in VALUES.items()}
+    parts = {"tp": 2, "documents": True, "converters": "all", "batch": 6, "accumulation": 2}
+    draw = applicable({"model": "qwen3", **simplest, **parts}, subject.model)
+    outcome = Prover([subject], tmp_path, run_on_ranks).prove(draw)
+    assert outcome.status == "equal", outcome.reason
+
+
+def test_a_draw_that_the_checks_reject_names_its_reason(tmp_path: Path) -> None:
     subject = own_subject("train_configs/qwen3_debugmodel.toml", None)
     simplest = {part: values[0] for part, values in VALUES.items()}
     draw = applicable({"model": "qwen3", **simplest, "pp": 2}, subject.model)

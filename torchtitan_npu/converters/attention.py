@@ -68,7 +68,7 @@ class NpuCausalAttention(ScaledDotProductAttentionWrapper):
         mask = self.mask.tensor if is_causal else None
         if not isinstance(q, DTensor):
             return _transposed(q, k, v, scale, mask)
-        return DTensor.from_local(self.attend(q, k, v, scale, mask), q.device_mesh, q.placements, run_check=False)
+        return _with_heads_of(q, self.attend(q, k, v, scale, mask))
 
     def attend(self, q: DTensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
         """Return this rank's output for its shards."""
@@ -112,7 +112,8 @@ class NpuVarlenAttention(VarlenAttentionWrapper):
     ) -> Tensor:
         """Return (bsz * seqlen, heads, head_dim), from ``xq`` (bsz, heads, seqlen, head_dim)."""
         assert isinstance(attention_masks, VarlenDocuments)
-        return _packed(xq, xk, xv, attention_masks.documents, scale, self.mask.tensor)
+        out = _packed(local(xq), local(xk), local(xv), attention_masks.documents, scale, self.mask.tensor)
+        return _with_heads_of(xq, out)
 
 
 class NpuFlexAttention(FlexAttentionWrapper):
@@ -134,7 +135,8 @@ class NpuFlexAttention(FlexAttentionWrapper):
     ) -> Tensor:
         """Attend from ``q`` (bsz, heads, seqlen, head_dim)."""
         assert isinstance(block_mask, BlockDocuments) and score_mod is None and not return_lse
-        return _in_documents(q, k, v, block_mask.documents, scale, self.mask.tensor)
+        out = _in_documents(local(q), local(k), local(v), block_mask.documents, scale, self.mask.tensor)
+        return _with_heads_of(q, out)
 
 
 class NpuMaskedAttention(MaskedAttention):
@@ -165,6 +167,13 @@ class NpuFrameAttention(FrameAttention):
             ends += range(end + length, end + frames * length + 1, length)
             end += frames * length
         return packed_attention(q, k, v, ends, scale=None, mask=None)
+
+
+def _with_heads_of(q: Tensor, out: Tensor) -> Tensor:
+    """Return ``out`` as a DTensor if ``q`` is one, as under qwen3's tensor parallel. Both have the heads in dim 1."""
+    if not isinstance(q, DTensor):
+        return out
+    return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
 def _transposed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
