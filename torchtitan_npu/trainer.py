@@ -168,6 +168,7 @@ class Trainer(TitanTrainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
     ) -> torch.Tensor:
+        self.checked_steps.start_batch()
         loss = self._forward_backward(input_dict, labels, global_valid_tokens)
         self.checked_steps.add_batch(global_valid_tokens, loss)
         return loss

@@ -146,9 +146,9 @@ def test_a_job_stops_on_every_rank_and_names_the_first_module(
     assert (report, unchanged) == second and unchanged
     lines = report.splitlines()
     assert lines[0].startswith("Step 3 is not finite (gradient norm nan, loss ")
-    assert lines[1].startswith(where), report
+    assert lines[3].startswith(where), report
     checkpoint = tmp_path / "checkpoint" / "step-2"
-    assert lines[2] == f"The last checkpoint before it is {checkpoint}: checkpoint.load_step = 2 loads it."
+    assert lines[2] == f"The last checkpoint before step 3 is {checkpoint}: checkpoint.load_step = 2 loads it."
     assert (checkpoint / "keep").exists()
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-2"}
     for rank in (0, 1):
@@ -167,11 +167,13 @@ def test_a_job_stops_on_every_rank_and_names_the_first_module(
                 assert torch.equal(old["labels"], new["labels"])
 
 
-def skip_until_two_in_a_row() -> tuple[list[float], list[int], float]:
-    """Return the metric, the steps that changed the weights, and the last learning rate."""
+def skip_until_two_in_a_row(folder: Path) -> tuple[list[float], list[int], float, str]:
+    """Return the metric, the steps that changed the weights, the last learning rate, and the report."""
     from torchtitan_npu.components.nonfinite.checked_steps import NonfiniteStop
 
     options = {"training.skip_nonfinite_steps": True, "training.max_nonfinite_steps": 2, "training.steps": 10}
+    options |= {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.keep_latest_k": 2}
+    options |= {"job.dump_folder": str(folder)}
     changed = []
     with recording(job_config("deepseek_v3", {"shard": 2}, options)) as (trainer, record):
         plant(trainer, "backward", {2, 4, 5}, "layers.1.attention.wo")
@@ -184,14 +186,17 @@ def skip_until_two_in_a_row() -> tuple[list[float], list[int], float]:
             counts = [b for m in trainer.model_parts for n, b in m.named_buffers() if n.endswith("tokens_per_expert")]
             assert counts and not torch.cat(counts).any()
             before = after
-        with pytest.raises(NonfiniteStop, match="3"):
+        with pytest.raises(NonfiniteStop, match="3") as stop:
             train_until(trainer, 5)
         rate = trainer.lr_schedulers.schedulers[0].get_last_lr()[0] / trainer.job_config.optimizer.lr
-    return record.metrics["nonfinite_steps"], changed, rate
+    return record.metrics["nonfinite_steps"], changed, rate, stop.value.report
 
 
-def test_skipped_steps_are_counted_and_leave_no_trace() -> None:
-    first, second = run_on_ranks(2, skip_until_two_in_a_row)
-    metric, changed, rate = first
+def test_skipped_steps_are_counted_and_leave_no_trace(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, skip_until_two_in_a_row, tmp_path)
+    metric, changed, rate, report = first
     assert first == second and metric == [1, 2] and changed == [1, 3]
-    assert rate < 1  # four steps of ten into the decay
+    assert rate == pytest.approx(0.6)  # four steps of ten into the decay
+    checkpoints = tmp_path / "checkpoint"
+    assert f"The last checkpoint before step 4 is {checkpoints / 'step-3'}:" in report  # the first of two in a row
+    assert {path.parent.name for path in checkpoints.glob("*/keep")} == {"step-1", "step-3"}

@@ -58,7 +58,9 @@ def test_the_call_is_replaced_in_a_copy(name: str) -> None:
 def test_the_last_call_before_the_update_and_those_of_dcp_are_replaced() -> None:
     step: Any = hooks.train_step_with(replacement)
     assert step.__globals__["dist_utils"].clip_grad_norm_ is replacement
-    assert hooks.saving_in(CheckpointManager.dcp_save, None) is not CheckpointManager.dcp_save
+    calls = [hooks.dcp, hooks.consolidate_safetensors_files_on_every_rank]
+    assert len(refers_to(CheckpointManager.dcp_save, calls)) == 2
+    assert not refers_to(hooks.saving_in(CheckpointManager.dcp_save, None), calls)
     load: Any = hooks.loading_in(CheckpointManager.dcp_load, "group")
     assert load.__globals__["dcp"].load.keywords == {"process_group": "group"}
 

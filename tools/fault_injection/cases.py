@@ -240,8 +240,10 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
             weight = re.search("injected fault: NaN in the gradient of (.*)", ranks.log(case.rank))
             first = f"the gradient of the weight {weight[1] if weight else '?'}, on rank {case.rank}"
             step, checkpoints = f"Step {case.step} is not finite", f"{ranks.folder.parent}/job/checkpoint/step-"
-            saved = f"The last checkpoint before it is {checkpoints}{(case.step - 1) // INTERVAL * INTERVAL}"
-            before = saved if case.step > INTERVAL else "No checkpoint of this job was written before it"
+            saved = (
+                f"The last checkpoint before step {case.step} is {checkpoints}{(case.step - 1) // INTERVAL * INTERVAL}"
+            )
+            before = saved if case.step > INTERVAL else f"No checkpoint of this job was written before step {case.step}"
             if set(codes) == {3} and all(text in ranks.log(0) for text in (step, first, before)):
                 return "the report names step, weight and checkpoint (3)"
         case _:  # full disk

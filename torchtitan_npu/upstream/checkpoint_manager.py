@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +56,7 @@ from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
 from torchtitan_npu.config.checkpoint import STATES
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.distributed.file_group import gather, new_file_group
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.upstream.hooks import loading_in, saving_in
@@ -64,9 +64,6 @@ from torchtitan_npu.upstream.hooks import loading_in, saving_in
 T = TypeVar("T")
 COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
 """Sections whose changes since the checkpoint are logged when a job resumes."""
-FILES_TIMEOUT = timedelta(hours=2)
-"""Ranks wait this long for another one that reads, writes or deletes files. ``comm.train_timeout_seconds`` is meant for
-collectives between kernels."""
 WAIT_AFTER_ERROR_S = 5.0
 """A job that fails waits this long for an asynchronous save."""
 
@@ -96,7 +93,7 @@ class CheckpointManager(TitanCheckpointManager):
         self.group: dist.ProcessGroup | None = None
         """Where ranks wait for each other's work on files."""
         if self.enable and dist.is_initialized():
-            self.group = dist.new_group(backend="gloo", timeout=FILES_TIMEOUT)
+            self.group = new_file_group()
         if self.enable and not self.load_only:
             self.lock = WriterLock(Path(self.folder))
             note, self.lock.token = on_first_rank(self._take_folder, self.group)
@@ -366,15 +363,6 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
     return outcome[0]
 
 
-def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the ``value`` of each rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _files_of_this_rank(names: list[str]) -> list[str]:
     """Return the part of ``names`` that this rank reads."""
     return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
@@ -389,7 +377,7 @@ def _file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Fi
         records = {name: file_record(folder / name, sync=True) for name in _files_of_this_rank(names)}
     except OSError as error:
         problem = str(error)
-    parts = _gather((records, problem), group)
+    parts = gather((records, problem), group)
     if problems := [problem for _, problem in parts if problem]:
         raise UsageError(problems[0])
     return {name: record for records, _ in parts for name, record in records.items()}
@@ -409,7 +397,7 @@ def _damage_of(path: Path, group: dist.ProcessGroup | None) -> str | None:
             manifest.check_files(path, _files_of_this_rank(list(manifest.files)))
         except (DamagedCheckpoint, OSError) as error:
             found = str(error)
-    return next(filter(None, _gather(found, group)), None)
+    return next(filter(None, gather(found, group)), None)
 
 
 def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str]:

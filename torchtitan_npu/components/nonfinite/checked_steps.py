@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.expert_balance import reset_token_counts
 from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
-from torchtitan_npu.components.nonfinite.kept_step import Batch, KeptStep, set_random_states
+from torchtitan_npu.components.nonfinite.kept_step import Batch, KeptStep, random_states, set_random_states
+from torchtitan_npu.distributed.file_group import gather, new_file_group
 from torchtitan_npu.distributed.local_tensor import local
-from torchtitan_npu.errors import EXIT_NONFINITE
+from torchtitan_npu.errors import EXIT_NONFINITE, UsageError
 from torchtitan_npu.log import log_on_first_rank
 
 FOLDER = "nonfinite"
@@ -45,8 +45,7 @@ class CheckedSteps:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        training = trainer.job_config.training
-        self.limit, self.skips = training.max_nonfinite_steps, training.skip_nonfinite_steps
+        self.limit = trainer.job_config.training.max_nonfinite_steps
         self.kept = KeptStep()
         self.in_a_row = 0
         self.skipped = 0
@@ -56,6 +55,11 @@ class CheckedSteps:
         """Start a step, and return ``batches``, of which it keeps those that are read."""
         self.kept = KeptStep()
         return self.kept.keep(batches) if self.limit else batches
+
+    def start_batch(self) -> None:
+        """Note the random states before the first forward pass of a step. Its batches have been read."""
+        if self.limit and not self.kept.random:
+            self.kept.random = random_states()
 
     def add_batch(self, tokens: Any, loss: Tensor) -> None:
         """Note the loss of a microbatch, and the number of labels in the global batch."""
@@ -91,29 +95,34 @@ class CheckedSteps:
             "(training.max_nonfinite_steps)",
             logging.WARNING,
         )
-        if self.skipped == 1:
-            trainer.checkpointer.keep_before(step)
+        if self.in_a_row == 1:
+            log_on_first_rank(self._checkpoint(step), logging.WARNING)
         trainer.metrics_processor.logger.log({"nonfinite_steps": self.skipped}, step)
         reset_token_counts(trainer.model_parts)
         trainer.lr_schedulers.step()  # the learning rate stays that of the step
 
     def _stop(self, found: NonfiniteStep) -> None:
-        """Report the step, and save what is needed to reproduce it before it runs again, which may fail."""
-        step = self.trainer.step
-        losses = _gather(torch.stack(self.kept.losses).sum().item())
+        lines = []
+        for line in self._report(found):
+            log_on_first_rank(line, logging.ERROR)
+            lines.append(line)
+        raise NonfiniteStop("\n".join(lines))
+
+    def _report(self, found: NonfiniteStep) -> Iterator[str]:
+        """Yield the lines of the report. The last one is known after the step has run again, which may fail."""
+        step, group = self.trainer.step, self.trainer.checkpointer.group or new_file_group()
+        losses = gather(torch.stack(self.kept.losses).sum().item(), group)
         ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         more = ", ..." if len(ranks) > 8 else ""
         loss = f"not finite on rank {', '.join(ranks[:8])}{more}" if ranks else "finite"
-        what = f"Step {step} is not finite (gradient norm {found.norm}, loss {loss}); its update is not applied."
-        log_on_first_rank(what, logging.ERROR)
-        saved = [self._save(), self._checkpoint(step)]
-        report = "\n".join([self._first_module(), *reversed(saved)])
-        log_on_first_rank(report, logging.ERROR)
-        raise NonfiniteStop(f"{what}\n{report}")
+        yield f"Step {step} is not finite (gradient norm {found.norm}, loss {loss}); its update is not applied."
+        yield self._save(group)
+        yield self._checkpoint(step - self.in_a_row + 1)
+        yield self._first_module(group)
 
-    def _first_module(self) -> str:
+    def _first_module(self, group: dist.ProcessGroup | None) -> str:
         eager = ", with compiled regions in eager mode" if self.trainer.job_config.compile.enable else ""
-        findings: list[Finding] = list(filter(None, _gather(self._run_again())))
+        findings: list[Finding] = list(filter(None, gather(self._run_again(), group)))
         if findings:
             return f"First, when the step runs again{eager}: {min(findings)}"
         return (
@@ -127,7 +136,7 @@ class CheckedSteps:
         parts: dict[int, nn.Module] = trainer.parts_by_stage()
         watch = ModuleWatch(dist.get_rank())
         trainer.optimizers.zero_grad()
-        for auxiliary_loss in auxiliary_losses(trainer.model_parts):
+        for auxiliary_loss in trainer.auxiliary_losses:
             auxiliary_loss.start_step()
         set_random_states(kept.random)
         with watch.watching(parts), _eager_mode(trainer.job_config.compile.enable):
@@ -141,13 +150,19 @@ class CheckedSteps:
         return watch.first
 
     def _checkpoint(self, step: int) -> str:
-        path = self.trainer.checkpointer.keep_before(step)
+        """Keep and name the checkpoint before ``step``, the first of a row."""
+        if not self.trainer.job_config.checkpoint.enable:
+            return f"No checkpoint has the state before step {step}: checkpoint.enable is false."
+        try:
+            path = self.trainer.checkpointer.keep_before(step)
+        except UsageError as error:  # the same on all ranks
+            return f"The last checkpoint before step {step} could not be marked as kept: {error}"
         if path is None:
-            return "No checkpoint of this job was written before it."
+            return f"No checkpoint of this job was written before step {step}."
         number = path.name.removeprefix("step-")
-        return f"The last checkpoint before it is {path}: checkpoint.load_step = {number} loads it."
+        return f"The last checkpoint before step {step} is {path}: checkpoint.load_step = {number} loads it."
 
-    def _save(self) -> str:
+    def _save(self, group: dist.ProcessGroup | None) -> str:
         trainer, rank = self.trainer, dist.get_rank()
         folder = Path(trainer.job_config.job.dump_folder) / FOLDER / f"step-{trainer.step}"
         details = {"step": trainer.step, "rank": rank, "world_size": dist.get_world_size()}
@@ -156,16 +171,10 @@ class CheckedSteps:
             self.kept.save(folder / f"rank-{rank}.pt", details)
         except OSError as error:
             problem = f"rank {rank}: {error}"
-        problems = list(filter(None, _gather(problem)))
+        problems = list(filter(None, gather(problem, group)))
         if problems:
             return f"The batch could not be saved: {problems[0]}"
         return f"The batch and random states of each rank are in {folder}."
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _eager_mode(compiles: bool) -> AbstractContextManager[Any]:

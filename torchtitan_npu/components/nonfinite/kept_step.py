@@ -32,7 +32,8 @@ def set_random_states(states: dict[str, Tensor]) -> None:
 class KeptStep:
     """The inputs of one step, and the losses that it has computed."""
 
-    random: dict[str, Tensor] = field(default_factory=random_states)
+    random: dict[str, Tensor] = field(default_factory=dict)
+    """Before the first forward pass."""
     microbatches: list[Batch] = field(default_factory=list)
     """As the data loader gives them, in host memory."""
     tokens: Any = None
