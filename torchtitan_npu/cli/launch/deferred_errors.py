@@ -7,9 +7,12 @@ import re
 import threading
 from typing import TextIO
 
+from torchtitan_npu.errors import ERROR_PREFIX
+
 ERROR = re.compile(
     r"Traceback \(most recent call last\)"
     r"|\[E\d{4} "  # PyTorch's C++ log: timeouts of collectives
+    rf"|{re.escape(ERROR_PREFIX)}"
     r"|terminate called"
     r"|ERR\d{5}|EI\d{4}"  # error codes of torch_npu and HCCL
 )
