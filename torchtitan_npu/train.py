@@ -39,9 +39,7 @@ def main() -> None:
         config = JobConfigManager().parse_args()
         if config.experimental.custom_import:  # before the checks: it may register models and converters
             import_module("experimental.custom_import", config.experimental.custom_import)
-        # without real communication, TorchTitan takes the number of ranks from NGPU
-        ranks = os.environ.get("WORLD_SIZE" if config.comm.mode == "default" else "NGPU", "1")
-        job = check_job(config, int(ranks))
+        job = check_job(config, world_size(config.comm.mode))
         check_start(job)
         if IS_LOCAL_RANK_0 and config.comm.mode == "default":
             check_checkpoint_files(job)
@@ -50,6 +48,17 @@ def main() -> None:
         wait_for_local_rank_0()  # a rank that survives the wait is the only one with this error, and prints it
         print(f"{ERROR_PREFIX}{one_line(error)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
+
+
+def world_size(mode: str) -> int:
+    """Return the number of ranks. Without real communication, TorchTitan takes it from NGPU."""
+    if mode == "default":
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    if not (ranks := os.environ.get("NGPU", "")).isdecimal() or int(ranks) < 1:
+        raise UsageError(
+            f"comm.mode {mode!r} needs the environment variable NGPU, the number of ranks; it is {ranks!r}"
+        )
+    return int(ranks)
 
 
 def wait_for_local_rank_0() -> None:

@@ -31,7 +31,7 @@ ALLOWED: dict[str, Allowed] = {
     "pipeline_parallel_schedule": NAME,
     "pipeline_parallel_schedule_csv": LINE,
     "pipeline_parallel_microbatch_size": Number(1),
-    "context_parallel_load_balancer": NAME,
+    "context_parallel_load_balancer": LINE,
 }
 
 
