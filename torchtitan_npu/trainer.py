@@ -98,7 +98,8 @@ class Trainer(TitanTrainer):
         )
 
     def train(self) -> None:
-        with log_compile_progress() if self.job_config.compile.enable else nullcontext():
+        torch_compiles = self.job_config.compile.enable and not self.job_config.npu.bypass_codegen
+        with log_compile_progress() if torch_compiles else nullcontext():  # our own backend reports its progress itself
             if platform.backend() == "npu":
                 train_with(profile_npu, self._set_timeouts)(self)
             else:

@@ -21,7 +21,7 @@ from torchtitan_npu.torch_internals.dynamo import aot_autograd
 
 torchtitan_npu.register()
 CSV = "parallelism.pipeline_parallel_schedule_csv"
-BYPASSED = {"compile.enable": True, "npu.bypass_codegen": "inductor"}
+BYPASSED = {"compile.enable": True, "npu.bypass_codegen": True}
 
 
 def pipeline(schedule: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_good_job_passes() -> None:
         ({"npu.sp_min_tokens": 1}, 'npu.sp_min_tokens is for the pass "sequence_parallel", which npu.graph_passes'),
         ({"npu.sp_whole_inputs": True, "npu.graph_passes": ["no_ops"]}, "npu.sp_whole_inputs is for the pass"),
         ({"npu.moe_combine_dtype": "scores"}, "npu.moe_combine_dtype is for the converter npu_permute, which"),
-        ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = .off"),
+        ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = false"),
         ({"parallelism.enable_async_tensor_parallel": True}, r'use npu.graph_passes = \["async_tp"\]'),
         ({"activation_checkpoint.mode": "memory_budget"}, "cannot be combined with activation_checkpoint.mode"),
         ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "cannot be combined with flex attention"),
@@ -131,7 +131,7 @@ def test_errors_with_bypass_codegen(options: dict[str, Any], message: str) -> No
     ],
 )
 def test_errors_with_graph_passes_in_inductor(options: dict[str, Any], message: str) -> None:
-    passes = {"compile.enable": True, "npu.bypass_codegen": "off", "npu.graph_passes": ["no_ops"]}
+    passes = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["no_ops"]}
     check(passes)
     with pytest.raises(UsageError, match=message):
         check({**passes, **options})

@@ -1,1 +1,1 @@
-"""``[npu] bypass_codegen = "inductor"``: compiled regions that call the operators of eager mode."""
+"""``[compile] enable = true`` with ``[npu] bypass_codegen = true``: compiled regions with eager mode's kernels."""

@@ -21,10 +21,9 @@ def check_compile(job: JobContext) -> None:
         check_known("compile.backend", config.compile.backend, torch.compiler.list_backends(exclude_tags=()))
     if not compiles_blocks(config):
         return
-    if config.npu.bypass_codegen != "off":
-        key, off = "npu.bypass_codegen", 'npu.bypass_codegen = "off"'
-        remedy = 'set it to "off" or compile.enable to false'
-        reason = "else Inductor compiles"
+    if config.npu.bypass_codegen:
+        key, off, remedy = "npu.bypass_codegen", "npu.bypass_codegen = false", "set it or compile.enable to false"
+        reason = "this package's own backend compiles otherwise"
     else:
         key, off, remedy = "npu.graph_passes", "npu.graph_passes = []", "set it to []"
         reason = "graph passes run in Inductor"

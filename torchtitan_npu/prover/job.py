@@ -64,8 +64,8 @@ CHECKPOINTING = {
 COMPILE: dict[str, dict[str, Any]] = {
     "off": {"compile.enable": False},
     "aot_eager": {"compile.enable": True, "compile.backend": "aot_eager"},
-    "bypass": {"compile.enable": True, "npu.bypass_codegen": "inductor"},
-    "passes": {"compile.enable": True, "npu.bypass_codegen": "inductor", "npu.graph_passes": list(PASSES)},
+    "bypass": {"compile.enable": True, "npu.bypass_codegen": True},
+    "passes": {"compile.enable": True, "npu.bypass_codegen": True, "npu.graph_passes": list(PASSES)},
 }
 
 
