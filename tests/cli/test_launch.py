@@ -178,8 +178,8 @@ STOPS = """
 import json, os, signal, sys, time
 if "LOCAL_RANK" in os.environ:
     def stop(*_):
-        message = {"message": "Stopped by SIGTERM to rank 0 after step 7", "errorCode": 75}
-        message["extraInfo"] = {"timestamp": "1"}
+        text = "Stopped by SIGTERM to rank 0 after step 7"
+        message = {"message": text, "errorCode": 75, "extraInfo": {"py_callstack": text, "timestamp": "1"}}
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": message}, file)
         os._exit(75)
