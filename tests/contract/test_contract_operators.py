@@ -154,12 +154,23 @@ graph pass calls them on local tensors."""
 RULED = [case for case in VALID if has_rule_of_its_own(torch_npu_s(case)) and case.op not in COMMUNICATING]
 
 
+UNEVEN = (
+    "npu_rms_norm_backward: gamma of two dimensions",
+    "npu_swiglu: along the first dimension",
+    "npu_swiglu_backward: along the first dimension",
+    "npu_grouped_matmul: no groups, bias",
+)
+"""Cases in which torch_npu's rule redistributes into unequal shards. Ours gathers instead."""
+
+
 @pytest.mark.parametrize("case", [case for case in RULED if str(case) not in WRONG_RULES], ids=str)
 def test_sharding(case: Case, mesh: DeviceMesh) -> None:
     """For any placements of the inputs, the outputs have the placements of torch_npu's own rule."""
     for layout in layouts(case, mesh):
         found, theirs = (placements(op, case, layout, mesh) for op in (ours(case), torch_npu_s(case)))
         if isinstance(theirs, str) and case.op in BROKEN_RULES and BROKEN_RULES[case.op] in theirs:
+            continue
+        if str(case) in UNEVEN and isinstance(found, list) and all(one == (Replicate(),) for one in found):
             continue
         assert describe_placements(found) == describe_placements(theirs), f"with inputs {layout or 'replicated'}"
 
