@@ -53,8 +53,13 @@ def test_a_fault_shrinks_to_the_parts_that_cause_it() -> None:
         return candidate["cp"] > 1 and candidate["checkpointing"] == "full"
 
     model = next(model for model in MODELS if model.name == draw["model"])
-    small = shrink(draw, model, still_fails)
+    small, complete = shrink(draw, model, still_fails)
+    assert complete and small["subset"] == draw["subset"]  # so "some" converters stay the same
     simplest = {part: values[0] for part, values in VALUES.items() if small[part] is not None}
     # the length stays a multiple of 2 × context-parallel ranks
     assert {part for part in simplest if small[part] != simplest[part]} == {"cp", "checkpointing"}
     assert small["cp"] == 2 and len(tried) < 40
+
+    tried.clear()
+    larger, complete = shrink(draw, model, still_fails, attempts=2)
+    assert not complete and len(tried) == 2 and larger != small

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any
 
 Draw = dict[str, Any]
@@ -53,8 +53,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "length": (16, 32, 48, 64),
 }
 """The values of each part except the model, the simplest first. All degrees but 1 need ranks."""
+PARTS = ("model", *VALUES)
 CANDIDATES = 60
 """A draw is the best of this many random ones."""
+ATTEMPTS = 40
+"""A fault is shrunk by at most this many further draws."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Model:
 class Draws:
     """An endless sequence of draws, the same for the same ``seed``.
 
-    Each draw is the random candidate with the most pairs of values that are new or rare, relative to its cost.
+    Each draw is the random candidate with the most pairs of values that are new or rare, relative to its cost. Besides
+    its parts it has a number, ``subset``, from which "some" converters are selected. So they stay when it is shrunk.
     """
 
     def __init__(self, models: Sequence[Model], ranks: int, seed: int) -> None:
@@ -79,10 +83,10 @@ class Draws:
         self.seen: Counter[Pair] = Counter()
 
     def __iter__(self) -> Iterator[Draw]:
-        while True:
+        for number in count():
             draw = max((self.candidate() for _ in range(CANDIDATES)), key=self.worth)
             self.seen.update(pairs(draw))
-            yield draw
+            yield {**draw, "subset": number}
 
     def worth(self, draw: Draw) -> float:
         return sum(2.0 ** -self.seen[pair] for pair in pairs(draw)) / cost(draw)
@@ -146,22 +150,27 @@ def cost(draw: Draw) -> float:
 
 def pairs(draw: Draw) -> Iterable[Pair]:
     """Return the pairs of values in ``draw``, in the order of its parts."""
-    applied = [(part, value) for part, value in draw.items() if value is not None]
+    applied = [(part, draw[part]) for part in PARTS if draw[part] is not None]
     return [(*one, *other) for one, other in combinations(applied, 2)]
 
 
-def shrink(draw: Draw, model: Model, still_fails: Callable[[Draw], bool], attempts: int = 40) -> Draw:
-    """Return the simplest draw that fails and that changes of single parts find. Each is kept if the draw fails."""
+def shrink(
+    draw: Draw, model: Model, still_fails: Callable[[Draw], bool], attempts: int = ATTEMPTS
+) -> tuple[Draw, bool]:
+    """Simplify single parts of ``draw`` as long as it fails. Return it, and whether no simpler value was left to try.
+
+    Otherwise the number of ``attempts`` was reached.
+    """
     while True:
         for candidate in simpler(draw, model):
             attempts -= 1
             if attempts < 0:
-                return draw
+                return draw, False
             if still_fails(candidate):
                 draw = candidate
                 break
         else:
-            return draw
+            return draw, True
 
 
 def simpler(draw: Draw, model: Model) -> Iterator[Draw]:
