@@ -20,23 +20,20 @@ from tools.fault_injection.jobs import JOBS, STEPS, Reference, curve
 ROOT = Path(__file__).parents[2]
 
 
-LAYOUTS = (
-    *("llama3:pp2", "llama3:shard2", "llama3:cp2", "llama3:replicate2"),
-    *("qwen3_moe:ep2", "deepseek_v32:pp2"),
-)
+LAYOUTS = ("llama3:pp2", "llama3:shard2", "llama3:cp2", "llama3:replicate2", "qwen3_moe:ep2")
 
 
 def test_ten_seeded_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every kind of fault but a slow rank, in all four phases and in each of the layouts."""
     file = tmp_path / "outcomes.json"
-    command = ["--seed=3061", "--cases=10", f"--work={tmp_path}", f"--json={file}", "--jobs", *LAYOUTS]
+    command = ["--seed=11361", "--cases=10", f"--work={tmp_path}", f"--json={file}", "--jobs", *LAYOUTS]
     failed = main([*command, "--parallel=2", "--timeout=5"])
     printed = capsys.readouterr().out
     assert not failed and "10 faults, 0 with problems" in printed, printed
     jobs = " ".join(outcome["job"] for outcome in json.loads(file.read_text())["outcomes"])
     assert all(job.replace(":", " ") in jobs for job in LAYOUTS)
     assert main(["--table", str(file)]) == 0
-    assert "| llama3 pp2 | 4 | 2 | 2 |" in capsys.readouterr().out
+    assert "| llama3 pp2 | 6 | 5 | 3 |" in capsys.readouterr().out
     assert main(command[:-1]) == 2  # other jobs are another campaign
 
 
