@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from itertools import islice
 
-from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, divides, pairs, ranks_of, shrink
+from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, fits, pairs, ranks_of, shrink, simpler
 
 MODELS = [
     Model("dense", has_experts=False, has_documents=True),
@@ -26,9 +26,16 @@ def test_a_seed_repeats_its_draws() -> None:
 def test_draws_fit_the_ranks_and_divide() -> None:
     for draw in first(60, ranks=4):
         assert 2 <= ranks_of(draw) <= 4
-        assert divides(draw)
+        assert fits(draw, next(model for model in MODELS if model.name == draw["model"]))
         assert (draw["ep"] is None) == (draw["model"] == "dense")
         assert (draw["schedule"] is None) == (draw["pp"] == 1)
+
+
+def test_sequences_hold_the_data_of_the_model() -> None:
+    model = Model("pictures", has_experts=False, has_documents=False, shortest=48)
+    draws = list(islice(Draws([model], 2, 0), 10))
+    assert {draw["length"] for draw in draws} == {48, 64}
+    assert all(one["length"] >= 48 for draw in draws for one in simpler(draw, model))
 
 
 def test_most_pairs_of_values_occur_within_300_draws() -> None:

@@ -62,8 +62,12 @@ def pair_coverage(results: Collection[tuple[Draw, Outcome]], ranks: int) -> tupl
     """Return how many pairs of values ran, and how many are possible: a sample of random draws has them."""
     if not results:
         return 0, 0
-    by_model = {draw["model"]: draw for draw, _ in results}  # a value is None if it does not apply to the model
-    models = [Model(name, draw["ep"] is not None, draw["documents"] is not None) for name, draw in by_model.items()]
+    models = []
+    for name in {draw["model"]: None for draw, _ in results}:
+        drawn = [draw for draw, _ in results if draw["model"] == name]
+        # a value is None if it does not apply to the model
+        has_experts, has_documents = (drawn[0][part] is not None for part in ("ep", "documents"))
+        models.append(Model(name, has_experts, has_documents, min(draw["length"] for draw in drawn)))
     draws = Draws(models, ranks, 0)
     ran = {pair for draw, outcome in results if outcome.status != "refused" for pair in pairs(draw)}
     possible = {pair for _ in range(SAMPLES) for pair in pairs(draws.candidate())}

@@ -68,6 +68,8 @@ class Model:
     has_experts: bool
     has_documents: bool
     """Documents can be turned on and off."""
+    shortest: int = 1
+    """Tokens that a sequence needs for the model's data."""
 
 
 class Draws:
@@ -92,13 +94,13 @@ class Draws:
         return sum(2.0 ** -self.seen[pair] for pair in pairs(draw)) / cost(draw)
 
     def candidate(self) -> Draw:
-        """Return a random draw whose sizes divide."""
+        """Return a random draw whose sizes fit."""
         while True:
             model = self.random.choice(self.models)
             degrees = self.random.choice(self.layouts[model.has_experts])
             rest = {part: self.random.choice(values) for part, values in VALUES.items() if part not in DEGREES}
             draw = applicable({"model": model.name, **degrees, **rest}, model)
-            if divides(draw):
+            if fits(draw, model):
                 return draw
 
 
@@ -130,8 +132,10 @@ def applicable(draw: Draw, model: Model) -> Draw:
     return {part: None if excluded.get(part) else value for part, value in draw.items()}
 
 
-def divides(draw: Draw) -> bool:
-    """Return whether the batch and the sequence can be split. Other limits are found by the checks of the job."""
+def fits(draw: Draw, model: Model) -> bool:
+    """Return whether the sequence holds the data and can be split, as the batch. The job's checks find other limits."""
+    if draw["length"] < model.shortest:
+        return False
     batches = draw["replicate"] * draw["shard"] * draw["accumulation"]
     if draw["batch"] % batches or draw["length"] % (2 * draw["tp"] * draw["cp"]):
         return False
@@ -180,7 +184,7 @@ def simpler(draw: Draw, model: Model) -> Iterator[Draw]:
             continue
         for value in values[: values.index(draw[part])]:
             one = applicable({**draw, part: value}, model)
-            if divides(one):
+            if fits(one, model):
                 yield one
 
 

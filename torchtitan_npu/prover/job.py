@@ -48,6 +48,8 @@ FIXED: dict[str, Any] = {
 """Settings of every run."""
 TEXT = {"model.hf_assets_path": "torchtitan_npu/assets/tokenizer", "training.dataset": "tiny_corpus"}
 OWN_DATASETS = {"qwen3_vl": "shapes"}
+SHORTEST = {"shapes": 48}
+"""The tokens of the longest picture with its caption, with the shipped tokenizer."""
 DRAWN_SECTIONS = ("parallelism", "compile", "activation_checkpoint")
 UNUSED_SECTIONS = ("checkpoint", "validation", "profiling", "metrics")
 """What a run of three steps without files has no use for."""
@@ -168,7 +170,8 @@ def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) ->
     needed = ["npu_attention"] if job.attention in ("flex", "varlen") else []
     found = [one for one, converter in CONVERTERS.items() if converter(config, job.dims).targets(job.model)]
     has_experts = any(isinstance(module, MoE) for module in job.model.modules())
-    return Subject(Model(name, has_experts, bool(documents)), table, found, needed, documents)
+    model = Model(name, has_experts, bool(documents), SHORTEST.get(config.training.dataset, 1))
+    return Subject(model, table, found, needed, documents)
 
 
 def config_of(table: Mapping[str, Any]) -> JobConfig:
