@@ -56,6 +56,17 @@ def test_the_first_failing_rank_is_named_by_every_rank(
         assert error["message"]["cause"]["rank"] == world_size - 1
 
 
+@pytest.mark.slow
+def test_an_error_of_the_compile_backend_is_one_line(tmp_path: Path) -> None:
+    """Inductor and the pipeline stage wrap it in their own errors."""
+    options = {"compile__enable": "True", "npu__bypass_codegen": "inductor", "training__local_batch_size": "2"}
+    options["parallelism__pipeline_parallel_degree"] = "2"
+    with start_ranks(tmp_path, fault="usage error in compile", **options) as ranks:
+        assert ranks.exit_codes() == [1, 2], ranks.log(1)
+    assert "torchtitan_npu: error: planted.key: the planted value is wrong" in ranks.log(1).splitlines()
+    assert "Traceback" not in ranks.log(1)
+
+
 def losses(log: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) .*?loss: +([\d.]+)", log)}
 

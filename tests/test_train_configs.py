@@ -191,6 +191,6 @@ def test_the_compile_keys_of_the_debug_model() -> None:
     example = re.search(r"^graph_passes = \[\]  # .* for example (\[.*\])", file.read_text(), re.MULTILINE)
     assert example
     config = load(file)
-    config.compile.enable = config.npu.bypass_codegen = True
+    config.compile.enable, config.npu.bypass_codegen = True, "inductor"
     config.npu.graph_passes = json.loads(example[1])
     check_job(config, world_size=1)

@@ -98,8 +98,7 @@ class Trainer(TitanTrainer):
         )
 
     def train(self) -> None:
-        torch_compiles = self.job_config.compile.enable and not self.job_config.npu.bypass_codegen
-        with log_compile_progress() if torch_compiles else nullcontext():  # our own backend reports its progress itself
+        with log_compile_progress() if self.job_config.compile.enable else nullcontext():
             if platform.backend() == "npu":
                 train_with(profile_npu, self._set_timeouts)(self)
             else:
@@ -248,9 +247,18 @@ def _train(config: JobConfig, monitor: RankMonitor | None = None) -> None:
             if not trainer.has_finished:  # torch's ``record`` around TorchTitan's loop returns after sys.exit(0)
                 raise RuntimeError(f"sys.exit(0) was called before step {config.training.steps}, the last one")
             graph_passes.report(trainer.model_parts)  # graphs compiled by the validation after the last step
-    except BackendCompilerFailed as failure:  # torch.compile wraps the errors of our backend and graph passes
-        if isinstance(failure.inner_exception, UsageError):
-            raise failure.inner_exception from None
+    except RuntimeError as failure:
+        if error := usage_error(failure):
+            raise error from None
         raise
     finally:
         trainer.close()
+
+
+def usage_error(failure: BaseException | None) -> UsageError | None:
+    """Return the error of our backend or graph passes, which torch.compile and pipeline stages wrap in their own."""
+    while failure is not None:
+        if isinstance(failure, UsageError):
+            return failure
+        failure = failure.inner_exception if isinstance(failure, BackendCompilerFailed) else failure.__cause__
+    return None

@@ -14,22 +14,23 @@ from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import Tensor, fx
 
 import torchtitan_npu.ops  # noqa: F401
-from torchtitan_npu.torch_internals import graph_interpreter
+from torchtitan_npu.compile import backend
 
 collectives = torch.ops._c10d_functional
 
 
 @contextmanager
-def recorded_graphs() -> Iterator[list[tuple[fx.GraphModule, Any]]]:
-    """Collect every graph that the interpreter gets in this context, with its TorchScript version."""
+def recorded_graphs() -> Iterator[list[fx.Graph]]:
+    """Collect every graph that is compiled without code generation in this context, with its views folded."""
     graphs = []
-    script_graph = graph_interpreter.script_graph
+    fold_views = backend.fold_views
 
-    def record(graph_module: fx.GraphModule) -> Any:
-        graphs.append((graph_module, script_graph(graph_module)))
-        return graphs[-1][1]
+    def record(graph: fx.Graph) -> None:
+        fold_views(graph)
+        graphs.append(fx.Graph())
+        graphs[-1].output(graphs[-1].graph_copy(graph, {}))
 
-    with patch.object(graph_interpreter, "script_graph", record):
+    with patch.object(backend, "fold_views", record):
         yield graphs
 
 

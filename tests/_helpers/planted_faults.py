@@ -1,4 +1,6 @@
-"""Faults in step 3 of rank PLANTED_RANK, chosen by PLANTED_FAULT; a job imports this module by its configuration.
+"""Faults in step 3 of rank PLANTED_RANK, or when it compiles, chosen by PLANTED_FAULT.
+
+A job imports this module by its configuration.
 
 With "... without pidfd", no rank may open process descriptors, as in some containers.
 """
@@ -17,6 +19,7 @@ from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.llama3.model.model import FeedForward
 
 from tests._helpers.layouts import add_flavors
+from torchtitan_npu.compile import backend
 from torchtitan_npu.errors import UsageError
 
 STEP = 3
@@ -40,7 +43,7 @@ def hang_in_the_data_loader(sample: dict[str, Any]) -> str:
     return sample["text"]
 
 
-def raise_usage_error() -> None:
+def raise_usage_error(*_: object) -> None:
     raise UsageError("planted.key: the planted value is wrong")
 
 
@@ -85,6 +88,8 @@ if fault in FAULTS:
     if fault == "nan":
         forward = FeedForward.forward
         FeedForward.forward = lambda self, x: forward(self, x) * (1 if steps < STEP - 1 else float("nan"))  # type: ignore
+elif fault == "usage error in compile":
+    backend.fold_views = raise_usage_error
 elif fault:
     corpus = text_datasets.DATASETS["tiny_corpus"]
     text_datasets.DATASETS["tiny_corpus"] = type(corpus)(corpus.path, corpus.loader, LOADERS[fault])

@@ -14,7 +14,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, assert_same_gradients, recording, train_until
 
 STEPS = 2
-GENERATED = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["async_tp"]}
+GENERATED = {"compile.enable": True, "npu.bypass_codegen": "off", "npu.graph_passes": ["async_tp"]}
 
 
 class Run(NamedTuple):
@@ -76,7 +76,7 @@ def test_torchtitan_compiles_with_tensor_parallel(layout: str) -> None:
     # DTensor's cache of earlier jobs has other mesh objects, for which torch's min-cut partitioner fails; a new
     # process group clears the cache
     run_on_ranks(2, leave_process_group, process_group=False)
-    options = {"npu.bypass_codegen": False, "compile.backend": "aot_eager"}
+    options = {"npu.bypass_codegen": "off", "compile.backend": "aot_eager"}
     for eager, compiled in train_on(layout, "qwen3_moe", options, steps=3):
         assert 0 < compiled.regions_after_two == compiled.regions
         assert differences(eager, compiled) == []

@@ -12,16 +12,18 @@ from functorch.compile import nop
 
 import torchtitan_npu
 from torchtitan_npu.compile import compile_progress
+from torchtitan_npu.compile.backend import make_backend
 from torchtitan_npu.compile.compile_progress import CompileProgress, log_compile_progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dynamo import aot_autograd
+from torchtitan_npu.trainer import usage_error
 
 torchtitan_npu.register()
 CSV = "parallelism.pipeline_parallel_schedule_csv"
-BYPASSED = {"compile.enable": True, "npu.bypass_codegen": True}
+BYPASSED = {"compile.enable": True, "npu.bypass_codegen": "inductor"}
 
 
 def pipeline(schedule: str) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def test_a_good_job_passes() -> None:
         ({"npu.sp_min_tokens": 1}, 'npu.sp_min_tokens is for the pass "sequence_parallel", which npu.graph_passes'),
         ({"npu.sp_whole_inputs": True, "npu.graph_passes": ["no_ops"]}, "npu.sp_whole_inputs is for the pass"),
         ({"npu.moe_combine_dtype": "scores"}, "npu.moe_combine_dtype is for the converter npu_permute, which"),
-        ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = false"),
+        ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = .off"),
         ({"parallelism.enable_async_tensor_parallel": True}, r'use npu.graph_passes = \["async_tp"\]'),
         ({"activation_checkpoint.mode": "memory_budget"}, "cannot be combined with activation_checkpoint.mode"),
         ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "cannot be combined with flex attention"),
@@ -131,7 +133,7 @@ def test_errors_with_bypass_codegen(options: dict[str, Any], message: str) -> No
     ],
 )
 def test_errors_with_graph_passes_in_inductor(options: dict[str, Any], message: str) -> None:
-    passes = {"compile.enable": True, "npu.bypass_codegen": False, "npu.graph_passes": ["no_ops"]}
+    passes = {"compile.enable": True, "npu.bypass_codegen": "off", "npu.graph_passes": ["no_ops"]}
     check(passes)
     with pytest.raises(UsageError, match=message):
         check({**passes, **options})
@@ -151,6 +153,23 @@ def test_progress_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
         "Compiling: 1 graph so far, 0.0 s",
         "Compiling: 4 graphs so far, 6.0 s",
     ]
+
+
+def refuse(graph_module: torch.fx.GraphModule) -> None:
+    raise UsageError("planted.key: the planted value is wrong")
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])  # the error comes from the partition or from Inductor
+def test_an_error_of_the_compile_backend_is_found(needs_gradient: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sin(), backend=make_backend([refuse]), fullgraph=True)
+    with pytest.raises(RuntimeError, match="planted") as raised:
+        compiled(torch.ones(2, requires_grad=needs_gradient))
+    stage = RuntimeError("[Stage 0] failed to run forward")
+    stage.__cause__ = raised.value
+    for failure in (raised.value, stage):
+        assert str(usage_error(failure)) == "planted.key: the planted value is wrong"
+    assert usage_error(RuntimeError("another")) is None
 
 
 def test_progress_lines_for_other_backends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

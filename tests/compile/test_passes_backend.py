@@ -36,7 +36,7 @@ def train(names: list[str], name: str) -> tuple[list[Tensor], list[Tensor], list
             x, w = inputs(dist.get_rank(), torch.float64)
             function(x, w).square().sum().backward()
             gradients.append([leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None])
-    return gradients[0], gradients[1], [calls(graph_module.graph) for graph_module, _ in graphs]
+    return gradients[0], gradients[1], [calls(graph) for graph in graphs]
 
 
 def run(names: list[str], model: str = "dense") -> list[list[Counter[str]]]:
@@ -128,7 +128,7 @@ def with_a_plan() -> tuple[list[Tensor], list[Tensor], list[Tensor], int, list[C
             result.square().sum().backward()
             gradients = [parameter.grad for parameter in layers.parameters()]
             outcomes.append([unsharded(tensor) for tensor in (result, x.grad, *gradients)])  # type: ignore[arg-type]
-    return *outcomes, passes.changed["sequence_parallel"], [calls(module.graph) for module, _ in graphs]  # type: ignore[return-value]
+    return *outcomes, passes.changed["sequence_parallel"], [calls(graph) for graph in graphs]  # type: ignore[return-value]
 
 
 def test_a_plan_with_replicated_activations() -> None:
@@ -183,7 +183,7 @@ def test_inductor_options() -> None:
 
 
 def test_a_job_with_code_generation() -> None:
-    """With ``npu.bypass_codegen = false`` Inductor compiles the blocks, with the job's passes.
+    """With ``npu.bypass_codegen = "off"`` Inductor compiles the blocks, with the job's passes.
 
     Here it calls eager kernels (``fallback_by_default``), which saves the time of a C++ compiler.
     """
@@ -198,7 +198,7 @@ def test_a_job_with_code_generation() -> None:
             return NORMS["npu"](x + x.sin(), self.gamma)
 
     config = JobConfig()
-    config.compile.enable, config.npu.bypass_codegen = True, False
+    config.compile.enable, config.npu.bypass_codegen = True, "off"
     config.npu.graph_passes = ["add_rms_norm"]
     model: Any = nn.Module()
     model.layers = nn.ModuleDict({"0": Block()})

@@ -39,9 +39,9 @@ def test_the_cpu_defaults_to_float32_and_determinism(tmp_path: Path) -> None:
 
 
 def test_a_job_planned_for_the_npu_has_its_defaults(tmp_path: Path) -> None:
-    assert not parse(tmp_path, "").npu.bypass_codegen
+    assert parse(tmp_path, "").npu.bypass_codegen == "off"
     with job_for("npu"):
-        assert parse(tmp_path, "").npu.bypass_codegen
+        assert parse(tmp_path, "").npu.bypass_codegen == "inductor"
 
 
 def test_a_custom_config_module_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
 from torchtitan_npu.cli.doctor.operators import OF_SEVERAL_RANKS
+from torchtitan_npu.compile import backend
 from torchtitan_npu.compile.backend import bypass_codegen
 from torchtitan_npu.emulator.kernels.fused import FUSED
 from torchtitan_npu.emulator.kernels.registry import CHECKS
 from torchtitan_npu.ops import OPS, Op, define, workspaces
 from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.moe_permute.function import unpermute
+from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
+from torchtitan_npu.torch_internals.inductor import lower_as_view
 
 define("npu_on_cpu")
 
@@ -191,3 +195,17 @@ def test_a_compiled_region_with_an_undefined_output() -> None:
     region = torch.compile(lambda x: unpermute(2 * x, places) * weights, backend=bypass_codegen)
     region(rows).sum().backward()
     assert torch.equal(rows.grad, torch.zeros_like(weights).index_copy(0, places, 2 * weights))
+
+
+def test_a_generated_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pointwise operator that Inductor may lower, as an option or a new version of torch might have it."""
+
+    def let_one_through(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+            lower_as_view(node)
+
+    monkeypatch.setattr(backend, "fold_views", let_one_through)
+    region = torch.compile(lambda x: x.sin().cos(), backend=bypass_codegen, fullgraph=True)
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match='must be "off": Inductor would generate a kernel'):
+        region(torch.ones(4, device="npu"))
+    assert "torch_npu._inductor" not in sys.modules  # it changes compilation in the whole process

@@ -48,7 +48,11 @@ def compare_compiled(model: str, layout: str) -> list[str]:
     [
         ("one, converted", "deepseek_v3"),
         pytest.param("tp2, converted", "deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("tp2", "qwen3", marks=pytest.mark.slow),
+        pytest.param("tp2", "deepseek_v32", marks=pytest.mark.slow),
         pytest.param("fsdp2", "llama3", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "deepseek_v32", marks=pytest.mark.slow),
+        pytest.param("full", "llama3", marks=pytest.mark.slow),
         pytest.param("selective op, converted", "deepseek_v3", marks=pytest.mark.slow),
     ],
 )

@@ -179,7 +179,7 @@ def test_an_error_of_a_formula_is_not_the_job_s(monkeypatch: pytest.MonkeyPatch)
         plan("--config", LLAMA, "--world-size", "1", *ONE_LAYER)
 
 
-COMPILED = ("--compile.enable", "--npu.no-bypass_codegen", "--backend", "cuda")
+COMPILED = ("--compile.enable", "--npu.bypass_codegen", "off", "--backend", "cuda")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 ASYNC = (TP, "2", "--parallelism.enable_async_tensor_parallel")
 REPLICAS = ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1")

@@ -54,8 +54,14 @@ VARIANTS = {
     "eager": converters(),
     "dsa": converters("npu_dsa"),
     "basic": converters("npu_dsa", *BASIC),
-    "compile": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen"],
-    "swap": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen", "--optimizer.swap"],
+    "compile": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen", "inductor"],
+    "swap": [
+        *converters("npu_dsa", *BASIC),
+        "--compile.enable",
+        "--npu.bypass_codegen",
+        "inductor",
+        "--optimizer.swap",
+    ],
     "chunked": [*converters("npu_dsa", *BASIC), "--npu.loss_chunk_tokens", "4096"],
 }
 """Each variant adds to the previous one, but "chunked" adds to "basic". Eager expands keys and values of every head.

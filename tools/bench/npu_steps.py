@@ -63,7 +63,7 @@ def options(model: str, variant: str) -> dict[str, Any]:
     if variant == "compiled":
         refused = NOT_COMPILED.get(model, [])
         found["model.converters"] = [name for name in CONVERTERS[model] if name not in refused]
-        found |= {"compile.enable": True, "npu.bypass_codegen": True}
+        found |= {"compile.enable": True, "npu.bypass_codegen": "inductor"}
     return found
 
 

@@ -3,7 +3,6 @@
 
     python tools/bench/run.py [--only ops attention indexer models long curves combine ...] [--numbers DIR]
     python tools/bench/run.py --only attention_peers                    # with the folder of sparse_attention_peers.py
-    python tools/bench/run.py --only host_dispatch_cpu                  # on a CPU
     python tools/bench/run.py --only npu_launches npu_host_time         # on the emulator: . tools/contract_env.sh
     python tools/bench/run.py --render      # only write tables and plots again
 
@@ -33,7 +32,6 @@ HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 NUMBERS = DOCS / "benchmarks"
 GIB = 1 << 30
-HOST_MODES = ("eager", "bypassed", "inductor", "lite")
 PARTS = {
     "ops": ["basic_kernels.py"],
     "dense_attention": ["basic_kernels.py", "--only", "attention"],
@@ -49,14 +47,10 @@ PARTS = {
     "step": ["models.py", "--profile", "--layers", "8", "--only", "basic"],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
     "combine": ["moe_combine.py"],
-    "host_dispatch_cpu": ["host_dispatch.py", "--device", "cpu", "--modes", *HOST_MODES],
-    "host_dispatch_cuda": [
-        *("host_dispatch.py", "--device", "cuda", "--modes", "eager", "bypassed", "inductor", "--operators", "fused")
-    ],
     "npu_launches": ["npu_steps.py", "launches"],
     "npu_host_time": ["npu_steps.py", "host_time"],
 }
-NOT_BY_DEFAULT = ("host_dispatch_cpu", "npu_launches", "npu_host_time", "attention_peers")
+NOT_BY_DEFAULT = ("npu_launches", "npu_host_time", "attention_peers")
 """Parts that need no GPU, and one that needs a folder of public kernels."""
 
 
@@ -378,40 +372,6 @@ def combine(numbers: Numbers) -> str:
     return table([*head, "memory, GiB", 'of `"rows"`'], lines)
 
 
-HOST_PARTS = {
-    "prolog": "prolog",
-    "epilog": "epilog with dense feed-forward",
-    "moe_epilog": "epilog, up to the experts",
-    "feed_forward": "dense feed-forward",
-    "block": "block",
-    "moe_block": "block with experts",
-    "llama3": "Llama 3 block",
-    "linear": "linear layer, from a profile",
-}
-
-
-def host_dispatch(numbers: Numbers) -> str:
-    """Return the table of host times in µs: forward; forward and backward."""
-    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for row in numbers["rows"]:
-        cells = lines.setdefault((row["weights"], row["operators"], row["part"]), {})
-        for mode, us in row["us"].items():
-            eager = None if mode == "eager" else row["us"].get("eager")
-            ratio = f" ({eager / us:.2f})" if eager else ""
-            cells.setdefault(mode, []).append(f"{us:.0f}{ratio}")
-    names = {"tp": "tensor parallel", "local": "local", "fused": "with converters", "small": "without"}
-    rows = [
-        [
-            f"{names[weights]}, {names[operators]}",
-            HOST_PARTS[part],
-            *("; ".join(cells.get(mode, [])) for mode in HOST_MODES),
-        ]
-        for (weights, operators, part), cells in lines.items()
-    ]
-    costs = ", ".join(f"{what} {us:.0f}" for what, us in numbers["launch_costs"].items())
-    return f"{table(['', '', *HOST_MODES], rows)}\n\nSingle launches, µs: {costs}."
-
-
 NPU_MODELS = {"qwen3_moe": "qwen3 MoE"}
 
 
@@ -480,8 +440,6 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "step": step,
     "curves": curves,
     "combine": combine,
-    "host_dispatch_cpu": host_dispatch,
-    "host_dispatch_cuda": host_dispatch,
     "npu_launches": npu_launches,
     "npu_host_time": npu_host_time,
 }

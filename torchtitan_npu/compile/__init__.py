@@ -1,1 +1,1 @@
-"""``[compile] enable = true`` with ``[npu] bypass_codegen = true``: compiled regions with eager mode's kernels."""
+"""``[npu] bypass_codegen = "inductor"``: compiled regions that call the operators of eager mode."""

@@ -1,137 +1,86 @@
-"""A torch.compile backend that generates no code: compiled regions launch the kernels of eager mode.
+"""Inductor without code generation: compiled regions call the operators of eager mode.
 
-AOTAutograd traces the forward and backward graphs, graph passes rewrite them, and the graph interpreter runs them.
-Inductor is not used. If every operator is an extern call, its wrapper code costs the host more time than eager mode.
-On an NPU it also loads torch_npu's part of Inductor, which changes compilation in the whole process.
+Inductor traces the graphs, runs the hooks and writes a Python wrapper, in which each operator is a call of its own.
+The wrapper is checked after each compilation. Nothing is set for the process.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import config as functorch_config
 from torch import fx
 
-from torchtitan_npu.compile.cleanup import clean_up
-from torchtitan_npu.compile.gradient_strides import copy_graph, make_stride_agnostic, select_by_gradient_strides
+from torchtitan_npu.compile.fold_views import fold_views
 from torchtitan_npu.compile.partition import partition
-from torchtitan_npu.compile.passes.graph_utils import has_backward
-from torchtitan_npu.compile.region_function import CompiledGraph, region_function
-from torchtitan_npu.errors import UsageError
-from torchtitan_npu.torch_internals.aot_autograd import (
-    accept_any_gradient_strides,
-    eliminate_common_subexpressions,
-    is_tensor_subclass,
-    region_metadata,
-    takes_list,
-)
-from torchtitan_npu.torch_internals.dispatch import OpOverload
-from torchtitan_npu.torch_internals.dynamo import aot_autograd
-from torchtitan_npu.torch_internals.graph_interpreter import Launch, UnsupportedGraph, interpret
+from torchtitan_npu.compile.passes.graph_utils import aten, collectives
+from torchtitan_npu.compile.wrapper_code import Launch, check_wrapper, checked_once
+from torchtitan_npu.torch_internals.inductor import bypass_options, compile_graph, graph_hook, partition_hook
 
 Pass = Callable[[fx.GraphModule], Any]
 """Rewrites a graph in place."""
+PARTITIONED = "torchtitan_npu_partitioned"
+"""Mark of the output of a forward or backward graph, whose joint graph the passes have seen."""
 
 
-def make_backend(
-    passes: Sequence[Pass] = (),
-    on_compiled: Callable[[float], None] = lambda seconds: None,
-) -> Callable[..., Any]:
-    """Return a backend for :func:`torch.compile` that bypasses code generation.
+def inductor_options(passes: Sequence[Pass] = ()) -> dict[str, Any]:
+    """Return options for ``torch.compile(backend="inductor", options=...)`` with which it generates no kernels.
 
     ``passes`` run on the joint graph of forward and backward, or on the graph of a region without gradients. They do
     not run on the two halves of a joint graph, in which the origin and the use of saved values are not visible.
-    ``on_compiled`` is called once per region with the seconds that it took to compile.
     """
+
+    def run_passes(graph_module: fx.GraphModule) -> None:
+        for change in passes:
+            change(graph_module)
 
     def partition_joint(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        for change in passes:
-            change(joint)
-        clean_up(joint, any_gradient_strides=True)
+        run_passes(joint)
         joint.recompile()
-        return partition(joint, *args, **kwargs)
+        halves = partition(joint, *args, **kwargs)
+        for half in halves:
+            half.graph.output_node().meta[PARTITIONED] = True
+        return halves
+
+    def rewrite(graph: fx.Graph) -> None:
+        if PARTITIONED not in graph.output_node().meta:
+            run_passes(graph.owning_module)  # type: ignore[arg-type]
+        fold_views(graph)
+        _copy_before_all_reduce(graph)
+
+    return bypass_options(partition_hook(partition_joint), graph_hook(rewrite))
+
+
+def _copy_before_all_reduce(graph: fx.Graph) -> None:
+    """Copy arguments of all-reduces that are not contiguous, as the operator itself does in eager mode.
+
+    Inductor reduces in place where it can. The result then has the strides of the argument, for example of a transposed
+    weight gradient, and Inductor would generate a kernel to make an output contiguous.
+    """
+    for node in graph.find_nodes(op="call_function", target=collectives.all_reduce.default):
+        argument = node.args[0]
+        if argument.meta["val"].is_contiguous():
+            continue
+        with graph.inserting_before(node):
+            copy = graph.call_function(aten.clone.default, (argument,), {"memory_format": torch.contiguous_format})
+        copy.meta["val"] = node.meta["val"].clone()
+        node.update_arg(0, copy)
+
+
+def make_backend(passes: Sequence[Pass] = ()) -> Callable[..., Any]:
+    """Return a backend for :func:`torch.compile`: Inductor with :func:`inductor_options`, and its wrappers checked."""
+
+    def change(source: str, call: Launch) -> Launch:
+        check_wrapper(source)
+        return checked_once(source, call)
 
     def compile_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        started = time.perf_counter()
-        compiled: list[CompiledGraph] = []  # forward, and backward if there is one
-        metadata: list[Any] = []
-        # with tensor subclasses AOTAutograd's runtime copies gradients into the strides seen in tracing
-        traced_strides = any(map(is_tensor_subclass, inputs))
-
-        def compile_graph(graph_module: fx.GraphModule, _: Any) -> Launch:
-            count = len(graph_module.graph.find_nodes(op="placeholder"))
-            metadata.append(region_metadata())
-            accept_any_gradient_strides(metadata[-1])
-            if traced_strides or not has_backward(graph_module.graph):
-                launch = _clean_and_interpret(graph_module)
-            else:
-                launch = _for_any_gradient_strides(graph_module)
-            compiled.append(CompiledGraph(launch, count))
-            return takes_list(launch)
-
-        def compile_inference_graph(graph_module: fx.GraphModule, inputs: Any) -> Launch:
-            for change in passes:
-                change(graph_module)
-            return compile_graph(graph_module, inputs)
-
-        # the backward graph is compiled now, not at its first use, because region_function calls it directly
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            called_by_aot_autograd = aot_autograd(
-                fw_compiler=compile_graph, inference_compiler=compile_inference_graph, partition_fn=partition_joint
-            )(graph_module, inputs)
-        region = region_function(inputs, metadata[0], compiled)
-        on_compiled(time.perf_counter() - started)
-        return region or _allow_aliasing_operators(called_by_aot_autograd)
+        return _allow_aliasing_operators(compile_graph(graph_module, inputs, inductor_options(passes), change))
 
     return compile_region
-
-
-@contextmanager
-def _errors_name_the_key() -> Iterator[None]:
-    """Raise a :class:`UsageError` for a graph that the interpreter cannot run. Only compiling it shows that."""
-    try:
-        yield
-    except UnsupportedGraph as error:
-        raise UsageError(f"npu.bypass_codegen must be false: a compiled graph contains {error}") from error
-
-
-@_errors_name_the_key()
-def _for_any_gradient_strides(backward: fx.GraphModule) -> Launch:
-    """Compile a backward graph as traced, and on demand a version for gradients with other strides."""
-    copy = copy_graph(backward)
-
-    def compile_stride_agnostic() -> Launch:
-        make_stride_agnostic(copy.graph)
-        return _clean_and_interpret(copy, any_gradient_strides=True)
-
-    return select_by_gradient_strides(backward, lambda: _clean_and_interpret(backward), compile_stride_agnostic)
-
-
-@_errors_name_the_key()
-def _clean_and_interpret(graph_module: fx.GraphModule, any_gradient_strides: bool = False) -> Launch:
-    clean_up(graph_module, any_gradient_strides)
-    if not _repeats_random_operator(graph_module.graph):
-        graph_module.graph = eliminate_common_subexpressions(graph_module.graph)
-    clean_up(graph_module, any_gradient_strides)
-    return interpret(graph_module)
-
-
-def _repeats_random_operator(graph: fx.Graph) -> bool:
-    """Return whether a random operator occurs twice.
-
-    Merging the calls would be wrong, and torch's CSE knows only aten's random operators.
-    """
-    random = [
-        node.target
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    ]
-    return len(set(random)) < len(random)
 
 
 def _allow_aliasing_operators(region: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.tools.logging import logger
 
 from torchtitan_npu.compile.backend import bypass_codegen, make_backend
-from torchtitan_npu.compile.compile_progress import CompileProgress
 from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpoint_wrapper
@@ -31,7 +30,7 @@ OPTIONS: dict[str, Any] = {"backend": bypass_codegen, "fullgraph": True}
 def compiles_blocks(job_config: JobConfig) -> bool:
     """Return whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
     npu = npu_options(job_config)
-    return job_config.compile.enable and (npu.bypass_codegen or bool(npu.graph_passes))
+    return job_config.compile.enable and (npu.bypass_codegen != "off" or bool(npu.graph_passes))
 
 
 def without_compile(job_config: JobConfig) -> JobConfig:
@@ -51,14 +50,15 @@ def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:
     passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens, npu.sp_whole_inputs, npu.strict_limits)
     for model in models:
         model.graph_passes = passes  # for the report after the first step
-    if npu.bypass_codegen:
-        options = {**OPTIONS, "backend": make_backend([passes], CompileProgress().region_compiled)}
+    bypassed = npu.bypass_codegen != "off"
+    if bypassed:
+        options = {**OPTIONS, "backend": make_backend([passes])}
     else:
         # Inductor runs this pass on the same graphs as our backend: joint graphs and inference graphs
         options = {**OPTIONS, "backend": "inductor", "options": {"joint_custom_pre_pass": passes}}
     blocks = [block for model in models for block in model.layers.values()]
-    regions = sum(compile_block(block, options, codegen=not npu.bypass_codegen) for block in blocks)
-    how = "code generation bypassed" if npu.bypass_codegen else "by Inductor, which can take minutes"
+    regions = sum(compile_block(block, options, codegen=not bypassed) for block in blocks)
+    how = "code generation bypassed" if bypassed else "by Inductor, which can take minutes"
     logger.info(f"{regions} regions of {len(blocks)} blocks are compiled at their first call, {how}")
 
 
@@ -126,7 +126,7 @@ def is_worth_compiling(part: nn.Module) -> bool:
     """Return whether a compiled part of a block costs the host less time than an eager one.
 
     It does with DTensors, which cost several hundred µs per operator. On local tensors a norm, a router or shared
-    experts take less time than the guards of a region: docs/results/compile.md has the numbers.
+    experts take less time than the guards of a region.
     """
     if not _has_children(part):
         return False

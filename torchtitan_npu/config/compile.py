@@ -9,6 +9,7 @@ import torch
 from torchtitan_npu.compile.block_regions import compiles_blocks
 from torchtitan_npu.config.check_helpers import check_adapted, check_known
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.torch_internals.inductor import check_options
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
@@ -21,9 +22,10 @@ def check_compile(job: JobContext) -> None:
         check_known("compile.backend", config.compile.backend, torch.compiler.list_backends(exclude_tags=()))
     if not compiles_blocks(config):
         return
-    if config.npu.bypass_codegen:
-        key, off, remedy = "npu.bypass_codegen", "npu.bypass_codegen = false", "set it or compile.enable to false"
-        reason = "this package's own backend compiles otherwise"
+    if config.npu.bypass_codegen != "off":
+        key, off = "npu.bypass_codegen", 'npu.bypass_codegen = "off"'
+        remedy = 'set it to "off" or compile.enable to false'
+        reason = "else Inductor compiles"
     else:
         key, off, remedy = "npu.graph_passes", "npu.graph_passes = []", "set it to []"
         reason = "graph passes run in Inductor"
@@ -46,3 +48,5 @@ def check_compile(job: JobContext) -> None:
         if is_set:
             raise UsageError(f"{key} cannot be combined with {option}; {remedy}")
     check_adapted(job, key, f"; {remedy}")
+    if config.npu.bypass_codegen != "off":
+        check_options()

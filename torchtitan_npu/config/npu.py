@@ -33,10 +33,13 @@ class Npu:
     on the NPU and a log line elsewhere. Graph passes skip an unsupported place on the NPU and log the reason.
     """
 
-    bypass_codegen: bool = field(default_factory=lambda: platform.job_backend() == "npu")
+    bypass_codegen: Literal["inductor", "off"] = field(
+        default_factory=lambda: "inductor" if platform.job_backend() == "npu" else "off"
+    )
     """
-    With `compile.enable`, run the same kernels as eager mode from the compiled graph, without Python in between and
-    without generating kernels. If false, `compile.backend` compiles as in TorchTitan. Default: true on the NPU.
+    With `compile.enable`: `"inductor"` compiles with Inductor without generating kernels, so that compiled regions
+    call the operators of eager mode. `"off"`: `compile.backend` compiles as in TorchTitan. Default: `"inductor"` on the
+    NPU, else `"off"`. See [Compile a model](../how-to/compile.md).
     """
 
     graph_passes: list[str] = field(default_factory=list)

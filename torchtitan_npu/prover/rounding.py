@@ -30,8 +30,7 @@ class RandomRounding(TorchDispatchMode):
     """Multiply each float32 result by ``1 + u·√n·x``: x uniform in [-1, 1], u half a unit in the last place.
 
     n is the number of products that an element sums, and 1 for elementwise operators. √n·u is the size of the rounding
-    error of a sum of n terms if the errors of single additions are independent. Integers stay: positions and counts are
-    exact on every layout, and ``floor`` of a rounded one would be another position.
+    error of a sum of n terms if the errors of single additions are independent.
     """
 
     def __init__(self, seed: int) -> None:
@@ -54,5 +53,4 @@ class RandomRounding(TorchDispatchMode):
         if tensor.dtype == torch.float32 and tensor.numel() > 1:
             size = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
             noise = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float64)
-            rounded = tensor.double() * (1 + size * (2 * noise - 1))
-            tensor.copy_(torch.where(tensor == tensor.round(), tensor, rounded))
+            tensor.copy_(tensor.double() * (1 + size * (2 * noise - 1)))

@@ -15,18 +15,6 @@ aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 RESHAPES = (*VIEWS, aten.reshape.default)  # reshape may copy
-CONTIGUOUS_RESULTS = (
-    aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
-    aten.slice_backward.default,
-    aten.select_backward.default,
-    collectives.all_reduce.default,
-    collectives.all_gather_into_tensor.default,
-    collectives.reduce_scatter_tensor.default,
-    collectives.all_to_all_single.default,
-)
-"""Operators whose results are contiguous for arguments of any strides."""
 
 
 def value(node: Any) -> Any:
@@ -126,17 +114,6 @@ def gradients(graph: fx.Graph) -> list[fx.Node]:
     """Return the placeholders that are gradients. The device mesh of a DTensor's gradient is not included."""
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if "tangents" in node.name and isinstance(value(node), Tensor)]
-
-
-def with_gradient_strides(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose strides may depend on the strides of the incoming gradients."""
-    found = set(gradients(graph))
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target in CONTIGUOUS_RESULTS:
-            continue
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def static_shape(tensor: Any) -> tuple[int, ...] | None:

@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import HALF, ROPE, SIZE, keys_of
-
+SIZE = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+HALF = gl.constexpr(256)
 HALF_ROPE = gl.constexpr(32)
 BLOCK_KEYS = gl.constexpr(64)
 REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
@@ -228,7 +229,9 @@ def _consume(
             if STAGGERED:
                 block = (turn_of_block + row) % blocks
             at = block * BLOCK_KEYS + in_block
-            to, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
+            index = gl.load(selected + at)
+            there = (index >= 0) & (index < visible)
+            to = (first + index) * KEY_HEADS + key_head
             if not ATOMIC:
                 to = (row * KEY_HEADS + key_head) * TOP_K + at
 

@@ -1,0 +1,119 @@
+"""Check the Python wrapper that Inductor generates for a graph, and remove its assertions after the first call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Container
+from typing import Any
+
+from torch import Tensor
+from torchtitan.tools.logging import logger
+
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.torch_internals.dispatch import below_autograd
+
+Launch = Callable[[list[Any]], Any]
+"""Runs a graph on the list of its inputs, empties the list, and returns the outputs."""
+
+RESTRIDE = "_restride"
+ASSERTIONS = {"assert_size_stride", "assert_alignment"}
+ALLOWED = {"reinterpret_tensor", "device", "args.clear", "RuntimeError", "copy_if_misaligned", *ASSERTIONS}
+"""Calls in a wrapper that generate nothing: views, checks, the device among an operator's arguments, and a copy of an
+input that is not aligned."""
+NUMBERS = {"abs", "max", "min", "round", "torch.sym_float", "torch._sym_sqrt"}
+"""Functions in dynamic sizes, in addition to those of ``math``."""
+PREFIXES = ("torch.ops.", "aten.", "extern_kernels.", "math.")
+SUFFIXES = ("_DeviceGuard", "set_device", ".device", ".size", ".stride")
+"""Guards of the device, and methods of inputs with dynamic sizes."""
+
+
+def check_wrapper(source: str) -> None:
+    """Raise a :class:`UsageError` unless the wrapper only calls operators.
+
+    A generated kernel is a call of another name, such as ``cpp_fused_add_0`` or ``triton_poi_fused_0.run``.
+    """
+    for node in ast.walk(_call_function(source)):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name and name not in ALLOWED | NUMBERS and not name.startswith(PREFIXES) and not name.endswith(SUFFIXES):
+            raise UsageError(f'npu.bypass_codegen must be "off": Inductor generated the call {name}')
+
+
+def checked_once(source: str, call: Launch) -> Launch:
+    """Return ``call``, the wrapper with this source, without assertions on static sizes from its second call on.
+
+    The assertions compare sizes and strides with those seen in tracing. They took a ninth of the host time of a
+    tensor-parallel block. A result with other strides is copied, in every call: torch_npu's elementwise operators
+    return contiguous tensors for transposed arguments, which their fake kernels do not.
+
+    Autograd's kernels are skipped: the graph contains its gradients.
+    """
+    namespace = getattr(call, "__globals__", {})
+    is_first = namespace.get("call") is call  # else torch has wrapped it
+    restrided: set[int] = set()
+
+    def restride(line: int, value: Any, size: tuple[int, ...], stride: tuple[int, ...], *op: str) -> Any:
+        if value is None:  # from CANN 9.1, _npu_moe_token_unpermute returns an undefined tensor if there are no scores
+            return value
+        if tuple(value.shape) == size and not _has_strides(value, stride):
+            if line not in restrided:
+                restrided.add(line)
+                logger.info(f"{op[0] if op else 'an operator'} returns other strides than in tracing: it is copied")
+            return value.new_empty_strided(size, stride).copy_(value)
+        namespace["assert_size_stride"](value, size, stride, *op)
+        return value
+
+    def compiled(kept: Container[int] | None) -> Launch:
+        names = {**namespace, RESTRIDE: restride}
+        function = ast.Module([_Assertions(kept).visit(_call_function(source))], [])
+        file = call.__code__.co_filename  # type: ignore[attr-defined]
+        exec(compile(ast.fix_missing_locations(function), file, "exec"), names)  # tracebacks show Inductor's file
+        return names["call"]
+
+    current = compiled(None) if is_first else call
+
+    def launch(inputs: list[Any]) -> Any:
+        nonlocal current, is_first
+        with below_autograd():
+            results = current(inputs)
+        if is_first:
+            current, is_first = compiled(restrided), False
+        return results
+
+    return launch
+
+
+def _has_strides(value: Tensor, stride: tuple[int, ...]) -> bool:
+    """Return whether ``value`` has these strides, in dimensions with more than one element."""
+    return not value.numel() or all(
+        size == 1 or own == other for size, own, other in zip(value.shape, value.stride(), stride, strict=True)
+    )
+
+
+def _call_function(source: str) -> ast.FunctionDef:
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    if len(functions) != 1:
+        raise UsageError('npu.bypass_codegen must be "off": the wrapper of this torch\'s Inductor has no function call')
+    return functions[0]
+
+
+class _Assertions(ast.NodeTransformer):
+    """Have the assertions on results copy a result with other strides, and remove other assertions on static sizes.
+
+    ``kept`` has the lines of the assertions to keep; ``None`` keeps all.
+    """
+
+    def __init__(self, kept: Container[int] | None) -> None:
+        self.kept = kept
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | None:
+        call = node.value
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ASSERTIONS:
+            return node
+        is_static = not any(isinstance(part, ast.Name) for value in call.args[1:] for part in ast.walk(value))
+        if self.kept is not None and is_static and node.lineno not in self.kept:
+            return None
+        name = call.args[0]
+        if ast.unparse(call.func) != "assert_size_stride" or not ast.unparse(name).startswith("buf"):
+            return node
+        restride = ast.Call(ast.Name(RESTRIDE, ast.Load()), [ast.Constant(node.lineno), *call.args], [])
+        return ast.copy_location(ast.Assign([ast.Name(ast.unparse(name), ast.Store())], restride), node)

@@ -1,0 +1,202 @@
+"""Inductor: its options without code generation, its hooks, and the compilation of a graph with them.
+
+Seen on torch 2.11 to 2.13. An option that another version lacks is an error that names it. Inductor is imported when it
+is first needed, because that takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchtitan_npu.errors import UsageError
+
+__all__ = [
+    "bypass_options",
+    "check_options",
+    "compile_graph",
+    "graph_hook",
+    "is_lowered_as_view",
+    "lower_as_view",
+    "partition_hook",
+]
+
+OPTIONS: dict[str, Any] = {
+    # the hooks of this stage run; Inductor's own patterns and reordering do not
+    "use_post_grad_passes": True,
+    "pattern_matcher": False,
+    "reorder_for_locality": False,
+    "graph_partition": False,
+    "alignment_asserts": False,
+    # the joint graph is traced twice; this keeps the marks of activation checkpointing and of forward nodes
+    "trace.provenance_tracking_level": 1,
+    # compiling without kernels takes less time than the look-up is worth
+    "fx_graph_cache": False,
+}
+"""Options in addition to those of Inductor's mode ``lite``, in which each operator is called as it is."""
+LOWERED = {"compile_with_inductor": "view"}
+"""Mark of a node that mode ``lite`` lowers instead of calling it."""
+
+
+def bypass_options(partition: Any, rewrite: Any) -> dict[str, Any]:
+    """Return the options of ``torch.compile`` with which Inductor generates no kernels.
+
+    ``partition`` is a :func:`partition_hook` and ``rewrite`` a :func:`graph_hook`.
+    """
+    from torch._inductor import list_mode_options
+
+    check_options()
+    hooks = {"custom_partitioner_fn": partition, "post_grad_custom_pre_pass": rewrite}
+    return {**list_mode_options("lite"), **OPTIONS, **hooks}
+
+
+def check_options() -> None:
+    """Raise a :class:`UsageError` if this torch lacks an option of :func:`bypass_options`."""
+    from torch._inductor import list_mode_options, list_options
+
+    needed = [*OPTIONS, "fallback_by_default", "custom_partitioner_fn", "post_grad_custom_pre_pass"]
+    missing = sorted(set(needed) - set(list_options())) or ["mode lite"] * ("lite" not in list_mode_options())
+    if missing:
+        raise UsageError(
+            f'npu.bypass_codegen must be "off" with torch {torch.__version__}: Inductor has no option {missing[0]}'
+        )
+
+
+def partition_hook(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> Any:
+    """Return ``partition`` for Inductor's option ``custom_partitioner_fn``."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Hook(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            kwargs.pop("compiler", None)
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> None:
+            return None
+
+    return Hook()
+
+
+def graph_hook(rewrite: Callable[[fx.Graph], None]) -> Any:
+    """Return ``rewrite`` for Inductor's options ``post_grad_custom_*_pass``. It gets each graph to be compiled."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Hook(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            rewrite(graph)
+
+        def uuid(self) -> None:
+            return None
+
+    return Hook()
+
+
+def lower_as_view(node: fx.Node) -> None:
+    """Have mode ``lite`` lower ``node``, which becomes an expression in its users' calls, instead of calling it."""
+    node.meta["custom"] = LOWERED
+
+
+def is_lowered_as_view(node: fx.Node) -> bool:
+    """Return whether ``node`` was given to :func:`lower_as_view`."""
+    return node.meta.get("custom") == LOWERED
+
+
+def compile_graph(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    change: Callable[[str, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo with Inductor under ``options``, and return a function of its inputs.
+
+    ``change`` gets the source of each generated wrapper and its function, and returns the function to call instead.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(graph_module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        # An input that is not static would be copied if it is not aligned. Only generated kernels need that.
+        kwargs["static_input_idxs"] = range(len(inputs))
+        with _wrapper_of_npu():
+            compiled: Any = compile_fx_inner(graph_module, inputs, **kwargs)
+        if hasattr(compiled, "source_code"):  # else the graph has no calls, and its own function is returned
+            compiled.current_callable = change(compiled.source_code, compiled.current_callable)
+        return compiled
+
+    # with an empty table of decompositions the joint graph need not be traced again
+    compiled: Any = compile_fx(
+        graph_module,
+        list(inputs),
+        inner_compile=compile_inner,
+        config_patches={**options, "selective_decompose": False, "trace.provenance_tracking_level": 0},
+        decompositions={},
+    )
+    return compiled
+
+
+@contextmanager
+def _wrapper_of_npu() -> Iterator[None]:
+    """Have Inductor write its Python wrapper for the NPU, without kernels, in this context.
+
+    Torch_npu's own part of Inductor generates kernels, and changes compilation in the whole process when it is loaded.
+    It is not needed here. Where it is loaded, its entries are back after the context.
+    """
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.scheduler import BaseScheduling
+
+    class NoKernels(BaseScheduling):
+        """A scheduling without kernels. An operator that is not called as it is fails."""
+
+        def get_backend_features(self, device: Any) -> Any:
+            return set()
+
+        def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
+            return False
+
+        def can_fuse_horizontal(self, node1: Any, node2: Any) -> bool:
+            return False
+
+        def group_fn(self, sizes: Any) -> Any:  # called for each loop that would become a kernel
+            raise UsageError(f'npu.bypass_codegen must be "off": Inductor would generate a kernel, with loops {sizes}')
+
+        def flush(self) -> None:
+            pass
+
+        def ready_to_flush(self) -> bool:
+            return False
+
+    class Calls(common.DeviceOpOverrides):
+        def import_get_raw_stream_as(self, name: str) -> str:
+            return f"{name} = torch.npu.current_stream"
+
+        def synchronize(self) -> str:
+            return "torch.npu.synchronize()"
+
+        def device_guard(self, device_idx: int) -> str:
+            return f"torch.npu.device({device_idx})"
+
+        def set_device(self, device_idx: int) -> str:
+            return f"torch.npu.set_device({device_idx})"
+
+    common.init_backend_registration()
+    tables: tuple[dict[str, Any], ...] = (
+        common.device_codegens,
+        common.custom_backend_passes,
+        common.custom_backend_codegen_configs,
+        common.device_op_overrides_dict,
+    )
+    entries = [table.get("npu") for table in tables]
+    common.register_backend_for_device("npu", NoKernels, PythonWrapperCodegen)
+    common.register_device_op_overrides("npu", Calls())
+    try:
+        yield
+    finally:
+        for table, entry in zip(tables, entries, strict=True):
+            if entry is None:
+                del table["npu"]
+            else:
+                table["npu"] = entry
