@@ -23,8 +23,11 @@ TOP_K = 7
 STAGE = {"indexer_loss", "indexer_loss_weight", "warmup"}
 
 
-def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
-    """Return arguments for a job of :data:`POSITIONS` tokens, with ``changes`` to the model or its experts."""
+def model_args(args_class: Any = DeepSeekV32ModelArgs, **changes: Any) -> DeepSeekV32ModelArgs:
+    """Return arguments for a job of :data:`POSITIONS` tokens, with ``changes`` to the model or its experts.
+
+    ``args_class`` may be that of another model with the same arguments.
+    """
     experts: dict[str, Any] = {
         "num_experts": 8,
         "num_shared_experts": 2,
@@ -59,7 +62,7 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
     }
     for name, value in changes.items():
         (experts if name in experts else sizes)[name] = value
-    args = DeepSeekV32ModelArgs(**sizes, moe_args=MoEArgs(**experts))
+    args = args_class(**sizes, moe_args=MoEArgs(**experts))
     config = JobConfig()
     config.training.seq_len = POSITIONS
     args.update_from_config(config)
@@ -68,7 +71,7 @@ def model_args(**changes: Any) -> DeepSeekV32ModelArgs:
     return args
 
 
-def hugging_face_config(yarn: int = 0, **changes: Any) -> DeepseekV32Config:
+def hugging_face_config(yarn: int = 0, config_class: Any = DeepseekV32Config, **changes: Any) -> Any:
     """Return the same model for transformers; ``yarn`` is our ``original_seq_len``, with ``rope_factor=4.0``."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if yarn:
@@ -102,7 +105,7 @@ def hugging_face_config(yarn: int = 0, **changes: Any) -> DeepseekV32Config:
         "rope_parameters": rope,
         "max_position_embeddings": POSITIONS,
     }
-    return DeepseekV32Config(**{**fields, **changes})
+    return config_class(**{**fields, **changes})
 
 
 def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:

@@ -27,6 +27,7 @@ from torchtitan_npu.models.deepseek_v32 import (
     DeepSeekV32StateDictAdapter,
     deepseekv32_args,
 )
+from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs
 
 
 def empty(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
@@ -59,25 +60,31 @@ def test_multi_token_prediction_has_the_released_names() -> None:
     assert torch.equal(weights["model.layers.3.shared_head.head.weight"], weights["lm_head.weight"])
 
 
-@pytest.mark.parametrize("depths", [0, 1, 2])
-def test_exports_the_released_deepseek_weights(depths: int) -> None:
-    args = mtp_args(depths)
+GLM = {"args_class": GlmMoeDsaModelArgs, "index_topk_pattern": "FS"}
+"""GLM-5, with one indexer for two layers."""
+
+
+@pytest.mark.parametrize(("depths", "model"), [(0, {}), (1, {}), (2, {}), (1, GLM)])
+def test_exports_the_released_deepseek_weights(depths: int, model: dict[str, Any]) -> None:
+    args = mtp_args(depths, **model)
     weights = exported(args)
-    model, adapter = empty(args), DeepSeekV32StateDictAdapter(args, None)
-    model.load_state_dict(adapter.from_hf(weights), strict=True)
-    again = adapter.to_hf(model.state_dict())
+    zeros, adapter = empty(args), DeepSeekV32StateDictAdapter(args, None)
+    zeros.load_state_dict(adapter.from_hf(weights), strict=True)
+    again = adapter.to_hf(zeros.state_dict())
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("depths", [1, 0], ids=["with multi-token prediction", "without it"])
-def test_reads_weights_in_fp8(depths: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("depths", "model"), [(1, {}), (0, {}), (1, GLM)], ids=["with multi-token prediction", "without it", "glm_moe_dsa"]
+)
+def test_reads_weights_in_fp8(depths: int, model: dict[str, Any], tmp_path: Path) -> None:
     """Weights are quantised in blocks of 128 × 128, as released. The last blocks of these matrices are smaller.
 
     The release has a layer of multi-token prediction, even if the model does not use it.
     """
     sizes = {"dim": 144, "moe_inter_dim": 136, "q_lora_rank": 130, "kv_lora_rank": 132, "n_layers": 2, "num_experts": 4}
-    released_args, args = (mtp_args(n, **sizes, num_expert_groups=None) for n in (1, depths))
+    released_args, args = (mtp_args(n, **model, **sizes, num_expert_groups=None) for n in (1, depths))
     file, expected = quantised(exported(released_args))
     assert any(len(scales) > 1 for name, scales in file.items() if "indexer" in name and name.endswith("scale_inv"))
     write(file, tmp_path)

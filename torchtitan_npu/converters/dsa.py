@@ -40,8 +40,11 @@ class Queries(NamedTuple):
 
     q: Tensor
     q_rope: Tensor
-    index_q: Tensor
-    index_weights: Tensor
+    index_q: Tensor | None
+    """None in a layer without an indexer, like ``index_weights``."""
+    index_weights: Tensor | None
+    selected: Tensor | None
+    """The keys to attend to in a layer without an indexer."""
 
 
 class Keys(NamedTuple):
@@ -49,7 +52,7 @@ class Keys(NamedTuple):
 
     k: Tensor
     k_rope: Tensor
-    index_k: Tensor
+    index_k: Tensor | None
     v: Tensor | None
     """None: the keys are the values."""
 
@@ -64,24 +67,35 @@ class FusedAttention(SparseAttention):
         k: Tensor,
         k_rope: Tensor,
         v: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
+        index_q: Tensor | None = None,
+        index_k: Tensor | None = None,
+        index_weights: Tensor | None = None,
+        *,
         documents: Documents | None,
         scale: float,
-    ) -> Tensor:
-        queries, keys = Queries(q, q_rope, index_q, index_weights), Keys(k, k_rope, index_k, None if v is k else v)
+        selected: Tensor | None = None,
+    ) -> Any:
+        queries = Queries(q, q_rope, index_q, index_weights, selected)
+        keys = Keys(k, k_rope, index_k, None if v is k else v)
         if documents is None:
-            return self.attend(queries, keys, None, scale)
+            output, selected = self.attend(queries, keys, None, scale)
+            return (output, selected) if self.returns_selected else output
         packed_queries, packed_keys = ([x if x is None else x.flatten(0, 1) for x in each] for each in (queries, keys))
-        outputs = [
+        results = [
             self.attend(Queries(*rows(packed_queries, of_queries)), Keys(*rows(packed_keys, of_keys)), group, scale)
             for of_queries, of_keys, group in documents.groups(MAX_DOCUMENTS)
         ]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unflatten(0, (len(q), -1))
+        packed = [tensors for tensors in zip(*results, strict=True) if tensors[0] is not None]
+        unpacked = tuple((x[0] if len(x) == 1 else torch.cat(x)).unflatten(0, (len(q), -1)) for x in packed)
+        return unpacked if self.returns_selected else unpacked[0]
 
-    def attend(self, queries: Queries, keys: Keys, documents: Documents | None, scale: float) -> Tensor:
-        """Attend as :class:`SparseAttention` does, to tensors without the batch's dimension if there are documents."""
+    def attend(
+        self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as :class:`SparseAttention` does, to tensors without the batch's dimension if there are documents.
+
+        The second result are the selected keys if ``returns_selected``.
+        """
         raise NotImplementedError
 
 
@@ -99,14 +113,18 @@ class NpuSparseAttention(FusedAttention):
 
     @property
     def operators(self) -> tuple[str, ...]:
+        if not self.has_indexer:
+            return (ATTENTION,)
         return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
 
     def prepare_queries(self, q: Tensor) -> Tensor:
         # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
         return q if self.supports_strided_queries else q.contiguous()
 
-    def attend(self, queries: Queries, keys: Keys, documents: Documents | None, scale: float) -> Tensor:
-        (q, q_rope, index_q, index_weights), (k, k_rope, index_k, v) = queries, keys
+    def attend(
+        self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        (q, q_rope, index_q, index_weights, indices), (k, k_rope, index_k, v) = queries, keys
         layout = "BSND" if documents is None else "TND"
         query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
@@ -121,25 +139,27 @@ class NpuSparseAttention(FusedAttention):
         query = q if self.supports_strided_queries else prepared(q)
         query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
         value = key if v is None else prepared(v)
-        query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(-2))
-        weights = index_weights.contiguous()  # in float32
-
-        with torch.no_grad():  # (bsz, seqlen, 1, topk)
-            indices, _ = torch.ops.npu.npu_lightning_indexer(
-                query_index,
-                key_index,
-                weights,
-                actual_seq_lengths_query=query_ends,
-                actual_seq_lengths_key=key_ends,
-                layout_query=layout,
-                layout_key=layout,
-                sparse_count=self.topk,
-            )
+        if self.has_indexer:
+            assert index_q is not None and index_k is not None and index_weights is not None
+            query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(-2))
+            weights = index_weights.contiguous()  # in float32
+            with torch.no_grad():  # (bsz, seqlen, 1, topk)
+                indices, _ = torch.ops.npu.npu_lightning_indexer(
+                    query_index,
+                    key_index,
+                    weights,
+                    actual_seq_lengths_query=query_ends,
+                    actual_seq_lengths_key=key_ends,
+                    layout_query=layout,
+                    layout_key=layout,
+                    sparse_count=self.topk,
+                )
+        assert indices is not None
         output, softmax_max, softmax_sum = torch.ops.npu.npu_sparse_flash_attention(
             query,
             key,
             value,
-            indices,
+            indices.contiguous(),
             scale,
             actual_seq_lengths_query=query_ends,
             actual_seq_lengths_kv=key_ends,
@@ -150,9 +170,10 @@ class NpuSparseAttention(FusedAttention):
             attention_mode=MLA_ABSORBED,
             return_softmax_lse=True,
         )
+        selected = indices if self.returns_selected else None
         if (account := self.account()) is None:
-            return output
-        return with_indexer_loss(
+            return output, selected
+        output = with_indexer_loss(
             output,
             account,
             loss_in_spans,
@@ -171,6 +192,7 @@ class NpuSparseAttention(FusedAttention):
             actual_seq_klen=key_end_list,
             layout=layout,
         )
+        return output, selected
 
 
 class NpuDenseAttention(FusedAttention):
@@ -181,18 +203,18 @@ class NpuDenseAttention(FusedAttention):
 
     @property
     def operators(self) -> tuple[str, ...]:
-        return DENSE_ATTENTION, DENSE_STATISTICS, DENSE_LOSS
+        return (DENSE_ATTENTION, DENSE_STATISTICS, DENSE_LOSS) if self.has_indexer else (DENSE_ATTENTION,)
 
-    def attend(self, queries: Queries, keys: Keys, documents: Documents | None, scale: float) -> Tensor:
-        (q, q_rope, index_q, index_weights), (k, k_rope, index_k, v) = queries, keys
+    def attend(
+        self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        (q, q_rope, index_q, index_weights, _), (k, k_rope, index_k, v) = queries, keys
         assert v is not None, "keys per head differ from the values"
         layout = "BSND" if documents is None else "TND"
         ends: dict[str, Sequence[int] | None] = {"actual_seq_qlen": None, "actual_seq_klen": None}
         if documents is not None:
             ends = {"actual_seq_qlen": documents.of_queries.integers, "actual_seq_klen": documents.of_keys.integers}
-        q_rope, k, k_rope, v, index_q, index_k = (
-            x.to(q.dtype).contiguous() for x in (q_rope, k, k_rope, v, index_q, index_k.unsqueeze(-2))
-        )
+        q_rope, k, k_rope, v = (x.to(q.dtype).contiguous() for x in (q_rope, k, k_rope, v))
         output, softmax_max, softmax_sum, *_ = torch.ops.npu.npu_fusion_attention(
             torch.cat([q, q_rope], dim=-1),
             torch.cat([k, k_rope.expand(*k.shape[:-1], -1)], dim=-1),
@@ -207,13 +229,15 @@ class NpuDenseAttention(FusedAttention):
             softmax_layout="" if documents is None else "TND",
         )
         if (account := self.account()) is None:
-            return output
+            return output, None
+        assert index_q is not None and index_k is not None and index_weights is not None
+        index_q, index_k = (x.to(q.dtype).contiguous() for x in (index_q, index_k.unsqueeze(-2)))
         # (bsz, n_heads, seqlen, 1) or (n_heads, tokens, 1), of eight equal copies
         softmax_max, softmax_sum = (
             (x[..., :1] if documents is None else x[..., :1].transpose(0, 1)).contiguous()
             for x in (softmax_max, softmax_sum)
         )
-        return with_indexer_loss(
+        output = with_indexer_loss(
             output,
             account,
             dense_loss,
@@ -230,6 +254,7 @@ class NpuDenseAttention(FusedAttention):
             layout=layout,
             **ends,
         )
+        return output, None
 
 
 @register
@@ -279,12 +304,14 @@ class DsaConverter(Converter):
             "key_rope": self._of_keys(1, args.qk_rope_head_dim),
             "sparse_indices": self._of_queries(1, attention.topk, dtype=torch.int32),
         }
-        messages = OPS[INDEXER].limit_errors(
-            query=index["query_index"],
-            key=index["key_index"],
-            weights=index["weights"],
-            sparse_count=attention.topk,
-        )
+        messages = []
+        if attention.has_indexer:
+            messages = OPS[INDEXER].limit_errors(
+                query=index["query_index"],
+                key=index["key_index"],
+                weights=index["weights"],
+                sparse_count=attention.topk,
+            )
         for operator in (ATTENTION, f"{ATTENTION}_grad"):
             messages += OPS[operator].limit_errors(value=sparse["key"], **sparse)
         if attention.indexer_loss is not None:
@@ -303,6 +330,8 @@ class DsaConverter(Converter):
             input_layout="BSND",
             actual_seq_qlen=None,
         )
+        if not attention.has_indexer:
+            return messages
         messages += OPS[DENSE_STATISTICS].limit_errors(**index)
         return messages + OPS[DENSE_LOSS].limit_errors(
             query=self._of_queries(heads, size),

@@ -11,7 +11,7 @@ import importlib
 
 from torchtitan.protocols.train_spec import TrainSpec
 
-OWN_MODELS = ("deepseek_v32", "qwen3_vl")
+OWN_MODELS = ("deepseek_v32", "glm_moe_dsa", "qwen3_vl")
 """The names that ``model.name`` takes besides TorchTitan's."""
 
 

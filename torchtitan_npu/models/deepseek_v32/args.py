@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,6 +42,15 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
     index_topk: int = 2048
     """Number of keys that a query attends to, or all visible keys if there are fewer."""
+
+    index_topk_pattern: str = ""
+    """A letter per layer: F has an indexer, S attends to the keys of the last F before it. F for layers beyond it."""
+
+    index_rope: str = "half"
+    """Elements of an indexer head that rotate together: "half", half a head apart, or "interleave", neighbours."""
+
+    latent_norm_eps: float = 1e-6
+    """Epsilon of the norms of the latent vectors, which transformers does not take from the release's config."""
 
     absorb: bool = True
     """Attend to the latent keys, which all heads share, instead of to keys projected for each head.
@@ -82,6 +92,11 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
                 f"index_head_dim is {self.index_head_dim}; it must be at least qk_rope_head_dim, "
                 f"{self.qk_rope_head_dim}, the number of its elements that are rotated"
             )
+        if not re.fullmatch("(F[FS]*)?", self.index_topk_pattern):
+            raise UsageError(
+                f"index_topk_pattern is {self.index_topk_pattern!r}; it must start with F and have only the letters F "
+                "(a layer with an indexer) and S (a layer that attends to the last indexer's keys)"
+            )
         if self.attn_type != "sdpa":
             raise UsageError(
                 f"attn_type must be 'sdpa', not {self.attn_type!r}; set dsa.document_mask to mask documents"
@@ -89,8 +104,20 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
     @property
     def context_parallel_elements(self) -> int:
-        """Return the elements per token that context parallel exchanges: latent, rotated and indexer keys."""
-        return self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim
+        """Return the elements per token that context parallel exchanges: latent, rotated and indexer keys.
+
+        It is the mean over the layers, of which some may have no indexer.
+        """
+        indexers = sum(map(self.has_indexer, range(self.n_layers)))
+        return self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim * indexers // self.n_layers
+
+    def has_indexer(self, layer_id: int) -> bool:
+        """Return whether a layer has an indexer. Layers of multi-token prediction have one, as released."""
+        return layer_id >= self.n_layers or self.index_topk_pattern[layer_id : layer_id + 1] != "S"
+
+    def passes_selected(self, layer_id: int) -> bool:
+        """Return whether the layer after ``layer_id`` attends to the same keys. In the warm-up it attends to all."""
+        return not self.warmup and not self.has_indexer(layer_id + 1)
 
     def latent_keys(self) -> bool:
         """Return whether attention uses latent keys.
@@ -141,5 +168,6 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         attention = 6 * self.n_heads * (qk_head_dim + v_head_dim) * keys
         scored = 2 * seq_len + (4 * keys if self.indexer_loss else 0)
         indexer = self.index_n_heads * (self.index_head_dim + 1) * scored
-        layers = self.n_layers + self.n_mtp_layers
-        return nparams, flops + layers * (attention + indexer) + 6 * self.n_mtp_layers * self.dim * self.vocab_size
+        layers = range(self.n_layers + self.n_mtp_layers)
+        flops += len(layers) * attention + sum(map(self.has_indexer, layers)) * indexer
+        return nparams, flops + 6 * self.n_mtp_layers * self.dim * self.vocab_size

@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3.model.model import Attention as DeepSeekV3Att
 from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
-from torchtitan_npu.models.deepseek_v32.indexer import Indexer
+from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
 from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.models.sparse_attention.attention import SparseAttention
 
@@ -24,17 +24,19 @@ class Inputs(nn.Module):
 class OwnKeys(nn.Module):
     """The keys of this rank's own tokens. Context parallel replaces this module by one that gathers them."""
 
-    def forward(self, kv: Tensor, k_rope: Tensor, index_k: Tensor) -> Any:
+    def forward(self, kv: Tensor, k_rope: Tensor, *index_k: Tensor) -> Any:
         """Start to gather the keys of all tokens that this rank's queries may see."""
-        return kv, k_rope, index_k
+        return kv, k_rope, *index_k
 
-    def wait(self, pending: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def wait(self, pending: Any) -> tuple[Tensor, ...]:
         """Return the keys that :meth:`forward` started to gather, in the order of the sequence."""
         return pending
 
 
 class Attention(DeepSeekV3Attention):
     """DeepSeek-V3's attention with an indexer. Parameters and softmax scale are the same.
+
+    A layer may have no indexer (``args.has_indexer``). It then attends to the keys that an earlier layer has selected.
 
     It has three parts: :meth:`prolog` has the projections before attention, ``inner_attention`` has no parameters,
     :meth:`epilog` has the projections after it.
@@ -44,16 +46,22 @@ class Attention(DeepSeekV3Attention):
     head of keys and values.
     """
 
-    def __init__(self, args: DeepSeekV32ModelArgs) -> None:
+    def __init__(self, args: DeepSeekV32ModelArgs, layer_id: int = 0) -> None:
         super().__init__(args)
+        self.q_norm.eps = self.kv_norm.eps = args.latent_norm_eps
         self.absorb = args.latent_keys()
         self.warmup = args.warmup
         # frozen without its loss: a trainable parameter that gets no gradient has no optimizer state, and a checkpoint
         # without that state cannot be resumed
-        self.indexer = Indexer(args).requires_grad_(args.indexer_loss)
+        self.indexer = None
+        if args.has_indexer(layer_id):
+            self.indexer = INDEXERS[args.index_rope](args).requires_grad_(args.indexer_loss)
+        self.passes_selected = args.passes_selected(layer_id)
         self.inputs = Inputs()
         self.exchange = OwnKeys()
-        self.inner_attention: Any = SparseAttention(args)  # a converter or context parallel replaces it
+        self.inner_attention: Any = SparseAttention(  # a converter or context parallel replaces it
+            args, self.indexer is not None, self.indexer is not None and self.passes_selected
+        )
 
     def forward(
         self,
@@ -67,10 +75,14 @@ class Attention(DeepSeekV3Attention):
         ``positions`` (1 or bsz, seqlen), or none for 0, 1, 2, ..., are used only for rotation. The keys that a query
         sees depend on its place in the sequence and on its document.
         """
-        return self.epilog(self.attend(self.prolog(x, freqs_cis, positions), attention_masks))
+        output, _ = self.attend(self.prolog(x, freqs_cis, positions), attention_masks)
+        return self.epilog(output)
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the arguments of ``inner_attention``: q, q_rope, k, k_rope, v, index_q, index_k, index_weights."""
+        """Return the arguments of ``inner_attention``: q, q_rope, k, k_rope, v, index_q, index_k, index_weights.
+
+        Without an indexer the last three are absent.
+        """
         x, freqs_cis, positions = self.inputs(x, freqs_cis, positions)
         if self.warmup:  # only the indexer is trained, and its inputs are detached
             x = x.detach()
@@ -80,31 +92,47 @@ class Attention(DeepSeekV3Attention):
         kv, k_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         kv = self.kv_norm(kv)  # (bsz, seqlen, kv_lora_rank)
         k_rope = apply_rotary_emb(k_rope.unsqueeze(2), freqs_cis, positions)  # (bsz, seqlen, 1, qk_rope_head_dim)
-        index_k = self.indexer.keys(x, freqs_cis, positions)  # (bsz, seqlen, index_head_dim)
-        pending = self.exchange(kv, k_rope, index_k)
+        index: tuple[Tensor, ...] = ()
+        if self.indexer is not None:
+            index = (self.indexer.keys(x, freqs_cis, positions),)  # (bsz, seqlen, index_head_dim)
+        pending = self.exchange(kv, k_rope, *index)
 
         q_latent = self.q_norm(self.wq_a(x))  # (bsz, seqlen, q_lora_rank)
         q = self.wq_b(q_latent).view(bsz, seqlen, -1, self.qk_head_dim)
         q, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_rope = apply_rotary_emb(q_rope, freqs_cis, positions)  # (bsz, seqlen, n_heads, qk_rope_head_dim)
-        index_q, index_weights = self.indexer.queries(x, q_latent, freqs_cis, positions)
+        if self.indexer is not None:
+            index_q, index_weights = self.indexer.queries(x, q_latent, freqs_cis, positions)
         if self.absorb:
             w_k = self.weights_by_head()[:, : self.qk_nope_head_dim]
             q = self.inner_attention.prepare_queries(
                 einsum("bshd,hdl->bshl", q, w_k)
             )  # (bsz, seqlen, n_heads, kv_lora_rank)
 
-        kv, k_rope, index_k = self.exchange.wait(pending)  # for all tokens that these queries may see
+        kv, k_rope, *index_k = self.exchange.wait(pending)  # for all tokens that these queries may see
         if self.absorb:
             k = v = kv.unsqueeze(2)  # (bsz, keys, 1, kv_lora_rank)
         else:
             kv = self.wkv_b(kv).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
             k, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)  # (bsz, keys, n_heads, ...)
-        return q, q_rope, k, k_rope, v, index_q, index_k, index_weights
+        if self.indexer is None:
+            return q, q_rope, k, k_rope, v
+        return q, q_rope, k, k_rope, v, index_q, *index_k, index_weights
 
-    def attend(self, projected: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
-        """Run ``inner_attention`` on the output of :meth:`prolog`: (bsz, seqlen, n_heads, width of v)."""
-        return self.inner_attention(*projected, documents=documents, scale=self.softmax_scale)
+    def attend(
+        self, projected: tuple[Tensor, ...], documents: Documents | None, selected: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run ``inner_attention`` on the output of :meth:`prolog`: (bsz, seqlen, n_heads, width of v).
+
+        ``selected`` are the keys that the last layer with an indexer selected. The second result are those for the next
+        layer, or ``None`` if it needs none.
+        """
+        options = {"documents": documents, "scale": self.softmax_scale}
+        if self.indexer is None:
+            output = self.inner_attention(*projected, **options, selected=selected)
+            return output, selected if self.passes_selected else None
+        output = self.inner_attention(*projected, **options)
+        return output if self.passes_selected else (output, None)
 
     def epilog(self, output: Tensor) -> Tensor:
         """Project ``inner_attention``'s output (bsz, seqlen, n_heads, width of v) to (bsz, seqlen, dim)."""
@@ -119,4 +147,5 @@ class Attention(DeepSeekV3Attention):
 
     def init_weights(self, init_std: float) -> None:
         super().init_weights(init_std)
-        self.indexer.init_weights()
+        if self.indexer is not None:
+            self.indexer.init_weights()

@@ -27,18 +27,29 @@ class Block(TransformerBlock):
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(layer_id, args)
-        self.attention = Attention(args)
+        self.attention = Attention(args, layer_id)
 
     def forward(
-        self, x: Tensor, freqs_cis: Tensor, attention_masks: Documents | None, positions: Tensor | None = None
-    ) -> Tensor:
-        """Return the block's output, with the shape (bsz, seqlen, dim) of ``x``."""
-        # no local names: they would keep the projections and attention's output alive while the experts run
-        x = self.epilog(x, self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks))
-        if not self.moe_enabled or self.experts_in_epilog:
-            return x
-        x, normed = x
-        return x + self.moe(normed)
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        attention_masks: Documents | None,
+        positions: Tensor | None = None,
+        selected: Tensor | None = None,
+    ) -> Any:
+        """Return the block's output, with the shape (bsz, seqlen, dim) of ``x``.
+
+        If the next block has no indexer, also return the keys that it attends to. They are an argument and a result, so
+        that each microbatch has its own, and a recomputed block gets those of the forward pass.
+        """
+        # no name for the projections: it would keep them alive while the experts run
+        output, selected = self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks, selected)
+        x = self.epilog(x, output)
+        del output
+        if self.moe_enabled and not self.experts_in_epilog:
+            x, normed = x
+            x = x + self.moe(normed)
+        return x if selected is None else (x, selected)
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Return the attention's prolog of the block's input ``x``."""

@@ -1,6 +1,7 @@
 """Context parallel of DeepSeek-V3.2: each rank keeps its queries and gathers all keys.
 
 A token's latent key, rotated key and indexer key are packed, kv_lora_rank + qk_rope_head_dim + index_head_dim numbers.
+A layer without an indexer has no indexer key.
 A layer needs one all-gather of them, and one reduce-scatter of their gradients in the backward pass.
 """
 
@@ -72,19 +73,19 @@ class GatheredKeys(OwnKeys):
         self.mesh = mesh
         self.head_tail = head_tail
 
-    def forward(self, kv: Tensor, k_rope: Tensor, index_k: Tensor) -> tuple[Tensor, list[int]]:
+    def forward(self, kv: Tensor, k_rope: Tensor, *index_k: Tensor) -> tuple[Tensor, list[int]]:
         """Start the all-gather of keys (bsz, tokens, widths), packed as one tensor (ranks, bsz, tokens, width)."""
-        tensors = (kv, k_rope.squeeze(2), index_k)
+        tensors = (kv, k_rope.squeeze(2), *index_k)
         packed = torch.cat(tensors, dim=-1).unsqueeze(0)
         own = DTensor.from_local(packed, self.mesh, [Shard(0)], run_check=False)
         # the first operator on the gathered keys waits for them
         gathered = own.redistribute(placements=[Replicate()], async_op=True)
         return gathered.to_local(grad_placements=[Partial()]), [tensor.shape[-1] for tensor in tensors]
 
-    def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    def wait(self, pending: tuple[Tensor, list[int]]) -> tuple[Tensor, ...]:
         gathered, widths = pending
-        kv, k_rope, index_k = (self.in_order(keys) for keys in gathered.split(widths, dim=-1))
-        return kv, k_rope.unsqueeze(2), index_k
+        kv, k_rope, *index_k = (self.in_order(keys) for keys in gathered.split(widths, dim=-1))
+        return kv, k_rope.unsqueeze(2), *index_k
 
     def in_order(self, keys: Tensor) -> Tensor:
         """Reorder ``keys`` (ranks, bsz, tokens, width) to (bsz, seqlen, width)."""
@@ -112,28 +113,41 @@ class AttentionBySpans(nn.Module):
     def prepare_queries(self, q: Tensor) -> Tensor:
         return q  # the queries of each span are prepared separately
 
-    def forward(self, *projected: Tensor, documents: list[list[tuple[int, Documents]]] | None, scale: float) -> Tensor:
-        """Run :class:`SparseAttention` on this rank's queries (bsz, tokens, ...) and all keys."""
-        q, q_rope, k, k_rope, v, index_q, index_k, index_weights = projected
+    def forward(
+        self,
+        *projected: Tensor,
+        documents: list[list[tuple[int, Documents]]] | None,
+        scale: float,
+        selected: Tensor | None = None,
+    ) -> Any:
+        """Run :class:`SparseAttention` on this rank's queries (bsz, tokens, ...) and all keys.
 
-        def attend(rows: slice, span: Span, start: int, own: Documents | None) -> Tensor:
+        The indices of ``selected`` keys count from the first key of the query's span, in each layer alike.
+        """
+        q, q_rope, k, k_rope, v, *index = projected
+
+        def attend(rows: slice, span: Span, start: int, own: Documents | None) -> Any:
             queries = slice(span.first, span.first + span.length)
             keys = slice(start, span.place + span.length)
-            one_q, one_q_rope, one_index_q, one_weights = (
-                x[rows, queries] for x in (q, q_rope, index_q, index_weights)
-            )
-            one_k, one_k_rope, one_index_k = (x[rows, keys] for x in (k, k_rope, index_k))
+            one_k = k[rows, keys]
             one_v = one_k if v is k else v[rows, keys]
-            index = (one_index_q, one_index_k, one_weights)
-            return self.attention(one_q, one_q_rope, one_k, one_k_rope, one_v, *index, documents=own, scale=scale)
+            main = q[rows, queries], q_rope[rows, queries], one_k, k_rope[rows, keys], one_v
+            one_index = [x[rows, tokens] for x, tokens in zip(index, (queries, keys, queries), strict=False)]
+            chosen = None if selected is None else selected[rows, queries]
+            return self.attention(*main, *one_index, documents=own, scale=scale, selected=chosen)
 
         spans = self.context.spans(q.shape[1])
         if documents is None:
-            return torch.cat([attend(slice(None), span, 0, None) for span in spans], dim=1)
+            return joined([attend(slice(None), span, 0, None) for span in spans], dim=1)
         rows = [
-            torch.cat(
-                [attend(slice(row, row + 1), span, *part) for span, part in zip(spans, parts, strict=True)], dim=1
-            )
+            joined([attend(slice(row, row + 1), span, *part) for span, part in zip(spans, parts, strict=True)], dim=1)
             for row, parts in enumerate(documents)
         ]
-        return torch.cat(rows)
+        return joined(rows, dim=0)
+
+
+def joined(outputs: list[Any], dim: int) -> Any:
+    """Concatenate outputs of :class:`SparseAttention`, which may have selected keys too."""
+    if isinstance(outputs[0], tuple):
+        return tuple(torch.cat(tensors, dim=dim) for tensors in zip(*outputs, strict=True))
+    return torch.cat(outputs, dim=dim)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
+from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb, reshape_for_broadcast
 from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.distributed.local_tensor import local
@@ -88,10 +88,13 @@ class Indexer(nn.Module):
         return q, at_least_float32(weights) * scale
 
     def _rotate(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
-        """Rotate the first ``qk_rope_head_dim`` elements of each head. Attention rotates the last ones, in pairs."""
+        """Rotate the first ``qk_rope_head_dim`` elements of each head. Attention rotates the last ones."""
         rope, rest = x.split([self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim], dim=-1)
         positions = None if positions is None else local(positions)
-        return torch.cat([apply_rotary_half(rope, local(freqs_cis), positions), rest], dim=-1)
+        return torch.cat([self._rotate_rope(rope, local(freqs_cis), positions), rest], dim=-1)
+
+    def _rotate_rope(self, rope: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
+        return apply_rotary_half(rope, freqs_cis, positions)
 
     def init_weights(self) -> None:
         # keep the spread of the scores independent of the width: the usual 0.02 fits the released width only, and would
@@ -100,3 +103,14 @@ class Indexer(nn.Module):
             std = linear.in_features**-0.5
             trunc_normal_(linear.weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
         self.k_norm.reset_parameters()
+
+
+class NeighbourIndexer(Indexer):
+    """An indexer that rotates neighbouring elements, as attention does."""
+
+    def _rotate_rope(self, rope: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
+        return apply_rotary_emb(rope, freqs_cis, positions)
+
+
+INDEXERS = {"half": Indexer, "interleave": NeighbourIndexer}
+"""By ``index_rope`` of the model's arguments."""

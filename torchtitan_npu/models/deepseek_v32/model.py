@@ -44,21 +44,30 @@ class DeepSeekV32Model(DeepSeekV3Model):
                 block.ffn_norm.register_forward_pre_hook(_detach_input)
 
     def forward(
-        self, tokens: Tensor, attention_masks: Documents | None = None, positions: Tensor | None = None
-    ) -> Tensor | MultiTokenLogits:
-        """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``."""
+        self,
+        tokens: Tensor,
+        selected: Tensor | None = None,
+        attention_masks: Documents | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``.
+
+        A pipeline stage receives hidden states in place of ``tokens`` and returns them in place of logits. If a stage
+        starts with a layer without an indexer, the stage before also sends the ``selected`` keys.
+        """
         if self.model_args.takes_attention_masks and attention_masks is None:
             raise ValueError("attention_masks is None, but the model attends within documents")
-        if self.model_args.n_mtp_layers == 0:
-            return super().forward(tokens, attention_masks, positions)
-        blocks = list(self.layers.values())
-        main, mtp_blocks = blocks[: self.model_args.n_layers], blocks[self.model_args.n_layers :]
+        n_layers = self.model_args.n_layers
+        main, mtp_blocks = ([b for n, b in self.layers.items() if (int(n) >= n_layers) == mtp] for mtp in (False, True))
 
-        h = embeddings = self.tok_embeddings(tokens)  # (bsz, seqlen, dim)
+        h = embeddings = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (bsz, seqlen, dim)
         for block in main:
-            h = block(h, self.freqs_cis, attention_masks, positions)
-        if not self.training:
-            return self.output(self.norm(h))
+            h = block(h, self.freqs_cis, attention_masks, positions, selected)
+            h, selected = h if isinstance(h, tuple) else (h, None)
+        if not (mtp_blocks and self.training):
+            h = h if self.norm is None else self.norm(h)
+            h = h if self.output is None else self.output(h)
+            return h if selected is None else (h, selected)
         states = run_mtp_layers(mtp_blocks, h, embeddings, self.freqs_cis, attention_masks, positions)
         # in one call: FSDP gathers the output's weights and reduces their gradients once per call
         all_logits = self.output(torch.cat([self.norm(h), *states]))  # ((1 + depths) * bsz, seqlen, vocab_size)
@@ -70,7 +79,8 @@ class DeepSeekV32Model(DeepSeekV3Model):
         self.requires_grad_(False)
         blocks: Any = self.layers.values()
         for block in blocks:
-            block.attention.indexer.requires_grad_(True)
+            if block.attention.indexer is not None:
+                block.attention.indexer.requires_grad_(True)
             if block.moe_enabled:
                 block.moe.load_balance_coeff = 0.0  # freeze the expert bias too, which is not a parameter
 

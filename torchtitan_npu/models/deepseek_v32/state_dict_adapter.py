@@ -45,6 +45,7 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         self.from_hf_map |= {
             f"model.layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight" for theirs, ours in MTP.items()
         }
+        self.has_indexer = model_args.has_indexer
         self.mtp_layers = range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers)
         if self.fqn_to_index_mapping:
             # the file of each weight when the model is saved: as released, without weights that this model lacks
@@ -56,7 +57,12 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
     def _is_saved(self, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return not name.endswith(SCALE) and (layer is None or int(layer[1]) < self.mtp_layers.stop)
+        if name.endswith(SCALE):
+            return False
+        if layer is None:
+            return True
+        number = int(layer[1])
+        return number < self.mtp_layers.stop and (".indexer." not in name or self.has_indexer(number))
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         index = Path(path, INDEX)

@@ -50,12 +50,13 @@ def apply_non_moe_tp(
             "attention.wkv_a": NoParallel(use_local_output=False),
             "attention.kv_norm": NoParallel(use_local_output=False),
             "attention.wkv_b": ColwiseParallel(use_local_output=False),  # Attention.weights_by_head reads it
-            "attention.indexer": OnEveryRank(),
             "attention.exchange": SharedKeys(),
             "attention.inner_attention": SplitHeads(),
             "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
             "ffn_norm": SequenceParallel(),
         }
+        if block.attention.indexer is not None:
+            plan["attention.indexer"] = OnEveryRank()
         if not block.moe_enabled:
             plan |= {
                 "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -130,5 +131,7 @@ class SplitHeads(ParallelStyle):
         return tuple(x.to_local() if isinstance(x, DTensor) else x for x in inputs)
 
     @staticmethod
-    def _with_heads(module: nn.Module, output: Tensor, device_mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(output, device_mesh, [HEADS], run_check=False)
+    def _with_heads(module: nn.Module, output: Any, device_mesh: DeviceMesh) -> Any:
+        output, *selected = output if isinstance(output, tuple) else (output,)  # every rank selects the same keys
+        output = DTensor.from_local(output, device_mesh, [HEADS], run_check=False)
+        return (output, *selected) if selected else output

@@ -5,9 +5,10 @@ This is the formula, and the baseline for the fused operators. It keeps seqlen²
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, einsum, nn
 
 from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
@@ -37,13 +38,19 @@ class SparseAttention(nn.Module):
 
     With ``indexer_loss``, the backward pass also computes the gradients of the indexer's loss, which pulls the
     indexer's scores of those keys towards the attention probabilities.
+
+    A layer without an indexer (``has_indexer``) attends to the keys that an earlier layer has selected.
     """
 
-    def __init__(self, args: SparseAttentionArgs) -> None:
+    def __init__(self, args: SparseAttentionArgs, has_indexer: bool = True, returns_selected: bool = False) -> None:
         super().__init__()
         self.args = args
         self.topk = args.attended_keys()
-        self.indexer_loss = AuxiliaryLoss("indexer_loss", args.indexer_loss_weight) if args.indexer_loss else None
+        self.has_indexer = has_indexer
+        self.returns_selected = returns_selected
+        """Return the selected keys too, for the layers after this one."""
+        trained = has_indexer and args.indexer_loss
+        self.indexer_loss = AuxiliaryLoss("indexer_loss", args.indexer_loss_weight) if trained else None
 
     def extra_repr(self) -> str:
         return f"topk={self.topk}"
@@ -63,13 +70,15 @@ class SparseAttention(nn.Module):
         k: Tensor,
         k_rope: Tensor,
         v: Tensor,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
+        index_q: Tensor | None = None,
+        index_k: Tensor | None = None,
+        index_weights: Tensor | None = None,
+        *,
         documents: Documents | None,
         scale: float,
-    ) -> Tensor:
-        """Attend to the selected keys: (bsz, seqlen, n_heads, width of v).
+        selected: Tensor | None = None,
+    ) -> Any:
+        """Attend to the selected keys: (bsz, seqlen, n_heads, width of v). ``returns_selected`` adds their indices.
 
         Args:
             q: (bsz, seqlen, n_heads, width)
@@ -82,6 +91,8 @@ class SparseAttention(nn.Module):
             index_weights: (bsz, seqlen, index heads)
             documents: document boundaries; a query sees only keys of its own document
             scale: factor of the logits
+            selected: keys to attend to if there is no indexer, as an earlier layer returned them: int32 (bsz, seqlen,
+                1, topk), -1 after the last. Without both, queries attend to all visible keys, as the warm-up does.
 
         If there are more keys than queries, the queries are the last tokens.
         """
@@ -92,19 +103,22 @@ class SparseAttention(nn.Module):
             of_query, of_key = documents.numbers(bsz)
             visible = visible & (of_query.unsqueeze(2) == of_key.unsqueeze(1))  # (bsz, queries, keys)
 
-        scores = index_scores(index_q, index_k, index_weights)  # (bsz, queries, keys)
-        selected = select(scores, visible, self.topk)  # (bsz, queries, keys)
+        attended = visible if selected is None else mask_of(selected, keys)  # (1 or bsz, queries, keys)
+        if index_q is not None:
+            assert index_k is not None and index_weights is not None
+            scores = index_scores(index_q, index_k, index_weights)  # (bsz, queries, keys)
+            attended = select(scores, visible, self.topk)
 
         q = torch.cat([q, q_rope], dim=-1)  # (bsz, queries, n_heads, width + rope)
         k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], dim=-1)  # (bsz, keys, n_heads or 1, width + rope)
         logits = at_least_float32(einsum("bqhd,bkhd->bhqk", q, k)) * scale
-        logits = logits.masked_fill(~selected.unsqueeze(1), -torch.inf)
+        logits = logits.masked_fill(~attended.unsqueeze(1), -torch.inf)
         probabilities = logits.softmax(dim=-1)  # (bsz, n_heads, queries, keys)
         output = einsum("bhqk,bkhd->bqhd", probabilities.to(v.dtype), v)
 
         if (account := self.account()) is not None:
-            output = account.attach(output, divergence(scores, selected, probabilities.detach()))
-        return output
+            output = account.attach(output, divergence(scores, attended, probabilities.detach()))
+        return (output, indices_of(attended, self.topk)) if self.returns_selected else output
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -128,6 +142,21 @@ def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     order = scores.masked_fill(~visible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     best = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :topk], True)
     return best & visible
+
+
+def indices_of(mask: Tensor, topk: int) -> Tensor:
+    """Return the keys of a mask (bsz, queries, keys) in order: int32 (bsz, queries, 1, topk), -1 after the last."""
+    keys = mask.shape[-1]
+    places = torch.arange(keys, device=mask.device).where(mask, keys).sort(dim=-1).values[..., :topk]
+    places = F.pad(places, (0, topk - places.shape[-1]), value=keys)
+    return places.masked_fill(places == keys, -1).to(torch.int32).unsqueeze(2)
+
+
+def mask_of(indices: Tensor, keys: int) -> Tensor:
+    """Return the mask (bsz, queries, keys) of indices (bsz, queries, 1, topk), in any order, -1 for none."""
+    places = indices.squeeze(2).long()
+    mask = torch.zeros(*places.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter(-1, places.where(places >= 0, keys), True)[..., :keys]
 
 
 def divergence(scores: Tensor, selected: Tensor, probabilities: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""GLM-5 (``glm_moe_dsa``): the model of DeepSeek-V3.2 with other sizes, and one indexer for several layers.
+
+The modules, parallel plans and checkpoints are those of :mod:`torchtitan_npu.models.deepseek_v32`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.train_spec import TrainSpec
+
+from torchtitan_npu.models.deepseek_v32 import get_train_spec as get_deepseek_v32_train_spec
+from torchtitan_npu.models.glm_moe_dsa.args import GlmMoeDsaModelArgs, index_topk_pattern
+
+__all__ = ["GlmMoeDsaModelArgs", "glm_moe_dsa_args"]
+
+GLM_5 = GlmMoeDsaModelArgs(  # the defaults of transformers' GlmMoeDsaConfig, which are those of the release
+    vocab_size=154880,
+    dim=6144,
+    inter_dim=12288,
+    moe_inter_dim=2048,
+    n_layers=78,
+    n_dense_layers=3,
+    n_heads=64,
+    moe_args=MoEArgs(
+        num_experts=256,
+        num_shared_experts=1,
+        top_k=8,
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=2.5,
+        score_before_experts=False,
+    ),
+    q_lora_rank=2048,
+    kv_lora_rank=512,
+    qk_nope_head_dim=192,
+    qk_rope_head_dim=64,
+    v_head_dim=256,
+    index_n_heads=32,
+    index_head_dim=128,
+    index_topk=2048,
+)
+
+# the release's config has index_topk_freq 4, index_skip_topk_offset 3 and rope_theta 8e6
+GLM_5_2 = replace(
+    GLM_5,
+    moe_args=replace(GLM_5.moe_args),
+    index_topk_pattern=index_topk_pattern(78, frequency=4, offset=3),
+    rope_theta=8_000_000.0,
+)
+
+
+def _cut(n_layers: int, **changes: Any) -> GlmMoeDsaModelArgs:
+    """Return GLM-5.2 with ``n_layers`` layers, one of them dense, an indexer for each four, and 8 experts."""
+    fields: dict[str, Any] = {
+        "n_layers": n_layers,
+        "n_dense_layers": 1,
+        "index_topk_pattern": index_topk_pattern(n_layers, frequency=4, offset=1),
+        "moe_args": replace(GLM_5_2.moe_args, num_experts=8),
+    }
+    return replace(GLM_5_2, **fields, **changes)
+
+
+def _debug(n_heads: int, **changes: Any) -> GlmMoeDsaModelArgs:
+    """Return a model small enough for a CPU, in which a token selects 3 of 8 experts."""
+    sizes: dict[str, Any] = {"vocab_size": 2048, "dim": 256, "inter_dim": 1024, "moe_inter_dim": 256}
+    args = _cut(6, n_heads=n_heads, **sizes, **changes)
+    args.moe_args.top_k = 3
+    return args
+
+
+glm_moe_dsa_args = {
+    "debugmodel": _debug(
+        n_heads=8,
+        q_lora_rank=96,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=48,
+        index_n_heads=4,
+        index_head_dim=32,
+        index_topk=32,
+    ),
+    # 32 heads are the NPU's minimum for the indexer's loss; all other attention sizes are the release's
+    "debugmodel_npu": _debug(n_heads=32, q_lora_rank=192),
+    "744B_4layers": _cut(4),
+    "744B_8layers": _cut(8),
+    "744B": GLM_5,
+    "744B_index_share": GLM_5_2,
+}
+
+
+def get_train_spec() -> TrainSpec:
+    return replace(get_deepseek_v32_train_spec(), model_args=glm_moe_dsa_args)
