@@ -1,4 +1,4 @@
-"""Train a tiny DeepSeek-V3.2 on any layout."""
+"""Train a tiny model with sparse attention on any layout: DeepSeek-V3.2, or GLM-5 by ``model.name``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests._helpers.layouts import TINY_DEEPSEEK_V32 as SMALLER
 from tests._helpers.layouts import add_flavor, job_config
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import (
@@ -22,7 +21,9 @@ from tests._helpers.training import (
     together,
     train_until,
 )
+from torchtitan_npu.prover.tiny_models import TINY
 
+SMALLER = TINY["deepseek_v32"][2]
 STEPS = 20
 SEQUENCE = 32
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
@@ -35,7 +36,8 @@ CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm"
 
 def train(layout: dict[str, int], options: dict[str, Any], stop: int = 2) -> Record:
     """Train on this rank up to step ``stop``, from the last checkpoint if ``options`` enable checkpoints."""
-    add_flavor("deepseek_v32", "tiny", SMALLER)
+    for name in ("deepseek_v32", "glm_moe_dsa"):
+        add_flavor(name, "tiny", TINY[name][2])
     model = {"model.name": "deepseek_v32", "model.flavor": "tiny"}
     training = {"training.seq_len": SEQUENCE, "training.steps": STEPS, "optimizer.lr": 3e-3}
     validation = {"validation.seq_len": SEQUENCE, "validation.steps": 1}
@@ -56,8 +58,9 @@ WARMUP = {"dsa.stage": "warmup"}
 
 
 @functools.cache
-def one_rank(stage: str = "sparse", document_mask: bool = False, stop: int = 4) -> Record:
-    return train_on(1, {}, {"dsa.stage": stage, "dsa.document_mask": document_mask}, stop)[0]
+def one_rank(stage: str = "sparse", document_mask: bool = False, stop: int = 4, model: str = "deepseek_v32") -> Record:
+    options = {"model.name": model, "dsa.stage": stage, "dsa.document_mask": document_mask}
+    return train_on(1, {}, options, stop)[0]
 
 
 def assert_as_on_one_rank(records: list[Record], expected: Record, split_heads: bool = False) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
@@ -223,8 +224,8 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
                 "training__local_batch_size": 4,
             },
             2,
-            'dsa.stage = "warmup" trains only the indexers, and pipeline stage 4 of 4 has no layer (norm, output): '
-            "set parallelism.pipeline_parallel_first_stage_less_layers = 0 and",
+            'dsa.stage = "warmup" trains only the indexers, and pipeline stage 4 of 4 has no layer with one (norm, '
+            "output): set parallelism.pipeline_parallel_first_stage_less_layers = 0 and",
         ),
         (
             {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_layers_per_stage": 2},
@@ -437,3 +438,15 @@ def test_keys_for_npus(options: dict[str, Any], message: str) -> None:
         check_job(job(**valid), world_size=2)
         with pytest.raises(UsageError, match=re.escape(message)):
             check_job(job(**valid | options), world_size=2)
+
+
+def test_older_torch_sends_no_indices_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the debug model's six layers, 0 and 4 have an indexer. Two stages have three each."""
+    fields: dict[str, Any] = {"model__name": "glm_moe_dsa", "parallelism__pipeline_parallel_degree": 2}
+    fields |= {"parallelism__pipeline_parallel_schedule": "1F1B", "training__local_batch_size": 2}
+    check_job(job(**fields), world_size=2)
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(UsageError, match=r"pipeline stage 2 starts with layers\.3, .* torch 2\.12\.1 cannot send them"):
+        check_job(job(**fields), world_size=2)
+    parts = [["tok_embeddings", *(f"layers.{n}" for n in range(4))], ["layers.4", "layers.5", "norm", "output"]]
+    check_job(job(**fields, parallelism__module_fqns_per_model_part=parts), world_size=2)

@@ -56,8 +56,9 @@ def check_dsa(job: "JobContext") -> None:
 
 
 def _check_every_stage_has_indexers(job: "JobContext") -> None:
-    """Raise if a pipeline stage has no layer, and so nothing to train."""
+    """Raise if a pipeline stage has no layer with an indexer, and so nothing to train."""
     stages = job.pipeline_stages
+    trained = {f"layers.{number}" for number in range(job.n_layers) if job.flavor_args.has_indexer(number)}
     if job.config.parallelism.module_fqns_per_model_part is not None:
         remedy = "list a layer for it in parallelism.module_fqns_per_model_part"
     else:
@@ -66,8 +67,8 @@ def _check_every_stage_has_indexers(job: "JobContext") -> None:
             "parallelism.pipeline_parallel_last_stage_less_layers = 0, or use fewer stages"
         )
     for number, modules in enumerate(stages, 1):
-        if not any(name.startswith("layers.") for name in modules):
+        if not trained.intersection(modules):
             raise UsageError(
                 f'dsa.stage = "warmup" trains only the indexers, and pipeline stage {number} of {len(stages)} has '
-                f"no layer ({', '.join(modules)}): {remedy}"
+                f"no layer with one ({', '.join(modules)}): {remedy}"
             )

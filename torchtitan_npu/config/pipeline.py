@@ -9,6 +9,7 @@ import re
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -56,11 +57,27 @@ def check_pipeline(job: JobContext) -> None:
     if job.n_layers < degree:
         raise UsageError(f"parallelism.pipeline_parallel_degree {degree} exceeds the {job.n_layers} layers of {flavor}")
     check_schedule(config, job.n_layers)
+    _check_no_integers_are_sent(job)
     if job.ties_weights:
         raise UsageError(
             f"parallelism.pipeline_parallel_degree must be 1: {flavor} ties its output to its embedding, and they "
             "would be on different stages"
         )
+
+
+def _check_no_integers_are_sent(job: JobContext) -> None:
+    """Raise if a stage sends indices with torch before 2.13, whose stages need a gradient of all that they receive."""
+    passes_selected = getattr(job.model_args, "passes_selected", None)
+    if torch.__version__ >= "2.13" or passes_selected is None:
+        return
+    for number, modules in enumerate(job.pipeline_stages, 1):
+        layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+        if layers and passes_selected(layers[0] - 1):
+            raise UsageError(
+                f"pipeline stage {number} starts with layers.{layers[0]}, which uses the keys that another layer's "
+                f"indexer selects, and torch {torch.__version__} cannot send them: install torch 2.13, or start each "
+                "stage in parallelism.module_fqns_per_model_part with a layer that has an indexer"
+            )
 
 
 def schedule_class(config: JobConfig) -> type:

@@ -30,7 +30,7 @@ def schedule_with_shapes(
     """Return the job's schedule over stages with set shapes: inputs by arithmetic, outputs by running the stage once.
 
     Stages exchange hidden states of (microbatch, seq_len / CP / TP, dim): tensor parallel splits the sequence between
-    layers.
+    layers. Before a layer without an indexer they also exchange the selected keys, (microbatch, seq_len / CP, 1, topk).
     """
     batch, length = config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len // dims.cp
     # Mixed precision is FSDP's: without FSDP a pipeline computes in training.dtype.
@@ -39,23 +39,32 @@ def schedule_with_shapes(
     stages = []
     for index, part in zip(stages_of_rank(config, mesh.get_local_rank(), count), model_parts, strict=True):
         if index == 0:
-            inputs = torch.zeros(batch, length, dtype=torch.int64, device=device)
+            inputs = [torch.zeros(batch, length, dtype=torch.int64, device=device)]
         else:
             shape = batch, length // dims.tp, model_args.dim
-            inputs = torch.zeros(shape, dtype=TORCH_DTYPE_MAP[dtype], device=device, requires_grad=True)
-        output = _output_of(part, inputs).requires_grad_()
-        shapes = inputs.to("meta"), output.to("meta")
+            inputs = [torch.zeros(shape, dtype=TORCH_DTYPE_MAP[dtype], device=device, requires_grad=True)]
+        if _receives_selected(part, model_args):
+            topk = model_args.attended_keys()
+            inputs.append(torch.zeros(batch, length, 1, topk, dtype=torch.int32, device=device))
+        hidden, *selected = _outputs_of(part, inputs)
+        shapes = (tuple(x.to("meta") for x in tensors) for tensors in (inputs, [hidden.requires_grad_(), *selected]))
         stage = PipelineStage(part, index, count, device, *shapes, group=mesh.get_group())
         skip_shape_vote(stage)
         stages.append(stage)
     return build_pipeline_schedule(config, stages, loss_fn)
 
 
-def _output_of(part: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def _receives_selected(part: Any, model_args: Any) -> bool:
+    """Return whether a stage starts with a layer that attends to the keys that an earlier layer has selected."""
+    first = min(map(int, part.layers), default=0)
+    return hasattr(model_args, "passes_selected") and model_args.passes_selected(first - 1)
+
+
+def _outputs_of(part: nn.Module, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run ``part`` on ``inputs`` and restore its token counts and its sharding."""
     with torch.no_grad(), keeping_counts(part):
-        output = part(inputs)
+        output = part(*inputs)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return output
+    return output if isinstance(output, tuple) else (output,)

@@ -55,6 +55,25 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
             "index_topk": 8,
         },
     ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        "debugmodel",
+        {
+            "n_layers": 4,
+            "index_topk_pattern": "FSSF",  # of two stages, the second starts with a layer without an indexer
+            "dim": 64,
+            "inter_dim": 128,
+            "moe_inter_dim": 32,
+            "n_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "index_head_dim": 16,
+            "index_topk": 8,
+        },
+    ),
     "qwen3_vl": (
         "qwen3_vl",
         "debugmodel",

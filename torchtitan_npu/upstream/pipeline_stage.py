@@ -2,8 +2,10 @@
 
 Faults of torch 2.13 (torch/distributed/pipelining/stage.py):
 
-- Before the first step, each stage runs once on zeros to learn the shapes that it sends and receives. TorchTitan's MoE
+- Before the first step, each stage runs once to learn the shapes that it sends and receives. TorchTitan's MoE
   layers count those tokens, so experts are balanced differently from one rank.
+- Received tensors are uninitialized memory in that run. As indices they would be out of bounds, so integers are zero
+  here.
 - In the backward pass of the last microbatch, a stage keeps all gathered weights and unsharded gradients of FSDP until
   the end, and then reduces them all. Here FSDP frees them layer by layer, as it does without a pipeline.
 - If a schedule computes weight gradients separately, they keep the strides they come with. An expert's gradient is a
@@ -58,6 +60,11 @@ class PipelineStage(TorchPipelineStage):
     ) -> Any:
         with keeping_counts(self.submod):
             return super()._prepare_forward_infra(num_microbatches, args, of_microbatch(0, kwargs), *rest, **more)
+
+    def _to_tensor(self, arg: Any) -> torch.Tensor:
+        tensor = super()._to_tensor(arg)
+        received = not isinstance(arg, torch.Tensor)
+        return tensor.zero_() if received and not tensor.is_floating_point() else tensor
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_counts(self.submod):  # a checkpointed block runs again here
