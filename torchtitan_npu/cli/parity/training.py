@@ -32,6 +32,7 @@ MODELS = {
     "qwen3_moe": ("qwen3", "debugmodel_moe"),
     "deepseek_v3": ("deepseek_v3", "debugmodel"),
     "deepseek_v32": ("deepseek_v32", "debugmodel"),
+    "glm_moe_dsa": ("glm_moe_dsa", "debugmodel"),
     "gpt_oss": ("gpt_oss", "debugmodel"),
 }
 """Model and flavor by name."""

@@ -5,6 +5,7 @@ The modules, parallel plans and checkpoints are those of :mod:`torchtitan_npu.mo
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -44,12 +45,9 @@ GLM_5 = GlmMoeDsaModelArgs(  # the defaults of transformers' GlmMoeDsaConfig, wh
 )
 
 # the release's config has index_topk_freq 4, index_skip_topk_offset 3 and rope_theta 8e6
-GLM_5_2 = replace(
-    GLM_5,
-    moe_args=replace(GLM_5.moe_args),
-    index_topk_pattern=index_topk_pattern(78, frequency=4, offset=3),
-    rope_theta=8_000_000.0,
-)
+GLM_5_2 = copy.deepcopy(GLM_5)
+GLM_5_2.index_topk_pattern = index_topk_pattern(78, frequency=4, offset=3)
+GLM_5_2.rope_theta = 8_000_000.0
 
 
 def _cut(n_layers: int, **changes: Any) -> GlmMoeDsaModelArgs:
