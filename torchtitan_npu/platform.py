@@ -28,9 +28,21 @@ from torchtitan_npu.errors import UsageError
 Backend = Literal["npu", "cuda", "cpu"]
 
 
+_CPU_ONLY = "TORCHTITAN_NPU_CPU_ONLY"
+
+
+def use_cpu() -> None:
+    """Make the CPU the backend of this process and of those it starts, also on a machine with other devices."""
+    os.environ |= {_CPU_ONLY: "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    if backend() != "cpu":
+        raise RuntimeError(f"use_cpu() must be called before backend(), which returned {backend()!r}")
+
+
 @functools.cache
 def backend() -> Backend:
     """Return the backend of this process, on whose device the model's tensors are."""
+    if os.environ.get(_CPU_ONLY):
+        return "cpu"
     npu = getattr(torch, "npu", None)  # torch_npu registers it, and torch loads torch_npu if it is installed
     if npu is not None and npu.is_available():
         return "npu"

@@ -39,6 +39,10 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
+class RankTimeout(RankError):
+    """No rank raised or died, and one did not finish in time."""
+
+
 def run_on_ranks(
     world_size: int,
     fn: Callable[..., Any],
@@ -63,9 +67,8 @@ def run_on_ranks(
     except BaseException:
         ranks.stop()
         raise
-    if len(ranks.stores) < CALLS and not new_processes:
-        _started[world_size] = ranks
-    else:
+    kept = len(ranks.stores) < CALLS and not new_processes
+    if not kept or _started.setdefault(world_size, ranks) is not ranks:  # another thread may have returned its ranks
         ranks.stop()
     return [pickle.loads(reply) for reply in replies]
 
@@ -117,8 +120,11 @@ def _exchange(workers: list[_Worker], task: bytes, timeout: float) -> list[bytes
     while waiting := {w.connection: w for w in workers if w.rank not in replies and w.rank not in failures}:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            reason = "did not finish after another rank had failed" if failures else f"ran longer than {timeout:g} s"
-            failures |= {worker.rank: reason for worker in waiting.values()}
+            if not failures:
+                raise RankTimeout(f"{len(waiting)} of {len(workers)} ranks ran longer than {timeout:g} s")
+            failures |= dict.fromkeys(
+                (worker.rank for worker in waiting.values()), "did not finish after another rank had failed"
+            )
         for connection in ready:
             worker = waiting[connection]  # type: ignore[index]
             try:

@@ -13,8 +13,7 @@ from typing import Any
 
 from tests._helpers import multirank
 from torchtitan_npu.cli.prove.command import main
-from torchtitan_npu.errors import UsageError
-from torchtitan_npu.prover.ranks import RankError
+from torchtitan_npu.prover.ranks import RankError, RankTimeout
 
 
 def prove(argv: list[str]) -> int:
@@ -24,13 +23,11 @@ def prove(argv: list[str]) -> int:
 def run_on_ranks(world_size: int, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Do the same as :func:`torchtitan_npu.prover.ranks.run_on_ranks`, in the workers of the tests."""
     try:
-        answers = multirank.run_on_ranks(world_size, _call, function, args, timeout=timeout_s, process_group=False)
+        return multirank.run_on_ranks(world_size, _call, function, args, timeout=timeout_s, process_group=False)
+    except multirank.RankTimeout as error:
+        raise RankTimeout(str(error)) from error
     except multirank.RankError as error:
         raise RankError(str(error)) from error
-    for answer in answers:
-        if isinstance(answer, UsageError):
-            raise answer
-    return answers
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -38,8 +35,6 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     warnings.simplefilter("ignore")
     try:
         return function(*args)
-    except UsageError as error:
-        return error
     finally:
         logging.disable(logging.NOTSET)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 import torchtitan_npu.prover.tiny_flavors  # noqa: F401
+from torchtitan_npu.errors import UsageError
 
 FACTOR = 1 + 1e-5
 
@@ -36,7 +37,7 @@ def planted(fault: str) -> Any:
         def raise_in_second_call(*_: Any) -> None:
             calls.append(1)
             if len(calls) == 2:
-                raise RuntimeError("the planted fault")
+                raise UsageError("the planted fault of step 2")
 
         if dims.dp_shard > 1 and fault == "raises":
             model.register_forward_pre_hook(raise_in_second_call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from itertools import islice
 
-from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, divides, pairs, ranks_of, shrink
+from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, fits, pairs, ranks_of, shrink, simpler
 
 MODELS = [
     Model("dense", has_experts=False, has_documents=True),
@@ -26,9 +26,16 @@ def test_a_seed_repeats_its_draws() -> None:
 def test_draws_fit_the_ranks_and_divide() -> None:
     for draw in first(60, ranks=4):
         assert 2 <= ranks_of(draw) <= 4
-        assert divides(draw)
+        assert fits(draw, next(model for model in MODELS if model.name == draw["model"]))
         assert (draw["ep"] is None) == (draw["model"] == "dense")
         assert (draw["schedule"] is None) == (draw["pp"] == 1)
+
+
+def test_sequences_hold_the_data_of_the_model() -> None:
+    model = Model("pictures", has_experts=False, has_documents=False, shortest=48)
+    draws = list(islice(Draws([model], 2, 0), 10))
+    assert {draw["length"] for draw in draws} == {48, 64}
+    assert all(one["length"] >= 48 for draw in draws for one in simpler(draw, model))
 
 
 def test_most_pairs_of_values_occur_within_300_draws() -> None:
@@ -53,8 +60,13 @@ def test_a_fault_shrinks_to_the_parts_that_cause_it() -> None:
         return candidate["cp"] > 1 and candidate["checkpointing"] == "full"
 
     model = next(model for model in MODELS if model.name == draw["model"])
-    small = shrink(draw, model, still_fails)
+    small, complete = shrink(draw, model, still_fails)
+    assert complete and small["subset"] == draw["subset"]  # so "some" converters stay the same
     simplest = {part: values[0] for part, values in VALUES.items() if small[part] is not None}
     # the length stays a multiple of 2 × context-parallel ranks
     assert {part for part in simplest if small[part] != simplest[part]} == {"cp", "checkpointing"}
     assert small["cp"] == 2 and len(tried) < 40
+
+    tried.clear()
+    larger, complete = shrink(draw, model, still_fails, attempts=2)
+    assert not complete and len(tried) == 2 and larger != small

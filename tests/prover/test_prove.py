@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -10,10 +11,13 @@ import tomli
 from tests._helpers import prove_draws
 from tests._helpers.prove_draws import run_on_ranks
 from torchtitan_npu.cli.main import main
-from torchtitan_npu.prover.draws import VALUES, Draw, applicable
+from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, applicable
 from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects, to_toml
 from torchtitan_npu.prover.proof import Outcome, Prover
+from torchtitan_npu.prover.ranks import RankTimeout
+from torchtitan_npu.prover.results import Results, identity
 
+QWEN3 = Model("qwen3", has_experts=False, has_documents=True)
 CI = ["--models", "llama3", "qwen3_moe", "--ranks", "2", "--seed", "1", "--draws", "10"]
 
 
@@ -24,9 +28,32 @@ def test_ten_draws_are_equal_or_refused(capsys: pytest.CaptureFixture[str], tmp_
     assert sum(line.startswith("draw ") for line in lines) == 10
     assert any(line.startswith("| checkpointing | none: ") for line in lines)
     equal = sum(": equal (" in line for line in lines)
-    assert equal >= 5 and lines[-1] == f"10 draws: {equal} equal, {10 - equal} refused, 0 differs, 0 fails"
+    none = "0 unstable, 0 differs, 0 fails, 0 timeout"
+    assert equal >= 5 and lines[-1] == f"10 draws: {equal} equal, {10 - equal} refused, {none}"
     assert main(["prove", *CI, *results]) == 0  # repeats nothing
-    assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
+    repeated = capsys.readouterr().out.splitlines()
+    assert repeated[-1] == lines[-1]
+    assert main(["prove", "--table", *results]) == 0
+    assert capsys.readouterr().out.splitlines() == repeated[1:]
+
+
+def test_draws_of_another_program_do_not_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    arguments = ["prove", *CI, "--seconds", "0", "--json", str(path)]
+    run = identity(None, None, ["llama3", "qwen3_moe"], 2, 1)
+    Results(path, {**run, "program": "other"}).add(0, {}, Outcome("equal"))
+    assert not list(tmp_path.glob("*.part"))
+    assert main(arguments) == 2
+    assert "has the results of another run: {'program': 'other'}, not {'program': " in capsys.readouterr().err
+
+
+def test_a_run_without_a_compared_draw_is_not_a_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = ["--models", "qwen3", "--ranks", "2", "--out", str(tmp_path), "--only"]
+    number = next(n for n, draw in enumerate(Draws([QWEN3], 2, 0)) if draw["pp"] == 2)
+    assert main(["prove", *refused, str(number)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"draw {number}: refused: 2 ranks, qwen3, pp2")
+    assert captured.err == "torchtitan_npu: error: no draw was compared\n"
 
 
 @pytest.fixture
@@ -54,10 +81,23 @@ def test_a_gradient_that_is_slightly_wrong_on_two_ranks_is_found(faulty: tuple[P
 
 
 @pytest.mark.parametrize("faulty", ["raises"], indirect=True)
-def test_an_error_in_training_is_a_fault(faulty: tuple[Prover, Draw]) -> None:
+def test_a_usage_error_in_training_is_a_fault(faulty: tuple[Prover, Draw]) -> None:
+    """The checks before the job let it start, so it is not refused."""
     prover, draw = faulty
     outcome = prover.prove(draw)
-    assert outcome.status == "fails" and "RuntimeError: the planted fault" in outcome.reason
+    assert outcome.status == "fails" and "UsageError: the planted fault of step 2" in outcome.reason
+    assert outcome.kind == "torchtitan_npu.errors.UsageError: the planted fault of step N"
+
+
+@pytest.mark.parametrize("faulty", ["scaled"], indirect=True)
+def test_a_timeout_has_its_own_status(faulty: tuple[Prover, Draw]) -> None:
+    prover, draw = faulty
+
+    def run(*_: Any) -> list[Any]:
+        raise RankTimeout("1 of 1 ranks ran longer than 300 s")
+
+    outcome = Prover([*prover.subjects.values()], prover.folder, run).prove(draw)
+    assert outcome.status == "timeout" and outcome.is_fault and not outcome.kind
 
 
 def test_documents_are_masked_on_the_heads_of_a_tensor_parallel_rank(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def test_integers_counts_and_other_dtypes_stay() -> None:
     with RandomRounding(0):
         assert torch.equal(torch.histc(tokens, bins=3, min=1, max=3), torch.tensor([1.0, 1.0, 2.0]))
         assert tokens.sum() == 9
+        positions = (tokens + 1) / 2  # 2, 1, 2 and 1.5
+        assert torch.equal(positions.floor(), torch.tensor([2.0, 1.0, 2.0, 1.0]))
         tripled = doubles * 3
         assert torch.equal(torch.arange(5) * 3, torch.tensor([0, 3, 6, 9, 12]))
     assert torch.equal(tripled, doubles * 3)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_npu.torch_internals import dtensor_rules
 
@@ -33,7 +34,7 @@ def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dtensor_rules.St
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
@@ -71,6 +72,28 @@ def test_a_partial_tensor_is_not_scattered_unevenly(mesh: DeviceMesh, rows: int,
     assert SUMMED(x)[0].placements == (chosen,)
     uneven = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])
     assert SUMMED(uneven)[0].placements == (Shard(0),)
+
+
+def rows_or_columns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dtensor_rules.Strategy]:
+    return [([Shard(dim), Partial()], [Shard(dim)]) for dim in (0, 1)]
+
+
+def test_an_uneven_split_stays_while_another_dimension_changes() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        dtensor_rules.register_rule(SUMMED, rows_or_columns)
+        # rows stay in shards of 2 and 1; the columns are split anew, and evenly
+        x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0), Partial()], shape=(3, 4), stride=(4, 1))
+        assert SUMMED(x)[0].placements == (Shard(0), Shard(1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_strategy_is_left_if_all_split_unevenly(mesh: DeviceMesh) -> None:
+    dtensor_rules.register_rule(SUMMED, rows_or_columns)
+    x = DTensor.from_local(torch.ones(3, 5), mesh, [Partial()])
+    assert SUMMED(x)[0].placements[0] in (Shard(0), Shard(1))
 
 
 def test_local_tensors_are_redistributed(mesh: DeviceMesh) -> None:

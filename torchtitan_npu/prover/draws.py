@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any
 
 Draw = dict[str, Any]
@@ -53,8 +53,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "length": (16, 32, 48, 64),
 }
 """The values of each part except the model, the simplest first. All degrees but 1 need ranks."""
+PARTS = ("model", *VALUES)
 CANDIDATES = 60
 """A draw is the best of this many random ones."""
+ATTEMPTS = 40
+"""A fault is shrunk by at most this many further draws."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,15 @@ class Model:
     has_experts: bool
     has_documents: bool
     """Documents can be turned on and off."""
+    shortest: int = 1
+    """Tokens that a sequence needs for the model's data."""
 
 
 class Draws:
     """An endless sequence of draws, the same for the same ``seed``.
 
-    Each draw is the random candidate with the most pairs of values that are new or rare, relative to its cost.
+    Each draw is the random candidate with the most pairs of values that are new or rare, relative to its cost. Besides
+    its parts it has a number, ``subset``, from which "some" converters are selected. So they stay when it is shrunk.
     """
 
     def __init__(self, models: Sequence[Model], ranks: int, seed: int) -> None:
@@ -79,22 +85,22 @@ class Draws:
         self.seen: Counter[Pair] = Counter()
 
     def __iter__(self) -> Iterator[Draw]:
-        while True:
+        for number in count():
             draw = max((self.candidate() for _ in range(CANDIDATES)), key=self.worth)
             self.seen.update(pairs(draw))
-            yield draw
+            yield {**draw, "subset": number}
 
     def worth(self, draw: Draw) -> float:
         return sum(2.0 ** -self.seen[pair] for pair in pairs(draw)) / cost(draw)
 
     def candidate(self) -> Draw:
-        """Return a random draw whose sizes divide."""
+        """Return a random draw whose sizes fit."""
         while True:
             model = self.random.choice(self.models)
             degrees = self.random.choice(self.layouts[model.has_experts])
             rest = {part: self.random.choice(values) for part, values in VALUES.items() if part not in DEGREES}
             draw = applicable({"model": model.name, **degrees, **rest}, model)
-            if divides(draw):
+            if fits(draw, model):
                 return draw
 
 
@@ -126,8 +132,10 @@ def applicable(draw: Draw, model: Model) -> Draw:
     return {part: None if excluded.get(part) else value for part, value in draw.items()}
 
 
-def divides(draw: Draw) -> bool:
-    """Return whether the batch and the sequence can be split. Other limits are found by the checks of the job."""
+def fits(draw: Draw, model: Model) -> bool:
+    """Return whether the sequence holds the data and can be split, as the batch. The job's checks find other limits."""
+    if draw["length"] < model.shortest:
+        return False
     batches = draw["replicate"] * draw["shard"] * draw["accumulation"]
     if draw["batch"] % batches or draw["length"] % (2 * draw["tp"] * draw["cp"]):
         return False
@@ -146,22 +154,27 @@ def cost(draw: Draw) -> float:
 
 def pairs(draw: Draw) -> Iterable[Pair]:
     """Return the pairs of values in ``draw``, in the order of its parts."""
-    applied = [(part, value) for part, value in draw.items() if value is not None]
+    applied = [(part, draw[part]) for part in PARTS if draw[part] is not None]
     return [(*one, *other) for one, other in combinations(applied, 2)]
 
 
-def shrink(draw: Draw, model: Model, still_fails: Callable[[Draw], bool], attempts: int = 40) -> Draw:
-    """Return the simplest draw that fails and that changes of single parts find. Each is kept if the draw fails."""
+def shrink(
+    draw: Draw, model: Model, still_fails: Callable[[Draw], bool], attempts: int = ATTEMPTS
+) -> tuple[Draw, bool]:
+    """Simplify single parts of ``draw`` as long as it fails. Return it, and whether no simpler value was left to try.
+
+    Otherwise the number of ``attempts`` was reached.
+    """
     while True:
         for candidate in simpler(draw, model):
             attempts -= 1
             if attempts < 0:
-                return draw
+                return draw, False
             if still_fails(candidate):
                 draw = candidate
                 break
         else:
-            return draw
+            return draw, True
 
 
 def simpler(draw: Draw, model: Model) -> Iterator[Draw]:
@@ -171,7 +184,7 @@ def simpler(draw: Draw, model: Model) -> Iterator[Draw]:
             continue
         for value in values[: values.index(draw[part])]:
             one = applicable({**draw, part: value}, model)
-            if divides(one):
+            if fits(one, model):
                 yield one
 
 

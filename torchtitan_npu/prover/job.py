@@ -44,11 +44,12 @@ FIXED: dict[str, Any] = {
     "lr_scheduler.warmup_steps": 0,
     "metrics.log_freq": 1,
     "comm.trace_buf_size": 0,
-    "debug.seed": 7,
 }
 """Settings of every run."""
 TEXT = {"model.hf_assets_path": "torchtitan_npu/assets/tokenizer", "training.dataset": "tiny_corpus"}
 OWN_DATASETS = {"qwen3_vl": "shapes"}
+SHORTEST = {"shapes": 48}
+"""The tokens of the longest picture with its caption, with the shipped tokenizer."""
 DRAWN_SECTIONS = ("parallelism", "compile", "activation_checkpoint")
 UNUSED_SECTIONS = ("checkpoint", "validation", "profiling", "metrics")
 """What a run of three steps without files has no use for."""
@@ -82,9 +83,9 @@ class Subject:
     documents: dict[str, Any]
     """Settings that restrict attention to documents, if they can be turned on."""
 
-    def settings(self, draw: Draw) -> dict[str, Any]:
-        """Return the ``section.key`` settings of ``draw``."""
-        settings = self.reference(draw)
+    def settings(self, draw: Draw, seed: int) -> dict[str, Any]:
+        """Return the ``section.key`` settings of ``draw`` with this seed of the weights."""
+        settings = self.reference(draw, seed)
         for name, key in DEGREES.items():
             if draw[name] not in (None, 1) or name == "shard":
                 settings[f"parallelism.{key}"] = draw[name]
@@ -102,10 +103,11 @@ class Subject:
         settings["model.converters"] = self._converters(draw, settings["model.converters"])
         return settings
 
-    def reference(self, draw: Draw) -> dict[str, Any]:
+    def reference(self, draw: Draw, seed: int) -> dict[str, Any]:
         """Return the settings of the run on one rank. They are those that change the numbers."""
         settings = {
             **FIXED,
+            "debug.seed": seed,
             "training.seq_len": draw["length"],
             "training.global_batch_size": draw["batch"],
             "training.local_batch_size": draw["batch"],
@@ -117,12 +119,12 @@ class Subject:
         return settings | (self.documents if draw["documents"] else {})
 
     def _converters(self, draw: Draw, needed: list[str]) -> list[str]:
-        """Return the converters of ``draw``. ``"some"`` are a subset in random order, the same for equal draws."""
+        """Return the converters of ``draw``. ``"some"`` are a subset in random order, which its number selects."""
         if draw["converters"] == "none":
             return needed
         some = self.converters
         if draw["converters"] == "some":
-            chance = random.Random(str(draw))
+            chance = random.Random(draw["subset"])
             some = chance.sample(some, chance.randint(1, max(1, len(some) - 1)))
         return some + [name for name in needed if name not in some]
 
@@ -168,7 +170,8 @@ def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) ->
     needed = ["npu_attention"] if job.attention in ("flex", "varlen") else []
     found = [one for one, converter in CONVERTERS.items() if converter(config, job.dims).targets(job.model)]
     has_experts = any(isinstance(module, MoE) for module in job.model.modules())
-    return Subject(Model(name, has_experts, bool(documents)), table, found, needed, documents)
+    model = Model(name, has_experts, bool(documents), SHORTEST.get(config.training.dataset, 1))
+    return Subject(model, table, found, needed, documents)
 
 
 def config_of(table: Mapping[str, Any]) -> JobConfig:

@@ -30,7 +30,8 @@ class RandomRounding(TorchDispatchMode):
     """Multiply each float32 result by ``1 + u·√n·x``: x uniform in [-1, 1], u half a unit in the last place.
 
     n is the number of products that an element sums, and 1 for elementwise operators. √n·u is the size of the rounding
-    error of a sum of n terms if the errors of single additions are independent.
+    error of a sum of n terms if the errors of single additions are independent. Integers stay: positions and counts are
+    exact on every layout, and ``floor`` of a rounded one would be another position.
     """
 
     def __init__(self, seed: int) -> None:
@@ -53,4 +54,5 @@ class RandomRounding(TorchDispatchMode):
         if tensor.dtype == torch.float32 and tensor.numel() > 1:
             size = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
             noise = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float64)
-            tensor.copy_(tensor.double() * (1 + size * (2 * noise - 1)))
+            rounded = tensor.double() * (1 + size * (2 * noise - 1))
+            tensor.copy_(torch.where(tensor == tensor.round(), tensor, rounded))

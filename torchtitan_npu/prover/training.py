@@ -34,6 +34,8 @@ class Run:
     """By parameter: the norm of the gradient's difference from the reference, divided by the reference's norm."""
     biases: list[dict[str, list[float]]] = field(default_factory=list)
     """Expert biases after their update. The loads of the experts are integers, so they are equal, not close."""
+    longest_sum: int = 0
+    """The most terms that a product may add: the largest dimension of a parameter, or the tokens of a step."""
 
 
 def train_reference(path: str, masked_labels: bool, gradients: str, samples: int, first_seed: int) -> list[Run]:
@@ -62,6 +64,8 @@ def _train(path: str, masked_labels: bool, file: Path, rounding: Any) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         config.job.dump_folder = folder
         trainer = Trainer(config)
+        sizes = [size for part in trainer.model_parts for parameter in part.parameters() for size in parameter.shape]
+        run.longest_sum = max(*sizes, config.training.global_batch_size * config.training.seq_len)
 
         def log(step: int, loss: float, max_loss: float, norm: float, **kwargs: Any) -> None:
             run.losses.append(loss)

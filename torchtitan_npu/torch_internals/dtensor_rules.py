@@ -6,6 +6,7 @@ A rule of :func:`register_rule` sees *specs* in place of tensors: objects with `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy, RuntimeSchemaInfo, TupleStrategy
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
@@ -40,7 +41,8 @@ def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, i
 
     Every positional argument that is not a tensor, and the arguments named in ``keywords``, become part of the key
     under which DTensor caches its decision. With ``in_place``, the placement of the first argument cannot change.
-    Tensors are not redistributed into uneven shards: DTensor cannot flatten them, as the product after a norm does.
+    Tensors are not redistributed into uneven shards if another strategy avoids it: DTensor cannot flatten them, as the
+    product after a norm does.
     """
 
     def strategies(schema: OpSchema) -> OpStrategy:
@@ -52,7 +54,8 @@ def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, i
         mesh = schema.get_mesh_from_args()
         found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=outputs, inplace_op=in_place)
         given = [spec for value in (args, kwargs) for spec in tree_leaves(value) if isinstance(spec, DTensorSpec)]
-        found.strategies = [one for one in found.strategies if not _splits_unevenly(one.input_specs or given, given)]
+        even = [one for one in found.strategies if not _splits_unevenly(one.input_specs or given, given)]
+        found.strategies = even or found.strategies
         if outputs == 1 and schema.return_type_list_tensor_like():
             for choice in found.strategies:
                 choice.output_specs = (choice.output_specs,)  # type: ignore[assignment]
@@ -129,15 +132,15 @@ def count_tensors(value: Any) -> int:
 
 
 def _splits_unevenly(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
-    """Return whether a strategy changes the placements of a given tensor so that a dimension has unequal shards."""
+    """Return whether a strategy splits a dimension of a given tensor in another way, and unequally."""
     for spec, own in zip(specs, given, strict=True):
-        shards = [1] * own.ndim
-        for size, placement in zip(own.mesh.shape, spec.placements, strict=True):
-            if isinstance(placement, Shard):
-                shards[placement.dim] *= size
-        uneven = any(length % count for length, count in zip(own.shape, shards, strict=True))
-        if uneven and spec.placements != own.placements:
-            return True
+        for dim, length in enumerate(own.shape):
+            split, split_before = (
+                [i for i, placement in enumerate(placements) if placement.is_shard(dim)]
+                for placements in (spec.placements, own.placements)
+            )
+            if split != split_before and length % math.prod(own.mesh.shape[i] for i in split):
+                return True
     return False
 
 

@@ -1,26 +1,38 @@
 """Train a model on random layouts with random options, and compare losses and gradients with one rank.
 
     torchtitan-npu prove --config X.toml [--flavor debugmodel] [--draws 20] [--ranks 8] [--seed 0]
-    torchtitan-npu prove [--models llama3 deepseek_v3 ...] --draws 300 [--json results.json]
+    torchtitan-npu prove [--models llama3 deepseek_v3 ...] --draws 300 [--json results.json] [--parallel 4]
     torchtitan-npu prove ... --only 17
+    torchtitan-npu prove --json results.json --table
 
-A draw is a layout on up to --ranks gloo ranks on the CPU, with activation checkpointing, converters, compilation,
-gradient accumulation, a pipeline schedule, documents, masked labels and sizes. Pairs of values that no earlier draw had
-come first. Each draw trains three steps in float32. The loss and every gradient of each step may differ from one rank
-as much as rounding explains, which runs with random rounding measure. A draw that the checks before the start refuse
-counts as refused. One that differs or fails is shrunk to the simplest TOML file that still does.
+A draw is a layout on up to --ranks gloo ranks, with activation checkpointing, converters, compilation, gradient
+accumulation, a pipeline schedule, documents, masked labels and sizes. Pairs of values that no earlier draw had come
+first. Each draw trains three steps in float32 on the CPU, also on a machine with GPUs or NPUs. The loss and every
+gradient of each step may differ from one rank as much as rounding explains, which runs with random rounding measure.
+
+Each draw has a status:
+  equal     within the tolerance
+  refused   the checks before the job report an error
+  unstable  rounding alone changes the run on one rank too much for a comparison, with several seeds of the weights
+  differs   a loss, a gradient or an expert's bias differs, or a gradient is missing
+  fails     a rank raises or dies
+  timeout   a rank does not finish within 300 s
+
+One that differs or fails is shrunk to the simplest TOML file that does so in the same way.
 
 Without --config the models are tiny versions of this package's. With --json an interrupted run continues.
-Exit code 0: all equal. 1: some differ or fail. 2: invalid arguments or an invalid job.
+Exit code 0: some draws are equal, and none differs, fails or times out. 1: otherwise. 2: invalid arguments or job.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +60,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="write the TOML file of a fault as it was drawn")
     parser.add_argument("--json", type=Path, help="write the results; draws that the file has are not repeated")
     parser.add_argument(
+        "--table", action="store_true", help="with --json: print the tables of its results, run nothing"
+    )
+    parser.add_argument("--parallel", type=int, default=1, help="draws at the same time (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="start no draw after so many seconds; shrinking takes longer")
+    parser.add_argument(
         "--out", type=Path, default=Path("outputs/prove"), help="folder for TOML files of faults (default %(default)s)"
     )
     args = parser.parse_args(argv)
-    if args.draws < 1:
-        parser.error("--draws must be at least 1")
+    for name in ("draws", "parallel"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if args.table and not args.json:
+        parser.error("--table needs --json")
     if args.only is not None and args.only < 0:
         parser.error("--only must be at least 0")
     if args.config and args.models:
@@ -65,6 +85,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
     """Run the command. ``run_on_ranks`` replaces :func:`torchtitan_npu.prover.ranks.run_on_ranks`."""
     args = parse_args(argv)
+    platform.use_cpu()
     platform.prepare()
     logging.disable(logging.WARNING)  # TorchTitan logs the start of every job
     try:
@@ -80,85 +101,95 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:
     from torchtitan_npu.config.check_helpers import check_known
     from torchtitan_npu.prover import ranks
-    from torchtitan_npu.prover.coverage import coverage_table, pair_coverage
+    from torchtitan_npu.prover.coverage import summary
     from torchtitan_npu.prover.draws import Draws, describe, ranks_of
     from torchtitan_npu.prover.job import own_subject, tiny_subjects
     from torchtitan_npu.prover.proof import Prover
+    from torchtitan_npu.prover.results import Results, identity
     from torchtitan_npu.prover.tiny_models import TINY
 
+    if args.table:
+        results = Results.load(args.json)
+        print(summary(results.draws.values(), results.run["ranks"]))
+        return 0
     for name in args.models or ():
         check_known("--models", name, TINY)
     subjects = [own_subject(args.config, args.flavor)] if args.config else tiny_subjects(args.models or TINY)
-    draws = Draws([subject.model for subject in subjects], args.ranks, args.seed)
     prover = Prover(subjects, folder, run_on_ranks or ranks.run_on_ranks)
-    identity = {"config": args.config, "models": args.models, "ranks": args.ranks, "seed": args.seed}
-    results = load(args.json, identity)
+    results = Results(args.json, identity(args.config, args.flavor, args.models, args.ranks, args.seed))
     count = args.draws if args.only is None else args.only + 1
-    selected: list[tuple[Draw, Outcome]] = []
-    for number, draw in enumerate(islice(draws, count)):
-        if args.only not in (None, number):
-            continue
-        known = results.get(number)
-        outcome = known or prover.prove(draw)
-        selected.append((draw, outcome))
-        if known:
-            continue
-        text = describe(draw)
+    draws = dict(enumerate(islice(Draws([subject.model for subject in subjects], args.ranks, args.seed), count)))
+    if args.only is not None:
+        draws = {args.only: draws[args.only]}
+    for number, outcome in prove_all(args, prover, {n: draw for n, draw in draws.items() if n not in results.draws}):
+        draw = draws[number]
+        status: str = outcome.status
         if outcome.status == "equal":
             status = f"equal ({outcome.part_of_tolerance:.2f} of the tolerance), {outcome.seconds:.0f} s"
-        else:
-            status = outcome.status
-        print(f"draw {number}: {status}: {ranks_of(draw)} ranks, {text}", flush=True)
-        if outcome.reason:
-            print(f"  {outcome.reason}", flush=True)
+        text = f"draw {number}: {status}: {ranks_of(draw)} ranks, {describe(draw)}"
+        say(prover, f"{text}\n  {outcome.reason}" if outcome.reason else text)
         if outcome.is_fault:
             report_fault(args, prover, number, draw, outcome)
-        results[number] = outcome
-        save(args.json, identity, results)
+        results.add(number, draw, outcome)
+    selected = [results.draws[number] for number in draws if number in results.draws]
     if args.only is None:
-        ran, possible = pair_coverage(draws, selected)
-        print(f"\n{coverage_table(selected)}\n\n{ran} of {possible} pairs of values ran.")
-    counts = [f"{sum(o.status == s for _, o in selected)} {s}" for s in ("equal", "refused", "differs", "fails")]
-    print(f"{len(selected)} draws: {', '.join(counts)}")
+        print(f"\n{summary(selected, args.ranks)}")
+    if left := len(draws) - len(selected):
+        print(f"{left} draws are left: repeat the command" + ("" if args.json else " with --json"))
+    if not any(outcome.status == "equal" for _, outcome in selected):
+        print("torchtitan_npu: error: no draw was compared", file=sys.stderr)
+        return 1
     return int(any(outcome.is_fault for _, outcome in selected))
+
+
+def prove_all(args: argparse.Namespace, prover: Prover, draws: Mapping[int, Draw]) -> Iterator[tuple[int, Outcome]]:
+    """Yield the number and the outcome of each draw that starts within ``--seconds``, as they end."""
+    started = time.monotonic()
+
+    def prove(draw: Draw) -> Outcome | None:
+        late = args.seconds is not None and time.monotonic() - started > args.seconds
+        return None if late else prover.prove(draw)
+
+    pool = ThreadPoolExecutor(args.parallel)
+    try:
+        numbers = {pool.submit(prove, draw): number for number, draw in draws.items()}
+        for future in as_completed(numbers):
+            if (outcome := future.result()) is not None:
+                yield numbers[future], outcome
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Draw, outcome: Outcome) -> None:
     """Shrink a fault, and print and write its TOML file."""
-    from torchtitan_npu.prover.draws import describe, ranks_of, shrink
+    from torchtitan_npu.prover.draws import ATTEMPTS, describe, ranks_of, shrink
     from torchtitan_npu.prover.job import to_toml
 
     def still_fails(candidate: Draw) -> bool:
+        nonlocal outcome
         found = prover.prove(candidate)
-        print(f"  shrinking: {found.status}: {describe(candidate)}", flush=True)
-        return found.status == outcome.status
+        say(prover, f"  shrinking: {found.status}: {describe(candidate)}")
+        if same := (found.status, found.kind) == (outcome.status, outcome.kind):
+            outcome = found
+        return same
 
+    complete = True
     if not args.no_shrink:
-        draw = shrink(draw, prover.subjects[draw["model"]].model, still_fails)
+        draw, complete = shrink(draw, prover.subjects[draw["model"]].model, still_fails)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"draw{number}.toml"
     lines = [f"# {describe(draw)}: {outcome.status}"]
+    if not complete:
+        lines.append(f"# shrinking stopped after {ATTEMPTS} draws: a simpler job may fail in the same way")
     if draw["masked labels"]:
         lines.append("# the labels at the start of each row are masked, see with_masked_labels in prover/training.py")
     lines.append(f"# torchrun --nproc_per_node={ranks_of(draw)} -m torchtitan_npu.train --job.config_file {path}")
-    text = "\n".join(lines) + "\n\n" + to_toml(prover.table(draw))
+    text = "\n".join(lines) + "\n\n" + to_toml(prover.table(draw, outcome.seed))
     path.write_text(text)
-    print(f"  written to {path}:\n\n{text}", flush=True)
+    say(prover, f"  written to {path}:\n\n{text}")
 
 
-def load(path: Path | None, identity: dict[str, object]) -> dict[int, Outcome]:
-    """Return the results in ``path`` by number of the draw, if there is a file."""
-    from torchtitan_npu.prover.proof import Outcome
-
-    if path is None or not path.exists():
-        return {}
-    stored = json.loads(path.read_text())
-    if stored["run"] != identity:
-        raise UsageError(f"--json {path}: has the results of another run: {stored['run']}")
-    return {int(number): Outcome(**values) for number, values in stored["draws"].items()}
-
-
-def save(path: Path | None, identity: dict[str, object], results: dict[int, Outcome]) -> None:
-    if path is not None:
-        draws = {number: vars(outcome) for number, outcome in results.items()}
-        path.write_text(json.dumps({"run": identity, "draws": draws}, indent=1) + "\n")
+def say(prover: Prover, text: str) -> None:
+    """Print while other draws run: their parser redirects the standard output of the process."""
+    with prover.lock:
+        print(text, flush=True)
