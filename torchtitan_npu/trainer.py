@@ -160,6 +160,13 @@ class Trainer(TitanTrainer):
         self.checked_steps.check(norm)
         return norm
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"nonfinite_steps": self.checked_steps.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.checked_steps.skipped = state_dict.get("nonfinite_steps", 0)
+
     def parts_by_stage(self) -> dict[int, torch.nn.Module]:
         """Return this rank's parts of the model, by pipeline stage."""
         return stage_modules(self.pp_schedule) if self.parallel_dims.pp_enabled else dict(enumerate(self.model_parts))

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from tests._helpers.layouts import job_config
 from tests._helpers.multirank import run_on_ranks
+from tests._helpers.swapping_jobs import swapping_config
 from tests._helpers.training import recording, state, train_until
 from torchtitan_npu.components.nonfinite.first_module import ModuleWatch, plain_name
+from torchtitan_npu.components.nonfinite.kept_step import KeptStep
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 
 NAN = float("nan")
@@ -82,6 +84,7 @@ def test_a_recomputation_is_no_forward_pass() -> None:
 
 
 MODULE = "layers.2.feed_forward.w2"
+MODULES = {"llama3": MODULE, "deepseek_v3": "layers.1.attention.wo"}
 
 
 def plant(trainer: Any, fault: str, steps: set[int], module: str = MODULE) -> None:
@@ -109,11 +112,13 @@ def stop_in_step_3(folder: Path, layout: dict[str, int], fault: str, options: di
 
     saved = {"checkpoint.enable": True, "checkpoint.interval": 2, "checkpoint.async_mode": "async"}
     saved |= {"job.dump_folder": str(folder), "training.steps": 6}
-    with recording(job_config("llama3", layout, saved | options)) as (trainer, _):
+    model = "deepseek_v3" if "ep" in layout else "llama3"
+    config = swapping_config if "optimizer.swap" in options else job_config
+    with recording(config(model, layout, saved | options)) as (trainer, _):
         train_until(trainer, 2)
         before = state(trainer.model_parts)
         # hooks inside a compiled block are not called
-        plant(trainer, fault, {3}, "layers.2" if trainer.job_config.compile.enable else MODULE)
+        plant(trainer, fault, {3}, "layers.2" if trainer.job_config.compile.enable else MODULES[model])
         with pytest.raises(NonfiniteStop) as stop:
             train_until(trainer, 5)
         assert stop.value.code == 3 and trainer.step == 3
@@ -127,6 +132,7 @@ LAYOUTS = [
     ({"shard": 2}, "forward", {"activation_checkpoint.mode": "full"}, OUTPUT),
     ({"tp": 2}, "backward", {"activation_checkpoint.mode": "selective"}, GRADIENT),
     ({"pp": 2}, "forward", {}, OUTPUT),
+    ({"cp": 2}, "forward", {}, OUTPUT),
     ({"replicate": 2}, "once", {}, "The same step, when it runs again, is finite: the fault does not repeat."),
     pytest.param(
         {"shard": 2},
@@ -135,10 +141,15 @@ LAYOUTS = [
         "First, when the step runs again, with compiled regions in eager mode: the output of layers.2, on rank 1",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        {"shard": 2, "ep": 2}, "forward", {}, OUTPUT.replace(MODULE, MODULES["deepseek_v3"]), marks=pytest.mark.slow
+    ),
+    pytest.param({"shard": 2}, "backward", {"optimizer.swap": True}, GRADIENT, marks=pytest.mark.slow),
 ]
+IDS = ["FSDP", "TP", "PP", "CP", "DDP", "compiled", "EP", "swap"]
 
 
-@pytest.mark.parametrize(("layout", "fault", "options", "where"), LAYOUTS, ids=["FSDP", "TP", "PP", "DDP", "compiled"])
+@pytest.mark.parametrize(("layout", "fault", "options", "where"), LAYOUTS, ids=IDS)
 def test_a_job_stops_on_every_rank_and_names_the_first_module(
     layout: dict[str, int], fault: str, options: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
@@ -158,13 +169,45 @@ def test_a_job_stops_on_every_rank_and_names_the_first_module(
         assert sum(map(len, labels)) * (2 if "shard" in layout or "replicate" in layout else 1) == 8
         assert step["tokens"] == 8 * 64 and set(step["random_states"]) == {"cpu"}
     if layout == {"shard": 2}:  # starting again from the checkpoint reproduces it
-        saved = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "nonfinite/step-3").iterdir())]
+        files = [tmp_path / f"nonfinite/step-3/rank-{rank}.pt" for rank in (0, 1)]
+        saved = [torch.load(path, weights_only=True) for path in files]
         assert run_on_ranks(2, stop_in_step_3, tmp_path, layout, fault, options)[0][0] == report
-        for before, path in zip(saved, sorted((tmp_path / "nonfinite/step-3").iterdir()), strict=True):
+        for before, path in zip(saved, files, strict=True):
             after = torch.load(path, weights_only=True)
             for old, new in zip(before["microbatches"], after["microbatches"], strict=True):
                 assert torch.equal(old["inputs"]["input"], new["inputs"]["input"])
                 assert torch.equal(old["labels"], new["labels"])
+
+
+def stop_with_an_infinite_weight(folder: Path) -> str:
+    """Return the report. No checkpoint has the weight that is not finite."""
+    from torchtitan_npu.components.nonfinite.checked_steps import NonfiniteStop
+
+    options = {"checkpoint.enable": True, "checkpoint.interval": 2, "job.dump_folder": str(folder)}
+    with recording(job_config("llama3", {"shard": 2}, options | {"training.steps": 6})) as (trainer, _):
+        train_until(trainer, 2)
+        weight = trainer.model_parts[0].get_parameter(f"{MODULE}.weight")
+        if os.environ["RANK"] == "1":
+            weight.detach().to_local().fill_(float("inf"))
+        with pytest.raises(NonfiniteStop) as stop:
+            train_until(trainer, 3)
+    return stop.value.report
+
+
+def run_saved_step(folder: Path, saved: Path) -> Any:
+    """Return the finding of this rank in a new job with the weights, batch and random states of the step."""
+    options = {"checkpoint.enable": True, "checkpoint.initial_load_path": str(saved / "weights")}
+    with recording(job_config("llama3", {"shard": 2}, options | {"job.dump_folder": str(folder)})) as (trainer, _):
+        trainer.checked_steps.kept = KeptStep.load(saved / f"rank-{os.environ['RANK']}.pt")
+        return trainer.checked_steps.run_again()
+
+
+def test_the_saved_files_reproduce_the_step(tmp_path: Path) -> None:
+    report, _ = run_on_ranks(2, stop_with_an_infinite_weight, tmp_path / "job")
+    saved = tmp_path / "job/nonfinite/step-3"
+    assert f"The weights, and the batch and random states of each rank, are in {saved}." in report
+    findings = run_on_ranks(2, run_saved_step, tmp_path / "again", saved)
+    assert report.endswith(f"First, when the step runs again: {min(findings)}") and MODULE in report
 
 
 def skip_until_two_in_a_row(folder: Path) -> tuple[list[float], list[int], float, str]:
@@ -192,6 +235,15 @@ def skip_until_two_in_a_row(folder: Path) -> tuple[list[float], list[int], float
     return record.metrics["nonfinite_steps"], changed, rate, stop.value.report
 
 
+def skip_after_a_restart(folder: Path) -> list[float]:
+    options = {"training.skip_nonfinite_steps": True, "training.max_nonfinite_steps": 2, "training.steps": 10}
+    options |= {"checkpoint.enable": True, "job.dump_folder": str(folder)}
+    with recording(job_config("deepseek_v3", {"shard": 2}, options)) as (trainer, record):
+        plant(trainer, "backward", {5}, "layers.1.attention.wo")
+        train_until(trainer, 5)
+    return record.metrics["nonfinite_steps"]
+
+
 def test_skipped_steps_are_counted_and_leave_no_trace(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, skip_until_two_in_a_row, tmp_path)
     metric, changed, rate, report = first
@@ -200,3 +252,4 @@ def test_skipped_steps_are_counted_and_leave_no_trace(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoint"
     assert f"The last checkpoint before step 4 is {checkpoints / 'step-3'}:" in report  # the first of two in a row
     assert {path.parent.name for path in checkpoints.glob("*/keep")} == {"step-1", "step-3"}
+    assert run_on_ranks(2, skip_after_a_restart, tmp_path) == [[3], [3]]  # step 4 and its count are in a checkpoint

@@ -12,18 +12,20 @@ import time
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchtitan.distributed.utils import set_pg_timeouts
 
 from tests._helpers.killed_saves import kill_ranks, kill_saves
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest
-from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem
+from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem, Publication
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError
@@ -91,26 +93,38 @@ def test_only_folders_of_earlier_jobs_are_removed(job_folder: Path) -> None:
 
 def resume_with_slow_files(folder: Path) -> int:
     """Save and resume where one rank works on files for longer than the time-out of the default group."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo")
+    # only the default group: whatever does not wait in it has no limit that a slow machine could reach
+    set_pg_timeouts(timedelta(milliseconds=50), SimpleNamespace(get_all_one_dimensional_meshes=dict))
 
     def slow(function: Any, rank: int) -> Any:
         def call(*args: Any) -> Any:
             if dist.get_rank() == rank:
-                time.sleep(4)
+                time.sleep(0.5)
             return function(*args)
 
         return call
 
     checkpoint_manager.recover = slow(checkpoint_manager.recover, rank=0)  # type: ignore[assignment]
     Manifest.check_files = slow(Manifest.check_files, rank=1)  # type: ignore[method-assign]
-    SmallJob(folder).train(stop=1)
+    Publication.publish = slow(Publication.publish, rank=0)  # type: ignore[method-assign]
+    SmallJob(folder, checkpoint__async_mode="async").train(stop=1)
     step = SmallJob(folder, checkpoint__load_only=True).resume().step
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:  # the time-out works
+        with pytest.raises(RuntimeError):
+            dist.barrier()
     return step
 
 
 def test_ranks_wait_for_long_work_on_files(tmp_path: Path) -> None:
     assert run_on_ranks(2, resume_with_slow_files, tmp_path, process_group=False, new_processes=True) == [1, 1]
+
+
+def test_a_checkpoint_without_the_count_of_skipped_steps_is_loaded(job_folder: Path) -> None:
+    """TorchTitan's own have none."""
+    job = SmallJob(job_folder)
+    job.state_dict = lambda: {"step": 0, "ntokens_seen": 0, "nonfinite_steps": 0}  # type: ignore[method-assign]
+    assert job.resume().step == 6
 
 
 def test_a_resumed_job_continues_exactly(job_folder: Path, tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ class CheckpointManager(TitanCheckpointManager):
         """Where ranks wait for each other's work on files."""
         if self.enable and dist.is_initialized():
             self.group = new_file_group()
+            if hasattr(self, "pg"):  # of asynchronous saves, with the default time-out of half an hour
+                self.pg = new_file_group()
         if self.enable and not self.load_only:
             self.lock = WriterLock(Path(self.folder))
             note, self.lock.token = on_first_rank(self._take_folder, self.group)

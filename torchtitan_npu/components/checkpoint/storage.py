@@ -162,8 +162,18 @@ class CheckpointReader(FileSystemReader):
         return super().read_data(plan, planner)
 
 
+OPTIONAL = {"train_state.nonfinite_steps"}
+"""Entries that checkpoints of TorchTitan itself do not have. The job keeps its own value."""
+
+
 class PlainDataPlanner(DefaultLoadPlanner):
     """Load objects that are not tensors only if they are plain data. DCP's planner would unpickle anything."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        for name in OPTIONAL - metadata.state_dict_metadata.keys():
+            self.state_dict.pop(name, None)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         name = read_item.dest_index.fqn

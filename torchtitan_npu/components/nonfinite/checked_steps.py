@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpoint import MODEL
 
 from torchtitan_npu.components.expert_balance import reset_token_counts
 from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
@@ -22,7 +26,9 @@ from torchtitan_npu.errors import EXIT_NONFINITE, UsageError
 from torchtitan_npu.log import log_on_first_rank
 
 FOLDER = "nonfinite"
-"""Folder in the dump folder for the batches and random states of such steps."""
+"""Folder in the dump folder for the weights, batches and random states of such steps."""
+WEIGHTS = "weights"
+"""Folder of a step with its weights: a checkpoint of the model only."""
 
 
 class NonfiniteStep(Exception):
@@ -49,7 +55,7 @@ class CheckedSteps:
         self.kept = KeptStep()
         self.in_a_row = 0
         self.skipped = 0
-        """Skipped steps since the start of this process."""
+        """Skipped steps since the start of training. Checkpoints have it."""
 
     def start(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Start a step, and return ``batches``, of which it keeps those that are read."""
@@ -122,7 +128,7 @@ class CheckedSteps:
 
     def _first_module(self, group: dist.ProcessGroup | None) -> str:
         eager = ", with compiled regions in eager mode" if self.trainer.job_config.compile.enable else ""
-        findings: list[Finding] = list(filter(None, gather(self._run_again(), group)))
+        findings: list[Finding] = list(filter(None, gather(self.run_again(), group)))
         if findings:
             return f"First, when the step runs again{eager}: {min(findings)}"
         return (
@@ -130,8 +136,8 @@ class CheckedSteps:
             "kernels whose results vary."
         )
 
-    def _run_again(self) -> Finding | None:
-        """Run the forward and backward passes of this step again, and return the first finding of this rank."""
+    def run_again(self) -> Finding | None:
+        """Run the forward and backward passes of the kept step again, and return the first finding of this rank."""
         trainer, kept = self.trainer, self.kept
         parts: dict[int, nn.Module] = trainer.parts_by_stage()
         watch = ModuleWatch(dist.get_rank())
@@ -163,9 +169,13 @@ class CheckedSteps:
         return f"The last checkpoint before step {step} is {path}: checkpoint.load_step = {number} loads it."
 
     def _save(self, group: dist.ProcessGroup | None) -> str:
+        """Save the weights of this step, which no checkpoint may have, and the batch and random states of each rank."""
         trainer, rank = self.trainer, dist.get_rank()
         folder = Path(trainer.job_config.job.dump_folder) / FOLDER / f"step-{trainer.step}"
         details = {"step": trainer.step, "rank": rank, "world_size": dist.get_world_size()}
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a job that stopped in the same step
+        gather(None, group)
         problem = ""
         try:
             self.kept.save(folder / f"rank-{rank}.pt", details)
@@ -174,7 +184,13 @@ class CheckedSteps:
         problems = list(filter(None, gather(problem, group)))
         if problems:
             return f"The batch could not be saved: {problems[0]}"
-        return f"The batch and random states of each rank are in {folder}."
+        weights = trainer.checkpointer.states[MODEL].state_dict()
+        try:
+            dcp.save(weights, checkpoint_id=folder / WEIGHTS, process_group=group)
+        except CheckpointException as error:  # the same on all ranks
+            failed, (cause, _) = next(iter(error.failures.items()))
+            return f"The batch is in {folder}; the weights could not be saved: rank {failed}: {cause}"
+        return f"The weights, and the batch and random states of each rank, are in {folder}."
 
 
 def _eager_mode(compiles: bool) -> AbstractContextManager[Any]:

@@ -57,3 +57,10 @@ class KeptStep:
         torch.save(contents, buffer)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> KeptStep:
+        """Return the step that :meth:`save` has written."""
+        contents = torch.load(path, weights_only=True)
+        batches = [(batch["inputs"], batch["labels"]) for batch in contents["microbatches"]]
+        return cls(contents["random_states"], batches, contents["tokens"])
