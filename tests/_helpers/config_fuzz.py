@@ -63,8 +63,9 @@ INSIDE: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from(["moe.router.gate", "attention.wq", "attention", "w1", "nothing"]), max_size=2
     ),
     "checkpoint.folder": FOLDERS,
-    "checkpoint.initial_load_path": FILES,
+    "checkpoint.initial_load_path": FILES | st.just(""),
     "comm.hccl_buffers": st.lists(st.sampled_from(["ep=64", "tp", "x=1", "ep=0", "fsdp=99999999999"]), max_size=2),
+    "comm.save_traces_folder": FOLDERS,
     "comm.save_traces_file_prefix": st.sampled_from(["rank_", "r", "."]),
     "comm.trace_buf_size": st.integers(0, 3000),
     "compile.backend": st.sampled_from(["inductor", "eager", "no_such"]),
@@ -90,6 +91,7 @@ INSIDE: dict[str, st.SearchStrategy[Any]] = {
     "mtp.layers": st.integers(0, 2) | st.just(1000),
     "npu.context_parallel": st.sampled_from(["", "json:loads", "no.such:Class", "x"]),
     "npu.graph_passes": st.lists(st.sampled_from(["no_ops", "async_tp", "nothing"]), max_size=2),
+    "optimizer.name": st.sampled_from(["Adam", "AdamW", "no_such"]),
     "optimizer.swap_slice_mib": st.integers(1, 64),
     "parallelism.module_fqns_per_model_part": st.lists(MODEL_PARTS, max_size=3),
     "parallelism.pipeline_parallel_schedule": st.sampled_from(["1F1B", "GPipe", "no_such"]),
@@ -243,7 +245,7 @@ def outside(key: str, kind: Any, allowed: Any) -> st.SearchStrategy[Any]:
     texts = ["two\nlines", "nul\0", "\x1b[31m", 3]
     if allowed is MODULE:
         texts += ["a..b", ".a", "1a", "a b", "a/b"]
-    elif allowed is not LINE:
+    elif allowed is not LINE and not getattr(allowed, "or_empty", False):
         texts += [""]
     return st.sampled_from(texts) | wrong_type
 

@@ -235,7 +235,7 @@ def test_a_usage_error_is_recorded_without_a_stack(start: Start, capsys: pytest.
     start(store, 0, 2).report(UsageError("some.key: wrong"))
     assert RankFailure.from_json(store.get("failure")).what.endswith("UsageError: some.key: wrong")
     errors = capsys.readouterr().err
-    assert "torchtitan_npu: error: some.key: wrong\n" in errors and "Traceback" not in errors
+    assert "torchtitan_npu: error: rank 0: some.key: wrong\n" in errors and "Traceback" not in errors
 
 
 def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,6 +319,7 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         ({"fault_tolerance__enable": True}, 1, "fault_tolerance.enable must be false"),
         ({"memory_estimation__enable": True}, 1, "memory_estimation.enable must be false; torchtitan-npu plan"),
         ({"lr_scheduler__total_steps": 5, "training__steps": 9}, 1, "it must be at least training.steps, 9"),
+        ({"lr_scheduler__total_steps": 5, "lr_scheduler__decay_type": "cosine"}, 1, "would rise again"),
         ({"activation_checkpoint__mode": "memory_budget"}, 1, 'mode = "memory_budget" needs compile.enable = true'),
         (
             {

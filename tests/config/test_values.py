@@ -6,11 +6,14 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 from tests._helpers import layouts
 from tests._helpers.config_fuzz import keys, run_cases
@@ -82,6 +85,8 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match=r"job\.dump_folder .* with names of at most 255"):
         check_job(job(job__dump_folder="x" * 300), 1)
     check_start(check_job(job(job__dump_folder="new", job__save_config_file="sub/job.json"), 1))
+    traces = {"job__dump_folder": ".", "comm__trace_buf_size": 1, "comm__save_traces_folder": "file"}
+    assert error_at_start(**traces) == "comm.save_traces_folder 'file': 'file' is a file, not a folder"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     assert error_at_start(job__dump_folder="new").endswith("is not writable")
     assert sorted(os.listdir()) == ["file", "loop"]
@@ -104,13 +109,35 @@ def test_the_saved_configuration_stays_in_the_dump_folder(tmp_path: Path) -> Non
     check_job(job(job__dump_folder=str(dump), job__save_config_file="sub/job.json"), 1)
 
 
+def test_an_empty_initial_load_path_is_none() -> None:
+    check_job(job(checkpoint__initial_load_path=""), 1)
+
+
+def test_the_optimizers_of_a_model_may_have_other_names() -> None:
+    spec = get_train_spec("llama3")
+    register_train_spec("llama3_muon", replace(spec, build_optimizers_fn=lambda *args: None))
+    check_job(job(model__name="llama3_muon", optimizer__name="Muon"), 1)
+    with pytest.raises(UsageError, match=r"optimizer\.name 'Muon' is not known"):
+        check_job(job(optimizer__name="Muon"), 1)
+
+
+def test_a_users_converter_is_built_by_the_job_only() -> None:
+    class Refusing:
+        def __init__(self, *args: Any) -> None:
+            raise AssertionError("built")
+
+    register_model_converter(Refusing, "refusing")  # type: ignore[arg-type]
+    check_job(job(model__converters=["refusing"]), 1)
+
+
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     layouts.add_flavor("llama3", "few_words", {"vocab_size": 100})
     assets = "torchtitan_npu/assets/tokenizer"
     error = error_at_start(model__flavor="few_words", model__hf_assets_path=assets)
     assert re.search(r"the tokenizer has \d+ tokens, and vocab_size of model.flavor 'few_words' is 100", error)
     check_start(check_job(job(model__hf_assets_path=assets), 1))
-    for content in ('{"version": ', json.dumps({"version": "1.0"})):
+    unknown = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}}
+    for content in ('{"version": ', json.dumps({"version": "1.0"}), json.dumps(unknown)):
         (tmp_path / "tokenizer.json").write_text(content)
         error = error_at_start(model__hf_assets_path=str(tmp_path))
         assert "model.hf_assets_path" in error and "the tokenizer cannot be loaded: " in error

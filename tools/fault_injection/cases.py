@@ -247,9 +247,9 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
             if set(codes) == {3} and all(text in ranks.log(0) for text in (step, first, before)):
                 return "the report names step, weight and checkpoint (3)"
         case _:  # full disk
-            refused = f"error: {ranks.folder.parent}/job/checkpoint"
+            refused = re.search(rf"error: (rank \d+: )?{re.escape(str(ranks.folder.parent))}/job/checkpoint", logs)
             full = "No space left" in logs or "File too large" in logs
-            if codes[0] == 2 and set(codes) <= {2, -15} and refused in logs and full:
+            if codes[0] == 2 and set(codes) <= {2, -15} and refused and full:
                 return "one line names the file (2)"
             if finished and case.is_last:
                 return "finished: nothing was left to write"

@@ -89,10 +89,14 @@ class Text:
 class FilePath:
     """A path that the file system can hold. Each section checks whether it exists or can be written."""
 
+    or_empty: bool = False
+
     def __str__(self) -> str:
-        return "a path"
+        return "a path, or empty" if self.or_empty else "a path"
 
     def check(self, key: str, value: Any) -> None:
+        if self.or_empty and not value:
+            return
         NAME.check(key, value)
         longest = max(map(len, os.fsencode(value).split(b"/")))
         if longest > NAME_BYTES or len(os.fsencode(value)) > PATH_BYTES:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
-from torchtitan_npu.config.allowed import PATH, Allowed, ListOf, Number, OneOf
+from torchtitan_npu.config.allowed import PATH, Allowed, FilePath, ListOf, Number, OneOf
 from torchtitan_npu.config.check_helpers import check_not_on_cpu
 from torchtitan_npu.errors import UsageError
 
@@ -17,7 +17,7 @@ STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 ALLOWED: dict[str, Allowed] = {
     "folder": PATH,
     "interval": Number(1),
-    "initial_load_path": PATH,
+    "initial_load_path": FilePath(or_empty=True),
     "keep_latest_k": Number(2, also=(0,)),
     "load_step": Number(0, also=(-1,)),
     "exclude_from_loading": ListOf(OneOf(STATES)),

@@ -42,6 +42,10 @@ def check_folders(job: JobContext) -> None:
         "profiling.save_traces_folder": (
             config.profiling.save_traces_folder if config.profiling.enable_profiling else None
         ),
+        "profiling.save_memory_snapshot_folder": (
+            config.profiling.save_memory_snapshot_folder if config.profiling.enable_memory_snapshot else None
+        ),
+        "comm.save_traces_folder": config.comm.save_traces_folder if config.comm.trace_buf_size > 0 else None,
     }
     for key, part in parts.items():
         if part is not None:

@@ -19,10 +19,11 @@ ALLOWED: dict[str, Allowed] = {
 
 
 def check_lr_scheduler(job: JobContext) -> None:
-    """Raise if the schedule ends before the job: TorchTitan's learning rate would then become negative."""
+    """Raise if the schedule ends before the job: TorchTitan's learning rate would then be negative, or rise again."""
     total, steps = job.config.lr_scheduler.total_steps, job.config.training.steps
+    after = "rise again" if job.config.lr_scheduler.decay_type == "cosine" else "be negative"
     if total is not None and total < steps:
         raise UsageError(
             f"lr_scheduler.total_steps is {total}; it must be at least training.steps, {steps}: after its last step "
-            "the learning rate would be negative"
+            f"the learning rate would {after}"
         )

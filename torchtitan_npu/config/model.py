@@ -66,8 +66,9 @@ def check_tokenizer(job: JobContext) -> None:
     try:
         tokenizer = job.tokenizer
     except Exception as error:
+        # for damage that only it can see, such as merges of unknown tokens, the library tokenizers raises Exception
         if type(error) is not Exception and not isinstance(error, (OSError, ValueError, TypeError, LookupError)):
-            raise  # for a damaged file, the library tokenizers raises Exception itself
+            raise
         raise UsageError(f"model.hf_assets_path {path}: the tokenizer cannot be loaded: {error}") from error
     size = getattr(job.model_args, "vocab_size", None)
     if tokenizer is not None and size is not None and (tokens := tokenizer.get_vocab_size()) > size:
@@ -78,7 +79,7 @@ def check_tokenizer(job: JobContext) -> None:
 
 
 def check_converters(job: JobContext) -> None:
-    """Let each converter check the job. TorchTitan's check it when they are built."""
+    """Let each converter check the job. TorchTitan's check it when they are built; only the job builds a user's."""
     for converter in job.converters:
         converter.check_job()
     if platform.job_backend() == platform.backend():  # they ask this machine for its devices

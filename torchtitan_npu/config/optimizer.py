@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Optimizer as TitanOptimizer
 
-from torchtitan_npu.config.allowed import Allowed, Number, OneOf
-from torchtitan_npu.config.check_helpers import check_adapted
+from torchtitan_npu.config.allowed import PRINTABLE, Allowed, Number, Text
+from torchtitan_npu.config.check_helpers import check_adapted, check_known
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
 
 ALLOWED: dict[str, Allowed] = {
-    "name": OneOf(("Adam", "AdamW")),
+    "name": Text('`"Adam"` or `"AdamW"`, unless the model builds its own optimizers', rf"{PRINTABLE}+"),
     "lr": Number(0, 100),
     "beta1": Number(0, 1, below=True),
     "beta2": Number(0, 1, below=True),
@@ -50,6 +50,8 @@ class Optimizer(TitanOptimizer):
 
 def check_optimizer(job: "JobContext") -> None:
     config, optimizer = job.config, job.config.optimizer
+    if job.has_titan_optimizers:
+        check_known("optimizer.name", optimizer.name, ("Adam", "AdamW"))
     if not optimizer.swap:
         return
     excluded = {

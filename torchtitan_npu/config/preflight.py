@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
@@ -50,7 +51,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
-from torchtitan_npu.upstream.registries import build_converter, known_converters, known_models
+from torchtitan_npu.upstream.registries import build_converter, is_of_torchtitan, known_converters, known_models
 from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, can_swap
 from torchtitan_npu.upstream.tied_weights import ties_weights
 
@@ -135,6 +136,13 @@ class JobContext:
         return not isinstance(build, SwappableOptimizers) or can_swap(build.build_optimizers)
 
     @property
+    def has_titan_optimizers(self) -> bool:
+        """False if the model builds its optimizers itself, and may know other names of them."""
+        build = self.train_spec.build_optimizers_fn
+        build = build.build_optimizers if isinstance(build, SwappableOptimizers) else build
+        return build.__module__ == build_optimizers.__module__
+
+    @property
     def unshardable_matmuls(self) -> list[OpOverload]:
         """The matrix products for which torch prefers its own strategy to this package's."""
         return [op for op in matmul_sharding.OPS if has_single_dim_strategy(op)]
@@ -195,8 +203,8 @@ class JobContext:
 
     @property
     def titan_converter_names(self) -> list[str]:
-        """TorchTitan's converters, and a user's, among those that the job lists."""
-        return [name for name in self.config.model.converters if name not in CONVERTERS]
+        """TorchTitan's converters among those that the job lists."""
+        return [name for name in self.config.model.converters if is_of_torchtitan(name)]
 
     def build_converter(self, name: str) -> object:
         return build_converter(name, self.config, self.dims)

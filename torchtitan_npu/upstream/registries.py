@@ -32,6 +32,11 @@ def known_converters() -> list[str]:
     return sorted(_registry_model_converter_cls)
 
 
+def is_of_torchtitan(name: str) -> bool:
+    """Return whether ``name`` is one of TorchTitan's own converters."""
+    return _registry_model_converter_cls[name].__module__.startswith("torchtitan.")
+
+
 def build_converter(name: str, job_config: Any, dims: Any) -> ModelConverter:
     """Return the converter that a job names in ``model.converters``."""
     return _registry_model_converter_cls[name](job_config, dims)

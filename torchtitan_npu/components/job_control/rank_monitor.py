@@ -34,7 +34,7 @@ from torchtitan_npu.components.job_control.heartbeat import Heartbeat, StallTime
 from torchtitan_npu.components.job_control.progress import PHASES, Progress
 from torchtitan_npu.components.job_control.rank_process import STOPPED_STATES, RankProcess
 from torchtitan_npu.components.job_control.stop_signals import StopSignals
-from torchtitan_npu.errors import EXIT_FAILED, EXIT_USAGE, UsageError
+from torchtitan_npu.errors import ERROR_PREFIX, EXIT_FAILED, EXIT_USAGE, UsageError
 
 INTERVAL_S = 1.0
 """Seconds between heartbeats."""
@@ -105,7 +105,7 @@ class RankMonitor:
         """Record ``error``, which ends this rank. Print it, or the failure of another rank that caused it."""
         self._reporting.set()
         is_usage = isinstance(error, UsageError)  # its message says what to change: no stack
-        shown = f"torchtitan_npu: error: {error}\n" if is_usage else traceback.format_exc()
+        shown = f"{ERROR_PREFIX}rank {self._rank}: {error}\n" if is_usage else traceback.format_exc()
         first = self._record(self._cause(error))
         self._kill_if_hanging(first)
         if first.rank == self._rank:
