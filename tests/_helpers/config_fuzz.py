@@ -2,7 +2,7 @@
 
 Property: an accepted job trains two steps with a finite loss; a refused one prints one line, exits with 2 and writes no
 file; a value outside of what its key allows is refused by a line that names the key. ``tools/fuzz_config.py`` runs
-thousands of cases, ``tests/config/test_fuzz.py`` a hundred.
+thousands of cases, ``tests/config/test_values.py`` a hundred.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from typing import Any, Literal, get_args, get_origin
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 PREFIX = "torchtitan_npu: error: "
 BASE = {
     "model.name": "llama3",
@@ -130,26 +132,43 @@ class Case:
         return f"{where}: {', '.join(f'{key} = {value!r:.200}' for key, value in self.changes.items())}"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a case, for the JSON file of a campaign."""
+
+    number: int
+    case: str
+    keys: list[str]
+    accepted: bool
+    fault: str
+    """How the result breaks the property, or an empty string."""
+
+
 @dataclass
 class Figures:
     """Count the outcomes of the cases that ran."""
 
-    cases: int = 0
-    accepted: int = 0
-    refused: int = 0
-    keys: set[str] = field(default_factory=set)
-    faults: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
 
-    def add(self, case: Case, result: Result) -> None:
-        self.cases += 1
-        self.keys |= case.changes.keys()
-        fault = fault_of(case, result)
-        if fault:
-            self.faults.append(f"{case}\n  {fault}")
-        elif result.code == 0:
-            self.accepted += 1
-        else:
-            self.refused += 1
+    @property
+    def cases(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def accepted(self) -> int:
+        return sum(outcome.accepted and not outcome.fault for outcome in self.outcomes)
+
+    @property
+    def refused(self) -> int:
+        return sum(not outcome.accepted and not outcome.fault for outcome in self.outcomes)
+
+    @property
+    def keys(self) -> set[str]:
+        return {key for outcome in self.outcomes for key in outcome.keys}
+
+    @property
+    def faults(self) -> list[str]:
+        return [f"{outcome.case}\n  {outcome.fault}" for outcome in self.outcomes if outcome.fault]
 
     def __str__(self) -> str:
         return (
@@ -250,12 +269,18 @@ def outside(key: str, kind: Any, allowed: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(texts) | wrong_type
 
 
+@cache
 def keys() -> dict[str, tuple[Any, Any]]:
     """Return the type and the allowed values of every key, from the dataclasses themselves."""
     from torchtitan_npu.config.job_config import JobConfig
     from torchtitan_npu.config.value_table import TABLE, config_keys
 
     return {key: (kind, TABLE.get(key)) for key, kind, _ in config_keys(JobConfig()) if key not in HARNESS}
+
+
+@cache
+def values(key: str, is_outside: bool) -> st.SearchStrategy[Any]:
+    return (outside if is_outside else inside)(key, *keys()[key])
 
 
 @st.composite
@@ -266,9 +291,8 @@ def cases(draw: Any) -> Case:
     changes: dict[str, Any] = {}
     wrong = set()
     for key in drawn:
-        kind, allowed = known[key]
         is_outside = draw(st.sampled_from([False, False, True]))
-        changes[key] = draw((outside if is_outside else inside)(key, kind, allowed))
+        changes[key] = draw(values(key, is_outside))
         wrong |= {key} if is_outside else set()
     # on the command line, every value of a text key is text
     plain = all(
@@ -279,35 +303,45 @@ def cases(draw: Any) -> Case:
     return Case(changes, frozenset(wrong), plain and draw(st.booleans()))
 
 
-def run_cases(count: int, number: int, report: Any = None, seconds: float = math.inf) -> Figures:
-    """Run ``count`` cases from the seed ``number``, or as many as start within ``seconds``."""
-    figures = Figures()
-    deadline = time.monotonic() + seconds
-    seen: set[str] = set()
+def draw_cases(count: int, number: int) -> list[Case]:
+    """Return ``count`` cases of the seed ``number``. Another count has other cases."""
+    drawn: dict[str, Case] = {}
 
     @seed(number)
     @settings(
-        max_examples=2 * count,
+        max_examples=2 * count,  # hypothesis varies what it has drawn, and repeats itself
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(cases())
-    def run(case: Case) -> None:
-        if (
-            str(case) in seen or len(seen) == count or time.monotonic() > deadline
-        ):  # hypothesis varies what it has drawn, and repeats itself
-            return
-        seen.add(str(case))
-        result = server(case)
-        figures.add(case, result)
-        if report:
-            report(figures, case, result)
+    def add(case: Case) -> None:
+        drawn.setdefault(str(case), case)
 
-    with running_server() as server:
-        run()
-    return figures
+    add()
+    return list(drawn.values())[:count]
+
+
+def run_cases(drawn: dict[int, Case], parallel: int = 1, seconds: float = math.inf) -> Iterator[tuple[Outcome, Result]]:
+    """Run cases by number, ``parallel`` at a time, and yield their outcomes. After ``seconds``, none starts."""
+    deadline = time.monotonic() + seconds
+    waiting = iter(drawn.items())
+    with ExitStack() as stack, ThreadPoolExecutor(parallel) as pool:
+        idle = [stack.enter_context(running_server()) for _ in range(parallel)]
+        running: dict[Future[Result], tuple[int, Case, Any]] = {}
+        while True:
+            while idle and time.monotonic() < deadline and (following := next(waiting, None)):
+                server = idle.pop()
+                running[pool.submit(server, following[1])] = (*following, server)
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number, case, server = running.pop(future)
+                idle.append(server)
+                result = future.result()
+                fault = fault_of(case, result) or ""
+                yield Outcome(number, str(case), sorted(case.changes), result.code == 0, fault), result
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Lock
 
 from torch.distributed import TCPStore
 
@@ -30,6 +31,8 @@ JOB = {
     "comm.train_timeout_seconds": "10",
     "experimental.custom_import": "tests._helpers.planted_faults",
 }
+_PROCESSES = Lock()
+"""``multiprocessing`` polls all children when it starts one. A code that two threads read at once is lost to one."""
 
 
 @dataclass
@@ -52,23 +55,29 @@ class EntryRanks:
     def wait_for(self, text: str, rank: int = 0, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.log(rank):
-            assert time.monotonic() < deadline and self.processes[rank].is_alive(), self.log(rank)[-4000:]
+            assert time.monotonic() < deadline and self.codes()[rank] is None, self.log(rank)[-4000:]
             time.sleep(0.02)
+
+    def codes(self) -> list[int | None]:
+        """Return the exit code of each rank; ``None`` for one that runs."""
+        with _PROCESSES:
+            return [process.exitcode for process in self.processes]
 
     def exit_codes(self, seconds: float = 60) -> list[int | None]:
         """Wait until all ranks have ended, at most ``seconds``; ``None`` for a rank that still runs."""
         deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return [process.exitcode for process in self.processes]
+        while None in self.codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.codes()
 
     def __enter__(self) -> EntryRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        with _PROCESSES:
+            for process in self.processes:
+                process.kill()
+                process.join()
 
 
 def start_ranks(
@@ -97,7 +106,8 @@ def start_ranks(
         (folder / f"rank{rank}.log").touch()
         arguments_of_rank = (sys.path, own, arguments, str(folder / f"rank{rank}.log"))
         processes.append(context.Process(target=_run, args=arguments_of_rank, daemon=True))
-        processes[-1].start()
+        with _PROCESSES:
+            processes[-1].start()
     return EntryRanks(folder, processes, store)
 
 

@@ -1,4 +1,4 @@
-"""Run Gluon kernels on a CPU, each warp group in a thread, and check how the groups synchronise.
+"""Run Gluon kernels on the CPU, each warp group in a thread, and check how the groups synchronise.
 
 Triton's interpreter does not take Gluon kernels. :func:`simulated` returns a module's functions with the kernels run in
 Python: tensors are torch tensors without layouts, and pointers are flat tensors with offsets. What is asynchronous on a
@@ -11,7 +11,8 @@ GPU happens as late as a GPU may do it:
 - A load or store outside of its tensor is an error.
 - Warp groups that wait for ever raise a TimeoutError.
 
-Layouts, registers and memory ordering within a warp group are not modelled.
+Layouts, registers and memory ordering within a warp group are not modelled. Tensors on a GPU are copied to the CPU for
+a kernel and back, so other kernels of the module run where its tensors are.
 """
 
 from __future__ import annotations
@@ -388,23 +389,27 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            given = [_flat(value) if isinstance(value, Tensor) else value for value in arguments]
+            on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in given]
             for program in range(grid[0]):
                 names = vars(self.module) | Program(program, grid[0], self.seed + program).names()
                 _rebind(names)
-                names[self.name](*map(_argument, arguments), **constants)
+                names[self.name](*map(_argument, on_cpu), **constants)
+            for value, result in zip(given, on_cpu, strict=True):
+                if isinstance(value, Tensor) and value is not result:
+                    value.copy_(result)
 
         return launch
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the memory from the first to the last element of ``tensor``, (elements,)."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((extent,), (1,))
+
+
 def _argument(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        storage = value.detach().as_strided((_extent(value),), (1,))
-        return Pointer(storage, torch.tensor(0))
-    return Value(value)
-
-
-def _extent(tensor: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Pointer(value, torch.tensor(0)) if isinstance(value, Tensor) else Value(value)
 
 
 def _rebind(names: dict[str, Any]) -> None:

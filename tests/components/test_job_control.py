@@ -288,8 +288,8 @@ class TestStall:
 
     LIMITS = Limits(start=60.0, train=0.05)
 
-    def stall(self, monitor: RankMonitor, seconds: float) -> None:
-        monitor.progress.step, monitor.progress.phase = 3, "training"
+    def stall(self, monitor: RankMonitor, seconds: float, phase: str = "training") -> None:
+        monitor.progress.step, monitor.progress.phase = 3, phase
         monitor.progress.has_stepped = True
         monitor._thread.join(seconds)
 
@@ -298,18 +298,26 @@ class TestStall:
         self.stall(monitor, 0.4)
         assert monitor._own.stalled_s > 4 * self.LIMITS.train and not exit_codes
 
-    @pytest.mark.parametrize("phase", ["training", "loading data"])
-    def test_two_ranks(self, phase: str, start: Start, exit_codes: list[int]) -> None:
+    @pytest.mark.parametrize(
+        ("own", "phase", "hangs"),
+        [
+            ("training", "training", False),
+            ("training", "loading data", True),
+            (PHASES[-1], "training", True),
+            (PHASES[-1], PHASES[-1], False),
+        ],
+    )
+    def test_two_ranks(self, own: str, phase: str, hangs: bool, start: Start, exit_codes: list[int]) -> None:
         """In one phase both may run the same long call. If rank 1 is in an earlier phase, rank 0 waits for it."""
         store = HashStore()
         store.set("beat/1", beat(1, phase=phase, stalled_s=9.0).to_json())
         monitor = start(store, 0, 2, limits=self.LIMITS)
         monitor._check_neighbour = lambda _: None  # type: ignore[method-assign] # rank 1 has one heartbeat only
-        self.stall(monitor, 30 if phase == "loading data" else 0.4)
-        assert exit_codes == ([1] if phase == "loading data" else [])
+        self.stall(monitor, 30 if hangs else 0.4, own)
+        assert exit_codes == ([1] if hangs else [])
         if exit_codes:
             failure = RankFailure.from_json(store.get("failure"))
-            assert failure.rank == 1 and failure.what.startswith("hangs: no progress for 9 s in step 3 (loading data)")
+            assert failure.rank == 1 and failure.what.startswith(f"hangs: no progress for 9 s in step 3 ({phase})")
 
     def test_the_limit_of_one_call(self) -> None:
         limits = Limits(start=303, train=103)

@@ -52,3 +52,18 @@ def tokens_left_by_validation() -> float:
 def test_validation_does_not_change_the_balance_of_experts() -> None:
     """A job that resumes after a validation, and so does not repeat it, must have the same next step."""
     assert run_on_ranks(1, tokens_left_by_validation, process_group=False) == [0]
+
+
+def state_names_after_validation() -> list[set[str]]:
+    with recording(job_config("llama3", {"shard": 2}, {"validation.enable": True})) as (trainer, _):
+        saved = []
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        saved.append(set(trainer.optimizers.state_dict()))
+        trainer.validator.validate(trainer.model_parts, step=1)
+        saved.append(set(trainer.optimizers.state_dict()))
+        return saved
+
+
+def test_a_job_that_stops_after_a_validation_can_be_saved() -> None:
+    for before, after in run_on_ranks(2, state_names_after_validation, process_group=False):
+        assert before == after

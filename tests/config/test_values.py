@@ -16,7 +16,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 from tests._helpers import layouts
-from tests._helpers.config_fuzz import keys, run_cases
+from tests._helpers.config_fuzz import Figures, draw_cases, keys, run_cases
 from tests.config.test_preflight import job
 from torchtitan_npu.config.allowed import ListOf, Number
 from torchtitan_npu.config.job_config import JobConfig
@@ -145,7 +145,8 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_accepted_jobs_train_and_refused_ones_are_one_line() -> None:
     """A hundred of the cases that ``tools/fuzz_config.py`` runs by the thousand."""
-    figures = run_cases(100, number=0)
+    drawn = draw_cases(100, number=0)
+    figures = Figures([outcome for outcome, _ in run_cases(dict(enumerate(drawn)))])
     assert not figures.faults, "\n".join(figures.faults)
     assert figures.cases == 100 and figures.accepted > 20 and figures.refused > 20
-    assert figures.keys <= keys().keys()
+    assert len(figures.keys) > len(keys()) / 3

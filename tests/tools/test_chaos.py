@@ -9,46 +9,88 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools.chaos import main
-from tools.fault_injection.cases import Outcome, compare
-from tools.fault_injection.jobs import STEPS, Reference, curve
+from tools.fault_injection.cases import Outcome, compare, draw, least_step
+from tools.fault_injection.jobs import JOBS, STEPS, Reference, curve
 
 ROOT = Path(__file__).parents[2]
 
 
+LAYOUTS = ("llama3:pp2", "llama3:shard2", "llama3:cp2", "llama3:replicate2", "qwen3_moe:ep2")
+
+
 def test_ten_seeded_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every kind of fault but a slow rank, in all four phases. A pipeline without FSDP starts in the least time."""
-    failed = main(["--seed=45", "--cases=10", "--jobs=llama3:pp2", f"--work={tmp_path}", "--parallel=2"])
+    """Every kind of fault but a slow rank, in all four phases and in each of the layouts."""
+    file = tmp_path / "outcomes.json"
+    command = ["--seed=11361", "--cases=10", f"--work={tmp_path}", f"--json={file}", "--jobs", *LAYOUTS]
+    failed = main([*command, "--parallel=2", "--timeout=5"])
     printed = capsys.readouterr().out
     assert not failed and "10 faults, 0 with problems" in printed, printed
+    jobs = " ".join(outcome["job"] for outcome in json.loads(file.read_text())["outcomes"])
+    assert all(job.replace(":", " ") in jobs for job in LAYOUTS)
+    assert main(["--table", str(file)]) == 0
+    assert "| llama3 pp2 | 6 | 5 | 3 |" in capsys.readouterr().out
+    assert main(command[:-1]) == 2  # other jobs are another campaign
 
 
-def write_run(folder: Path, loss: float, checksum: str) -> None:
-    (folder / f"checkpoint/step-{STEPS}").mkdir(parents=True)
+def test_an_exception_in_a_case_is_an_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reference").write_text("")  # no baseline can be written
+    file = tmp_path / "outcomes.json"
+    arguments = ["--jobs=llama3:pp2", "--cases=2", f"--work={tmp_path}", f"--json={file}"]
+    assert main(arguments) == 1
+    assert "2 faults, 2 with problems" in capsys.readouterr().out
+    outcomes = json.loads(file.read_text())["outcomes"]
+    assert [outcome["ending"] for outcome in outcomes] == ["error", "error"]
+    assert "NotADirectoryError" in outcomes[0]["problems"][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outcomes.json", "reference"]
+
+
+def write_run(folder: Path, loss: float = 1.5, checksum: str = "a", saved: int = STEPS, validated: int = 3) -> None:
+    (folder / f"checkpoint/step-{saved}").mkdir(parents=True)
     files = {"__0_0.distcp": {"size": 1, "checksum": checksum}}
     manifest = {"manifest": json.dumps({"files": files})}
-    (folder / f"checkpoint/step-{STEPS}/manifest.json").write_text(json.dumps(manifest))
-    (folder / "curve0").write_text(json.dumps({"step": 1, "loss": loss.hex()}) + "\n")
+    (folder / f"checkpoint/step-{saved}/manifest.json").write_text(json.dumps(manifest))
+    entries = [
+        {"step": 1, "loss": loss.hex()},
+        *({"validation": step, "loss": "0"} for step in range(1, validated + 1)),
+    ]
+    (folder / "curve0").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
 
 
 @pytest.mark.parametrize(
-    ("loss", "checksum", "problem"),
+    ("run", "problem"),
     [
-        (1.5, "a", ""),
-        (1.5 + 2**-52, "a", "rank 0 step 1: "),
-        (1.5, "b", "the last checkpoint differs"),
+        ({}, ""),
+        ({"loss": 1.5 + 2**-52}, "rank 0 step 1: "),
+        ({"checksum": "b"}, "the last checkpoint differs"),
+        ({"saved": STEPS - 2}, f"no checkpoint of step {STEPS}"),
+        ({"validated": 1}, "no rank 0 validation 2"),
     ],
 )
-def test_one_other_bit_is_a_problem(loss: float, checksum: str, problem: str, tmp_path: Path) -> None:
-    write_run(tmp_path / "expected", 1.5, "a")
-    write_run(tmp_path / "actual", loss, checksum)
-    outcome = Outcome("", 0, "", "", "")
+def test_one_other_bit_is_a_problem(run: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "expected")
+    write_run(tmp_path / "actual", **run)
+    # it resumed after step 3, whose validation is not repeated
+    outcome = Outcome("", 0, "", "", "", ending="all killed", resumed_at=4)
     reference = Reference(tmp_path / "expected", curve(tmp_path / "expected"), [])
     compare(reference, tmp_path / "actual", outcome)
     assert len(outcome.problems) == bool(problem) and "".join(outcome.problems).startswith(problem)
+
+
+def test_a_job_that_finished_has_its_last_checkpoint_and_all_validations(tmp_path: Path) -> None:
+    case = draw(45, 4, [JOBS["llama3:pp2"]])
+    assert case.kind == "full disk, growing file" and case.is_last
+    assert least_step(case, "finished: nothing was left to write") == STEPS
+    write_run(tmp_path / "expected")
+    write_run(tmp_path / "actual", validated=2)
+    outcome = case.outcome("finished")
+    outcome.resumed_at = 4
+    compare(Reference(tmp_path / "expected", curve(tmp_path / "expected"), []), tmp_path / "actual", outcome)
+    assert outcome.problems == ["no rank 0 validation 3"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,10 @@ ACTIONS = {
     "NaN in a gradient": "NaN",
 }
 STOPPED = "stopped after a saved step (75)"
-HANG_LIMIT_S = 5
-"""The job's ``comm`` time-outs if a rank hangs after its first step."""
+ERROR = "error"
+"""The ending of a case that could not be run to its end."""
+LIMIT_S = 300
+"""Seconds in which a job must end, on a loaded machine too."""
 LOAD_EVENTS = (14, 6)
 """File operations of a load on the first rank and on another one. With fewer, the fault is injected after the last."""
 SMALLEST_LIMIT = 64 << 10
@@ -77,6 +80,9 @@ class Case:
     @property
     def is_last(self) -> bool:
         return self.step == STEPS
+
+    def outcome(self, ending: str = "", *problems: str) -> Outcome:
+        return Outcome(str(self), self.number, self.kind, self.phase, str(self.job), ending, problems=list(problems))
 
 
 @dataclass
@@ -121,12 +127,15 @@ def draw(seed: int, number: int, jobs: Sequence[tuple[str, str]]) -> Case:
     )
 
 
-def run(case: Case, work: Path) -> Outcome:
-    """Run ``case`` in a folder of ``work``, which is left there if it has problems."""
+def run(case: Case, work: Path, timeout: int) -> Outcome:
+    """Run ``case`` in a folder of ``work``, which is left there if it has problems.
+
+    ``timeout`` is ``comm.train_timeout_seconds`` of a job with a rank that hangs.
+    """
     began = time.monotonic()
     folder = work / f"case{case.number}"
     shutil.rmtree(folder, ignore_errors=True)
-    outcome = Outcome(str(case), case.number, case.kind, case.phase, str(case.job))
+    outcome = case.outcome()
     expected = reference(case.job, work)
     dump_folder = folder / "job"
     if case.phase == "load":
@@ -134,7 +143,7 @@ def run(case: Case, work: Path) -> Outcome:
     if case.kind == "flipped bit":
         _start_with_damage(case, folder, dump_folder, outcome)
     else:
-        _start_with_fault(case, expected, folder, dump_folder, outcome)
+        _start_with_fault(case, expected, folder, dump_folder, outcome, timeout)
         _resume(case, folder, dump_folder, outcome)
     compare(expected, dump_folder, outcome)
     if not outcome.problems:
@@ -149,7 +158,8 @@ def copy_checkpoints(source: Path, target: Path, up_to: int) -> None:
         if int(checkpoint.name.removeprefix("step-")) <= up_to:
             shutil.copytree(checkpoint, target / "checkpoint" / checkpoint.name)
     for file in source.glob("curve*"):
-        lines = [line for line in file.read_text().splitlines() if json.loads(line).get("step", STEPS) <= up_to]
+        entries = [(json.loads(line), line) for line in file.read_text().splitlines()]
+        lines = [line for entry, line in entries if entry.get("step", entry.get("validation")) <= up_to]
         (target / file.name).write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -176,11 +186,14 @@ def plan(case: Case, expected: Reference, dump_folder: Path) -> Plan:
     )
 
 
-def _start_with_fault(case: Case, expected: Reference, folder: Path, dump_folder: Path, outcome: Outcome) -> None:
+def _start_with_fault(
+    case: Case, expected: Reference, folder: Path, dump_folder: Path, outcome: Outcome, timeout: int
+) -> None:
     hangs = case.kind in ("SIGSTOP", "hang")
     limits = {
-        "comm__init_timeout_seconds": "15" if hangs and case.phase == "load" else "60",
-        "comm__train_timeout_seconds": str(HANG_LIMIT_S if hangs else 60),
+        # the start of a job takes longer than a step
+        "comm__init_timeout_seconds": str(3 * timeout if hangs and case.phase == "load" else 120),
+        "comm__train_timeout_seconds": str(timeout if hangs else 120),
     }
     with case.job.start(folder / "fault", dump_folder, plan(case, expected, dump_folder), **limits) as ranks:
         codes = ends(ranks)
@@ -191,15 +204,15 @@ def _start_with_fault(case: Case, expected: Reference, folder: Path, dump_folder
             outcome.problems.append(f"unexpected ending: exit codes {codes}")
 
 
-def ends(ranks: EntryRanks, seconds: float = 180) -> list[int | None]:
+def ends(ranks: EntryRanks, seconds: float = LIMIT_S) -> list[int | None]:
     """Wait for all ranks. As torchrun does, end the others if one refuses the job before it starts."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(process.is_alive() for process in ranks.processes):
-        if ranks.processes[0].exitcode == 2 and "first failure" not in ranks.log(0):
-            for process in ranks.processes[1:]:
-                process.terminate()
+    while None in (codes := ranks.codes()) and time.monotonic() < deadline:
+        if codes[0] == 2 and "first failure" not in ranks.log(0):
+            for pid in (ranks.pid(rank) for rank, code in enumerate(codes) if code is None):
+                os.kill(pid, signal.SIGTERM)
         time.sleep(0.05)
-    return [process.exitcode for process in ranks.processes]
+    return codes
 
 
 def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
@@ -277,13 +290,13 @@ def _start_with_damage(case: Case, folder: Path, dump_folder: Path, outcome: Out
 
 def _resume(case: Case, folder: Path, dump_folder: Path, outcome: Outcome, **options: str) -> None:
     """Start the job again. It must continue from the newest checkpoint that was complete."""
-    checkpoints = dump_folder / "checkpoint"
-    names = [re.match(r"(?:step|\.incomplete)-(\d+)", file.parent.name) for file in checkpoints.glob("*/manifest.json")]
+    manifests = (dump_folder / "checkpoint").glob("*/manifest.json")
+    names = [re.match(r"(?:step|\.incomplete)-(\d+)", file.parent.name) for file in manifests]
     complete = [int(name[1]) for name in names if name]
     from_step = max(complete, default=0)
     if case.kind == "flipped bit":
         from_step = max((step for step in complete if step < case.resumes_from), default=0)
-    if from_step < (least := _least_step(case, outcome.ending)):
+    if from_step < (least := least_step(case, outcome.ending)):
         outcome.problems.append(f"step {least} was saved, and {from_step or 'nothing'} is left")
     with case.job.start(folder / "resumed", dump_folder, None, **options) as ranks:
         codes = ends(ranks)
@@ -295,8 +308,10 @@ def _resume(case: Case, folder: Path, dump_folder: Path, outcome: Outcome, **opt
     outcome.resumed_at = from_step + 1
 
 
-def _least_step(case: Case, ending: str) -> int:
-    """Return the last step whose checkpoint must be there: written before the fault, or by a job that was stopped."""
+def least_step(case: Case, ending: str) -> int:
+    """Return the last step whose checkpoint must be there: written before the fault, or by a job that ended well."""
+    if "finished" in ending:
+        return STEPS
     if case.kind == "flipped bit":
         return case.resumes_from - INTERVAL
     if case.phase == "load":
@@ -316,14 +331,18 @@ def compare(expected: Reference, dump_folder: Path, outcome: Outcome) -> None:
         return
     for name, numbers in expected.curve.items():
         if name not in actual:
-            if "step" in name:  # a job that resumes after a step does not repeat its validation
+            # a job that resumes after a step does not repeat its validation
+            is_last = name.endswith(f"validation {outcome.resumed_at - 1}")
+            if outcome.ending.startswith("finished") or not is_last:
                 outcome.problems.append(f"no {name}")
         elif actual[name] != numbers:
             outcome.problems.append(f"{name}: {actual[name]}, not {numbers}")
     names = {path.name for path in (dump_folder / "checkpoint").iterdir()}
     if left := {name for name in names if not name.startswith("step-")}:
         outcome.problems.append(f"left in the checkpoint folder: {', '.join(sorted(left))}")
-    if f"step-{STEPS}" in names and final_state(dump_folder) != final_state(expected.folder):
+    if f"step-{STEPS}" not in names:
+        outcome.problems.append(f"no checkpoint of step {STEPS}")
+    elif final_state(dump_folder) != final_state(expected.folder):
         outcome.problems.append("the last checkpoint differs")
 
 

@@ -8,12 +8,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from tests._helpers.entry_ranks import EntryRanks, start_ranks
 from tests._helpers.layouts import DEGREES
+from tools.campaign import ROOT, code_checksum
 from tools.fault_injection.plan import FLAVOR, Plan
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, INTERVAL, VALIDATION = 6, 2, 3
 """A job trains and saves so often; it also validates after its first step."""
 LAYOUTS = {
@@ -100,29 +101,26 @@ class Reference:
     """The events of each phase, by rank."""
 
 
+_locks = {job: Lock() for job in JOBS.values()}
+
+
 def reference(job: Job, work: Path) -> Reference:
     """Return the uninterrupted run of ``job``. The one in the folder ``work`` is used until the code changes."""
     folder = work / "reference" / str(job.reference).replace(" ", "_")
     dump_folder = folder / "job"
-    marker, code = folder / "finished", newest_code()
-    if not marker.exists() or marker.read_text() != code:
-        shutil.rmtree(folder, ignore_errors=True)
-        plan = Plan(str(dump_folder), counts=True)
-        options = {"comm__train_timeout_seconds": "60", "checkpoint__keep_latest_k": "0"}
-        with job.reference.start(folder / "output", dump_folder, plan, **options) as ranks:
-            codes = ranks.exit_codes(120)
-            if set(codes) != {0}:
-                raise RuntimeError(f"{job.reference} does not train: exit codes {codes}\n{ranks.log(0)[-4000:]}")
-        marker.write_text(code)
+    marker, code = folder / "finished", code_checksum()
+    with _locks[job.model, job.layout]:  # several cases may need the same one
+        if not marker.exists() or marker.read_text() != code:
+            shutil.rmtree(folder, ignore_errors=True)
+            plan = Plan(str(dump_folder), counts=True)
+            options = {"comm__train_timeout_seconds": "120", "checkpoint__keep_latest_k": "0"}
+            with job.reference.start(folder / "output", dump_folder, plan, **options) as ranks:
+                codes = ranks.exit_codes(240)
+                if set(codes) != {0}:
+                    raise RuntimeError(f"{job.reference} does not train: exit codes {codes}\n{ranks.log(0)[-4000:]}")
+            marker.write_text(code)
     events = [json.loads((dump_folder / f"events{rank}.json").read_text()) for rank in range(job.world_size)]
     return Reference(dump_folder, curve(dump_folder), events)
-
-
-def newest_code() -> str:
-    """Return the time of the last change of a file that a job runs."""
-    folders = ("torchtitan_npu", "train_configs", "tools/fault_injection", "tests/_helpers")
-    files = (file for folder in folders for file in (ROOT / folder).rglob("*.*") if "__pycache__" not in file.parts)
-    return str(max(file.stat().st_mtime_ns for file in files))
 
 
 def curve(dump_folder: Path) -> dict[str, dict[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
@@ -81,6 +82,10 @@ class Validator(TitanValidator):
         reset_token_counts(model_parts)  # else validation tokens would change the balance of the next step
         for model in model_parts:
             model.train()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # The last layers stay gathered for a backward pass. A save would not find their optimizer states.
+                    module.reshard()
 
     def _sums(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[nn.Module]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tests._helpers.gluon_simulator import simulated
+from tests._helpers.kernel_checks import DEVICE
 from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from torchtitan_npu.ops import OPS, define
+from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, op, triton_grad
 
-DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
 SCALE = (512 + 64) ** -0.5
 CASES = {
     "documents of a batch, some shorter": ("BSND", [(2, 150), (1, 3)], True, (16, 1), 192, "contiguous"),
@@ -34,7 +35,8 @@ IN_SIMULATOR = ("documents of a batch, some shorter",)
 def hopper() -> Any:
     """Return a namespace of operators in which the backward pass has the Gluon kernels."""
     name = "npu_sparse_flash_attention_grad"
-    run = gluon_grad.npu_sparse_flash_attention_grad if DEVICE == "cuda" else simulated(gluon_grad, name)
+    has_gpu = is_hopper(torch.empty(0, device=DEVICE))
+    run = gluon_grad.npu_sparse_flash_attention_grad if has_gpu else simulated(gluon_grad, name)
     define("hopper_gradients", [OPS["npu_sparse_flash_attention"], dataclasses.replace(OPS[name], reference=run)])
     return torch.ops.hopper_gradients
 

@@ -19,16 +19,14 @@ from torch import Tensor
 from tests._helpers import gluon_simulator
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
 from tests._helpers.gluon_simulator import simulated
+from tests._helpers.kernel_checks import DEVICE
 from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents
 from torchtitan_npu.ops import OPS, define
+from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.sparse_flash_attention import gluon, op, reference
 
 ROOT = Path(__file__).parents[3]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="the kernel needs a Hopper GPU"
-)
 SCALE = (512 + 64) ** -0.5
 CASES = {
     "one key": ("BSND", [(1, 1)], True, (64, 1), 1, "contiguous"),
@@ -44,7 +42,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def hopper() -> Any:
     """Return a namespace of operators in which the forward pass is the Gluon kernel."""
-    run = gluon.npu_sparse_flash_attention if DEVICE == "cuda" else simulated(gluon, "npu_sparse_flash_attention")
+    has_gpu = is_hopper(torch.empty(0, device=DEVICE))
+    run = gluon.npu_sparse_flash_attention if has_gpu else simulated(gluon, "npu_sparse_flash_attention")
     forward, grad = (OPS[f"npu_sparse_flash_attention{suffix}"] for suffix in ("", "_grad"))
     define("hopper_kernels", [dataclasses.replace(forward, reference=run), grad])
     return torch.ops.hopper_kernels
@@ -188,7 +187,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, Triton does not interpret the first of the two kernels")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing wait, fence or arrival in the kernel is an error of the simulator."""
@@ -197,10 +195,9 @@ def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.M
     assert source.count(before) == 1
     module = module_of(source.replace(before, after), tmp_path)
     monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
-    given = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs(1, 600).items()}
     lengths = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
     with pytest.raises((RuntimeError, TimeoutError), match=error):
-        simulated(module, "npu_sparse_flash_attention")(**given, **lengths)
+        simulated(module, "npu_sparse_flash_attention")(**inputs(1, 600), **lengths)
 
 
 def module_of(source: str, folder: Path) -> ModuleType:

@@ -79,11 +79,9 @@ def convert(args: argparse.Namespace) -> None:
     try:
         with progress_bar() as progress:
             task = progress.add_task(target.name, total=needed)
-            try:
-                conversion.write(partial, lambda nbytes: progress.advance(task, nbytes))
-            except BaseException:
-                progress.live.transient = True  # remove the bar, so that the error is the only line
-                raise
+            progress.live.transient = True  # an error removes the bar, so that it is the only line
+            conversion.write(partial, lambda nbytes: progress.advance(task, nbytes))
+            progress.live.transient = False
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

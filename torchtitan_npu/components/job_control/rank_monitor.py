@@ -226,9 +226,11 @@ class RankMonitor:
         if self._rank != 0 or not self.progress.has_stepped or self._own.stalled_s <= self._limits.train:
             return
         beats = list(self._all_beats().values())
-        others_wait = bool(ranks_behind(beats))
+        behind = ranks_behind(beats)
+        # The ranks ahead wait, also if they are about to save: the phase of those behind decides
+        limit = self._limits.of_call((behind or beats)[0].phase, others_wait=bool(behind))
         delay = 2 * INTERVAL_S  # the age of a heartbeat
-        if all(beat.stalled_s > self._limits.of_call(beat.phase, others_wait) - delay for beat in beats):
+        if all(beat.stalled_s > limit - delay for beat in beats):
             self._end(stall_failure(beats))
 
     def _check_neighbour(self, beat: Heartbeat | None) -> None:

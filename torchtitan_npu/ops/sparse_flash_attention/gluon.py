@@ -21,8 +21,6 @@ exceeds it by more than :data:`MARGIN`, so that its exponentials stay below ``2 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,15 +32,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, power_of_2
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors
 from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
-from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
+    BLOCK_HEADS,
+    HALF,
+    ROPE,
+    SIZE,
+    aligned,
+    count_places,
+    keys_of,
+    place_of_statistics,
+    tile_of_heads,
+)
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
-SIZE = gl.constexpr(512)
-ROPE = gl.constexpr(64)
-HALF = gl.constexpr(256)
-BLOCK_HEADS = gl.constexpr(64)
 BLOCK_KEYS = gl.constexpr(64)
 MARGIN = gl.constexpr(8.0)
 REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
@@ -115,48 +120,6 @@ def npu_sparse_flash_attention(
     return out, softmax_max, softmax_sum
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy if not all of its rows start at a multiple of 16 bytes, as asynchronous copies need.
-
-    Triton knows only of strides that are multiples of 16 elements.
-    """
-    fits = tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
-    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def count_places(sparse_indices: Tensor, rows: Rows) -> Tensor:
-    """Return the places of each row up to its last key, and those before its first place without one: (2, rows)."""
-    key_heads, top_k = sparse_indices.shape[-2:]
-    count = rows.first.numel() * key_heads
-    places = torch.empty(2, count, dtype=torch.int32, device=sparse_indices.device)
-    _count_places[(count,)](
-        *(sparse_indices, rows.visible, places, count),
-        KEY_HEADS=key_heads,
-        TOP_K=top_k,
-        BLOCK_TOP_K=power_of_2(top_k),
-    )
-    return places
-
-
-@triton.jit
-def _count_places(
-    indices,
-    visible_keys,
-    places,
-    rows,
-    KEY_HEADS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
-):
-    """Write the number of places up to a row's last key, and the number of those before its first place without one."""
-    row = tl.program_id(0)
-    at = tl.arange(0, BLOCK_TOP_K)
-    visible = tl.load(visible_keys + row // KEY_HEADS)
-    _, there = keys_at(indices + row.to(tl.int64) * TOP_K, at, TOP_K, 0, visible, 0, 1)
-    tl.store(places + row, tl.max(tl.where(there, at + 1, 0)))
-    tl.store(places + rows + row, tl.min(tl.where(there, BLOCK_TOP_K, at)))
-
-
 @gluon.jit
 def _attend(
     query,
@@ -224,19 +187,11 @@ def _attend(
 
 @gluon.jit
 def _tile(tile, places, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
-    """Return the row of a tile, its key head and its first head in the group, and the places of the row.
-
-    The places are those before the first one without a key, and the number of blocks up to the last key.
-
-    The last rows come first, because they have the most keys. A row without keys has one block of places without keys.
-    """
-    head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    row = tokens - 1 - tile // (head_blocks * KEY_HEADS)
-    key_head = tile // head_blocks % KEY_HEADS
-    count = gl.load(places + row * KEY_HEADS + key_head)
-    without_gap = gl.load(places + (tokens + row) * KEY_HEADS + key_head)
-    blocks = (gl.maximum(count, 1) + BLOCK_KEYS - 1) // BLOCK_KEYS
-    return row, key_head, tile % head_blocks * BLOCK_HEADS, without_gap, blocks
+    """Return a tile as :func:`tile_of_heads` does, but with one block of places without keys if the row has no key."""
+    row, key_head, first_head, without_gap, blocks = tile_of_heads(
+        tile, places, 0, tokens, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
+    )
+    return row, key_head, first_head, without_gap, gl.maximum(blocks, 1)
 
 
 @gluon.jit
@@ -275,9 +230,8 @@ def _produce(shared, selection, inputs, GROUP: gl.constexpr, KEY_HEADS: gl.const
             slot = block % 2
             free = ((gl.where(slot == 0, used, used_1) + block // 2) & 1) ^ 1
             at = block * BLOCK_KEYS + in_block
-            index = gl.load(selected + at, mask=at < TOP_K, other=-1)
-            there = ((index >= 0) & (index < visible))[:, None]
-            at_key = ((first + index) * KEY_HEADS + key_head)[:, None]
+            at_key, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
+            at_key, there = at_key[:, None], there[:, None]
             keys, ropes = key + (at_key * SIZE + columns), key_rope + (at_key * ROPE + rope_columns)
 
             mbarrier.wait(bars.index(OWN_FREE + slot), free)
@@ -374,8 +328,7 @@ def _consume(
         gl.store(out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :]), average, mask=(at < GROUP)[:, None])
         if W == 0:
             at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
-            # layout (B, N2, S, group)
-            of_head = ((of_row // sequence * KEY_HEADS + key_head) * sequence + of_row % sequence) * GROUP
+            of_head = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
             added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(origin - highest))
             gl.store(softmax_max + of_head + at, highest / LOG2_E, mask=at < GROUP)
             gl.store(softmax_sum + of_head + at, added, mask=at < GROUP)
@@ -429,8 +382,8 @@ def _attend_block(
 
     if (block + 1) * BLOCK_KEYS > without_gap:
         at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
-        index = gl.load(selected + at, mask=at < TOP_K, other=-1)
-        scores = gl.where(((index >= 0) & (index < visible))[None, :], scores, float("-inf"))
+        there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
+        scores = gl.where(there[None, :], scores, float("-inf"))
     block_highest = gl.max(scores, 1) * scale
     highest = gl.maximum(highest, block_highest)
     moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)

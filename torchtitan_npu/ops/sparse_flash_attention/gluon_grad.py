@@ -9,9 +9,9 @@ from torch import Tensor
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention import gluon_grad_keys as keys
 from torchtitan_npu.ops.sparse_flash_attention import gluon_grad_scores as scores
-from torchtitan_npu.ops.sparse_flash_attention.gluon import aligned, count_places
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_keys import add_to_keys
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_scores import differentiate
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned, count_places
 from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments
 

@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-SIZE = gl.constexpr(512)
-ROPE = gl.constexpr(64)
-HALF = gl.constexpr(256)
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import HALF, ROPE, SIZE, keys_of
+
 HALF_ROPE = gl.constexpr(32)
 BLOCK_KEYS = gl.constexpr(64)
 REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
@@ -229,9 +228,7 @@ def _consume(
             if STAGGERED:
                 block = (turn_of_block + row) % blocks
             at = block * BLOCK_KEYS + in_block
-            index = gl.load(selected + at)
-            there = (index >= 0) & (index < visible)
-            to = (first + index) * KEY_HEADS + key_head
+            to, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
             if not ATOMIC:
                 to = (row * KEY_HEADS + key_head) * TOP_K + at
 

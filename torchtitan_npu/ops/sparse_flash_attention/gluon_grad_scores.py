@@ -19,10 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
+    BLOCK_HEADS,
+    ROPE,
+    SIZE,
+    keys_of,
+    place_of_statistics,
+    tile_of_heads,
+)
 
-SIZE = gl.constexpr(512)
-ROPE = gl.constexpr(64)
-BLOCK_HEADS = gl.constexpr(64)
 BLOCK_KEYS = gl.constexpr(128)
 PIECE = gl.constexpr(64)  # columns
 PIECES = gl.constexpr(8)  # of a key without its rope, which is another piece
@@ -107,25 +112,10 @@ def differentiate(
 
 
 @gluon.jit
-def _tile(tile, selection, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
-    """Return a tile's row in the chunk, its key head, its first head in the group, and the places of the row.
-
-    The places are those before the first one without a key, and the number of blocks up to the last key.
-    """
-    places, first_row, rows, tokens = selection[3], selection[4], selection[5], selection[6]
-    head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    row = rows - 1 - tile // (head_blocks * KEY_HEADS)
-    key_head = tile // head_blocks % KEY_HEADS
-    count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
-    without_gap = gl.load(places + (tokens + first_row + row) * KEY_HEADS + key_head)
-    return row, key_head, tile % head_blocks * BLOCK_HEADS, without_gap, (count + BLOCK_KEYS - 1) // BLOCK_KEYS
-
-
-@gluon.jit
 def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
     """Copy the queries and output gradients of each tile, and its selected keys in pieces of 64 columns."""
     q, do, k, bars = shared
-    indices, first_key, visible_keys, _, first_row, rows, _ = selection
+    indices, first_key, visible_keys, places, first_row, rows, tokens = selection
     query, query_rope, d_out, key, key_rope = inputs
     query_row, query_head, rope_row, rope_head, out_row, out_head = strides
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -136,16 +126,17 @@ def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, KEY_HEADS:
 
     used = 0  # pieces that went through the slots
     for tile in range(gl.program_id(0), rows * KEY_HEADS * head_blocks, gl.num_programs(0)):
-        row, key_head, first_head, _, blocks = _tile(tile, selection, GROUP, KEY_HEADS)
+        row, key_head, first_head, _, blocks = tile_of_heads(
+            tile, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
+        )
         turn = tile // gl.num_programs(0)
         first, visible = gl.load(first_key + first_row + row), gl.load(visible_keys + first_row + row)
         of_row = row.to(gl.int64)
         selected = indices + ((first_row + of_row) * KEY_HEADS + key_head) * TOP_K
 
         mbarrier.wait(bars.index(QUERY_FREE), (turn & 1) ^ 1)
-        heads = ((key_head * GROUP + first_head).to(gl.int64) + in_heads)[
-            :, None
-        ]  # 64 bits: times a stride it is large
+        head = (key_head * GROUP + first_head).to(gl.int64)  # 64 bits: times a stride it may be large
+        heads = (head + in_heads)[:, None]
         real = (first_head + in_heads < GROUP)[:, None]
         queries = query + of_row * query_row + (heads * query_head + columns)
         d_outs = d_out + of_row * out_row + (heads * out_head + columns)
@@ -158,9 +149,8 @@ def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, KEY_HEADS:
 
         for block in range(0, blocks):
             at = block * BLOCK_KEYS + in_block
-            index = gl.load(selected + at, mask=at < TOP_K, other=-1)
-            there = ((index >= 0) & (index < visible))[:, None]
-            at_key = ((first + index) * KEY_HEADS + key_head)[:, None]
+            at_key, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
+            at_key, there = at_key[:, None], there[:, None]
             keys, ropes = key + (at_key * SIZE + columns), key_rope + (at_key * ROPE + columns)
             for piece in gl.static_range(PIECES + 1):
                 slot = (used + piece) % SLOTS
@@ -188,7 +178,7 @@ def _consume(
 ):
     """Compute the softmax and its gradient for every other block of keys."""
     q, do, k, bars = shared
-    indices, _, visible_keys, _, first_row, rows, _ = selection
+    indices, _, visible_keys, places, first_row, rows, tokens = selection
     d_out_out, softmax_max, softmax_sum, sequence = of_heads
     weights, d_scores = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -209,15 +199,16 @@ def _consume(
 
     used = 0  # blocks of the tiles before
     for tile in range(gl.program_id(0), rows * KEY_HEADS * head_blocks, gl.num_programs(0)):
-        row, key_head, first_head, without_gap, blocks = _tile(tile, selection, GROUP, KEY_HEADS)
+        row, key_head, first_head, without_gap, blocks = tile_of_heads(
+            tile, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
+        )
         turn = tile // gl.num_programs(0)
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         visible = gl.load(visible_keys + of_row)
         heads = first_head + in_heads
         real = heads < GROUP
-        # layout (B, N2, S, group)
-        statistics = ((of_row // sequence * KEY_HEADS + key_head) * sequence + of_row % sequence) * GROUP + heads
+        statistics = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
         highest = gl.load(softmax_max + statistics, mask=real, other=0.0) * LOG2_E
         divisor = 1 / gl.load(softmax_sum + statistics, mask=real, other=1.0)
         delta = gl.load(d_out_out + (row * KEY_HEADS + key_head) * GROUP + heads, mask=real, other=0.0)
@@ -259,8 +250,8 @@ def _consume(
             p = gl.exp2(scores * scale_2 - highest[:, None]) * divisor[:, None]
             if (block + 1) * BLOCK_KEYS > without_gap:
                 at = block * BLOCK_KEYS + in_block
-                index = gl.load(selected + at, mask=at < TOP_K, other=-1)
-                p = gl.where(((index >= 0) & (index < visible))[None, :], p, 0.0)
+                there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
+                p = gl.where(there[None, :], p, 0.0)
             ds = p * (dp - delta[:, None]) * scale
             kept = (first_head + stored_heads < GROUP)[:, None]
             if TOP_K % BLOCK_KEYS:
