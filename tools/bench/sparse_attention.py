@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """Measure sparse attention on a GPU, forward and backward: DeepSeek-V3.2's 128 heads of 512 + 64, top 2048 keys.
 
-    python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--json FILE]
+    python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--heads 128] [--triton] [--json FILE]
     python tools/bench/sparse_attention.py --peers DIR   # only a comparison with public kernels that are in DIR
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
 random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
 heads, as on a tensor-parallel rank; two sequences in one tensor (TND); and queries and ``d_out`` in head-major layout,
 as in the model. The last shape has scores so different between blocks of keys that exponentials are rescaled.
+``--heads 64`` are the sizes of GLM-5. ``--triton`` runs the Triton kernels where the Gluon kernels would run.
 
 ``small ops`` is the eager model: attention to all keys under a mask, where its scores fit into memory. ``compiled`` is
 the same with torch.compile. Times are medians on the device, replayed from a CUDA graph. The limit is the operations at
@@ -46,6 +47,7 @@ from harness import (
 )
 from torch import Tensor
 
+from torchtitan_npu.ops.sparse_flash_attention import op
 from torchtitan_npu.ops.sparse_flash_attention import triton as kernels
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as of_gradient
 
@@ -141,13 +143,13 @@ def small_ops(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, 
     return torch.einsum("bhqk,bkd->bqhd", weights, key[:, :, 0])
 
 
-def check() -> Iterator[Row]:
+def check(heads: int) -> Iterator[Row]:
     """Yield the relative L2 errors against float64, the larger of two cases: few and most keys selected.
 
     There are several blocks of keys, and the workspace is filled several times.
     """
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**26
-    cases = [distances(tensors(1500, 600)), distances(tensors(1500, 1000, by_head=True))]
+    cases = [distances(tensors(1500, 600, heads)), distances(tensors(1500, 1000, heads, by_head=True))]
     for name in cases[0]:
         error = max(case[name] for case in cases)
         assert error < 1e-2, f"{name}: {error} is above bfloat16 rounding"
@@ -168,14 +170,14 @@ def distances(given: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(names, far, strict=True))
 
 
-def times(length: int, machine: Machine) -> Iterator[Row]:
-    given = tensors(length, TOP_K)
+def times(length: int, heads: int, machine: Machine) -> Iterator[Row]:
+    given = tensors(length, TOP_K, heads)
     yield from kernel_rows(given, machine, in_order=length in IN_ORDER)
     if length in SMALL_OPS:
         yield from small_rows(given, with_compiled=length == SHAPES_AT)
     if length == SHAPES_AT:
         for name, shape in SHAPES.items():
-            yield from kernel_rows(tensors(length, TOP_K, **shape), machine, name)
+            yield from kernel_rows(tensors(length, TOP_K, **{"heads": heads, **shape}), machine, name)
 
 
 def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_order: bool = False) -> Iterator[Row]:
@@ -219,15 +221,19 @@ def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048 << n for n in range(7)])
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--triton", action="store_true", help="run the Triton kernels on a Hopper GPU, too")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--peers", type=Path, help="folder of public kernels, as sparse_attention_peers.py describes it"
     )
     args = parser.parse_args()
     need_gpu()
+    if args.triton:
+        op.is_hopper = lambda tensor: False
     torch.manual_seed(0)
     machine = measure_machine()
-    parts = (check(), *(times(length, machine) for length in args.lengths))
+    parts = (check(args.heads), *(times(length, args.heads, machine) for length in args.lengths))
     about: dict[str, Any] = machine.rates()
     if args.peers:
         import sparse_attention_peers
