@@ -21,6 +21,8 @@ WRITTEN_ONLY = ("aten::copy_", "aten::fill_", "aten::zero_")
 """Operators that do not read the tensor that they write."""
 GATHERS = ("aten::embedding", "aten::index", "aten::gather")
 """Operators that read as much as they return."""
+PROFILER_OVERHEAD = ("Command Buffer Full", "Activity Buffer Request")
+"""What the profiler lists among the kernels of an operator, although the device computes nothing."""
 
 
 class Work(BelowSubclasses):
@@ -92,7 +94,8 @@ def operator_rows(step: Callable[[], object], machine: Machine) -> list[dict[str
         torch.cuda.synchronize()
     microseconds: Counter[str] = Counter()
     for event in profiled.events():
-        if duration := sum(kernel.duration for kernel in event.kernels):
+        kernels = [kernel for kernel in event.kernels if kernel.name not in PROFILER_OVERHEAD]
+        if duration := sum(kernel.duration for kernel in kernels):
             while event is not None and event.name not in work.calls:
                 event = event.cpu_parent
             microseconds[event.name if event else "other"] += duration

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
@@ -17,6 +17,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
+from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.config.activation_checkpoint import check_activation_checkpoint
 from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.comm import check_comm
@@ -140,7 +141,7 @@ class JobContext:
         """False if the model builds its optimizers itself, and may know other names of them."""
         build = self.train_spec.build_optimizers_fn
         build = build.build_optimizers if isinstance(build, SwappableOptimizers) else build
-        return build.__module__ == build_optimizers.__module__
+        return build in (build_optimizers, build_optimizers_with_moe_load_balancing, build_balancing_optimizers)
 
     @property
     def unshardable_matmuls(self) -> list[OpOverload]:
