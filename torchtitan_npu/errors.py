@@ -22,6 +22,11 @@ class UsageError(ValueError):
     """A job cannot run as configured. The message names the key, module or argument to change, and its limit."""
 
 
+def file_error(error: OSError) -> str:
+    """Return the message of ``error`` as ``file: reason``, or as Python writes it if the error names no file."""
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return ``"; did you mean 'x'?"`` if one of ``known`` is close to ``name``, else an empty string.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import re
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests._helpers.released_checkpoints import INDEX
 
+CALLED = "called"
+"""A folder that no command must make in a checkpoint."""
 FILES = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
 EMBEDDING, NORM, WEIGHT = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
@@ -98,6 +101,7 @@ def dcp_damages() -> Iterator[Damage]:
         yield Damage(f".metadata cut at {cut}", _cut(".metadata", cut), (".metadata",))
     for content in ([], {"a": 1}, None, 3):
         yield Damage(f".metadata {content}", _change(".metadata", lambda d, c=content: pickle.dumps(c)), (".metadata",))
+    yield Damage(".metadata with a call", _write_a_call, (".metadata", "posix.mkdir"))
     yield Damage(".metadata missing", lambda folder: (folder / ".metadata").unlink(), (".metadata",))
     for cut in (0, 100, -5000, -1):
         yield Damage(f"data cut at {cut}", _cut(data, cut), (data,))
@@ -117,6 +121,20 @@ def dcp_damages() -> Iterator[Damage]:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
+
+
+class Call:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def _write_a_call(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Call(folder / CALLED)))
 
 
 def _make_folder(path: Path) -> None:

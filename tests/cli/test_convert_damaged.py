@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests._helpers.damaged_checkpoints import EMBEDDING, FILES, Damage, dcp_damages, safetensors_damages
+from tests._helpers.damaged_checkpoints import CALLED, EMBEDDING, FILES, Damage, dcp_damages, safetensors_damages
 from tests._helpers.released_checkpoints import INDEX, quantised, read_back, write
 from tests.cli.test_convert import RELEASED, add_tiny, options, weights_of
 from torchtitan_npu.cli.convert.command import main
@@ -43,6 +43,7 @@ def check(command: str, source: Path, damage: Damage, capsys: Any, *further: str
     assert error.startswith("torchtitan-npu convert: ") and error.count("\n") == 1 and error.endswith("\n"), error
     assert len(error) < 1000 and "Traceback" not in error
     assert all(part in error for part in damage.named), error
+    assert not (source / CALLED).exists()
     assert not target.parent.exists() and not (source.parent / "target.partial").exists()
 
 

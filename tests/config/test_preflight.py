@@ -119,6 +119,11 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
             4,
             "parallelism.expert_tensor_parallel_degree is 2; it must be 1",
         ),
+        (
+            {"parallelism__expert_tensor_parallel_degree": 1000000000},
+            1,
+            "parallelism.expert_tensor_parallel_degree is 1000000000; it must be 1 or tensor_parallel_degree, 1",
+        ),
         ({"parallelism__expert_parallel_degree": 2}, 2, "model.flavor 'debugmodel' of llama3 has no experts"),
         (
             {"parallelism__expert_parallel_degree": 3, "model__name": "deepseek_v3"},
@@ -252,6 +257,18 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
             },
             2,
             'activation_checkpoint.mode must be "none" with parallelism.pipeline_parallel_schedule ZBVZeroBubble',
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "parallelism__data_parallel_shard_degree": 2,
+                "parallelism__fsdp_reshard_after_forward": "always",
+                "activation_checkpoint__mode": "none",
+            },
+            4,
+            'parallelism.fsdp_reshard_after_forward must not be "always" with '
+            "parallelism.pipeline_parallel_schedule ZBVZeroBubble, which computes",
         ),
         (
             {

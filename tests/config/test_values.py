@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 from tests._helpers import layouts
-from tests._helpers.config_fuzz import Figures, draw_cases, keys, run_cases
+from tests._helpers.config_fuzz import PREFIX, Case, Figures, Result, draw_cases, keys, run_and_check, run_cases
 from tests.config.test_preflight import job
 from torchtitan_npu.config.allowed import ListOf, Number
 from torchtitan_npu.config.job_config import JobConfig
@@ -136,11 +136,44 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     error = error_at_start(model__flavor="few_words", model__hf_assets_path=assets)
     assert re.search(r"the tokenizer has \d+ tokens, and vocab_size of model.flavor 'few_words' is 100", error)
     check_start(check_job(job(model__hf_assets_path=assets), 1))
-    unknown = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}}
-    for content in ('{"version": ', json.dumps({"version": "1.0"}), json.dumps(unknown)):
-        (tmp_path / "tokenizer.json").write_text(content)
-        error = error_at_start(model__hf_assets_path=str(tmp_path))
-        assert "model.hf_assets_path" in error and "the tokenizer cannot be loaded: " in error
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", b""),
+        ("tokenizer.json", b'{"version": '),
+        ("tokenizer.json", b'{"version": "1.0"}'),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}}'),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b"3"),
+        ("tokenizer_config.json", b'{"bos_token": 3}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": []}'),
+        ("vocab.json", b"[]"),
+        ("vocab.json", b'{"a": 0}'),
+    ],
+)
+def test_a_damaged_tokenizer_is_one_line(file: str, content: bytes, tmp_path: Path) -> None:
+    shutil.copytree("torchtitan_npu/assets/tokenizer", tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    if file == "vocab.json":  # another format
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / "merges.txt").write_text("x y\n")
+    error = error_at_start(model__hf_assets_path=str(tmp_path))
+    assert error.startswith(f"model.hf_assets_path {tmp_path}: the tokenizer cannot be loaded: ")
+    assert "\n" not in error and len(error) < 400
+
+
+def test_an_unexpected_error_of_a_tokenizer_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(get_train_spec("llama3"), "build_tokenizer_fn", fail)
+    context = check_job(job(model__hf_assets_path="torchtitan_npu/assets/tokenizer"), 1)
+    with pytest.raises(RuntimeError, match="unexpected"):
+        check_start(context)
 
 
 def test_accepted_jobs_train_and_refused_ones_are_one_line() -> None:
@@ -150,3 +183,16 @@ def test_accepted_jobs_train_and_refused_ones_are_one_line() -> None:
     assert not figures.faults, "\n".join(figures.faults)
     assert figures.cases == 100 and figures.accepted > 20 and figures.refused > 20
     assert len(figures.keys) > len(keys()) / 3
+
+
+def test_a_value_outside_must_be_refused_without_the_key_that_is_refused_first() -> None:
+    def run(case: Case, steps_are_checked: bool) -> Result:
+        if "job.custom_config_module" in case.changes:
+            return Result(2, "", f"{PREFIX}job.custom_config_module 'json' has no dataclass JobConfig\n", [])
+        if steps_are_checked:
+            return Result(2, "", f"{PREFIX}training.steps is -5; it must be at least 1\n", [])
+        return Result(0, "Training completed", "", [])
+
+    case = Case({"job.custom_config_module": "json", "training.steps": -5}, frozenset({"training.steps"}), False)
+    assert run_and_check(lambda case: run(case, True), case)[1] == ""
+    assert run_and_check(lambda case: run(case, False), case)[1] == "was accepted with training.steps outside"

@@ -248,3 +248,28 @@ def rotate_shards() -> list[Tensor]:
 def test_rotates_shards_of_heads() -> None:
     for differences in run_on_ranks(2, rotate_shards):
         assert len(differences) == 18 and not any(difference.any() for difference in differences)
+
+
+def gradient_of_shared_key() -> tuple[Tensor, Tensor]:
+    """Rotate a key that the heads of four TP ranks share, by positions of two rows. Return its gradient and ours."""
+    generator = torch.Generator().manual_seed(0)
+    key, weight = torch.randn(2, 8, 1, 8, generator=generator), torch.randn(2, 8, 4, 8, generator=generator)
+    positions = torch.stack([torch.arange(8), torch.arange(8).roll(3)])
+    angles = torch.polar(torch.ones(8, 4), torch.randn(8, 4, generator=generator))
+    mesh = init_device_mesh("cpu", (4,))
+    found = []
+    for one, heads in (
+        (key.clone(), weight),
+        (distribute_tensor(key, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(2)])),
+    ):
+        leaf = one.requires_grad_()
+        (rotate(INTERLEAVE, angles, positions, leaf)[0] * heads).sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad.full_tensor() if isinstance(leaf.grad, DTensor) else leaf.grad)
+    return found[0], found[1]
+
+
+def test_the_gradient_of_a_key_that_tp_ranks_share_is_split_into_rows() -> None:
+    """It is a sum over the ranks. Sharded over the two rows as one sequence, four shards do not end with a row."""
+    for expected, found in run_on_ranks(4, gradient_of_shared_key):
+        torch.testing.assert_close(found, expected)

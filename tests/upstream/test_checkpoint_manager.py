@@ -10,22 +10,19 @@ import resource
 import shutil
 import time
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchtitan.distributed.utils import set_pg_timeouts
 
 from tests._helpers.killed_saves import kill_ranks, kill_saves
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest
-from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem, Publication
+from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError
@@ -91,33 +88,23 @@ def test_only_folders_of_earlier_jobs_are_removed(job_folder: Path) -> None:
     assert names(job_folder) == {".incomplete-5", ".deleted-7-old", "step-2", "step-4", "step-6"}
 
 
-def resume_with_slow_files(folder: Path) -> int:
-    """Save and resume where one rank works on files for longer than the time-out of the default group."""
-    dist.init_process_group("gloo")
-    # only the default group: whatever does not wait in it has no limit that a slow machine could reach
-    set_pg_timeouts(timedelta(milliseconds=50), SimpleNamespace(get_all_one_dimensional_meshes=dict))
-
-    def slow(function: Any, rank: int) -> Any:
-        def call(*args: Any) -> Any:
-            if dist.get_rank() == rank:
-                time.sleep(0.5)
-            return function(*args)
-
-        return call
-
-    checkpoint_manager.recover = slow(checkpoint_manager.recover, rank=0)  # type: ignore[assignment]
-    Manifest.check_files = slow(Manifest.check_files, rank=1)  # type: ignore[method-assign]
-    Publication.publish = slow(Publication.publish, rank=0)  # type: ignore[method-assign]
+def resume_without_the_default_group(folder: Path) -> int:
+    """Save and resume where a collective of the default group waits for nobody and moves nothing."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    dist.init_process_group("fake", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, dist.get_rank())
+    assert gathered == 2 * [dist.get_rank()]
     SmallJob(folder, checkpoint__async_mode="async").train(stop=1)
-    step = SmallJob(folder, checkpoint__load_only=True).resume().step
-    if dist.get_rank() == 0:  # the time-out works
-        with pytest.raises(RuntimeError):
-            dist.barrier()
-    return step
+    return SmallJob(folder, checkpoint__load_only=True).resume().step
 
 
-def test_ranks_wait_for_long_work_on_files(tmp_path: Path) -> None:
-    assert run_on_ranks(2, resume_with_slow_files, tmp_path, process_group=False, new_processes=True) == [1, 1]
+def test_ranks_wait_for_work_on_files_in_groups_of_their_own(tmp_path: Path) -> None:
+    """The default group has the time-out ``comm.train_timeout_seconds``, which files may exceed."""
+    assert run_on_ranks(2, resume_without_the_default_group, tmp_path, process_group=False, new_processes=True) == [
+        1,
+        1,
+    ]
 
 
 def test_a_checkpoint_without_the_count_of_skipped_steps_is_loaded(job_folder: Path) -> None:
@@ -522,6 +509,20 @@ def test_the_lock_of_a_dead_process_is_removed(
     leave_lock(tmp_path / "checkpoint", change)
     SmallJob(tmp_path).checkpointer.close()
     assert "removed the lock of process" in caplog.text
+
+
+def test_a_lock_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # as on a disk that fills after the file was created
+    try:
+        with pytest.raises(UsageError, match=rf"^{tmp_path}/checkpoint/lock cannot be written: File too large$"):
+            WriterLock(tmp_path / "checkpoint").acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not names(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=rf"^{tmp_path}/file cannot be written: File exists$"):
+        WriterLock(tmp_path / "file").acquire()
 
 
 def test_the_lock_of_another_machine_is_stale_if_its_time_stands_still(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 JobChecks = tuple[Callable[[Any, Any], None], ...]
 """Checks of a model, in ``job_checks`` of its arguments' class. Each takes these arguments and the job's config."""
 
+TOKENIZER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
+"""What TorchTitan's tokenizer raises for files that are damaged or not what their names say. The library tokenizers,
+written in Rust, raises ``Exception`` itself, no subclass, for a damaged ``tokenizer.json``."""
+
 ALLOWED: dict[str, Allowed] = {
     "name": NAME,
     "flavor": NAME,
@@ -66,10 +70,10 @@ def check_tokenizer(job: JobContext) -> None:
     try:
         tokenizer = job.tokenizer
     except Exception as error:
-        # for damage that only it can see, such as merges of unknown tokens, the library tokenizers raises Exception
-        if type(error) is not Exception and not isinstance(error, (OSError, ValueError, TypeError, LookupError)):
+        if type(error) is not Exception and not isinstance(error, TOKENIZER_ERRORS):
             raise
-        raise UsageError(f"model.hf_assets_path {path}: the tokenizer cannot be loaded: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"model.hf_assets_path {path}: the tokenizer cannot be loaded: {reason}") from error
     size = getattr(job.model_args, "vocab_size", None)
     if tokenizer is not None and size is not None and (tokens := tokenizer.get_vocab_size()) > size:
         raise UsageError(

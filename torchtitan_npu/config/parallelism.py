@@ -69,12 +69,12 @@ def check_degrees(config: Any, world_size: int) -> None:
             f"{world_size} ranks (torchrun's --nproc_per_node × --nnodes) do not fit the layout: "
             f"{listed} takes {'a multiple of ' if any_shard_degree else ''}{product}"
         )
-    if ep == 1:
-        return
-    if etp not in (1, tp):
+    if etp not in (1, tp):  # TorchTitan makes a mesh with this degree without expert parallelism too
         raise UsageError(
             f"parallelism.expert_tensor_parallel_degree is {etp}; it must be 1 or tensor_parallel_degree, {tp}"
         )
+    if ep == 1:
+        return
     ranks = world_size // (p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
     if ranks % (ep * etp):
         raise UsageError(

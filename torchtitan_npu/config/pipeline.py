@@ -57,11 +57,25 @@ def check_pipeline(job: JobContext) -> None:
     if job.n_layers < degree:
         raise UsageError(f"parallelism.pipeline_parallel_degree {degree} exceeds the {job.n_layers} layers of {flavor}")
     check_schedule(config, job.n_layers)
+    _check_weights_stay_gathered(job)
     _check_no_integers_are_sent(job)
     if job.ties_weights:
         raise UsageError(
             f"parallelism.pipeline_parallel_degree must be 1: {flavor} ties its output to its embedding, and they "
             "would be on different stages"
+        )
+
+
+def _check_weights_stay_gathered(job: JobContext) -> None:
+    """Raise if FSDP reshards weights before torch's stage looks for the gathered ones in the autograd graph.
+
+    The stage would find none of them, and compute no gradient of these weights (torch 2.11 to 2.13).
+    """
+    split, _, sometimes = split_backward(job.config)
+    if sometimes and job.dims.fsdp_enabled and job.config.parallelism.fsdp_reshard_after_forward == "always":
+        raise UsageError(
+            f'parallelism.fsdp_reshard_after_forward must not be "always" with {split}: torch would compute no '
+            "gradients of the weights"
         )
 
 
@@ -99,14 +113,7 @@ def check_schedule(config: JobConfig, layers: int) -> None:
             f"training.local_batch_size {batch} is not a multiple of "
             f"parallelism.pipeline_parallel_microbatch_size {p.pipeline_parallel_microbatch_size}"
         )
-    if file := p.pipeline_parallel_schedule_csv:  # it replaces the named schedule
-        key = f"parallelism.pipeline_parallel_schedule_csv {file}"
-        always = sometimes = _splits_backward(file, key)
-    else:
-        key = f"parallelism.pipeline_parallel_schedule {name}"
-        always = schedule in SPLIT_BACKWARD
-        sometimes = always or schedule is ScheduleDualPipeV
-    split = f"{key}, which computes the gradients of inputs and of weights separately"
+    split, always, sometimes = split_backward(config)
     if always and config.activation_checkpoint.mode in ("selective", "full"):
         raise UsageError(
             f'activation_checkpoint.mode must be "none" with {split}: a block would be recomputed for each weight'
@@ -127,7 +134,7 @@ def check_schedule(config: JobConfig, layers: int) -> None:
             "microbatches, into which a validation batch is split too"
         )
     stages = len(pipeline_stages(config, layers))
-    if file:
+    if p.pipeline_parallel_schedule_csv:
         return
     if schedule in (Schedule1F1B, ScheduleDualPipeV) and microbatches < stages:
         raise UsageError(
@@ -141,7 +148,23 @@ def check_schedule(config: JobConfig, layers: int) -> None:
         )
 
 
-def _splits_backward(file: str, key: str) -> bool:
+def split_backward(config: JobConfig) -> tuple[str, bool, bool]:
+    """Return a description of the schedule for messages about those that split the backward pass, and if it does.
+
+    The second value is true if it does so for all microbatches, the third if it does for some.
+    """
+    p = config.parallelism
+    if file := p.pipeline_parallel_schedule_csv:  # it replaces the named schedule
+        key = f"parallelism.pipeline_parallel_schedule_csv {file}"
+        always = sometimes = _file_splits_backward(file, key)
+    else:
+        key, schedule = f"parallelism.pipeline_parallel_schedule {p.pipeline_parallel_schedule}", schedule_class(config)
+        always = schedule in SPLIT_BACKWARD
+        sometimes = always or schedule is ScheduleDualPipeV
+    return f"{key}, which computes the gradients of inputs and of weights separately", always, sometimes
+
+
+def _file_splits_backward(file: str, key: str) -> bool:
     """Return whether a schedule file has separate backward passes for inputs (``I``) or weights (``W``).
 
     The file has a row of actions, such as ``0F1`` or ``(1F1;1B0)OVERLAP_F_B``, for each rank. torch runs the actions

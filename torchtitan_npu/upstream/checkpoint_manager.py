@@ -57,7 +57,7 @@ from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
 from torchtitan_npu.config.checkpoint import STATES
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.file_group import gather, new_file_group
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import UsageError, file_error
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.upstream.hooks import loading_in, saving_in
 
@@ -356,8 +356,10 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
     if is_first_rank():
         try:
             outcome[0] = function()
-        except (UsageError, OSError) as error:
+        except UsageError as error:
             outcome[1] = str(error)
+        except OSError as error:
+            outcome[1] = file_error(error)
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1]:
@@ -378,7 +380,7 @@ def _file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Fi
     try:
         records = {name: file_record(folder / name, sync=True) for name in _files_of_this_rank(names)}
     except OSError as error:
-        problem = str(error)
+        problem = file_error(error)
     parts = gather((records, problem), group)
     if problems := [problem for _, problem in parts if problem]:
         raise UsageError(problems[0])
@@ -397,8 +399,10 @@ def _damage_of(path: Path, group: dist.ProcessGroup | None) -> str | None:
     if manifest:
         try:
             manifest.check_files(path, _files_of_this_rank(list(manifest.files)))
-        except (DamagedCheckpoint, OSError) as error:
+        except DamagedCheckpoint as error:
             found = str(error)
+        except OSError as error:
+            found = file_error(error)
     return next(filter(None, gather(found, group)), None)
 
 
@@ -409,8 +413,10 @@ def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str]:
             return Manifest.read(path), ""
         stored_shapes(path)
         return None, ""
-    except (DamagedCheckpoint, OSError) as error:
+    except DamagedCheckpoint as error:
         return None, str(error)
+    except OSError as error:
+        return None, file_error(error)
 
 
 def _save_error(path: str, error: CheckpointException) -> Exception:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def initialize_as_one_rank(unsharded: nn.Module | None, parts: list[Any]) -> None:
@@ -35,10 +36,23 @@ def _initializer(unsharded: nn.Module, part: nn.Module, init_part: Callable[...,
     def init_weights(*args: Any, **kwargs: Any) -> None:
         init_part(*args, **kwargs)  # for the buffers
         values = _values_on_one_rank(unsharded)
-        wanted: dict[str, Any] = {name: values[name] for name in get_model_state_dict(part)}
-        set_model_state_dict(part, wanted, options=StateDictOptions(full_state_dict=True, strict=True))
+        wanted: dict[str, Any] = {
+            name: _shards_like(tensor, values[name]) for name, tensor in get_model_state_dict(part).items()
+        }
+        set_model_state_dict(part, wanted)
 
     return init_weights
+
+
+def _shards_like(tensor: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shards of ``value``, which every rank has, with the placements of ``tensor``.
+
+    A full state dict would be scattered from rank 0. torch 2.13 cannot do that for a dimension that TP and FSDP split
+    unevenly.
+    """
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _values_on_one_rank(unsharded: nn.Module) -> dict[str, torch.Tensor]:

@@ -52,10 +52,13 @@ class Manifest:
         """Write the manifest to ``folder`` and force it to disk, together with the folder's list of files."""
         text = json.dumps(asdict(self), indent=1)
         partial = folder / f"{NAME}.partial"
-        with partial.open("w") as file:
-            json.dump({"manifest": text, "checksum": new_checksum(text.encode()).hexdigest()}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with partial.open("w") as file:
+                json.dump({"manifest": text, "checksum": new_checksum(text.encode()).hexdigest()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a write that fails does not name its file
+            raise OSError(error.errno, error.strerror, str(partial)) from error
         partial.rename(folder / NAME)
         sync_folder(folder)
 

@@ -65,8 +65,15 @@ class WriterLock:
     def acquire(self) -> str:
         """Take the lock, and return a line about a stale one that was removed, or an empty string.
 
-        Raise :class:`UsageError` if another process holds it. A lock of another machine is watched for a minute.
+        Raise :class:`UsageError` if another process holds it, or if it cannot be written. A lock of another machine is
+        watched for a minute.
         """
+        try:
+            return self._acquire()
+        except OSError as error:  # a write that fails does not name its file
+            raise UsageError(f"{error.filename or self.path} cannot be written: {error.strerror}") from error
+
+    def _acquire(self) -> str:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         holder, note = Holder.this_process(), ""
         while not self._create(holder):
@@ -106,8 +113,12 @@ class WriterLock:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(holder), file)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(asdict(holder), file)
+        except OSError:
+            self.path.unlink()
+            raise
         return True
 
     def _remove(self, stale: Holder | None, aside: Path) -> bool:
