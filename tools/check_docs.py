@@ -1,4 +1,4 @@
-"""Check the documentation: sentence length, wording, links, runnable examples and the total amount of prose.
+"""Check the documentation: sentence length, wording, links, translations, runnable examples and the amount of prose.
 
     python tools/check_docs.py              # all checks that take a second
     python tools/check_docs.py --run        # also run every example marked as runnable
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import re
 import shlex
@@ -63,6 +64,9 @@ NAMED_FILE = re.compile(
 GENERATED = r"<!-- (\w+): begin -->.*?<!-- \1: end -->|<!-- made by .*?<!-- end -->"
 """Sections that a tool writes: tables, and figures from the same run."""
 
+OTHER_LANGUAGE = "the other language"
+"""Stands for the link of a page to its translation, and back."""
+
 _WORDING = {re.compile(rf"(?<![\w-])(?:{phrase})(?![\w-])", re.IGNORECASE): use for phrase, use in WORDING.items()}
 
 
@@ -86,8 +90,18 @@ class Example:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return the Markdown files whose prose is counted."""
-    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    """Return the English Markdown files, whose prose is counted."""
+    found = sorted((root / "docs").rglob("*.md"))
+    chinese = root / "docs/zh-CN"
+    return [root / "README.md", root / "CONTRIBUTING.md", *(page for page in found if chinese not in page.parents)]
+
+
+def translations(root: Path = ROOT) -> dict[Path, Path]:
+    """Return the Chinese page of each English page that has one."""
+    chinese = {root / "docs" / page.relative_to(root / "docs/zh-CN"): page for page in root.glob("docs/zh-CN/**/*.md")}
+    if (root / "README.zh-CN.md").exists():
+        chinese[root / "README.md"] = root / "README.zh-CN.md"
+    return dict(sorted(chinese.items()))
 
 
 # --- Markdown -------------------------------------------------------------------------------------------------------
@@ -301,6 +315,81 @@ def named_page_errors(root: Path = ROOT) -> Iterator[str]:
                     yield f"{path.relative_to(root)}: no page {page}"
 
 
+# --- Translations ---------------------------------------------------------------------------------------------------
+
+
+def translation_errors(english: Path, chinese: Path, root: Path = ROOT) -> Iterator[str]:
+    """Yield the differences of a page and its translation in everything but words."""
+    name = chinese.relative_to(root)
+    if not english.exists():
+        yield f"{name}: no page {english.relative_to(root)}"
+        return
+    (ordered, names), (own_ordered, own_names) = facts(english, root), facts(chinese, root)
+    for page, found in ((english, names), (chinese, own_names)):
+        if OTHER_LANGUAGE not in found["link"]:
+            yield f"{page.relative_to(root)}: no link to the page in the other language"
+    for topic, parts in ordered.items():
+        for number, (part, own) in enumerate(itertools.zip_longest(parts, own_ordered[topic]), 1):
+            if part != own:
+                yield f"{name}: {topic} {number} is {own!r}; in {english.relative_to(root)} it is {part!r}"
+                break
+    for topic, wanted in names.items():
+        for missing in sorted(wanted - own_names[topic]):
+            yield f"{name}: no {topic} {missing!r}, which {english.relative_to(root)} has"
+        for more in sorted(own_names[topic] - wanted):
+            yield f"{name}: {topic} {more!r}, which {english.relative_to(root)} does not have"
+
+
+def facts(path: Path, root: Path = ROOT) -> tuple[dict[str, list[str]], dict[str, set[str]]]:
+    """Return what a page and its translation have in common: some in the order of the page, the rest as sets.
+
+    Comments in code and anchors of links may be translated.
+    """
+    text = path.read_text()
+    lines = without_fences(text)
+    outside = "\n".join(lines)
+    words_only = re.sub(r"`[^`]+`", " ", re.sub(r"\]\([^)]*\)", "]", outside))
+    ordered = {
+        "heading": [match[1] for line in lines if (match := re.match(r"(#+) ", line))],
+        "code block": [f"{info}\n{without_comments(info, code)}" for _, info, code in fences(text)],
+        "table row": [f"{cells(line)} cells" for line in lines if line.startswith("|")],
+    }
+    return ordered, {
+        "name": set(re.findall(r"`([^`]+)`", outside)),
+        "number": set(re.findall(r"(?<![A-Za-z0-9_.])\d+(?:[.,]\d+)*", words_only)),
+        "link": set(link_targets(path, outside, root)),
+    }
+
+
+def cells(line: str) -> int:
+    """Return the number of cells of a row of a table."""
+    return len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]+`", "", line))) - 1
+
+
+def without_comments(info: str, code: str) -> str:
+    """Return ``code`` without comments and alignment, if its language has comments with #."""
+    if info.split()[:1] not in (["bash"], ["python"], ["toml"], ["yaml"]):
+        return code
+    lines = [re.sub(r"\s+", " ", re.sub(r"(^|\s)#(?!!).*", "", line)).rstrip() for line in code.splitlines()]
+    return "\n".join(line for line in lines if line)
+
+
+def link_targets(path: Path, text: str, root: Path) -> Iterator[str]:
+    """Yield the addresses and files that a page links, relative to ``root``; for a translated file, the English one."""
+    chinese = translations(root)
+    english = {page: original for original, page in chinese.items()}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file = Path(os.path.normpath(path.parent / target.partition("#")[0]))
+        if re.match(r"[a-z]+:", target):
+            yield target
+        elif path in (chinese.get(file), english.get(file)):
+            yield OTHER_LANGUAGE
+        elif path in english and file in chinese:
+            yield f"{file.relative_to(root)} in English"  # an error: there is a translation
+        elif not target.startswith("#"):
+            yield str(english.get(file, file).relative_to(root))
+
+
 # --- Runnable examples ----------------------------------------------------------------------------------------------
 
 
@@ -383,7 +472,9 @@ def main(argv: list[str]) -> int:
     everything = [*blocks, *changes]
     lines = [line for path in (*paths, ROOT / "CHANGELOG.md") for line in text_lines(path)]
     errors = [*sentence_errors(everything), *wording_errors(lines), *amount_errors(blocks)]
-    errors += [error for path in (*paths, ROOT / "CHANGELOG.md") for error in link_errors(path)]
+    linked = (*paths, *translations().values(), ROOT / "CHANGELOG.md")
+    errors += [error for path in linked for error in link_errors(path)]
+    errors += [error for pair in translations().items() for error in translation_errors(*pair)]
     errors += named_page_errors()
     print(statistics("docs, README and CONTRIBUTING", blocks))
     if args.pages:

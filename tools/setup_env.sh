@@ -1,6 +1,6 @@
 # Sourced by demo.sh and test.sh: create a virtual environment with this checkout installed, and activate it. It is
 # created again when pyproject.toml or constraints.txt changes. VENV (.venv) is its folder, PYTHON (python3) the
-# interpreter, EXTRA (dev) the optional dependencies.
+# interpreter, EXTRA (dev,docs) the optional dependencies.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
@@ -20,7 +20,7 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
     "$PYTHON" -m venv "$VENV"
     # Install torch first, with its exact version: a version range could replace a CPU build by gigabytes of CUDA packages.
     install "$(grep '^torch==' constraints.txt)"
-    install -c constraints.txt -e ".[${EXTRA:-dev}]"
+    install -c constraints.txt -e ".[${EXTRA:-dev,docs}]"
     echo "$want" >"$VENV/.installed"
 fi
 . "$VENV/bin/activate"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up and run everything that CI runs: ruff, mypy, pytest (with the docs check), and with the real torch_npu the
-# contract tests and those of the emulator.
+# Set up and run everything that CI runs: ruff, the docs site, mypy, pytest (with the docs check), and with the real
+# torch_npu the contract tests and those of the emulator.
 # --all adds the tests marked slow. Other arguments go to pytest, and the tests with torch_npu are left out.
 set -euo pipefail
 marked=()
@@ -16,6 +16,7 @@ if [ $# = 0 ]; then
 fi
 ruff check .
 ruff format --check .
+NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 mypy & # in parallel: the start of the tests leaves a core idle
 types=$!
 OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" "$@"

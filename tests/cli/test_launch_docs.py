@@ -1,21 +1,24 @@
-"""The examples of docs/how-to/launch.md start the launcher of each node with the right options."""
+"""The examples of docs/how-to/launch.md and tools/slurm start the launcher of each node with the right options."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from tests._helpers.nodes import free_port
 from torchtitan_npu.cli.doctor.command import CHECKS
 from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/launch.md").read_text()
+SBATCH = ROOT / "tools/slurm/two_nodes.sbatch"
 JOB = "--job.config_file my_job.toml"
 
 
@@ -34,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
         "bin/doctor": 'echo "$@" > examined; exit $DOCTOR',
         ".venv/bin/activate": "",
         "bin/scontrol": '[ "$*" = "show hostnames node[3-10]" ] && seq -f node%g 3 10',
-        "bin/srun": 'SLURM_NODEID=7 exec "$@"',
+        "bin/srun": 'SLURM_NODEID=$((SLURM_NNODES - 1)) exec "$@"',
     }.items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,23 +57,62 @@ def launched(checkout: Path) -> tuple[str, LaunchOptions]:
     return (checkout / "launched").read_text().strip(), read_options(dict(line.split("=", 1) for line in lines))
 
 
-SLURM = {"SLURM_NNODES": "8", "SLURM_JOB_NODELIST": "node[3-10]", "SLURM_SUBMIT_DIR": "/home", "SLURM_JOB_ID": "12"}
+SLURM = {"SLURM_JOB_NODELIST": "node[3-10]", "SLURM_JOB_ID": "12"}
+SLURM_SCRIPTS = {8: block("bash", "#SBATCH"), 2: SBATCH.read_text()}
+"""Scripts by their number of nodes."""
 
 
-def test_slurm(checkout: Path) -> None:
-    script = block("bash", "#SBATCH")
-    assert "#SBATCH --nodes=8 --ntasks-per-node=1" in script
-    assert run(["bash", "-c", script], checkout, **SLURM) == 0
+def run_slurm(nodes: int, checkout: Path, **environment: str) -> int:
+    """Run a script as SLURM does: the options of the job after its name."""
+    environment |= SLURM | {"SLURM_NNODES": str(nodes), "SLURM_SUBMIT_DIR": str(checkout)}
+    return run(["bash", "-c", SLURM_SCRIPTS[nodes], "script", *JOB.split()], checkout, **environment)
+
+
+@pytest.mark.parametrize("nodes", SLURM_SCRIPTS)
+def test_slurm(nodes: int, checkout: Path) -> None:
+    options_of_sbatch = " ".join(re.findall(r"^#SBATCH (.*)", SLURM_SCRIPTS[nodes], re.MULTILINE)).split()
+    assert {f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive"} <= set(options_of_sbatch)
+    assert run_slurm(nodes, checkout) == 0
     job, options = launched(checkout)
     assert job == JOB
-    assert (options.nodes, options.node, options.master, options.logs) == (8, 7, "node3", Path("/home/logs/12"))
+    assert (options.nodes, options.node, options.master) == (nodes, nodes - 1, "node3")
+    assert options.logs == checkout / "logs/12"
     option, checks = (checkout / "examined").read_text().split()
     assert option == "--only" and set(checks.split(",")) <= set(CHECKS)
 
 
-def test_a_red_line_ends_a_slurm_job(checkout: Path) -> None:
-    assert run(["bash", "-c", block("bash", "#SBATCH")], checkout, **SLURM, DOCTOR="1") == 1
+@pytest.mark.parametrize("nodes", SLURM_SCRIPTS)
+def test_a_red_line_ends_a_slurm_job(nodes: int, checkout: Path) -> None:
+    assert run_slurm(nodes, checkout, DOCTOR="1") == 1
     assert not (checkout / "launched").exists()
+
+
+@pytest.mark.slow
+def test_the_script_for_two_nodes_trains(checkout: Path) -> None:
+    command = '[ "$1" = doctor ] || exec "$PYTHON" -m torchtitan_npu.cli.main "$@"'
+    (checkout / "bin/torchtitan-npu").write_text(f"#!/bin/bash\n{command}\n")
+    (checkout / "bin/scontrol").write_text("#!/bin/bash\necho 127.0.0.1\n")
+    srun = 'SLURM_NODEID=0 "$@" > node0 2>&1 & SLURM_NODEID=1 "$@" > node1 2>&1; one=$?; wait $! && exit $one'
+    (checkout / "bin/srun").write_text(f"#!/bin/bash\n{srun}\n")
+    job = {
+        "job.config_file": "train_configs/llama3_debugmodel.toml",
+        "job.dump_folder": "job",
+        "training.local_batch_size": "1",
+        "training.global_batch_size": "2",
+        "training.seq_len": "32",
+        "training.steps": "2",
+        "comm.trace_buf_size": "0",
+    }
+    environment = SLURM | {"SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(checkout), "MASTER_PORT": str(free_port())}
+    environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [f"--{key}={value}" for key, value in job.items()]
+    code = run(["bash", str(SBATCH), *arguments], checkout, **environment)
+    output = (checkout / "node0").read_text()
+    assert code == 0, output
+    assert "step:  2" in output, output
+    for node in (0, 1):
+        (log,) = checkout.glob(f"logs/12/node{node}/*/*/attempt_0/0/stderr.log")
+        assert "Training completed" in log.read_text()
 
 
 def test_kubernetes(checkout: Path) -> None:

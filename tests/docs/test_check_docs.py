@@ -66,6 +66,56 @@ def test_links_and_anchors(tmp_path: Path) -> None:
     ]
 
 
+ENGLISH = (
+    "# Run\n[中文](zh-CN/run.md)\n\n## Two\nSet `A` to 5, see [that](other.md#here).\n\n"
+    "| a | b |\n|---|---|\n| 1 | `x` |\n\n"
+    "```bash\nrun --it   # now\n```\n"
+)
+CHINESE = (
+    "# 运行\n[English](../run.md)\n\n## 二\n见[那里](../other.md#这里)，把 `A` 设为 5。\n\n"
+    "| 甲 | 乙 |\n|---|---|\n| 1 | `x` |\n\n"
+    "```bash\nrun --it # 现在\n```\n"
+)
+
+
+def translated(folder: Path, chinese: str) -> list[str]:
+    """Return the differences between ENGLISH and ``chinese``."""
+    english, translation = folder / "docs/run.md", folder / "docs/zh-CN/run.md"
+    translation.parent.mkdir(parents=True)
+    english.write_text(ENGLISH)
+    translation.write_text(chinese)
+    return list(check_docs.translation_errors(english, translation, folder))
+
+
+def test_a_translation_may_translate_words_comments_and_anchors(tmp_path: Path) -> None:
+    assert translated(tmp_path, CHINESE) == []
+    assert check_docs.pages(tmp_path)[2:] == [tmp_path / "docs/run.md"]  # Chinese words are not counted
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("## 二", "### 二", "heading 2 is '###'; in docs/run.md it is '##'"),
+        ("run --it", "run", "code block 1 is 'bash\\nrun'; in docs/run.md it is 'bash\\nrun --it'"),
+        ("| 1 | `x` |\n", "", "table row 3 is None; in docs/run.md it is '2 cells'"),
+        ("`A`", "A", "no name 'A', which docs/run.md has"),
+        (" 5", " 5 或 6", "number '6', which docs/run.md does not have"),
+        ("../other.md", "../more.md", "no link 'docs/other.md', which docs/run.md has"),
+        ("[English](../run.md)", "", "no link to the page in the other language"),
+    ],
+)
+def test_differences_of_a_translation(tmp_path: Path, old: str, new: str, error: str) -> None:
+    assert translated(tmp_path, CHINESE.replace(old, new))[0] == f"docs/zh-CN/run.md: {error}"
+
+
+def test_a_translation_links_to_translations(tmp_path: Path) -> None:
+    assert translated(tmp_path, CHINESE) == []
+    (tmp_path / "docs/zh-CN/other.md").write_text("")
+    english = tmp_path / "docs/run.md"
+    missing, wrong = check_docs.translation_errors(english, tmp_path / "docs/zh-CN/run.md", tmp_path)
+    assert "no link 'docs/other.md'" in missing and "link 'docs/other.md in English'" in wrong
+
+
 def test_pages_that_code_names(tmp_path: Path) -> None:
     for folder in (*check_docs.CODE_FOLDERS, "train_configs", "docs"):
         (tmp_path / folder).mkdir()

@@ -23,8 +23,21 @@ def test_prose() -> None:
 
 
 def test_links_and_named_files() -> None:
-    assert not [error for page in PAGES for error in check_docs.link_errors(page)]
+    pages = [*PAGES, *check_docs.translations().values()]
+    assert not [error for page in pages for error in check_docs.link_errors(page)]
     assert not list(check_docs.named_page_errors())
+
+
+def test_the_index_links_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    linked = set(check_docs.link_targets(index, index.read_text(), ROOT))
+    pages = {str(page.relative_to(ROOT)) for page in check_docs.pages() if page.parent != ROOT and page != index}
+    assert not pages - linked  # the navigation of the site is made of these links, see tools/site_pages.py
+
+
+@pytest.mark.parametrize("english", check_docs.translations(), ids=lambda page: page.stem)
+def test_a_translation_has_the_code_names_and_numbers_of_its_page(english: check_docs.Path) -> None:
+    assert not list(check_docs.translation_errors(english, check_docs.translations()[english]))
 
 
 @pytest.mark.parametrize(

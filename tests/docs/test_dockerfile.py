@@ -1,0 +1,16 @@
+"""The Dockerfile installs with the commands of docs/how-to/install.md."""
+
+from __future__ import annotations
+
+import re
+
+from tools.check_docs import ROOT, fences
+
+
+def test_the_dockerfile_runs_the_commands_of_the_install_page() -> None:
+    section = (ROOT / "docs/how-to/install.md").read_text().partition("## On a CPU")[2]
+    _, _, code = next(fences(section))
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    runs = [command for line in re.findall(r"^RUN (.*)$", dockerfile, re.MULTILINE) for command in line.split(" && ")]
+    commands = [command for line in code.splitlines() for command in line.split(" && ")]
+    assert [command for command in runs if not re.match(r"apt-get|rm ", command)] == commands
