@@ -1,4 +1,4 @@
-"""Write the table of converters and models to docs/reference/converters.md: ``python tools/converter_table.py``."""
+"""Write the table to docs/reference/converters.md and its translation: ``python tools/converter_table.py``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference/converters.md"
+PAGES = (PAGE, PAGE.parents[1] / "zh-CN/reference/converters.md")
 START, END = "<!-- made by tools/converter_table.py -->\n", "<!-- end -->\n"
 
 
@@ -100,9 +101,11 @@ def main() -> None:
     platform.prepare()
     register()
     logging.disable()
-    before, _, rest = PAGE.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + START + table() + END + after)
+    text = table()
+    for page in PAGES:
+        before, _, rest = page.read_text().partition(START)
+        _, _, after = rest.partition(END)
+        page.write_text(before + START + text + END + after)
 
 
 if __name__ == "__main__":
