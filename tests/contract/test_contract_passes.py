@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import fx
@@ -27,14 +25,14 @@ def train(tp: int, strict: bool = False) -> Step:
         return train_step(config, model_args(MODEL, config))
 
 
-def test_fused_forward_and_backward(graphs: list[tuple[fx.GraphModule, Any]]) -> None:  # noqa: F811
+def test_fused_forward_and_backward(graphs: list[fx.Graph]) -> None:  # noqa: F811
     step = train(tp=4)
-    # per layer; the sum of the gradients of several matmuls has a reduce-scatter without a matmul
-    assert [calls(module.graph) for module, _ in graphs] == [{"AG+mm": 2, "mm+RS": 2}, {"AG+mm": 2, "RS": 2}] * 2
+    # of two layers, forward and then backward; the sum of the gradients of several matmuls has a reduce-scatter alone
+    assert [calls(graph) for graph in graphs] == [{"AG+mm": 2, "mm+RS": 2}] * 2 + [{"AG+mm": 2, "RS": 2}] * 2
     called = step.calls.count("npu")
     assert (called["npu_all_gather_base_mm"], called["npu_mm_reduce_scatter_base"]) == (8, 4)
     assert step.gradients == {name for name, _ in step.model.named_parameters()}
-    for node in (node for module, _ in graphs for node in module.graph.nodes if node.target in FUSED):
+    for node in (node for graph in graphs for node in graph.nodes if node.target in FUSED):
         left, right, hcom, ranks = node.args
         left, right = left.meta["val"], right.meta["val"]
         assert isinstance(hcom, str) and ranks == 4 and not node.kwargs
@@ -42,10 +40,10 @@ def test_fused_forward_and_backward(graphs: list[tuple[fx.GraphModule, Any]]) ->
         assert OPS[node.target.overloadpacket.__name__].limit_errors(input=left, x2=right, world_size=ranks) == []
 
 
-def test_matmuls_outside_of_the_limits_are_not_fused(graphs: list[tuple[fx.GraphModule, Any]]) -> None:  # noqa: F811
+def test_matmuls_outside_of_the_limits_are_not_fused(graphs: list[fx.Graph]) -> None:  # noqa: F811
     """Without data parallel, weights are float32, which the kernels do not support."""
     step = train(tp=RANKS)
-    assert [calls(module.graph) for module, _ in graphs] == [{"AG": 2, "RS": 2}, {"AG": 2, "RS": 2}] * 2
+    assert [calls(graph) for graph in graphs] == [{"AG": 2, "RS": 2}] * 4
     passes = step.model.graph_passes
     (gather, gathers), (scatter, scatters) = passes.limits["async_tp"].unsupported.items()  # type: ignore[union-attr]
     text = "nothing was changed: {}: input.dtype is float32; the NPU kernel supports float16, bfloat16"

@@ -35,6 +35,21 @@ def test_swap_optimizer() -> None:
     assert swapping.metrics.keys() - normal.metrics.keys()  # the optimizer's own
 
 
+SLOW_COMPILED = [
+    ("fsdp2", "llama3"),
+    ("full", "llama3"),
+    ("one, converted", "qwen3"),
+    ("tp2", "qwen3"),
+    ("fsdp2, validated", "qwen3"),
+    ("tp2, full", "qwen3"),
+    ("tp2, converted", "deepseek_v3"),
+    ("fsdp2, validated", "deepseek_v3"),
+    ("selective op, converted", "deepseek_v3"),
+    ("fsdp2", "deepseek_v32"),
+    ("tp2", "deepseek_v32"),
+]
+
+
 def compare_compiled(model: str, layout: str) -> list[str]:
     """Train on this rank in eager mode and compiled, and name everything that differs."""
     arguments = compiled_training.LAYOUTS[layout], compiled_training.STEPS, {}
@@ -47,13 +62,8 @@ def compare_compiled(model: str, layout: str) -> list[str]:
     ("layout", "model"),
     [
         ("one, converted", "deepseek_v3"),
-        pytest.param("tp2, converted", "deepseek_v3", marks=pytest.mark.slow),
-        pytest.param("tp2", "qwen3", marks=pytest.mark.slow),
-        pytest.param("tp2", "deepseek_v32", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "llama3", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "deepseek_v32", marks=pytest.mark.slow),
-        pytest.param("full", "llama3", marks=pytest.mark.slow),
-        pytest.param("selective op, converted", "deepseek_v3", marks=pytest.mark.slow),
+        ("tp2, validated", "llama3"),
+        *(pytest.param(*job, marks=pytest.mark.slow) for job in SLOW_COMPILED),
     ],
 )
 def test_compile(layout: str, model: str) -> None:

@@ -6,6 +6,7 @@ from torchtitan_npu.torch_internals.dispatch import (
     OpOverload,
     TorchDispatchMode,
     below_autograd,
+    cpp_function,
     has_kernel,
     op_schema,
     parse_schema,
@@ -45,6 +46,14 @@ def test_a_dispatch_mode_sees_operators() -> None:
     with Names() as seen:
         torch.ones(2) + 1
     assert seen.names == ["aten::ones", "aten::add"]
+
+
+def test_the_function_of_an_operator() -> None:
+    """It takes the operator's arguments, defaults included. A function of Python is returned as it is."""
+    function = cpp_function(ADD)
+    assert not isinstance(function, OpOverload)
+    assert torch.equal(function(torch.ones(2), 3, alpha=2), torch.full((2,), 7.0))
+    assert cpp_function(torch.add) is torch.add
 
 
 def test_below_autograd_records_nothing() -> None:

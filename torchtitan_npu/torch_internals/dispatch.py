@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "below_autograd",
+    "cpp_function",
     "has_kernel",
     "op_schema",
     "parse_schema",
@@ -29,6 +31,11 @@ def op_schema(op: OpOverload) -> Any:
 def parse_schema(text: str) -> Any:
     """Parse ``text`` (``"npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor"``) into a schema."""
     return torch._C.parse_schema(text)
+
+
+def cpp_function(op: Any) -> Callable[..., Any]:
+    """Return the C++ function that a call of ``op`` calls, or ``op`` itself if its calls do more than that."""
+    return op._op if type(op) is OpOverload else op
 
 
 def below_autograd() -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ is first needed, because that takes seconds.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,7 +121,8 @@ def compile_graph(
     def compile_inner(graph_module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         # An input that is not static would be copied if it is not aligned. Only generated kernels need that.
         kwargs["static_input_idxs"] = range(len(inputs))
-        with _wrapper_of_npu():
+        with _wrapper_of_npu(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex operators")
             compiled: Any = compile_fx_inner(graph_module, inputs, **kwargs)
         if hasattr(compiled, "source_code"):  # else the graph has no calls, and its own function is returned
             compiled.current_callable = change(compiled.source_code, compiled.current_callable)

@@ -1,0 +1,170 @@
+#!/usr/bin/env python
+"""Compare training steps compiled without generated kernels with eager ones, on a GPU: results and host time.
+
+    python tools/bench/compiled_steps.py [--models llama3 deepseek_v3] [--steps 6] [--rounds 30] [--json FILE]
+
+Models are debugmodel in bfloat16, on the shipped corpus, on one device and with deterministic algorithms. Each job is
+trained from the same seed, eager and compiled; losses, gradient norms and weights must be bit-identical. Then the steps
+take turns: the host time ends when the step returns, the step time when the device is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import ROOT, installed, rank_environment, write
+
+CONVERTERS = {
+    "llama3": ["npu_rms_norm", "npu_rope", "npu_attention"],
+    "deepseek_v3": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
+}
+SEQUENCE = 512
+
+
+def job(model: str, converters: list[str], compiled: bool, folder: str) -> list[str]:
+    """Return the arguments of a job."""
+    arguments = ["--model.name", model, "--model.flavor", "debugmodel", "--job.dump_folder", folder]
+    arguments += ["--model.hf_assets_path", str(ROOT / "torchtitan_npu/assets/tokenizer")]
+    arguments += ["--training.dataset", "tiny_corpus", "--training.seq_len", str(SEQUENCE)]
+    arguments += ["--training.local_batch_size", "1", "--training.global_batch_size", "1", "--training.steps", "1000"]
+    arguments += ["--training.dtype", "bfloat16", "--activation_checkpoint.mode", "none", "--metrics.log_freq", "1000"]
+    arguments += ["--debug.seed", "7", "--debug.deterministic", "--debug.deterministic_warn_only"]
+    if converters:
+        arguments += ["--model.converters", ",".join(converters)]
+    return arguments + (["--compile.enable", "--npu.bypass_codegen", "inductor"] if compiled else [])
+
+
+class Steps:
+    """Runs the steps of a job, each on the next batch."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.batches = trainer.batch_generator(trainer.dataloader)
+        self.losses: list[Any] = []
+        backward = trainer.forward_backward_step
+
+        def forward_backward_step(**arguments: Any) -> Any:
+            loss = backward(**arguments)
+            self.losses.append(loss.detach())
+            return loss
+
+        trainer.forward_backward_step = forward_backward_step
+
+    def __call__(self) -> None:
+        self.trainer.step += 1
+        self.trainer.train_step(self.batches)
+
+    def results(self) -> dict[str, Any]:
+        """Return the losses so far and the weights, as they are now."""
+        state = self.trainer.model_parts[0].state_dict()
+        return {"losses": [float(loss) for loss in self.losses], **{key: value.clone() for key, value in state.items()}}
+
+
+@contextmanager
+def trainer_of(model: str, converters: list[str], compiled: bool) -> Iterator[Any]:
+    """Build the trainer of a job, and close it at the end."""
+    import torchtitan_npu.trainer as trainer_module
+    from torchtitan_npu.config.parser import JobConfigManager
+    from torchtitan_npu.config.preflight import check_job
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = JobConfigManager().parse_args(job(model, converters, compiled, folder))
+        check_job(config, 1)
+        trainer = trainer_module.Trainer(config)
+        yield trainer
+        trainer.close()
+
+
+def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Name the losses and weights that are not bit-identical."""
+    import torch
+
+    names = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+    found = [name for name in names if not torch.equal(ours[name], theirs[name])]
+    return ["losses"] * (ours["losses"] != theirs["losses"]) + found
+
+
+def timed(steps: dict[str, Steps], rounds: int) -> dict[str, dict[str, float]]:
+    """Return the median host time and step time of each variant in ms. Variants take turns."""
+    import torch
+
+    def wait() -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    gc.disable()
+    for _ in range(rounds):
+        gc.collect()
+        for name, step in steps.items():
+            wait()
+            begin = time.perf_counter()
+            step()
+            returned = time.perf_counter()
+            wait()
+            times[name].append((1e3 * (returned - begin), 1e3 * (time.perf_counter() - begin)))
+    gc.enable()
+    medians = {name: map(statistics.median, zip(*pairs, strict=True)) for name, pairs in times.items()}
+    return {name: dict(zip(("host_ms", "step_ms"), pair, strict=True)) for name, pair in medians.items()}
+
+
+def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Return one row per variant of a model, with the names of what differs between compiled and eager."""
+    import torch
+
+    rows, differences = [], {}
+    with ExitStack() as stack:
+        running: dict[str, Steps] = {}
+        for converters in ([], CONVERTERS[model]):
+            of_both = {}
+            for compiled in (False, True):
+                name = ("converters" if converters else "eager") + (", compiled" if compiled else "")
+                torch.compiler.reset()
+                running[name] = Steps(stack.enter_context(trainer_of(model, converters, compiled)))
+                for _ in range(steps):
+                    running[name]()
+                of_both[compiled] = running[name].results()
+            differences[name] = differing(of_both[True], of_both[False])
+        for name, times in timed(running, rounds).items():
+            compared = {"steps_compared": steps, "differing": differences[name]} if name in differences else {}
+            rows.append({"model": model, "variant": name, **compared, **times})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(CONVERTERS), default=list(CONVERTERS))
+    parser.add_argument("--steps", type=int, default=6, help="steps that are compared (default 6)")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each variant that are timed (default 30)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
+    args = parser.parse_args()
+    os.environ.update(rank_environment(CUBLAS_WORKSPACE_CONFIG=":4096:8"))
+    sys.path.insert(0, str(ROOT))
+    from torchtitan_npu import platform
+
+    platform.prepare()
+    import torch
+
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a launch per allocation
+    rows = [row for model in args.models for row in measure(model, args.steps, args.rounds)]
+    if args.json:
+        write(args.json, rows, "cuda" if platform.backend() == "cuda" else "cpu", peers=installed(("torchtitan",)))
+    if any(row.get("differing") for row in rows):
+        raise SystemExit("a compiled job differs from its eager one")
+
+
+if __name__ == "__main__":
+    main()
