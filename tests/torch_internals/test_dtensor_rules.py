@@ -90,6 +90,21 @@ def test_an_uneven_split_stays_while_another_dimension_changes() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(("flattens", "chosen"), [(True, Shard(1)), (False, Replicate())])
+def test_a_partial_tensor_is_not_scattered_behind_rows_that_torch_cannot_flatten(
+    mesh: DeviceMesh, flattens: bool, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch 2.13 the product after a norm fails if its input is sharded in another dimension than the first."""
+    monkeypatch.setattr(dtensor_rules, "FLATTENS_INNER_SHARDS", flattens)
+    replicated: dtensor_rules.Strategy = ([Replicate(), Replicate()], [Replicate()])
+    dtensor_rules.register_rule(SUMMED, lambda args, kwargs: [replicated, *rows_or_columns(args, kwargs)])
+    columns = 4 if flattens else 6  # DTensor keeps its choice for a shape
+    x = DTensor.from_local(torch.ones(3, columns), mesh, [Partial()])
+    assert SUMMED(x)[0].placements == (chosen,)
+    one_row = DTensor.from_local(torch.ones(1, columns), mesh, [Partial()])
+    assert SUMMED(one_row)[0].placements == (Shard(1),)
+
+
 def test_a_strategy_is_left_if_all_split_unevenly(mesh: DeviceMesh) -> None:
     dtensor_rules.register_rule(SUMMED, rows_or_columns)
     x = DTensor.from_local(torch.ones(3, 5), mesh, [Partial()])

@@ -22,6 +22,9 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
+FLATTENS_INNER_SHARDS = torch.__version__ >= "2.13"
+"""Whether DTensor can flatten dimensions if one of them is sharded that is not the first."""
+
 Strategy: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement]]
 """Placements over one mesh dimension: of the outputs (``None`` for one that is not a tensor) and of the tensor
 arguments, in the order of the call."""
@@ -42,7 +45,7 @@ def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, i
     Every positional argument that is not a tensor, and the arguments named in ``keywords``, become part of the key
     under which DTensor caches its decision. With ``in_place``, the placement of the first argument cannot change.
     Tensors are not redistributed into uneven shards if another strategy avoids it: DTensor cannot flatten them, as the
-    product after a norm does.
+    product after a norm does. Before torch 2.13 this holds for every sum that is scattered over an inner dimension.
     """
 
     def strategies(schema: OpSchema) -> OpStrategy:
@@ -56,6 +59,9 @@ def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, i
         given = [spec for value in (args, kwargs) for spec in tree_leaves(value) if isinstance(spec, DTensorSpec)]
         even = [one for one in found.strategies if not _splits_unevenly(one.input_specs or given, given)]
         found.strategies = even or found.strategies
+        if not FLATTENS_INNER_SHARDS:
+            first = [o for o in found.strategies if not _scatters_inner_dimension(o.input_specs or given, given)]
+            found.strategies = first or found.strategies
         if outputs == 1 and schema.return_type_list_tensor_like():
             for choice in found.strategies:
                 choice.output_specs = (choice.output_specs,)  # type: ignore[assignment]
@@ -142,6 +148,15 @@ def _splits_unevenly(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec])
             if split != split_before and length % math.prod(own.mesh.shape[i] for i in split):
                 return True
     return False
+
+
+def _scatters_inner_dimension(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
+    """Return whether a strategy turns a sum over ranks into shards of a dimension that is not the first, as of rows."""
+    return any(
+        before.is_partial() and after.is_shard() and math.prod(own.shape[: after.dim]) > 1  # type: ignore[attr-defined]
+        for spec, own in zip(specs, given, strict=True)
+        for after, before in zip(spec.placements, own.placements, strict=True)
+    )
 
 
 def _schema_info(keywords: Sequence[str]) -> RuntimeSchemaInfo:
