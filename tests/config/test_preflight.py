@@ -409,6 +409,20 @@ def test_a_context_parallel_class_that_does_not_exist() -> None:
         check_job(job(npu__context_parallel="nowhere:Class", parallelism__context_parallel_degree=2), world_size=2)
 
 
+def test_weight_gradients_in_a_pass_of_their_own_need_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"parallelism__pipeline_parallel_degree": 2, "activation_checkpoint__mode": "none"}
+    zero_bubble = job(**options, parallelism__pipeline_parallel_schedule="ZBVZeroBubble")
+    check_job(zero_bubble, 2)
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    check_job(
+        job(**options, parallelism__pipeline_parallel_schedule="Interleaved1F1B", training__local_batch_size=8), 2
+    )
+    with pytest.raises(
+        UsageError, match=r"pipeline_parallel_schedule ZBVZeroBubble, .* needs torch 2\.13: torch 2\.12"
+    ):
+        check_job(zero_bubble, 2)
+
+
 def test_documents_need_a_tokenizer_that_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tokenizer = job(model__name="deepseek_v32", dsa__document_mask=True), SimpleNamespace(eos_id=0)
     monkeypatch.setattr(get_train_spec("deepseek_v32"), "build_tokenizer_fn", lambda config: tokenizer)

@@ -57,7 +57,7 @@ def check_pipeline(job: JobContext) -> None:
     if job.n_layers < degree:
         raise UsageError(f"parallelism.pipeline_parallel_degree {degree} exceeds the {job.n_layers} layers of {flavor}")
     check_schedule(config, job.n_layers)
-    _check_weights_stay_gathered(job)
+    _check_weight_gradients(job)
     _check_no_integers_are_sent(job)
     if job.ties_weights:
         raise UsageError(
@@ -66,13 +66,22 @@ def check_pipeline(job: JobContext) -> None:
         )
 
 
-def _check_weights_stay_gathered(job: JobContext) -> None:
-    """Raise if FSDP reshards weights before torch's stage looks for the gathered ones in the autograd graph.
+def _check_weight_gradients(job: JobContext) -> None:
+    """Raise if torch would compute other gradients of weights, or none, because the schedule computes them separately.
 
-    The stage would find none of them, and compute no gradient of these weights (torch 2.11 to 2.13).
+    - FSDP reshards weights before torch's stage looks for the gathered ones in the autograd graph (2.11 to 2.13).
+    - Before 2.13, the stage adds the gradients of all outputs of an operator, and takes the sum for that of the first.
+      In an attention that splits a projection, as that of DeepSeek, they even have different shapes.
     """
     split, _, sometimes = split_backward(job.config)
-    if sometimes and job.dims.fsdp_enabled and job.config.parallelism.fsdp_reshard_after_forward == "always":
+    if not sometimes:
+        return
+    if torch.__version__ < "2.13":
+        raise UsageError(
+            f"{split}, needs torch 2.13: torch {torch.__version__} adds the gradients of different outputs of an "
+            "operator there"
+        )
+    if job.dims.fsdp_enabled and job.config.parallelism.fsdp_reshard_after_forward == "always":
         raise UsageError(
             f'parallelism.fsdp_reshard_after_forward must not be "always" with {split}: torch would compute no '
             "gradients of the weights"
