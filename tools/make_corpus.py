@@ -1,6 +1,6 @@
-"""Write the small corpus and the tokenizer of the package, or check that the shipped files are current.
+"""Write the small corpus, conversations and the tokenizer of the package, or check that the shipped files are current.
 
-    python tools/make_corpus.py            # write torchtitan_npu/assets/{corpus,tokenizer}
+    python tools/make_corpus.py            # write torchtitan_npu/assets/{corpus,chat,tokenizer}
     python tools/make_corpus.py --check    # exit 1 and name the file if a shipped file differs
 
 The text comes from a probabilistic grammar: stories, letters, lists, sums, directions and more. Each document draws
@@ -27,6 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 ASSETS = Path(__file__).resolve().parent.parent / "torchtitan_npu" / "assets"
 # File, seed, size in bytes. The validation text has the same grammar; no document is in both.
 CORPORA = [("corpus.jsonl", 2025, 920_000), ("validation.jsonl", 2026, 60_000)]
+# File, seed, conversations.
+CHATS = [("chat.jsonl", 2027, 400), ("validation.jsonl", 2028, 60)]
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 # TorchTitan's debug models have 2048 ids. The last eight are free for models with additional tokens.
 VOCAB_SIZE = 2040
@@ -642,6 +644,48 @@ def json_line(text: str) -> str:
     return json.dumps({"text": text}) + "\n"
 
 
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def question(dice: Dice) -> tuple[str, str]:
+    """Return a question about the facts of all documents, and its answer."""
+    animal, (item, price) = dice.pick(list(ANIMALS)), dice.pick(list(PRICES.items()))
+    _, dwelling, food, legs, _ = ANIMALS[animal]
+    here, there = dice.some(list(MAP), 2)
+    count, x, y = dice.between(2, 9), dice.between(1, 99), dice.between(1, 99)
+    return dice.pick(
+        [
+            (f"What does the {animal} eat?", f"The {animal} eats {food}."),
+            (f"Where does the {animal} live?", f"The {animal} lives {dwelling}."),
+            (f"How many legs has the {animal}?", f"The {animal} has {legs} legs."),
+            (f"What do {many(count, item)} cost?", f"{count} x {price} = {count * price} coins."),
+            (f"What is {x} + {y}?", f"{x} + {y} = {x + y}."),
+            (f"I am at the {here}. Where is the {there}?", f"Walk {way(here, there)}."),
+        ]
+    )
+
+
+def conversation(dice: Dice) -> str:
+    """Return a line of JSON with one to three questions and answers, some after a system message."""
+    messages = [{"role": "system", "content": "You are helpful and brief."}] if dice.maybe(0.3) else []
+    for _ in range(dice.between(1, 3)):
+        asked, answered = question(dice)
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+# A message ends with the token that ends a text, as in many templates: it does not end the conversation.
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message.role + ": " + message.content + eos_token + "\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "assistant: " }}
+{%- endif %}
+"""
+
+
 # --- tokenizer --------------------------------------------------------------------------------------------------------
 
 
@@ -683,6 +727,10 @@ def make_files() -> dict[str, bytes]:
     seen: set[str] = set()
     texts = {name: list(documents(seed, size, seen)) for name, seed, size in CORPORA}
     files = {f"corpus/{name}": "".join(map(json_line, some)) for name, some in texts.items()}
+    for name, seed, count in CHATS:
+        dice = Dice(seed)
+        files[f"chat/{name}"] = "".join(conversation(dice) for _ in range(count))
+    files["chat/template.jinja"] = TEMPLATE
     files["tokenizer/tokenizer.json"] = train_tokenizer(texts["corpus.jsonl"])
     files["tokenizer/tokenizer_config.json"] = tokenizer_config()
     return {name: content.encode() for name, content in files.items()}

@@ -50,6 +50,8 @@ BASE = {
 }
 OTHER_MODEL = {"model.name": "deepseek_v32", "model.flavor": "tiny"}
 """For the keys of [dsa] and [mtp]."""
+OWN_DATA = {"training.dataset": "text", "training.dataset_path": "texts.txt"}
+"""For the keys of [data]."""
 HARNESS = {"job.config_file"}
 """Keys that the harness itself sets."""
 CHECKED_ONLY = {"compile.enable"}
@@ -72,6 +74,11 @@ INSIDE: dict[str, st.SearchStrategy[Any]] = {
     "comm.save_traces_file_prefix": st.sampled_from(["rank_", "r", "."]),
     "comm.trace_buf_size": st.integers(0, 3000),
     "compile.backend": st.sampled_from(["inductor", "eager", "no_such"]),
+    "data.chat_template": FILES | st.just(""),
+    "data.field": st.sampled_from(["", "text", "body"]),
+    "data.paths": st.lists(FILES, max_size=2),
+    "data.shuffle_window_mib": st.integers(1, 100),
+    "data.weights": st.lists(st.sampled_from([0.5, 1.0, 3]), max_size=2),
     "experimental.custom_args_module": MODULES,
     "experimental.custom_import": MODULES,
     "job.custom_config_module": MODULES,
@@ -107,7 +114,9 @@ INSIDE: dict[str, st.SearchStrategy[Any]] = {
         f"{section}.{key}": values
         for section in ("training", "validation")
         for key, values in {
-            "dataset": st.sampled_from(["tiny_corpus", "TINY_CORPUS", "tiny_corpus_validation", "c4_test", "no_such"]),
+            "dataset": st.sampled_from(
+                ["tiny_corpus", "TINY_CORPUS", "tiny_corpus_validation", "text", "chat", "c4_test", "no_such"]
+            ),
             "dataset_path": FILES,
             "local_batch_size": st.integers(1, 4),
             "seq_len": st.integers(1, 64),
@@ -420,6 +429,8 @@ def _run(case: Case, folder: Path) -> Result:
     values = dict(BASE)
     if any(key.startswith(("dsa.", "mtp.")) for key in case.changes):
         values |= OTHER_MODEL
+    if any(key.startswith("data.") for key in case.changes):
+        values |= OWN_DATA
     arguments = [f"--{key}={value}" for key, value in case.changes.items()] if case.on_command_line else []
     (folder / "job.toml").write_text(as_toml(values if case.on_command_line else values | case.changes))
     before = _files(job)

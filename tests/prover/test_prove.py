@@ -119,6 +119,11 @@ def test_a_draw_that_the_checks_reject_names_its_reason(tmp_path: Path) -> None:
     assert not outcome.is_fault and Outcome("fails").is_fault
 
 
+def test_a_job_on_own_data_is_proved_on_the_shipped_texts() -> None:
+    table = own_subject("train_configs/llama3_chat_debugmodel.toml", None).table
+    assert "data" not in table and table["training"]["dataset"] == "tiny_corpus"
+
+
 def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
     subject = own_subject("train_configs/deepseek_v3_debugmodel.toml", None)
     simplest = {part: values[0] for part, values in VALUES.items()}

@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "list": "list the configs, models, converters and operators of this package",
     "doctor": "check whether this machine can train",
+    "data": "show the rows that a job trains on: tokens, text, document boundaries and labels",
     "plan": "predict memory, traffic and time of a job, or search for a layout that fits",
     "emulate": "run a command on emulated NPUs, with the real torch_npu",
     "launch": "start a job with torchrun, with one log per rank",

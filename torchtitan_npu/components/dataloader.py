@@ -26,6 +26,9 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 import torchtitan_npu.components.corpus  # noqa: F401  registers the shipped corpora
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
+from torchtitan_npu.components.user_data.build import build_rows
+from torchtitan_npu.components.user_data.packing import PackedRows
+from torchtitan_npu.config.data import USER_DATASETS
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.config.training import check_data_workers
 from torchtitan_npu.errors import UsageError
@@ -68,13 +71,20 @@ def _build(
 ) -> LayoutIndependentDataLoader:
     config = getattr(job_config, section)
     options = worker_options(section, job_config)
-    samples = SampleStream(config.dataset, config.dataset_path, tokenizer, seq_len=config.seq_len, infinite=infinite)
+    samples: SampleStream | PackedRows
+    if config.dataset.lower() in USER_DATASETS:
+        # worker processes tokenize; this process packs the rows, and so knows the position after each
+        loading = {"pin_memory": options.pop("pin_memory")}
+        options.pop("persistent_workers", None)  # they run as long as the loader is iterated
+        samples, options = build_rows(section, tokenizer, job_config, infinite, **options), loading
+    else:
+        samples = SampleStream(config.dataset, config.dataset_path, tokenizer, config.seq_len, infinite=infinite)
     batches = RankBatches(samples, dp_rank, dp_world_size, config.local_batch_size)
     return LayoutIndependentDataLoader(batches, restart=section == "validation", **options)
 
 
 def worker_options(section: str, job_config: JobConfig) -> dict[str, Any]:
-    """Return the job's options for the DataLoader of ``section``, which has at most one worker."""
+    """Return the job's options for the DataLoader of ``section``. With most datasets it has at most one worker."""
     config = getattr(job_config, section)
     check_data_workers(section, config)
     options = asdict(config.dataloader)
@@ -116,7 +126,9 @@ class RankBatches(IterableDataset):
     The position is part of the batch because a worker process reads ahead of the batches delivered.
     """
 
-    def __init__(self, samples: SampleStream, dp_rank: int, dp_world_size: int, local_batch_size: int) -> None:
+    def __init__(
+        self, samples: SampleStream | PackedRows, dp_rank: int, dp_world_size: int, local_batch_size: int
+    ) -> None:
         self.samples = samples
         self.global_size = dp_world_size * local_batch_size
         self.ours = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
@@ -156,6 +168,11 @@ class LayoutIndependentDataLoader(BaseDataLoader):
         self._options = options
         self._start = self._position = batches.position
 
+    @property
+    def source(self) -> str:
+        """The data that the batches are from."""
+        return self._batches.samples.source
+
     def __iter__(self) -> Iterator[Sample]:
         self._batches.position = self._start if self._restart else self._position
         # A new DataLoader each time: its worker gets a copy of the stream at the position just set.
@@ -174,7 +191,7 @@ class LayoutIndependentDataLoader(BaseDataLoader):
                 f"degree only: npu.layout_independent_data = false continues there, {RESTART_HINT}"
             )
         try:
-            theirs, ours = load_plain(state_dict[STATE])["source"], self._batches.samples.source
+            theirs, ours = load_plain(state_dict[STATE])["source"], self.source
         except pickle.UnpicklingError as error:
             raise UsageError(f"the checkpoint's data position is not plain data: {error}") from error
         if theirs != ours:

@@ -9,6 +9,7 @@ from torchtitan.config.job_config import Debug as TitanDebug
 from torchtitan_npu import platform
 from torchtitan_npu.config.checkpoint import Checkpoint
 from torchtitan_npu.config.comm import Comm
+from torchtitan_npu.config.data import Data
 from torchtitan_npu.config.dsa import Dsa
 from torchtitan_npu.config.mtp import Mtp
 from torchtitan_npu.config.npu import Npu
@@ -34,6 +35,7 @@ class JobConfig(TitanJobConfig):
     comm: Comm = field(default_factory=Comm)
     profiling: Profiling = field(default_factory=Profiling)
     npu: Npu = field(default_factory=Npu)
+    data: Data = field(default_factory=Data)
     dsa: Dsa = field(default_factory=Dsa)
     mtp: Mtp = field(default_factory=Mtp)
 
@@ -41,6 +43,11 @@ class JobConfig(TitanJobConfig):
 def npu_options(job_config: TitanJobConfig) -> Npu:
     """Return the job's ``[npu]`` section, or its defaults for a config that TorchTitan's own entry has parsed."""
     return getattr(job_config, "npu", None) or Npu()
+
+
+def data_options(job_config: TitanJobConfig) -> Data:
+    """Return the job's ``[data]`` section, or its defaults."""
+    return getattr(job_config, "data", None) or Data()
 
 
 def dsa_options(job_config: TitanJobConfig) -> Dsa:

@@ -18,10 +18,12 @@ from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
+from torchtitan_npu.components.user_data.build import build_rows
 from torchtitan_npu.config.activation_checkpoint import check_activation_checkpoint
 from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.comm import check_comm
 from torchtitan_npu.config.compile import check_compile
+from torchtitan_npu.config.data import check_data
 from torchtitan_npu.config.dsa import check_dsa
 from torchtitan_npu.config.dump_folder import check_dump_folder, check_folders
 from torchtitan_npu.config.job_config import JobConfig
@@ -73,6 +75,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_optimizer,
     check_lr_scheduler,
     check_training,
+    check_data,
     check_npu,
     check_compile,
     check_dump_folder,
@@ -97,8 +100,8 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
 START_CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_folders,
     check_metrics,
-    check_dataset_files,
     check_tokenizer,
+    check_dataset_files,
 )
 """Checks of files and packages on this machine, which a dry run does not need."""
 
@@ -220,6 +223,10 @@ class JobContext:
         """The class for the model's attention if the job uses it and it takes no attention masks, else ``None``."""
         cls = self.context_parallel_class if self.dims.cp_enabled else None
         return cls if cls is not None and cls.masks is ContextParallel.masks else None
+
+    def check_user_data(self, name: str) -> None:
+        """Raise if the data of section ``name``, a dataset of the user, cannot be read here."""
+        build_rows(name, self.tokenizer, self.config, infinite=True)
 
     def check_dataset_path(self, name: str, section: Any) -> None:
         """Raise if ``section.dataset_path`` is not readable by the loader of this package's corpora."""

@@ -11,6 +11,7 @@ from torchtitan.config.job_config import Training as TitanTraining
 from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import NAME, PATH, Allowed, Number
 from torchtitan_npu.config.check_helpers import check_known, check_not_on_cpu
+from torchtitan_npu.config.data import USER_DATASETS
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -113,10 +114,12 @@ def _check_dataset(job: "JobContext", name: str, section: Any) -> None:
 
 
 def check_dataset_files(job: "JobContext") -> None:
-    """Raise if the job reads TorchTitan's test dataset, which is not part of its package."""
+    """Raise if the user's data cannot be read, or for TorchTitan's test dataset, which is not part of its package."""
     sections = {"training": job.config.training, "validation": job.config.validation}
     for name, section in sections.items():
         used = job.is_adapted and (name == "training" or job.config.validation.enable)
+        if used and section.dataset.lower() in USER_DATASETS:
+            job.check_user_data(name)
         path = section.dataset_path or job.datasets["c4_test"].path
         if used and section.dataset.lower() == "c4_test" and not os.path.exists(path):
             raise UsageError(
@@ -127,7 +130,7 @@ def check_dataset_files(job: "JobContext") -> None:
 
 def check_data_workers(name: str, section: Any) -> None:
     """Raise if the loader of ``section`` has more than one worker, each of which would read the complete stream."""
-    if (workers := section.dataloader.num_workers) > 1:
+    if (workers := section.dataloader.num_workers) > 1 and section.dataset.lower() not in USER_DATASETS:
         raise UsageError(
             f"{name}.dataloader.num_workers is {workers}; it must be 0 or 1, since every worker would read the "
             "complete stream (with npu.layout_independent_data = false TorchTitan's loader can have more)"

@@ -21,6 +21,7 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.distributed.microbatches import Microbatches
+from torchtitan_npu.models.documents import DOCUMENT_ENDS, positions_in_documents
 
 
 class ContextParallel:
@@ -115,12 +116,19 @@ def model_inputs(
     refuse them; here they are made only for a model that takes them.
     """
     inputs = input_dict["input"]
-    extra_inputs = {name: value for name, value in input_dict.items() if name != "input"}
+    extra_inputs = {name: value for name, value in input_dict.items() if name not in ("input", DOCUMENT_ENDS)}
+    document_ends = input_dict.get(DOCUMENT_ENDS)
     extra_kwargs: dict[str, Any] = {}
     if takes_attention_masks(model_args):
+        marked = inputs
+        if document_ends is not None:
+            # models look for eos tokens, and for nothing else; a conversation may have them inside, or none at its end
+            marked = torch.where(document_ends, tokenizer.eos_id, tokenizer.eos_id + 1)
         extra_kwargs["attention_masks"] = model.get_attention_masks(
-            input_batch=inputs, tokenizer=tokenizer, extra_inputs=extra_inputs
+            input_batch=marked, tokenizer=tokenizer, extra_inputs=extra_inputs
         )
+    elif document_ends is not None and getattr(model_args, "takes_document_positions", False):
+        extra_inputs["positions"] = positions_in_documents(document_ends).expand(3, -1, -1)
     if dims.cp_enabled:
         prepare = context.prepare if context else prepare_context_parallel_input
         inputs, labels, extra_kwargs = prepare(

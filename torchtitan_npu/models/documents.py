@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+DOCUMENT_ENDS = "document_ends"
+"""Entry of a batch, (bsz, seqlen) bool, that marks the last tokens of documents. Without it, eos tokens do."""
+
 
 class Ends(NamedTuple):
     """The end of each document, one past its last token, in the concatenated rows of a batch."""
@@ -90,3 +93,11 @@ class Documents(NamedTuple):
         device = self.of_keys.tensor.device
         queries, keys = (Ends.of([end - begin for end in inside], device) for begin in (first, start))
         return start, Documents(queries, keys)
+
+
+def positions_in_documents(document_ends: Tensor) -> Tensor:
+    """Return the position of each token in its document, (bsz, seqlen); ``document_ends`` marks the last tokens."""
+    places = torch.arange(document_ends.shape[1], device=document_ends.device).expand_as(document_ends)
+    starts = torch.where(document_ends, places + 1, 0).roll(1, dims=1)
+    starts[:, 0] = 0
+    return places - starts.cummax(dim=1).values

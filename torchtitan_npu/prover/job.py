@@ -51,7 +51,7 @@ OWN_DATASETS = {"qwen3_vl": "shapes"}
 SHORTEST = {"shapes": 48}
 """The tokens of the longest picture with its caption, with the shipped tokenizer."""
 DRAWN_SECTIONS = ("parallelism", "compile", "activation_checkpoint")
-UNUSED_SECTIONS = ("checkpoint", "validation", "profiling", "metrics")
+UNUSED_SECTIONS = ("checkpoint", "data", "validation", "profiling", "metrics")
 """What a run of three steps without files has no use for."""
 KEPT_KEYS = {"npu": ("context_parallel", "matmul_sharding", "moe_sequence_parallel", "strict_limits")}
 """The keys of a section that stay. Others depend on the converters and on compilation, which are drawn."""

@@ -55,6 +55,9 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
     job_checks: ClassVar[JobChecks] = (check_parallelism, check_pictures)
     """Called before the start with these arguments and the job's config."""
 
+    takes_document_positions: ClassVar[bool] = True
+    """Pass positions that start at 0 in each document of a batch, if the data marks where documents end."""
+
     rope_theta: float = 5000000.0
 
     mrope_section: tuple[int, ...] = (24, 20, 20)

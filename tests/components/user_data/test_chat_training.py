@@ -1,0 +1,74 @@
+"""Training on conversations: the labels of answers on every model and layout, and attention within a conversation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests._helpers import layouts
+from tests._helpers.multirank import run_on_ranks
+from tests._helpers.training import TOLERANCE, Record, assert_same_gradients, recording, together, train_until
+from torchtitan_npu.components.corpus import ASSETS
+from torchtitan_npu.prover import tiny_models
+from torchtitan_npu.prover.tiny_models import TINY
+
+CHAT = {
+    "training.dataset": "chat",
+    "training.dataset_path": str(ASSETS / "chat/chat.jsonl"),
+    "validation.enable": True,
+    "validation.dataset": "chat",
+    "validation.dataset_path": str(ASSETS / "chat/validation.jsonl"),
+    "data.chat_template": str(ASSETS / "chat/template.jinja"),
+    "data.too_long": "truncate",
+}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "llama3": {"model.flavor": "llama3_documents", "model.converters": ["npu_attention"]},
+    "qwen3": {"model.flavor": "qwen3_documents", "model.converters": ["npu_attention"]},
+    "deepseek_v3": {"model.flavor": "deepseek_v3_documents", "model.converters": ["npu_attention"]},
+    "deepseek_v32": {"dsa.document_mask": True, "dsa.indexer_loss": False},
+    "qwen3_vl": {},
+}
+"""Models that attend within documents, and the options for it."""
+LAYOUTS = [
+    *(("llama3", layout) for layout in ("shard", "replicate", "tp", "cp", "pp")),
+    *(("deepseek_v32", layout) for layout in ("tp", "cp", "pp")),
+    *(("deepseek_v3", "shard"), ("qwen3", "tp")),
+]
+LOOSE = {"qwen3_vl": 1e-5}
+"""Tolerances other than that of the layouts' tests; see tests/models/test_qwen3_vl_training.py."""
+
+
+def job(model: str, layout: dict[str, int], documents: bool, options: dict[str, Any] | None = None) -> Any:
+    tiny_models.add_flavors()
+    named = {"model.name": TINY[model][0], "model.flavor": model}
+    of_model = DOCUMENTS[model] if documents else {}
+    return layouts.job_config("llama3", layout, {**named, **CHAT, **of_model, **(options or {})})
+
+
+def train(
+    model: str, layout: dict[str, int], documents: bool, options: dict[str, Any] | None = None, stop: int = 2
+) -> Record:
+    """Train on this rank up to step ``stop``, from the last checkpoint if ``options`` enable checkpoints."""
+    with recording(job(model, layout, documents, options)) as (trainer, record):
+        train_until(trainer, stop)
+    return record
+
+
+@functools.cache
+def one_rank(model: str, documents: bool) -> Record:
+    return run_on_ranks(1, train, model, {}, documents, process_group=False)[0]
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+def test_losses_and_gradients_of_answers_are_those_of_one_rank(model: str, layout: str) -> None:
+    documents = layout != "cp" or model == "deepseek_v32"  # TorchTitan's context parallel takes no document masks
+    degrees = {layout: 2} | ({"shard": 1} if layout == "replicate" else {})
+    records = run_on_ranks(2, train, model, degrees, documents, process_group=False)
+    record, alone = together(records), one_rank(model, documents)
+    tolerance = LOOSE.get(model, TOLERANCE)
+    assert record.losses == pytest.approx(alone.losses, rel=tolerance)
+    assert record.validation == pytest.approx(alone.validation, rel=tolerance)
+    assert len(alone.validation) == 1
+    assert_same_gradients(record, alone, tolerance)

@@ -1,0 +1,122 @@
+"""Measure how fast the user's own data becomes batches: tokens per second by format and worker processes, and memory.
+
+python -m tools.bench.data_loading [--mib 16] [--seconds 5] [--tokenizer FOLDER] [--workers 0,1,2] [--json FILE]
+
+The files have the shipped texts and conversations, repeated. A larger ``--mib`` shows that memory does not grow with
+the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan_npu import platform
+
+platform.prepare()
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from torchtitan.components.tokenizer import HuggingFaceTokenizer  # noqa: E402
+
+from torchtitan_npu.components.corpus import ASSETS  # noqa: E402
+from torchtitan_npu.components.dataloader import build_text_dataloader  # noqa: E402
+from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
+
+
+def repeated(path: Path, size: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file again and again, until they have ``size`` bytes."""
+    for line in itertools.cycle(path.read_text().splitlines()):
+        size -= len(line)
+        if size < 0:
+            return
+        yield json.loads(line)
+
+
+def write_files(folder: Path, mib: int) -> dict[str, tuple[str, Path]]:
+    """Write a file of each format, and return its dataset and path by name."""
+    texts = [*repeated(ASSETS / "corpus/corpus.jsonl", mib * 2**20)]
+    chats = repeated(ASSETS / "chat/chat.jsonl", mib * 2**20)
+    (folder / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    (folder / "a.txt").write_text("\n\n".join(text["text"].replace("\n\n", "\n") for text in texts))
+    pq.write_table(pa.Table.from_pylist(texts), folder / "a.parquet", row_group_size=1000)
+    Dataset.from_list(texts).save_to_disk(folder / "dataset")
+    (folder / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    names = {"jsonl": "a.jsonl", "txt, paragraphs": "a.txt", "parquet": "a.parquet", "dataset on disk": "dataset"}
+    return {name: ("text", folder / file) for name, file in names.items()} | {"chat": ("chat", folder / "chat.jsonl")}
+
+
+def measure(dataset: str, path: Path, tokenizer: str, workers: int, seconds: float) -> dict[str, float]:
+    """Return tokens per second and per second of CPU time, and the memory that loading adds to this process."""
+    config = JobConfig()
+    config.model.hf_assets_path, config.data.txt_documents = tokenizer, "paragraph"
+    config.training.dataset, config.training.dataset_path = dataset, str(path)
+    config.training.seq_len, config.training.local_batch_size = 2048, 8
+    config.training.dataloader.num_workers = workers
+    if dataset == "chat":
+        config.data.chat_template = str(ASSETS / "chat/template.jinja")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = cpu_seconds()
+    batches = iter(build_text_dataloader(1, 0, HuggingFaceTokenizer(tokenizer), config))
+    next(batches)  # the first window is read, and workers are started
+    start, tokens = time.perf_counter(), 0
+    while (now := time.perf_counter()) < start + seconds:
+        tokens += next(batches)[1].numel()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    del batches  # ends the workers, whose time counts then
+    cpu = cpu_seconds() - cpu
+    return {"tokens_per_s": tokens / (now - start), "tokens_per_cpu_s": tokens / cpu, "memory_mib": memory / 1024}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def in_process(*args: Any) -> dict[str, float]:
+    """Call :func:`measure` in a fork, so that the memory of one measurement does not hide that of the next."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, json.dumps(measure(*args)).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        result = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=16, help="size of each file")
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--tokenizer", default=str(ASSETS / "tokenizer"))
+    parser.add_argument("--workers", default="0,1,2", help="numbers of worker processes")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (dataset, path) in write_files(Path(folder), args.mib).items():
+            for workers in map(int, args.workers.split(",")):
+                measured = in_process(dataset, path, args.tokenizer, workers, args.seconds)
+                rows.append({"format": name, "workers": workers, **measured})
+                print(
+                    f"{name:16} {workers} workers: {measured['tokens_per_s']:9,.0f} tokens/s, "
+                    f"{measured['tokens_per_cpu_s']:9,.0f} per CPU second, {measured['memory_mib']:4.0f} MiB more"
+                )
+    if args.json:
+        args.json.write_text(json.dumps({"mib": args.mib, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``torchtitan-npu data``: show the rows that a job trains on."""
