@@ -33,6 +33,8 @@ from torchtitan_npu.components.job_control.start import start_monitor
 from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep, NonfiniteStop
 from torchtitan_npu.components.profiling import profile_npu
+from torchtitan_npu.components.replay.install import start_session
+from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
@@ -70,6 +72,11 @@ class Trainer(TitanTrainer):
         own_context = getattr(self.model_args, "context_parallel", None)
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
         self.checked_steps = CheckedSteps(self)
+        self.replay = start_session(
+            job_config, self.parallel_dims, self.model_parts, self.model_args, self.gradient_accumulation_steps
+        )
+        if isinstance(self.replay, Replayer):
+            self.metrics_processor.replay = self.replay
         self._run_step = train_step_with(self._clip_and_check)
 
     def init_distributed(self) -> ParallelDims:
@@ -86,7 +93,7 @@ class Trainer(TitanTrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        return model_inputs(
+        inputs, labels, extra_inputs, extra_kwargs = model_inputs(
             input_dict,
             labels,
             model=self.model_parts[0],
@@ -96,6 +103,10 @@ class Trainer(TitanTrainer):
             job_config=self.job_config,
             context=self.context_parallel,
         )
+        if self.replay:
+            positions = extra_kwargs["positions"] if self.parallel_dims.cp_enabled else None
+            self.replay.start_batch(input_dict["input"], positions)
+        return inputs, labels, extra_inputs, extra_kwargs
 
     def train(self) -> None:
         with log_compile_progress() if self.job_config.compile.enable else nullcontext():
@@ -141,11 +152,18 @@ class Trainer(TitanTrainer):
         self.progress.phase = "training"
         for loss in self.auxiliary_losses:
             loss.start_step()
+        if self.replay:
+            self.replay.start_step(self.step)
         try:
             self._run_step(self, self.checked_steps.start(data_iterator))
         except NonfiniteStep as found:
+            if self.replay:
+                self.replay.end_step()
+                self.replay.start_step(self.step)  # the step may run again below
             with self.progress.during(PHASES[-1]):  # it may wait for a save
                 self.checked_steps.skip_or_stop(found)
+        if self.replay:
+            self.replay.end_step()
         if not self.has_stepped and self.job_config.compile.enable:
             logger.info(f"The first step took {time.perf_counter() - started:.1f} s, including compilation")
         if not self.has_stepped and self.job_config.npu.empty_cache_after_first_step:
@@ -176,6 +194,8 @@ class Trainer(TitanTrainer):
     ) -> torch.Tensor:
         self.checked_steps.start_batch()
         loss = self._forward_backward(input_dict, labels, global_valid_tokens)
+        if self.replay:
+            self.replay.end_batch()
         self.checked_steps.add_batch(global_valid_tokens, loss)
         return loss
 

@@ -16,6 +16,7 @@ from torchtitan.tools.utils import get_peak_flops
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses, step_means
+from torchtitan_npu.components.replay.replayer import Replayer, flip_summary
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.log import log_on_first_rank
@@ -27,6 +28,9 @@ class MetricsProcessor(TitanMetricsProcessor):
 
     MFU is relative to the peak of the NPU, or to ``npu.peak_tflops``.
     """
+
+    replay: Replayer | None = None
+    """Counts the choices that a record has replaced."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
         with_peak_flops(TitanMetricsProcessor.__init__, peak_flops(job_config))(self, job_config, parallel_dims, tag)
@@ -41,9 +45,15 @@ class MetricsProcessor(TitanMetricsProcessor):
     ) -> None:
         means = step_means(auxiliary_losses(self.model_parts), self.parallel_dims)
         extra = {f"loss_metrics/{name}": mean for name, mean in means.items()}
+        flips: dict[str, int] = {}
         if isinstance(self.optimizers, SwapContainer):
             extra |= self.optimizers.metrics()
+        if self.replay is not None:
+            flips = self.replay.metrics()
+            extra |= flips
         super().log(step, global_avg_loss, global_max_loss, grad_norm, (extra_metrics or {}) | extra)
+        if flips:
+            logger.info(f"step: {step:2}  {flip_summary(flips)}")
         if means:
             logger.info(f"step: {step:2}  " + "  ".join(f"{name}: {mean:8.5f}" for name, mean in means.items()))
 

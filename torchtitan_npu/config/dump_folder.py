@@ -35,7 +35,7 @@ def check_folders(job: JobContext) -> None:
     """Raise if the job cannot write to its folders."""
     config = job.config
     folder = Path(config.job.dump_folder)
-    _check_writable("job.dump_folder", folder)
+    check_writable("job.dump_folder", folder)
     parts = {
         "checkpoint.folder": config.checkpoint.folder if config.checkpoint.enable else None,
         "metrics.save_tb_folder": config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None,
@@ -49,12 +49,12 @@ def check_folders(job: JobContext) -> None:
     }
     for key, part in parts.items():
         if part is not None:
-            _check_writable(key, folder / part)
+            check_writable(key, folder / part)
     if config.job.save_config_file is not None:
-        _check_writable("job.save_config_file", (folder / config.job.save_config_file).parent)
+        check_writable("job.save_config_file", (folder / config.job.save_config_file).parent)
 
 
-def _check_writable(key: str, folder: Path) -> None:
+def check_writable(key: str, folder: Path) -> None:
     """Raise unless ``folder``, or the nearest folder above it that exists, can be written."""
     for found in (folder, *folder.absolute().parents):
         if found.exists():

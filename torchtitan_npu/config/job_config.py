@@ -16,6 +16,7 @@ from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.config.optimizer import Optimizer
 from torchtitan_npu.config.parallelism import Parallelism
 from torchtitan_npu.config.profiling import Profiling
+from torchtitan_npu.config.replay import Replay
 from torchtitan_npu.config.training import Training
 
 
@@ -38,6 +39,7 @@ class JobConfig(TitanJobConfig):
     data: Data = field(default_factory=Data)
     dsa: Dsa = field(default_factory=Dsa)
     mtp: Mtp = field(default_factory=Mtp)
+    replay: Replay = field(default_factory=Replay)
 
 
 def npu_options(job_config: TitanJobConfig) -> Npu:
@@ -58,3 +60,8 @@ def dsa_options(job_config: TitanJobConfig) -> Dsa:
 def mtp_options(job_config: TitanJobConfig) -> Mtp:
     """Return the job's ``[mtp]`` section, or its defaults."""
     return getattr(job_config, "mtp", None) or Mtp()
+
+
+def replay_options(job_config: TitanJobConfig) -> Replay:
+    """Return the job's ``[replay]`` section, or its defaults."""
+    return getattr(job_config, "replay", None) or Replay()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
+from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
+from torchtitan_npu.components.replay.install import header_of_model
+from torchtitan_npu.components.replay.record_files import header_difference, read_header
 from torchtitan_npu.components.user_data.build import build_rows
 from torchtitan_npu.config.activation_checkpoint import check_activation_checkpoint
 from torchtitan_npu.config.checkpoint import check_checkpoint
@@ -43,6 +47,7 @@ from torchtitan_npu.config.optimizer import check_optimizer
 from torchtitan_npu.config.parallelism import check_context_parallel, check_model_divides, check_world_size
 from torchtitan_npu.config.pipeline import check_pipeline, pipeline_stages
 from torchtitan_npu.config.profiling import check_profiling
+from torchtitan_npu.config.replay import check_replay, check_replay_files
 from torchtitan_npu.config.titan_sections import check_unsupported_sections
 from torchtitan_npu.config.training import check_dataset_files, check_training
 from torchtitan_npu.config.value_table import check_values
@@ -92,6 +97,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_pipeline,
     check_context_parallel,
     check_dsa,
+    check_replay,
     check_converter_targets,
 )
 """In this order: a check may rely on what the checks before it have established."""
@@ -102,6 +108,7 @@ START_CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_metrics,
     check_tokenizer,
     check_dataset_files,
+    check_replay_files,
 )
 """Checks of files and packages on this machine, which a dry run does not need."""
 
@@ -227,6 +234,21 @@ class JobContext:
     def check_user_data(self, name: str) -> None:
         """Raise if the data of section ``name``, a dataset of the user, cannot be read here."""
         build_rows(name, self.tokenizer, self.config, infinite=True)
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the tokens of a sequence are the model's only input."""
+        return self.train_spec.build_dataloader_fn is build_text_dataloader
+
+    @cached_property
+    def replay_header(self) -> Any:
+        """The header of a record of this job's choices."""
+        return header_of_model(self.config, build_on_meta(self.config))
+
+    @property
+    def replay_difference(self) -> str | None:
+        """A difference between the record to replay and this job, or ``None``."""
+        return header_difference(read_header(Path(self.config.replay.replay)), self.replay_header)
 
     def check_dataset_path(self, name: str, section: Any) -> None:
         """Raise if ``section.dataset_path`` is not readable by the loader of this package's corpora."""

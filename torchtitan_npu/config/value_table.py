@@ -22,6 +22,7 @@ from torchtitan_npu.config import (
     optimizer,
     parallelism,
     profiling,
+    replay,
     titan_sections,
     training,
 )
@@ -50,6 +51,7 @@ SECTIONS: dict[str, dict[str, Allowed]] = {
     "parallelism": parallelism.ALLOWED,
     "profiling": profiling.ALLOWED,
     "quantize": titan_sections.QUANTIZE,
+    "replay": replay.ALLOWED,
     "training": training.ALLOWED,
     "validation": training.VALIDATION_ALLOWED,
 }

@@ -44,7 +44,7 @@ class Queries(NamedTuple):
     """None in a layer without an indexer, like ``index_weights``."""
     index_weights: Tensor | None
     selected: Tensor | None
-    """The keys to attend to in a layer without an indexer."""
+    """The keys to attend to, in a layer without an indexer or with recorded choices."""
 
 
 class Keys(NamedTuple):
@@ -89,6 +89,17 @@ class FusedAttention(SparseAttention):
         unpacked = tuple((x[0] if len(x) == 1 else torch.cat(x)).unflatten(0, (len(q), -1)) for x in packed)
         return unpacked if self.returns_selected else unpacked[0]
 
+    def query_places(
+        self, bsz: int, queries: int, keys: int, documents: Documents | None, device: torch.device
+    ) -> Tensor:
+        if documents is None:
+            return super().query_places(bsz, queries, keys, documents, device)
+        # the operators count from the first key of a document, whose last query is its last key
+        lengths = torch.diff(documents.of_keys.tensor, prepend=documents.of_keys.tensor.new_zeros(1))
+        number = documents.of_queries.numbers(bsz).flatten()
+        from_end = torch.arange(bsz * queries, device=device) - documents.of_queries.tensor[number]
+        return (from_end + lengths[number]).view(bsz, queries)
+
     def attend(
         self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
@@ -124,7 +135,7 @@ class NpuSparseAttention(FusedAttention):
     def attend(
         self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        (q, q_rope, index_q, index_weights, indices), (k, k_rope, index_k, v) = queries, keys
+        (q, q_rope, index_q, index_weights, selected), (k, k_rope, index_k, v) = queries, keys
         layout = "BSND" if documents is None else "TND"
         query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
@@ -139,12 +150,13 @@ class NpuSparseAttention(FusedAttention):
         query = q if self.supports_strided_queries else prepared(q)
         query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
         value = key if v is None else prepared(v)
+        own = None
         if self.has_indexer:
             assert index_q is not None and index_k is not None and index_weights is not None
             query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(-2))
             weights = index_weights.contiguous()  # in float32
             with torch.no_grad():  # (bsz, seqlen, 1, topk)
-                indices, _ = torch.ops.npu.npu_lightning_indexer(
+                own, _ = torch.ops.npu.npu_lightning_indexer(
                     query_index,
                     key_index,
                     weights,
@@ -154,6 +166,7 @@ class NpuSparseAttention(FusedAttention):
                     layout_key=layout,
                     sparse_count=self.topk,
                 )
+        indices = own if selected is None else selected
         assert indices is not None
         output, softmax_max, softmax_sum = torch.ops.npu.npu_sparse_flash_attention(
             query,
@@ -170,9 +183,9 @@ class NpuSparseAttention(FusedAttention):
             attention_mode=MLA_ABSORBED,
             return_softmax_lse=True,
         )
-        selected = indices if self.returns_selected else None
+        returned = own if self.returns_selected else None
         if (account := self.account()) is None:
-            return output, selected
+            return output, returned
         output = with_indexer_loss(
             output,
             account,
@@ -192,7 +205,7 @@ class NpuSparseAttention(FusedAttention):
             actual_seq_klen=key_end_list,
             layout=layout,
         )
-        return output, selected
+        return output, returned
 
 
 class NpuDenseAttention(FusedAttention):

@@ -35,12 +35,18 @@ class NpuRouter(TokenChoiceTopKRouter):
         return f"experts={self.num_experts}, top_k={self.top_k}, selection=npu_moe_gating_top_k"
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores (tokens, top_k), experts (tokens, top_k) and tokens per expert, for ``x`` (tokens, dim).
+        """Return scores (tokens, top_k), experts (tokens, top_k) and tokens per expert, for ``x`` (tokens, dim)."""
+        scores, experts = self.select(self.gate(x).float(), expert_bias)
+        tokens_per_expert = torch.histc(experts.view(-1), bins=self.num_experts, min=0, max=self.num_experts)
+        return scores, experts, tokens_per_expert
+
+    def select(self, logits: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return scores and experts, both (tokens, top_k), for ``logits`` (tokens, experts).
 
         The best expert comes first, and the lower number among equal scores. TorchTitan has no order.
         """
         scores, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
-            self.gate(x).float(),
+            logits,
             self.top_k,
             bias=None if expert_bias is None else expert_bias.float(),
             **_groups(self),
@@ -51,9 +57,7 @@ class NpuRouter(TokenChoiceTopKRouter):
             eps=EPSILON,
         )
         # as TorchTitan; histc returns its input's dtype, and npu_grouped_matmul takes counts in int64
-        experts = experts.long()
-        tokens_per_expert = torch.histc(experts.view(-1), bins=self.num_experts, min=0, max=self.num_experts)
-        return scores, experts, tokens_per_expert
+        return scores, experts.long()
 
 
 def _groups(router: TokenChoiceTopKRouter) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -38,6 +39,11 @@ from torchtitan_npu.upstream.rebind import rebound, refers_to
 def forces_load_balance(router: TokenChoiceTopKRouter) -> bool:
     """Return whether TorchTitan's debug option makes ``router`` assign the experts in turn."""
     return router._debug_force_load_balance
+
+
+def limit_to_groups(router: TokenChoiceTopKRouter, scores: Tensor) -> Tensor:
+    """Return ``scores`` (tokens, experts) with -inf outside the groups of experts that ``router`` selects."""
+    return router._get_node_limited_routing_scores(scores)
 
 
 def with_tensor_parallel(parallelize: ParallelizeFunction, apply: Callable[..., None]) -> ParallelizeFunction:

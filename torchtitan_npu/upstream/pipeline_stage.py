@@ -10,6 +10,7 @@ Faults of torch 2.13 (torch/distributed/pipelining/stage.py):
   the end, and then reduces them all. Here FSDP frees them layer by layer, as it does without a pipeline.
 - If a schedule computes weight gradients separately, they keep the strides they come with. An expert's gradient is a
   transposed view, which autograd would copy. The CPU's fused optimizer ignores strides and reads it in memory order.
+- No method of a stage tells its module which microbatch runs. A session that records or replays choices needs it.
 - A stage passes every microbatch the same arguments that are not tensors. See
   :class:`torchtitan_npu.distributed.microbatches.Microbatches`.
 
@@ -19,7 +20,8 @@ Delete each part when torch's stage does the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,12 +31,22 @@ from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 from torchtitan.models.moe.moe import MoE
 
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.components.replay.choices import Choices, choices_of
 from torchtitan_npu.distributed.microbatches import of_microbatch
 from torchtitan_npu.torch_internals.pipelining import full_backward
 
 
 class PipelineStage(TorchPipelineStage):
     """torch's PipelineStage without these faults."""
+
+    @cached_property
+    def choices(self) -> list[Choices]:
+        return choices_of(self.submod)
+
+    def running(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context for the forward or backward pass of ``microbatch``."""
+        session = self.choices[0].session if self.choices else None
+        return session.running(microbatch) if session else nullcontext()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -53,7 +65,16 @@ class PipelineStage(TorchPipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
     ) -> Any:
-        return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *rest, **more)
+        with self.running(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *rest, **more)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.running(bwd_chunk_id):  # a checkpointed block runs again here
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.running(bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any

@@ -37,6 +37,7 @@ from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.components.metrics import build_metrics_processor
+from torchtitan_npu.components.replay.install import install_choices, uses_replay
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.distributed.context_parallel import context_parallel
@@ -105,6 +106,8 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
             _disable_grouped_mm(model)
         if npu_options(job_config).loss_chunk_tokens:
             defer_output(model)
+        if uses_replay(job_config):
+            install_choices(model, job_config.training.seq_len)
         parallelize = original
         if context := context_parallel(job_config, dims, _own_context(model)):
             context.parallelize(model)

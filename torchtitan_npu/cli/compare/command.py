@@ -1,7 +1,8 @@
 """Compare two loss curves. The verdict is: identical, within tolerance, or the first diverging step.
 
     torchtitan-npu compare BASELINE CANDIDATE [--rtol R] [--atol A] [--assert-equal] [--allow-partial] [--out DIR]
-    torchtitan-npu compare run --config X.toml --candidate-converters a,b [--nproc N] [--steps N] [-- EXTRA ...]
+    torchtitan-npu compare run --config X.toml --candidate-converters a,b [--nproc N] [--steps N] [--replay]
+                               [-- EXTRA ...]
 
 Each side is a run folder (TensorBoard events), a console log, or JSON/CSV. ``run`` trains both sides first.
 Exit code 0: within tolerance, 1: not, 2: invalid input. See docs/how-to/compare-loss-curves.md.
@@ -70,6 +71,9 @@ def build_parser(run: bool) -> OneLineParser:
         parser.add_argument("--nproc", type=positive, default=1, help="ranks on this machine (default 1)")
         parser.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
         parser.add_argument("--seed", type=int, default=42, help="debug.seed of both runs (default 42)")
+        parser.add_argument(
+            "--replay", action="store_true", help="train the candidate with the experts and keys of the baseline"
+        )
         parser.add_argument("--force", action="store_true", help="replace the files of an earlier 'run' in --out")
     else:
         parser.add_argument(
@@ -112,7 +116,14 @@ def main(argv: list[str]) -> int:
     try:
         if run:
             pair = RunPair(
-                args.config, args.candidate_converters, args.out, args.nproc, args.steps, args.seed, tuple(extra)
+                args.config,
+                args.candidate_converters,
+                args.out,
+                args.nproc,
+                args.steps,
+                args.seed,
+                tuple(extra),
+                args.replay,
             )
             baseline, candidate = train_both(pair, force=args.force)
         else:

@@ -8,6 +8,7 @@ import numpy as np
 
 from .curves import AUXILIARY, METRICS, Curve, InputError, name_steps
 from .diagnosis import Pattern, find_patterns
+from .flipped_choices import flipped_choices
 from .metrics import MetricComparison, Steps, Tolerance, compare_metric
 
 IDENTICAL = "identical"
@@ -54,7 +55,7 @@ class Comparison:
 
 def compare(baseline: Curve, candidate: Curve, tolerance: Tolerance, allow_partial: bool = False) -> Comparison:
     """Compare every metric that both sides have. The loss is always one of them."""
-    notes = [*baseline.notes, *candidate.notes]
+    notes = [*baseline.notes, *candidate.notes, *flipped_choices(candidate)]
     metrics = []
     for name in METRICS:
         lacking = [

@@ -15,6 +15,8 @@ from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, check_
 
 TAGS = {LOSS: "loss_metrics/global_avg_loss", GRAD_NORM: "grad_norm"}
 TAGS |= {name: f"loss_metrics/{name}" for name in AUXILIARY}
+REPLAY = "replay/"
+"""Prefix of the metrics of a job that replays choices. They keep their tags as names."""
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 
 Metrics = dict[str, dict[int, Point]]
@@ -76,11 +78,12 @@ def _read_file(path: Path, curve: Curve) -> EventFile | None:
         for event in EventFileLoader(str(path)).Load():  # it ends silently at a record that it cannot read
             count += 1
             for value in event.summary.value:
-                if value.tag in names:
+                metric = value.tag if value.tag.startswith(REPLAY) else names.get(value.tag)
+                if metric is not None:
                     check_step(str(path), event.step)
                     point = Point(float(make_ndarray(value.tensor).item()))
-                    metrics.setdefault(names[value.tag], {})[event.step] = point
-                    started = event.wall_time if started is None and names[value.tag] == LOSS else started
+                    metrics.setdefault(metric, {})[event.step] = point
+                    started = event.wall_time if started is None and metric == LOSS else started
     except (DecodeError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
@@ -124,7 +127,7 @@ def _chain(folder: Path, files: list[EventFile], curve: Curve) -> Metrics:
         replaced = [step for step in chained.get(LOSS, {}) if step >= restart]
         if replaced:
             curve.notes.append(f"{folder}: a later event file replaces steps {name_steps(replaced)}")
-        for metric in TAGS:
+        for metric in chained | event_file.metrics:
             kept = {step: point for step, point in chained.get(metric, {}).items() if step < restart}
             merged = kept | event_file.metrics.get(metric, {})
             if merged:

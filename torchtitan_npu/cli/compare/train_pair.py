@@ -40,11 +40,14 @@ class RunPair:
     steps: int
     seed: int = 42
     extra: tuple[str, ...] = ()
+    replay: bool = False
+    """Train the candidate with the experts and keys that the baseline chooses."""
 
 
 def train_command(pair: RunPair, side: str) -> list[str]:
     """Return the command line of one run: ``side`` is "baseline" (no converters) or "candidate"."""
     converters = ",".join(pair.converters) if side == "candidate" else ""
+    replay = ("--replay.replay" if side == "candidate" else "--replay.record", str(pair.out / SIDES[0] / "choices"))
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={pair.nproc}"),
         *("-m", TRAINER, "--job.config_file", str(pair.config), "--job.dump_folder", str(pair.out / side)),
@@ -53,6 +56,7 @@ def train_command(pair: RunPair, side: str) -> list[str]:
         *("--training.steps", str(pair.steps), "--debug.seed", str(pair.seed), "--debug.deterministic"),
         # Set explicitly: an absolute folder in the TOML file would be outside the dump folder.
         *("--metrics.enable_tensorboard", "--metrics.save_tb_folder", "tb", "--metrics.log_freq", "1"),
+        *(replay if pair.replay else ()),
         *pair.extra,
     ]
 

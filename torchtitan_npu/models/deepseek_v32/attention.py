@@ -8,6 +8,7 @@ from torch import Tensor, einsum, nn
 from torchtitan.models.deepseek_v3.model.model import Attention as DeepSeekV3Attention
 from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
+from torchtitan_npu.components.replay.choices import Choices
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
 from torchtitan_npu.models.documents import Documents
@@ -57,6 +58,7 @@ class Attention(DeepSeekV3Attention):
         if args.has_indexer(layer_id):
             self.indexer = INDEXERS[args.index_rope](args).requires_grad_(args.indexer_loss)
         self.passes_selected = args.passes_selected(layer_id)
+        self.choices: Choices | None = None
         self.inputs = Inputs()
         self.exchange = OwnKeys()
         self.inner_attention: Any = SparseAttention(  # a converter or context parallel replaces it
@@ -131,8 +133,25 @@ class Attention(DeepSeekV3Attention):
         if self.indexer is None:
             output = self.inner_attention(*projected, **options, selected=selected)
             return output, selected if self.passes_selected else None
-        output = self.inner_attention(*projected, **options)
-        return output if self.passes_selected else (output, None)
+        if self.choices is None:
+            output = self.inner_attention(*projected, **options)
+            return output if self.passes_selected else (output, None)
+        q, _, k, *_ = projected
+        places = self.inner_attention.query_places(*q.shape[:2], k.shape[1], documents, k.device)
+        recorded = self.choices.recorded_keys(places)
+        output, own = self.inner_attention(*projected, **options, selected=recorded)
+        selected = self.choices(own, places)
+        return output, selected if self.passes_selected else None
+
+    @property
+    def selects_keys(self) -> bool:
+        """True if this layer selects the keys that it attends to."""
+        return self.indexer is not None and not self.warmup
+
+    def use_choices(self, choices: Choices) -> None:
+        """Pass the selected keys through ``choices``, before the model is parallelized."""
+        self.choices = choices
+        self.inner_attention.returns_selected = True
 
     def epilog(self, output: Tensor) -> Tensor:
         """Project ``inner_attention``'s output (bsz, seqlen, n_heads, width of v) to (bsz, seqlen, dim)."""

@@ -113,6 +113,22 @@ class AttentionBySpans(nn.Module):
     def prepare_queries(self, q: Tensor) -> Tensor:
         return q  # the queries of each span are prepared separately
 
+    def query_places(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
+        """Return the places of this rank's queries, (bsz, queries): see :meth:`SparseAttention.query_places`."""
+
+        def places(rows: int, span: Span, start: int, own: Documents | None) -> Tensor:
+            return self.attention.query_places(rows, span.length, span.place + span.length - start, own, device)
+
+        spans = self.context.spans(queries)
+        if documents is None:
+            return torch.cat([places(bsz, span, 0, None) for span in spans], dim=1)
+        return torch.cat(
+            [
+                torch.cat([places(1, span, *part) for span, part in zip(spans, parts, strict=True)], dim=1)
+                for parts in documents
+            ]
+        )
+
     def forward(
         self,
         *projected: Tensor,

@@ -48,7 +48,7 @@ class SparseAttention(nn.Module):
         self.topk = args.attended_keys()
         self.has_indexer = has_indexer
         self.returns_selected = returns_selected
-        """Return the selected keys too, for the layers after this one."""
+        """Return the keys that the indexer selects too, for the layers after this one or for a record."""
         trained = has_indexer and args.indexer_loss
         self.indexer_loss = AuxiliaryLoss("indexer_loss", args.indexer_loss_weight) if trained else None
 
@@ -91,8 +91,8 @@ class SparseAttention(nn.Module):
             index_weights: (bsz, seqlen, index heads)
             documents: document boundaries; a query sees only keys of its own document
             scale: factor of the logits
-            selected: keys to attend to if there is no indexer, as an earlier layer returned them: int32 (bsz, seqlen,
-                1, topk), -1 after the last. Without both, queries attend to all visible keys, as the warm-up does.
+            selected: keys to attend to, as an earlier layer or a record has them: int32 (bsz, seqlen, 1, topk), -1
+                after the last. Otherwise the indexer selects them. Without both, as in the warm-up, all visible keys.
 
         If there are more keys than queries, the queries are the last tokens.
         """
@@ -103,11 +103,12 @@ class SparseAttention(nn.Module):
             of_query, of_key = documents.numbers(bsz)
             visible = visible & (of_query.unsqueeze(2) == of_key.unsqueeze(1))  # (bsz, queries, keys)
 
-        attended = visible if selected is None else mask_of(selected, keys)  # (1 or bsz, queries, keys)
+        own = visible  # (1 or bsz, queries, keys)
         if index_q is not None:
             assert index_k is not None and index_weights is not None
             scores = index_scores(index_q, index_k, index_weights)  # (bsz, queries, keys)
-            attended = select(scores, visible, self.topk)
+            own = select(scores, visible, self.topk)
+        attended = own if selected is None else mask_of(selected, keys)
 
         q = torch.cat([q, q_rope], dim=-1)  # (bsz, queries, n_heads, width + rope)
         k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], dim=-1)  # (bsz, keys, n_heads or 1, width + rope)
@@ -118,7 +119,11 @@ class SparseAttention(nn.Module):
 
         if (account := self.account()) is not None:
             output = account.attach(output, divergence(scores, attended, probabilities.detach()))
-        return (output, indices_of(attended, self.topk)) if self.returns_selected else output
+        return (output, indices_of(own, self.topk)) if self.returns_selected else output
+
+    def query_places(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
+        """Return the place of each query among the keys that the indices of selected keys count, (bsz, queries)."""
+        return torch.arange(keys - queries, keys, device=device).expand(bsz, -1)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Add the recording or replaying of choices to a model, and start the job's session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import MoE, TokenChoiceTopKRouter
+
+from torchtitan_npu.components.replay.choices import Choices, choices_of
+from torchtitan_npu.components.replay.record_files import EXPERTS, KEYS
+from torchtitan_npu.components.replay.recorder import Recorder
+from torchtitan_npu.components.replay.replayer import Replayer
+from torchtitan_npu.components.replay.routers import ReplayNpuRouter, ReplayRouter
+from torchtitan_npu.components.replay.session import Session, job_header, layers_of
+from torchtitan_npu.config.job_config import JobConfig, replay_options
+from torchtitan_npu.converters.base import replace_modules, with_forward
+from torchtitan_npu.converters.gating import NpuRouter
+from torchtitan_npu.errors import UsageError
+
+
+def uses_replay(job_config: Any) -> bool:
+    options = replay_options(job_config)
+    return bool(options.record or options.replay)
+
+
+def install_choices(model: nn.Module, seq_len: int) -> None:
+    """Let the routers and indexers of ``model`` pass their choices through :class:`Choices`.
+
+    Called on a model or a pipeline stage after the converters, before it is parallelized, checkpointed or compiled.
+    """
+    routers: dict[nn.Module, nn.Module] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, TokenChoiceTopKRouter):
+            routers[module] = _replay_router(fqn, module)
+        elif getattr(module, "selects_keys", False):  # attention with an indexer
+            module.use_choices(Choices(KEYS, _layer(fqn), module.inner_attention.topk, seq_len))
+    replace_modules(model, routers)
+
+
+def _replay_router(fqn: str, router: TokenChoiceTopKRouter) -> nn.Module:
+    forward = type(router).forward
+    if forward is NpuRouter.forward:
+        new: Any = with_forward(router, ReplayNpuRouter)
+    elif forward is TokenChoiceTopKRouter.forward:
+        new = with_forward(router, ReplayRouter)
+    else:
+        raise UsageError(f"[replay] does not support {fqn}: {type(router).__name__} has its own forward")
+    new.choices = Choices(EXPERTS, _layer(fqn), router.top_k, router.num_experts)
+    return new
+
+
+def _layer(fqn: str) -> int:
+    """Return the number of the layer in a name like ``layers.3.moe.router``."""
+    return next(int(part) for part in fqn.split(".") if part.isdecimal())
+
+
+def header_of_model(job_config: JobConfig, model: Any) -> Any:
+    """Return the header of a record of ``model``, which has all its layers and gets :class:`Choices` here."""
+    install_choices(model, job_config.training.seq_len)
+    if not (choices := choices_of(model)):
+        raise UsageError(
+            f"[replay] does not apply to model.flavor {job_config.model.flavor!r} of {job_config.model.name}: it has "
+            "neither routed experts nor sparse attention; remove the section"
+        )
+    return job_header(job_config, model.model_args, layers_of(choices))
+
+
+def start_session(
+    job_config: JobConfig, dims: ParallelDims, model_parts: Sequence[nn.Module], model_args: Any, batches_per_step: int
+) -> Session | None:
+    """Return the session of a job that records or replays, or ``None``. Its model has been parallelized."""
+    options = replay_options(job_config)
+    if not uses_replay(job_config):
+        return None
+    for part in model_parts:
+        for module in part.modules():
+            if isinstance(module, MoE):  # set by distributed/moe_tensor_parallel.py
+                module.router.choices.token_mesh = getattr(module, "counts_mesh", None)
+    arguments = job_config, dims, model_parts, model_args
+    if options.replay:
+        return Replayer(options.replay, *arguments)
+    recorder = Recorder(options.record, *arguments)
+    recorder.batches_per_step = batches_per_step
+    return recorder

@@ -1,0 +1,144 @@
+"""Train with recorded choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.tools.utils import device_type
+
+from torchtitan_npu.components.replay.choices import Choices
+from torchtitan_npu.components.replay.record_files import (
+    EXPERTS,
+    KINDS,
+    NONE,
+    StepReader,
+    header_difference,
+    read_header,
+    recorded_steps,
+    step_folder,
+    width,
+)
+from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
+
+
+class Replayer(Session):
+    """Replace the choices of every training step by recorded ones, and count how many the layers would flip."""
+
+    reader: StepReader
+    counted: dict[str, Tensor]
+    """For each kind (2, layers): the choices that a layer would not have made, and all, since the last metrics."""
+    _last: tuple[Any, Tensor] | None = None
+
+    def start(self) -> None:
+        if difference := header_difference(read_header(self.folder), self.header):
+            raise UsageError(f"replay.replay {self.folder}: {difference}")
+        steps = recorded_steps(self.folder)
+        if missing := sorted(set(range(self.step, self.job_config.training.steps + 1)) - set(steps)):
+            has = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+            raise UsageError(f"replay.replay {self.folder} has no step {missing[0]}; it has {has}")
+        self.reset_counts()
+        log_on_first_rank(f"replay: the choices of each step are those of {self.folder}")
+
+    def reset_counts(self) -> None:
+        kinds = self.header["choices"].items()
+        shapes = {kind: (2, len(header["layers"])) for kind, header in kinds}
+        self.counted = {
+            kind: torch.zeros(shape, dtype=torch.int64, device=device_type) for kind, shape in shapes.items()
+        }
+
+    def start_step(self, step: int) -> None:
+        super().start_step(step)
+        self._last = None
+        self.reader = StepReader(step_folder(self.folder, step), self.rank)
+
+    @property
+    def replays_now(self) -> bool:
+        return self.runs_now
+
+    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor:
+        tokens = len(self.positions_of(choices))
+        values = by_sequence(own, tokens)
+        recorded = self._read(choices, len(values), own.device)
+        chosen = recorded
+        if places is not None:
+            offset = self._positions(choices, own.device) - places
+            chosen, values = shifted_keys(recorded, -offset), shifted_keys(values, offset)
+        if self.counts(choices):
+            self._count(choices, values, recorded)
+        return chosen.reshape(own.shape).to(own.dtype)
+
+    def recorded(self, choices: Choices, places: Tensor) -> Tensor:
+        keys = self._read(choices, len(places), places.device)
+        return shifted_keys(keys, places - self._positions(choices, places.device)).unsqueeze(2)
+
+    def _positions(self, choices: Choices, device: torch.device) -> Tensor:
+        return torch.as_tensor(self.positions_of(choices), device=device)
+
+    def _read(self, choices: Choices, rows: int, device: torch.device) -> Tensor:
+        """Return the recorded choices of the current microbatch, int32 (rows, tokens, top_k); keys are positions."""
+        part = self.rows(rows)
+        wanted = (choices.kind, choices.layer, self.first_row + part.start)
+        if self._last is None or self._last[0] != wanted:  # attention asks twice
+            positions = self.positions_of(choices)
+            header = self.header["choices"][choices.kind]
+            sequences = self.sequences[part]
+            values = self.reader.read(choices.kind, choices.layer, sequences, positions, width(header))
+            self._check(choices, values, positions)
+            padded = F.pad(torch.from_numpy(values), (0, choices.top_k - values.shape[2]), value=NONE)
+            self._last = wanted, padded.to(device)
+        return self._last[1]
+
+    def _check(self, choices: Choices, values: np.ndarray, positions: np.ndarray) -> None:
+        """Raise if a choice is not possible: a damaged file would train a wrong model."""
+        if choices.kind == EXPERTS:
+            is_wrong = (values < 0) | (values >= choices.out_of)
+        else:  # every query has a key, and sees none after itself
+            is_wrong = (values < NONE) | (values > positions[:, None])
+            is_wrong[..., 0] |= values[..., 0] == NONE
+        if is_wrong.any():
+            row, token, place = np.argwhere(is_wrong)[0]
+            raise UsageError(
+                f"{self.reader.folder}: {choices.kind} of layer {choices.layer}: {values[row, token, place]} is not "
+                f"possible at position {positions[token]} of sequence {self.sequences[self.rows(len(values))][row][0]}"
+            )
+
+    def _count(self, choices: Choices, own: Tensor, recorded: Tensor) -> None:
+        at = self.header["choices"][choices.kind]["layers"].index(choices.layer)
+        for ours, theirs in zip(own, recorded, strict=True):  # by sequence: keys need memory
+            self.counted[choices.kind][:, at] += torch.stack([count_absent(theirs, ours), (theirs >= 0).sum()])
+
+    def metrics(self) -> dict[str, int]:
+        """Return the number of flipped choices since the last call, of all layers and of each. Collective."""
+        found: dict[str, int] = {}
+        for kind, counted in self.counted.items():
+            layers = self.header["choices"][kind]["layers"]
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(counted)
+            flipped, all_choices = counted.tolist()
+            found[f"replay/flipped_{kind}"] = sum(flipped)
+            found[f"replay/{kind}"] = sum(all_choices)
+            found |= {f"replay/flipped_{kind}/layer_{n}": number for n, number in zip(layers, flipped, strict=True)}
+        self.reset_counts()
+        return found
+
+
+def flip_summary(metrics: dict[str, int]) -> str:
+    """Return the totals of :meth:`Replayer.metrics` as text."""
+    kinds = [kind for kind in KINDS if f"replay/{kind}" in metrics]
+    return "  ".join(
+        f"flipped {kind}: {metrics[f'replay/flipped_{kind}']} of {metrics[f'replay/{kind}']}" for kind in kinds
+    )
+
+
+def count_absent(choices: Tensor, among: Tensor) -> Tensor:
+    """Return how many of ``choices`` (tokens, top_k) are not ``among`` (tokens, top_k) of the same token."""
+    ordered = among.to(choices.dtype).sort(dim=-1).values
+    nearest = torch.searchsorted(ordered, choices.contiguous()).clamp(max=ordered.shape[-1] - 1)
+    return ((ordered.gather(-1, nearest) != choices) & (choices >= 0)).sum()

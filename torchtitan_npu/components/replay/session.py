@@ -1,0 +1,162 @@
+"""The session of a job: which batch runs now, and what to do with the choices of a layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_npu.components.replay.choices import Choices, choices_of
+from torchtitan_npu.components.replay.record_files import KINDS, header_of, sequence_hash
+from torchtitan_npu.config.job_config import JobConfig, dsa_options
+from torchtitan_npu.distributed.file_group import gather
+from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+
+
+class Session:
+    """The base of :class:`Recorder` and :class:`Replayer`: the sequences and tokens of the batch that runs.
+
+    The choices of a layer belong to the current microbatch, in the forward pass and in its recomputation. A pipeline
+    stage names it (:meth:`running`), otherwise a batch is one microbatch.
+    """
+
+    def __init__(
+        self, folder: str, job_config: JobConfig, dims: ParallelDims, model_parts: Sequence[nn.Module], model_args: Any
+    ) -> None:
+        self.folder = Path(folder)
+        self.job_config = job_config
+        self.dims = dims
+        self.model_args = model_args
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.choices = [choices for part in model_parts for choices in choices_of(part)]
+        for choices in self.choices:
+            choices.session = self
+        self.header: Any = None
+        self.step = 0
+        self.sequences: list[tuple[str, int]] = []
+        """Of the current batch: the hash of each sequence, and how often it occurred before in this step."""
+        self.first_row = 0
+        """The index in the step of the first of them."""
+        self.microbatch: int | None = None
+        self.positions = np.empty(0, dtype=np.int64)
+        """Positions in the sequence of this rank's tokens."""
+        self.occurrences: Counter[str] = Counter()
+
+    def start_step(self, step: int) -> None:
+        """Start a training step, or start it again."""
+        self.step = step
+        self.first_row = 0
+        self.sequences = []
+        self.occurrences.clear()
+        if self.header is None:
+            stages = gather(layers_of(self.choices), None)
+            layers = {kind: {n: sizes for stage in stages for n, sizes in stage[kind].items()} for kind in KINDS}
+            self.header = job_header(self.job_config, self.model_args, layers)
+            self.start()
+
+    def start(self) -> None:
+        """Check or prepare the folder before the first step. Collective."""
+        raise NotImplementedError
+
+    def start_batch(self, tokens: Tensor, positions: Tensor | None) -> None:
+        """Start a forward and backward pass on ``tokens`` (bsz, seqlen).
+
+        ``positions`` (bsz, tokens of this rank) are those of context parallel.
+        """
+        if not self.step:  # a dry run, without values
+            return
+        self.first_row += len(self.sequences)
+        self.sequences = []
+        for row in tokens.cpu().numpy():
+            name = sequence_hash(row)
+            self.sequences.append((name, self.occurrences[name]))
+            self.occurrences[name] += 1
+        self.positions = np.arange(tokens.shape[1]) if positions is None else positions[0].cpu().numpy()
+        self.microbatch = None if self.dims.pp_enabled else 0
+
+    def end_batch(self) -> None:
+        self.microbatch = None
+
+    def end_step(self) -> None:
+        """Complete the step."""
+
+    @contextmanager
+    def running(self, microbatch: int) -> Iterator[None]:
+        """Run the forward or backward pass of one microbatch of a pipeline."""
+        if not self.sequences:  # not a training step
+            yield
+            return
+        self.microbatch = microbatch
+        yield
+        self.microbatch = None
+
+    @property
+    def runs_now(self) -> bool:
+        """True in the forward or backward pass of a training step."""
+        return self.microbatch is not None
+
+    @property
+    def replays_now(self) -> bool:
+        """True if the choices of the current batch are those of a record."""
+        return False
+
+    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor:
+        """Return the choices to use in place of ``own``: see :meth:`Choices.forward`."""
+        raise NotImplementedError
+
+    def recorded(self, choices: Choices, places: Tensor) -> Tensor:
+        """Return the recorded keys of the current microbatch: see :meth:`Choices.recorded_keys`."""
+        raise NotImplementedError
+
+    def positions_of(self, choices: Choices) -> np.ndarray:
+        """Return the positions of the tokens for which this rank has the ``choices``."""
+        mesh = choices.token_mesh
+        return self.positions if mesh is None else np.array_split(self.positions, mesh.size())[mesh.get_local_rank()]
+
+    def counts(self, choices: Choices) -> bool:
+        """Return whether this rank is the one that records or compares its ``choices``, in a forward pass.
+
+        Tensor-parallel ranks with the same tokens make the same choices.
+        """
+        tensor_parallel = self.dims.get_optional_mesh("tp")
+        is_first = tensor_parallel is None or tensor_parallel.get_local_rank() == 0
+        return (is_first or choices.token_mesh is not None) and not in_backward_pass()
+
+    def rows(self, microbatch_rows: int) -> slice:
+        """Return the sequences of the current microbatch, among those of the batch."""
+        assert self.microbatch is not None
+        first = self.microbatch * microbatch_rows
+        return slice(first, first + microbatch_rows)
+
+
+Layers = dict[str, dict[int, tuple[int, int]]]
+"""For each kind of choice, (number of choices, out of how many) by layer."""
+
+
+def layers_of(choices: Sequence[Choices]) -> Layers:
+    return {kind: {each.layer: (each.top_k, each.out_of) for each in choices if each.kind == kind} for kind in KINDS}
+
+
+def job_header(job_config: JobConfig, model_args: Any, layers: Layers) -> Any:
+    """Return the header of a record of this job. A job with another header cannot replay it."""
+    model = {name: getattr(model_args, name, None) for name in ("n_layers", "dim", "vocab_size")}
+    model |= {"name": job_config.model.name, "document_mask": dsa_options(job_config).document_mask}
+    return header_of(model, job_config.training.seq_len, layers)
+
+
+def by_sequence(values: Tensor, tokens: int) -> Tensor:
+    """Return choices with the shape (sequences, tokens, top_k)."""
+    return values.reshape(-1, tokens, values.shape[-1])
+
+
+def shifted_keys(keys: Tensor, by: Tensor) -> Tensor:
+    """Add ``by`` (sequences, tokens) to the indices of keys (sequences, tokens, top_k), except to those for no key."""
+    return torch.where(keys < 0, keys, keys + by.unsqueeze(-1).to(keys.dtype))
