@@ -42,7 +42,9 @@ for step in range(1, int(option("--training.steps")) + 1):
     loss = 8.0 / step * (1 + (plan["off"] if converters else 0.0))
     print(f"[titan] - root - INFO - \\033[31mstep: {step:2}  \\033[32mloss: {loss:8.5f}  grad_norm: {1 / step:7.4f}  x")
     if writer:
-        for tag, value in (("loss_metrics/global_avg_loss", loss), ("grad_norm", 1 / step)):
+        flips = {"flipped_experts": step % 2, "experts": 100, "flipped_experts/layer_3": step % 2}
+        replay = {f"replay/{name}": value for name, value in flips.items() if "--replay.replay" in given}
+        for tag, value in {"loss_metrics/global_avg_loss": loss, "grad_norm": 1 / step, **replay}.items():
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
             writer.add_event(Event(step=step, wall_time=step, summary=summary))
 if writer:
@@ -93,6 +95,15 @@ def test_two_runs_and_their_comparison(tmp_path: Path, monkeypatch, capsys) -> N
     assert main([*logs, "--rtol", "1e-5", "--out", str(tmp_path / "logs")]) == 1
 
 
+def test_the_report_counts_flipped_choices(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*make_job(tmp_path, {"off": 0.0}), "--steps", "5", "--replay", "--out", "o"]) == 0
+    line = "replay: of 500 experts the candidate would have chosen 3 differently, first in step 1 (layer 3: 3)"
+    assert f"  note: {line}" in capsys.readouterr().out.splitlines()
+    assert line in (tmp_path / "o" / "report.md").read_text()
+    assert line in json.loads((tmp_path / "o" / "report.json").read_text())["notes"]
+
+
 def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*make_job(tmp_path, {"fail": True}), "--steps", "2", "--out", "o"]) == 2
@@ -120,6 +131,13 @@ def test_the_command_line_of_each_side() -> None:
     for part in ("--metrics.enable_tensorboard", "--metrics.log_freq 1"):
         assert part in line
     assert line.endswith("--foo 1")
+
+
+def test_a_replayed_candidate_gets_the_choices_of_the_baseline() -> None:
+    pair = RunPair(Path("x.toml"), ["a"], Path("out"), nproc=1, steps=20, extra=("--foo", "1"), replay=True)
+    baseline, candidate = (" ".join(train_command(pair, side)) for side in ("baseline", "candidate"))
+    assert baseline.endswith("--replay.record out/baseline/choices --foo 1")
+    assert candidate.endswith("--replay.replay out/baseline/choices --foo 1")
 
 
 def test_a_missing_config_is_an_error_before_anything_is_written(tmp_path: Path) -> None:

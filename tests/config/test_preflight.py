@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
 from torchtitan_npu import platform
+from torchtitan_npu.components.replay.record_files import write_header
 from torchtitan_npu.config import preflight
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.config.preflight import check_job, check_start
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 
@@ -395,6 +397,42 @@ def test_invalid_options_of_a_model_that_takes_them(options: dict[str, Any], mes
     with pytest.raises(UsageError) as error:
         check_job(job(model__name="deepseek_v32", **options), math.prod(degrees))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay__record": "a", "replay__replay": "b"}, "replay.record and replay.replay are both set"),
+        ({"model__name": "llama3"}, "[replay] does not apply to model.flavor 'debugmodel' of llama3"),
+        ({"model__name": "qwen3_vl", "model__flavor": "debugmodel_moe"}, "replay.record needs a model of text"),
+        ({"debug__moe_force_load_balance": True}, "replay.record must be empty with debug.moe_force_load_balance"),
+        (
+            {"parallelism__expert_parallel_comm_backend": "deepep"},
+            'replay.record must be empty with parallelism.expert_parallel_comm_backend = "deepep"',
+        ),
+    ],
+)
+def test_jobs_that_cannot_record_their_choices(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_job(job(**{"model__name": "deepseek_v32", "replay__record": "a", **options}), world_size=1)
+    assert message in str(error.value)
+
+
+def test_the_record_to_replay_is_checked_before_the_start(tmp_path: Path) -> None:
+    def check(**options: Any) -> None:
+        check_start(check_job(job(**{"model__name": "deepseek_v32", **options}), world_size=1))
+
+    with pytest.raises(UsageError, match=r"has no record: there is no header\.json"):
+        check(replay__replay=str(tmp_path))
+    recorded = check_job(job(model__name="deepseek_v32", replay__record=str(tmp_path)), world_size=1)
+    assert recorded.replay_header["choices"]["keys"] == {"layers": list(range(6)), "top_k": 32, "out_of": 64}
+    write_header(tmp_path, recorded.replay_header)
+    check(replay__replay=str(tmp_path))
+    with pytest.raises(UsageError, match="seq_len is 64 in the record and 128 in the job"):
+        check(replay__replay=str(tmp_path), training__seq_len=128)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"replay\.record .* is a file, not a folder"):
+        check(replay__record=str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("options", [{"dsa__stage": "warmup"}, {"mtp__layers": 1}], ids=str)

@@ -138,7 +138,10 @@ def flip_summary(metrics: dict[str, int]) -> str:
 
 
 def count_absent(choices: Tensor, among: Tensor) -> Tensor:
-    """Return how many of ``choices`` (tokens, top_k) are not ``among`` (tokens, top_k) of the same token."""
-    ordered = among.to(choices.dtype).sort(dim=-1).values
-    nearest = torch.searchsorted(ordered, choices.contiguous()).clamp(max=ordered.shape[-1] - 1)
-    return ((ordered.gather(-1, nearest) != choices) & (choices >= 0)).sum()
+    """Return how many of ``choices`` (tokens, top_k) are not ``among`` (tokens, top_k) of the same token.
+
+    Negative numbers are no choices. The choices of a token differ from each other.
+    """
+    ordered = torch.cat([choices, among.to(choices.dtype)], dim=-1).sort(dim=-1).values
+    common = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    return (choices >= 0).sum() - common.sum()
