@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from torchtitan_npu.components.replay.install import install_choices
@@ -97,6 +98,18 @@ def test_scores_and_gradients_are_those_of_the_given_experts(settings: dict[str,
     eps = torch.finfo(torch.float32).eps  # a dozen roundings; logits of about 1 have errors of their dot product
     assert (scores.double() - oracle).abs().max() <= 32 * eps * oracle.abs().max()
     assert (actual.double() - expected).norm() <= 32 * eps * expected.norm()
+
+
+def test_compiled_routers_of_many_layers_share_their_graphs() -> None:
+    layers = [routers(SETTINGS[0], fused=False)[1] for _ in range(12)]  # more than dynamo compiles one function
+    graphs = CompileCounter()
+    compiled = [torch.compile(layer, backend=graphs, fullgraph=True) for layer in layers]
+    experts = [torch.rand(TOKENS, EXPERTS).argsort(dim=1)[:, :TOP_K] for _ in layers]
+    for layer, given in zip(layers, experts, strict=True):
+        layer.choices.session = Given(given)
+    used = [router(torch.randn(TOKENS, DIM))[1] for router in compiled]
+    assert all(map(torch.equal, used, experts))
+    assert graphs.frame_count == 1
 
 
 def test_absent_choices_are_counted_as_sets() -> None:

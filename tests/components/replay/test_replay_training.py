@@ -29,6 +29,7 @@ ZERO_BUBBLE = {
     "parallelism.pipeline_parallel_first_stage_less_layers": 0,
     "parallelism.pipeline_parallel_last_stage_less_layers": 0,
 }
+VALIDATED = {"validation.enable": True}
 STEPS = 2
 
 
@@ -75,7 +76,7 @@ def random_record(model: str) -> tuple[Path, Record]:
                     chosen, (0, array.shape[3] - len(chosen)), constant_values=-1 if kind == KEYS else 0
                 )
             np.save(copy / f"step-{step}" / f"rank-0.{kind}.npy", array)
-    return copy, train(model, 1, {}, {"replay.replay": str(copy)})[0]
+    return copy, train(model, 1, {}, {**VALIDATED, "replay.replay": str(copy)})[0]
 
 
 def flips(record: Record, kind: str) -> list[float]:
@@ -130,7 +131,7 @@ LAYOUTS = [
     slow("deepseek_v32", 2, {"shard": 2, "ep": 2}, FUSED),
     slow("deepseek_v32", 2, {"tp": 2, "ep": 2}, FUSED),
     slow("deepseek_v32", 4, {"tp": 2, "cp": 2, "ep": 4}, {**FUSED, **FULL}),
-    ("glm_moe_dsa", 2, {"pp": 2}, {**ONE_F_ONE_B, **FULL}),
+    ("glm_moe_dsa", 2, {"pp": 2}, {**ONE_F_ONE_B, **FULL, **VALIDATED}),
     slow("glm_moe_dsa", 2, {"pp": 2}, {**ZERO_BUBBLE, **FUSED, **FULL}),
     slow("glm_moe_dsa", 2, {"cp": 2}, FUSED),
     slow("glm_moe_dsa", 4, {"pp": 2, "shard": 2, "ep": 2}, {**ONE_F_ONE_B, **FUSED}),
@@ -156,6 +157,8 @@ def test_any_layout_trains_with_the_choices_of_one_ranks_record(
     assert actual.losses[1] == pytest.approx(expected.losses[1], rel=1e-5)  # after Adam's first step
     assert_same_gradients(actual, expected)
     assert_same_balance(actual, expected)
+    if "validation.enable" in options:  # with the model's own choices
+        assert actual.validation == pytest.approx(expected.validation, rel=1e-5)
     for kind in read_header(path)["choices"]:
         counts = {tuple(record.metrics[f"replay/{kind}"]) for record in records}
         assert counts == {tuple(expected.metrics[f"replay/{kind}"])}  # every choice is counted once

@@ -34,8 +34,9 @@ class Choices(nn.Module):
         self.token_mesh: Any = None
         """The mesh over which the tokens of a sequence are split before this layer, except for context parallel."""
         self.session: Session | None = None
-        self.handle = next(_handles)
-        _by_handle[self.handle] = self
+        # a tensor: torch.compile would guard on a number, and compile the same router again for each layer
+        self.handle = torch.tensor(next(_handles), device="cpu")
+        _by_handle[self.handle.item()] = self
 
     def extra_repr(self) -> str:
         return f"{self.kind} of layer {self.layer}, top_k={self.top_k} of {self.out_of}"
@@ -60,25 +61,25 @@ def choices_of(model: nn.Module) -> list[Choices]:
 
 
 @torch.library.custom_op("torchtitan_npu::choose", mutates_args=())
-def _choose(own: Tensor, places: Tensor | None, handle: int) -> Tensor:
-    choices = _by_handle[handle]
+def _choose(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
+    choices = _by_handle[handle.item()]
     if choices.session is None or not choices.session.runs_now:
         return own.clone()
     return choices.session.choose(choices, own, places)
 
 
 @_choose.register_fake
-def _(own: Tensor, places: Tensor | None, handle: int) -> Tensor:
+def _(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
     return torch.empty_like(own)
 
 
 @torch.library.custom_op("torchtitan_npu::recorded_keys", mutates_args=())
-def _recorded_keys(places: Tensor, handle: int, top_k: int) -> Tensor:
-    choices = _by_handle[handle]
+def _recorded_keys(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
+    choices = _by_handle[handle.item()]
     assert choices.session is not None
     return choices.session.recorded(choices, places)
 
 
 @_recorded_keys.register_fake
-def _(places: Tensor, handle: int, top_k: int) -> Tensor:
+def _(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
     return places.new_empty((*places.shape, 1, top_k), dtype=torch.int32)

@@ -45,6 +45,8 @@ class Session:
         """Of the current batch: the hash of each sequence, and how often it occurred before in this step."""
         self.first_row = 0
         """The index in the step of the first of them."""
+        self.in_batch = False
+        """True in a forward and backward pass of training, false in a validation."""
         self.microbatch: int | None = None
         self.positions = np.empty(0, dtype=np.int64)
         """Positions in the sequence of this rank's tokens."""
@@ -80,9 +82,11 @@ class Session:
             self.sequences.append((name, self.occurrences[name]))
             self.occurrences[name] += 1
         self.positions = np.arange(tokens.shape[1]) if positions is None else positions[0].cpu().numpy()
+        self.in_batch = True
         self.microbatch = None if self.dims.pp_enabled else 0
 
     def end_batch(self) -> None:
+        self.in_batch = False
         self.microbatch = None
 
     def end_step(self) -> None:
@@ -91,10 +95,7 @@ class Session:
     @contextmanager
     def running(self, microbatch: int) -> Iterator[None]:
         """Run the forward or backward pass of one microbatch of a pipeline."""
-        if not self.sequences:  # not a training step
-            yield
-            return
-        self.microbatch = microbatch
+        self.microbatch = microbatch if self.in_batch else None
         yield
         self.microbatch = None
 
