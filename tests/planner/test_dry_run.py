@@ -185,6 +185,13 @@ def test_uneven_loads() -> None:
 
 
 @functools.cache
+@pytest.mark.parametrize("key", ["record", "replay"])
+def test_a_dry_run_needs_no_record(key: str, tmp_path: Path) -> None:
+    options = ["--model.flavor", "one_moe_layer", *ANY_BATCH, f"--replay.{key}", str(tmp_path / "choices")]
+    assert dry_run_rank(load(DEEPSEEK, *options), 1).peak > 0
+    assert not list(tmp_path.iterdir())
+
+
 def with_load(assumption: str) -> Any:
     """Dry-run rank 0 of 4 expert-parallel ranks."""
     config = load(DEEPSEEK, "--parallelism.expert_parallel_degree", "4", "--model.flavor", "one_moe_layer", *ANY_BATCH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,28 @@ def test_a_record_of_another_job_is_an_error(options: dict[str, Any], message: s
     path, _ = recorded("deepseek_v32")
     with pytest.raises(RankError, match=message):
         train("deepseek_v32", 1, {}, {**options, "replay.replay": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "message"),
+    [
+        (EXPERTS, (0, 3, 5), 8, "the experts .* of layer 1 are not possible at position 5"),
+        (EXPERTS, (0, 3, 5), 7, r"the experts \[7, 7, 7\] of layer 1 are not possible at position 5"),
+        (KEYS, (1, 3, 5), 6, "the keys .* of layer 1 are not possible at position 5"),
+        (KEYS, (1, 3, 5), -1, "the keys .* of layer 1 are not possible at position 5"),
+    ],
+)
+def test_choices_that_are_not_possible_are_errors(
+    kind: str, place: tuple[int, int, int], value: int, message: str, tmp_path: Path
+) -> None:
+    path, _ = recorded("deepseek_v32")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "step-1" / f"rank-0.{kind}.npy"
+    array = np.load(file)
+    array[place] = value
+    np.save(file, array)
+    with pytest.raises(RankError, match=message):
+        train("deepseek_v32", 1, {}, {"replay.replay": str(tmp_path)})
 
 
 def test_a_resumed_job_continues_its_record_and_another_one_does_not(tmp_path: Path) -> None:

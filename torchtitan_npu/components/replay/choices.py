@@ -35,8 +35,9 @@ class Choices(nn.Module):
         """The mesh over which the tokens of a sequence are split before this layer, except for context parallel."""
         self.session: Session | None = None
         # a tensor: torch.compile would guard on a number, and compile the same router again for each layer
-        self.handle = torch.tensor(next(_handles), device="cpu")
-        _by_handle[self.handle.item()] = self
+        number = next(_handles)
+        self.handle = torch.tensor(number, device="cpu")
+        _by_handle[number] = self
 
     def extra_repr(self) -> str:
         return f"{self.kind} of layer {self.layer}, top_k={self.top_k} of {self.out_of}"
@@ -62,7 +63,7 @@ def choices_of(model: nn.Module) -> list[Choices]:
 
 @torch.library.custom_op("torchtitan_npu::choose", mutates_args=())
 def _choose(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
-    choices = _by_handle[handle.item()]
+    choices = _by_handle[int(handle)]
     if choices.session is None or not choices.session.runs_now:
         return own.clone()
     return choices.session.choose(choices, own, places)
@@ -75,7 +76,7 @@ def _(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_npu::recorded_keys", mutates_args=())
 def _recorded_keys(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
-    choices = _by_handle[handle.item()]
+    choices = _by_handle[int(handle)]
     assert choices.session is not None
     return choices.session.recorded(choices, places)
 

@@ -79,9 +79,5 @@ def start_session(
         for module in part.modules():
             if isinstance(module, MoE):  # set by distributed/moe_tensor_parallel.py
                 module.router.choices.token_mesh = getattr(module, "counts_mesh", None)
-    arguments = job_config, dims, model_parts, model_args
-    if options.replay:
-        return Replayer(options.replay, *arguments)
-    recorder = Recorder(options.record, *arguments)
-    recorder.batches_per_step = batches_per_step
-    return recorder
+    arguments = job_config, dims, model_parts, model_args, batches_per_step
+    return Replayer(options.replay, *arguments) if options.replay else Recorder(options.record, *arguments)

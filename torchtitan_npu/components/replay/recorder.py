@@ -26,12 +26,12 @@ from torchtitan_npu.components.replay.session import Session, by_sequence, shift
 from torchtitan_npu.distributed.file_group import gather, new_file_group
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 
 
 class Recorder(Session):
     """Write the choices of every training step. They are not kept in memory."""
 
-    batches_per_step = 1
     writer: StepWriter | None = None
     is_recording = False
 
@@ -75,7 +75,7 @@ class Recorder(Session):
         self.writer.sequences += [name for name, _ in self.sequences]
 
     def _kind(self, kind: str) -> KindOfRank | None:
-        own = [choices for choices in self.choices if choices.kind == kind and self.counts(choices)]
+        own = [choices for choices in self.choices if choices.kind == kind and self.owns(choices)]
         if not own:
             return None
         header = self.header["choices"][kind]
@@ -83,7 +83,7 @@ class Recorder(Session):
         return KindOfRank(layers, self.positions_of(own[0]), width(header), dtype(kind, header["out_of"]))
 
     def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor:
-        if self.writer is not None and self.counts(choices):
+        if self.writer is not None and self.owns(choices) and not in_backward_pass():
             positions = self.positions_of(choices)
             values = by_sequence(own, len(positions))
             if places is not None:

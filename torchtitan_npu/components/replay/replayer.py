@@ -24,8 +24,12 @@ from torchtitan_npu.components.replay.record_files import (
     width,
 )
 from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import UsageError, shown
 from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+
+SORTED_AT_ONCE = 2**23
+"""Choices that are compared at once: their sorting takes about 32 bytes for each."""
 
 
 class Replayer(Session):
@@ -70,7 +74,7 @@ class Replayer(Session):
         if places is not None:
             offset = self._positions(choices, own.device) - places
             chosen, values = shifted_keys(recorded, -offset), shifted_keys(values, offset)
-        if self.counts(choices):
+        if self.owns(choices) and not in_backward_pass():
             self._count(choices, values, recorded)
         return chosen.reshape(own.shape).to(own.dtype)
 
@@ -96,22 +100,25 @@ class Replayer(Session):
         return self._last[1]
 
     def _check(self, choices: Choices, values: np.ndarray, positions: np.ndarray) -> None:
-        """Raise if a choice is not possible: a damaged file would train a wrong model."""
+        """Raise if a choice is not possible, or an expert is chosen twice: it would train a wrong model."""
         if choices.kind == EXPERTS:
-            is_wrong = (values < 0) | (values >= choices.out_of)
+            is_wrong = ((values < 0) | (values >= choices.out_of)).any(axis=-1)
+            ordered = np.sort(values, axis=-1)
+            is_wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
         else:  # every query has a key, and sees none after itself
-            is_wrong = (values < NONE) | (values > positions[:, None])
-            is_wrong[..., 0] |= values[..., 0] == NONE
+            is_wrong = ((values < NONE) | (values > positions[:, None])).any(axis=-1) | (values[..., 0] == NONE)
         if is_wrong.any():
-            row, token, place = np.argwhere(is_wrong)[0]
+            row, token = np.argwhere(is_wrong)[0]
+            name, _ = self.sequences[self.rows(len(values))][row]
             raise UsageError(
-                f"{self.reader.folder}: {choices.kind} of layer {choices.layer}: {values[row, token, place]} is not "
-                f"possible at position {positions[token]} of sequence {self.sequences[self.rows(len(values))][row][0]}"
+                f"{self.reader.folder}: the {choices.kind} {shown(values[row, token].tolist())} of layer "
+                f"{choices.layer} are not possible at position {positions[token]} of sequence {name}"
             )
 
     def _count(self, choices: Choices, own: Tensor, recorded: Tensor) -> None:
         at = self.header["choices"][choices.kind]["layers"].index(choices.layer)
-        for ours, theirs in zip(own, recorded, strict=True):  # by sequence: keys need memory
+        parts = (values.flatten(0, 1).split(max(1, SORTED_AT_ONCE // values.shape[-1])) for values in (own, recorded))
+        for ours, theirs in zip(*parts, strict=True):
             self.counted[choices.kind][:, at] += torch.stack([count_absent(theirs, ours), (theirs >= 0).sum()])
 
     def metrics(self) -> dict[str, int]:

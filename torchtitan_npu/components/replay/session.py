@@ -18,7 +18,6 @@ from torchtitan_npu.components.replay.choices import Choices, choices_of
 from torchtitan_npu.components.replay.record_files import KINDS, header_of, sequence_hash
 from torchtitan_npu.config.job_config import JobConfig, dsa_options
 from torchtitan_npu.distributed.file_group import gather
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 
 
 class Session:
@@ -29,12 +28,19 @@ class Session:
     """
 
     def __init__(
-        self, folder: str, job_config: JobConfig, dims: ParallelDims, model_parts: Sequence[nn.Module], model_args: Any
+        self,
+        folder: str,
+        job_config: JobConfig,
+        dims: ParallelDims,
+        model_parts: Sequence[nn.Module],
+        model_args: Any,
+        batches_per_step: int,
     ) -> None:
         self.folder = Path(folder)
         self.job_config = job_config
         self.dims = dims
         self.model_args = model_args
+        self.batches_per_step = batches_per_step
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.choices = [choices for part in model_parts for choices in choices_of(part)]
         for choices in self.choices:
@@ -122,14 +128,14 @@ class Session:
         mesh = choices.token_mesh
         return self.positions if mesh is None else np.array_split(self.positions, mesh.size())[mesh.get_local_rank()]
 
-    def counts(self, choices: Choices) -> bool:
-        """Return whether this rank is the one that records or compares its ``choices``, in a forward pass.
+    def owns(self, choices: Choices) -> bool:
+        """Return whether this rank is the one that records or compares its ``choices``.
 
         Tensor-parallel ranks with the same tokens make the same choices.
         """
         tensor_parallel = self.dims.get_optional_mesh("tp")
         is_first = tensor_parallel is None or tensor_parallel.get_local_rank() == 0
-        return (is_first or choices.token_mesh is not None) and not in_backward_pass()
+        return is_first or choices.token_mesh is not None
 
     def rows(self, microbatch_rows: int) -> slice:
         """Return the sequences of the current microbatch, among those of the batch."""
