@@ -261,3 +261,11 @@ def test_a_resumed_job_continues_its_record_and_another_one_does_not(tmp_path: P
     assert not (third / "rank-1.json").exists() and (tmp_path / "choices" / "step-4" / "rank-0.json").exists()
     with pytest.raises(RankError, match="the folder has a record already"):
         train("deepseek_v32", 1, {}, choices)
+
+
+def test_a_step_that_is_not_finite_runs_again_and_is_recorded_once(tmp_path: Path) -> None:
+    options = {"optimizer.lr": 1e30, "replay.record": str(tmp_path)}  # the update of step 1 overflows in step 2
+    with pytest.raises(RankError, match="the process ended with exit code 3"):
+        train("deepseek_v32", 1, {}, options)
+    index = json.loads((tmp_path / "step-2" / "rank-0.json").read_text())
+    assert len(index["sequences"]) == layouts.GLOBAL_BATCH
