@@ -47,7 +47,7 @@ from torchtitan_npu.config.optimizer import check_optimizer
 from torchtitan_npu.config.parallelism import check_context_parallel, check_model_divides, check_world_size
 from torchtitan_npu.config.pipeline import check_pipeline, pipeline_stages
 from torchtitan_npu.config.profiling import check_profiling
-from torchtitan_npu.config.replay import check_replay, check_replay_files
+from torchtitan_npu.config.replay import check_replay, check_replay_files, check_replay_layers
 from torchtitan_npu.config.titan_sections import check_unsupported_sections
 from torchtitan_npu.config.training import check_dataset_files, check_training
 from torchtitan_npu.config.value_table import check_values
@@ -91,13 +91,14 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_converters,
     check_mtp,
     check_model_options,
+    check_replay,
     # the following build the model on the meta device
     check_activation_checkpoint,
     check_model_divides,
     check_pipeline,
     check_context_parallel,
     check_dsa,
-    check_replay,
+    check_replay_layers,
     check_converter_targets,
 )
 """In this order: a check may rely on what the checks before it have established."""

@@ -26,10 +26,14 @@ class Replay:
     replay: str = ""
     """Train with the choices that a job has recorded in this folder. Empty: off."""
 
+    @property
+    def is_used(self) -> bool:
+        return bool(self.record or self.replay)
+
 
 def check_replay(job: "JobContext") -> None:
     options, config = job.config.replay, job.config
-    if not (options.record or options.replay):
+    if not options.is_used:
         return
     key = "replay.record" if options.record else "replay.replay"
     if options.record and options.replay:
@@ -44,7 +48,16 @@ def check_replay(job: "JobContext") -> None:
         raise UsageError(f"{key} must be empty with debug.moe_force_load_balance, which assigns the experts in turn")
     if config.parallelism.expert_parallel_comm_backend == "deepep":
         raise UsageError(f'{key} must be empty with parallelism.expert_parallel_comm_backend = "deepep"')
-    _ = job.replay_header  # raises if there is nothing to record
+
+
+def check_replay_layers(job: "JobContext") -> None:
+    """Raise if the model makes no choices, or layers make them in a way that cannot be recorded."""
+    if job.config.replay.is_used and not job.replay_header["choices"]:
+        model = job.config.model
+        raise UsageError(
+            f"[replay] does not apply to model.flavor {model.flavor!r} of {model.name}: it has neither routed experts "
+            "nor sparse attention; remove the section"
+        )
 
 
 def check_replay_files(job: "JobContext") -> None:

@@ -72,10 +72,6 @@ class PipelineStage(TorchPipelineStage):
         with self.running(bwd_chunk_id):  # a checkpointed block runs again here
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.running(bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
     ) -> Any:

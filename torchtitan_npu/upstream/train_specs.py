@@ -37,9 +37,9 @@ from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.components.metrics import build_metrics_processor
-from torchtitan_npu.components.replay.install import install_choices, uses_replay
+from torchtitan_npu.components.replay.install import install_choices
 from torchtitan_npu.components.validation import Validator
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import npu_options, replay_options
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.local_tensor import local
@@ -106,7 +106,7 @@ def corrected(parallelize: ParallelizeFunction) -> ParallelizeFunction:
             _disable_grouped_mm(model)
         if npu_options(job_config).loss_chunk_tokens:
             defer_output(model)
-        if uses_replay(job_config):
+        if replay_options(job_config).is_used:
             install_choices(model, job_config.training.seq_len)
         parallelize = original
         if context := context_parallel(job_config, dims, _own_context(model)):

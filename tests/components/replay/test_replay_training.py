@@ -16,7 +16,15 @@ import torch
 from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.deepseek_v32_training import COMPILED, CONVERTERS, SELECTIVE, SEQUENCE
 from tests._helpers.multirank import RankError, run_on_ranks
-from tests._helpers.training import TOLERANCE, Record, assert_same_balance, assert_same_gradients, together
+from tests._helpers.training import (
+    TOLERANCE,
+    Record,
+    assert_same_balance,
+    assert_same_gradients,
+    recording,
+    together,
+    train_until,
+)
 from torchtitan_npu.components.replay.record_files import EXPERTS, KEYS, StepReader, read_header, width
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
@@ -112,9 +120,9 @@ def test_recording_and_replaying_a_jobs_own_choices_change_no_bit(
     model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     (plain,) = train(model, 1, {}, options)
-    (recording,) = train(model, 1, {}, {**options, "replay.record": str(tmp_path)})
+    (recorder,) = train(model, 1, {}, {**options, "replay.record": str(tmp_path)})
     (replaying,) = train(model, 1, {}, {**options, "replay.replay": str(tmp_path)})
-    assert_identical(recording, plain)
+    assert_identical(recorder, plain)
     assert_identical(replaying, plain)
     assert flips(replaying, EXPERTS) == [0] * STEPS
     if model in SPARSE:
@@ -133,7 +141,7 @@ LAYOUTS = [
     slow("deepseek_v32", 2, {"tp": 2, "ep": 2}, FUSED),
     slow("deepseek_v32", 4, {"tp": 2, "cp": 2, "ep": 4}, {**FUSED, **FULL}),
     ("glm_moe_dsa", 2, {"pp": 2}, {**ONE_F_ONE_B, **FULL, **VALIDATED}),
-    slow("glm_moe_dsa", 2, {"pp": 2}, {**ZERO_BUBBLE, **FUSED, **FULL}),
+    slow("glm_moe_dsa", 2, {"pp": 2}, {**ZERO_BUBBLE, **FUSED}),
     slow("glm_moe_dsa", 2, {"cp": 2}, FUSED),
     slow("glm_moe_dsa", 4, {"pp": 2, "shard": 2, "ep": 2}, {**ONE_F_ONE_B, **FUSED}),
     ("qwen3_moe", 2, {"tp": 2, "ep": 2}, {"model.converters": layouts.FUSED["qwen3_moe"]}),
@@ -172,7 +180,7 @@ RECORDS = [
     slow("deepseek_v32", 2, {"tp": 2}, FULL),
     slow("deepseek_v32", 2, {"shard": 2, "ep": 2}, {}),
     slow("glm_moe_dsa", 2, {"pp": 2}, {**ONE_F_ONE_B, **FULL}),
-    slow("glm_moe_dsa", 2, {"pp": 2}, {**ZERO_BUBBLE, **FULL}),
+    slow("glm_moe_dsa", 2, {"pp": 2}, ZERO_BUBBLE),
     slow("glm_moe_dsa", 4, {"pp": 2, "cp": 2}, {**ONE_F_ONE_B, **FUSED, **DOCUMENTS}),
     ("qwen3_moe", 2, {"tp": 2, "ep": 2}, {}),
 ]
@@ -263,9 +271,19 @@ def test_a_resumed_job_continues_its_record_and_another_one_does_not(tmp_path: P
         train("deepseek_v32", 1, {}, choices)
 
 
+def stop_in_step_2(options: dict[str, Any]) -> None:
+    from torchtitan_npu.components.nonfinite.checked_steps import NonfiniteStop
+
+    with recording(layouts.job_config("qwen3_moe", {}, options)) as (trainer, _):
+        train_until(trainer, 1)
+        with torch.no_grad():
+            trainer.model_parts[0].norm.weight.fill_(torch.nan)
+        with pytest.raises(NonfiniteStop):
+            train_until(trainer, 2)
+
+
 def test_a_step_that_is_not_finite_runs_again_and_is_recorded_once(tmp_path: Path) -> None:
-    options = {"optimizer.lr": 1e30, "replay.record": str(tmp_path)}  # the update of step 1 overflows in step 2
-    with pytest.raises(RankError, match="the process ended with exit code 3"):
-        train("deepseek_v32", 1, {}, options)
+    run_on_ranks(1, stop_in_step_2, {"replay.record": str(tmp_path)}, process_group=False)
     index = json.loads((tmp_path / "step-2" / "rank-0.json").read_text())
     assert len(index["sequences"]) == layouts.GLOBAL_BATCH
+    run_on_ranks(1, stop_in_step_2, {"replay.replay": str(tmp_path)}, process_group=False)

@@ -21,11 +21,6 @@ from torchtitan_npu.converters.gating import NpuRouter
 from torchtitan_npu.errors import UsageError
 
 
-def uses_replay(job_config: Any) -> bool:
-    options = replay_options(job_config)
-    return bool(options.record or options.replay)
-
-
 def install_choices(model: nn.Module, seq_len: int) -> None:
     """Let the routers and indexers of ``model`` pass their choices through :class:`Choices`.
 
@@ -60,12 +55,7 @@ def _layer(fqn: str) -> int:
 def header_of_model(job_config: JobConfig, model: Any) -> Any:
     """Return the header of a record of ``model``, which has all its layers and gets :class:`Choices` here."""
     install_choices(model, job_config.training.seq_len)
-    if not (choices := choices_of(model)):
-        raise UsageError(
-            f"[replay] does not apply to model.flavor {job_config.model.flavor!r} of {job_config.model.name}: it has "
-            "neither routed experts nor sparse attention; remove the section"
-        )
-    return job_header(job_config, model.model_args, layers_of(choices))
+    return job_header(job_config, model.model_args, layers_of(choices_of(model)))
 
 
 def start_session(
@@ -73,7 +63,7 @@ def start_session(
 ) -> Session | None:
     """Return the session of a job that records or replays, or ``None``. Its model has been parallelized."""
     options = replay_options(job_config)
-    if not uses_replay(job_config):
+    if not options.is_used:
         return None
     for part in model_parts:
         for module in part.modules():
