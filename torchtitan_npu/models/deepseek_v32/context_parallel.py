@@ -103,7 +103,7 @@ class AttentionBySpans(nn.Module):
 
     def __init__(self, attention: nn.Module, context: DSAContextParallel) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention: Any = attention
         self.context = context
 
     @property
