@@ -25,6 +25,7 @@ import torchtitan_npu.upstream.train_specs  # noqa: F401
 from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
+from torchtitan_npu.compile.device_graphs import DeviceGraphs
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.components.job_control.progress import PHASES, Progress
@@ -71,6 +72,8 @@ class Trainer(TitanTrainer):
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
         own_context = getattr(self.model_args, "context_parallel", None)
         self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
+        graphed_parts = self.model_parts if job_config.npu.device_graphs else []
+        self.device_graphs = DeviceGraphs(graphed_parts, self.device.type)
         self.checked_steps = CheckedSteps(self)
         self.replay = start_session(
             job_config, self.parallel_dims, self.model_parts, self.model_args, self.gradient_accumulation_steps
@@ -193,9 +196,11 @@ class Trainer(TitanTrainer):
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
     ) -> torch.Tensor:
         self.checked_steps.start_batch()
-        loss = self._forward_backward(input_dict, labels, global_valid_tokens)
+        # detached: nodes of an autograd graph that is alive would add their stream to the captures
+        loss = self._forward_backward(input_dict, labels, global_valid_tokens).detach()
         if self.replay:
             self.replay.end_batch()
+        self.device_graphs.capture_once()
         self.checked_steps.add_batch(global_valid_tokens, loss)
         return loss
 

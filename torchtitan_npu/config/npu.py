@@ -48,6 +48,13 @@ class Npu:
     `async_tp`, `add_rms_norm`. They need `compile.enable`. See [graph passes](graph-passes.md).
     """
 
+    device_graphs: bool = False
+    """
+    Capture the forward and backward pass of each block as device graphs (NPU graphs or CUDA graphs) after the first
+    microbatch, and replay them. For one device without sharding; saves host time. See
+    [device graphs](../how-to/compile.md#device-graphs).
+    """
+
     sp_min_tokens: int = 1000
     """
     The pass `sequence_parallel` shards only activations of at least this many tokens. Minimum 1; only with that pass.

@@ -18,6 +18,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.replay.install import header_of_model
@@ -28,6 +29,7 @@ from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.comm import check_comm
 from torchtitan_npu.config.compile import check_compile
 from torchtitan_npu.config.data import check_data
+from torchtitan_npu.config.device_graphs import check_device_graph_model, check_device_graphs
 from torchtitan_npu.config.dsa import check_dsa
 from torchtitan_npu.config.dump_folder import check_dump_folder, check_folders
 from torchtitan_npu.config.job_config import JobConfig
@@ -83,6 +85,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_data,
     check_npu,
     check_compile,
+    check_device_graphs,
     check_dump_folder,
     check_checkpoint,
     check_profiling,
@@ -94,6 +97,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_replay,
     # the following build the model on the meta device
     check_activation_checkpoint,
+    check_device_graph_model,
     check_model_divides,
     check_pipeline,
     check_context_parallel,
@@ -194,6 +198,11 @@ class JobContext:
     @property
     def model_args(self) -> Any:
         return getattr(self.model, "model_args", None)
+
+    @property
+    def auxiliary_losses(self) -> list[str]:
+        """The names of the model's auxiliary losses."""
+        return [loss.name for loss in auxiliary_losses([self.model])]
 
     @property
     def n_layers(self) -> int:

@@ -125,7 +125,7 @@ class DryRunTrainer(Trainer):
 
 
 def without_outputs(config: JobConfig) -> JobConfig:
-    """Return a copy of ``config`` that writes no files, compiles nothing and logs nothing."""
+    """Return a copy of ``config`` that writes no files, compiles and captures nothing and logs nothing."""
     config = copy.deepcopy(config)
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.metrics.log_freq = 1 << 30
@@ -133,7 +133,7 @@ def without_outputs(config: JobConfig) -> JobConfig:
     config.training.max_nonfinite_steps = 0  # fake tensors have no values
     if compiles_model(config):
         config.parallelism.enable_async_tensor_parallel = False  # an error without compile
-    config.compile.enable = False
+    config.compile.enable = config.npu.device_graphs = False
     config.validation.enable = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
     config.debug.seed = config.debug.seed or 0  # without a seed the ranks would exchange one

@@ -145,7 +145,8 @@ class CheckedSteps:
         for auxiliary_loss in trainer.auxiliary_losses:
             auxiliary_loss.start_step()
         set_random_states(kept.random)
-        with watch.watching(parts), _eager_mode(trainer.job_config.compile.enable):
+        eager = _eager_mode(trainer.job_config.compile.enable)
+        with watch.watching(parts), eager, trainer.device_graphs.disabled():
             for number, (inputs, labels) in enumerate(kept.microbatches, 1):
                 on_device = {k: v.to(trainer.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
                 loss = trainer.forward_backward_step(

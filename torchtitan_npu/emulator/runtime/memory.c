@@ -182,9 +182,8 @@ static int allocate(void **out, size_t size, int where) {
     return ACL_SUCCESS;
 }
 
-int aclrtSynchronizeDevice(void);
 static int deallocate(void *from) {
-    aclrtSynchronizeDevice(); /* queued tasks may use it */
+    synchronize_all(-1); /* queued tasks may use it */
     pthread_mutex_lock(&lock);
     Range *range = take_out(&segments, from);
     if (range && range->where == DEVICE) make_inaccessible(range->from, range->size, false);
@@ -297,7 +296,7 @@ int aclrtMapMem(void *from, size_t size, size_t offset, PhysicalMemory *physical
 }
 
 int aclrtUnmapMem(void *from) {
-    int result = aclrtSynchronizeDevice(); /* queued tasks may use it */
+    int result = synchronize_all(-1); /* queued tasks may use it */
     pthread_mutex_lock(&lock);
     Range *range = take_out(&mappings, from);
     if (range) make_inaccessible(range->from, range->size, true);
@@ -373,6 +372,8 @@ static void poison_at_once(const void *address) {
 
 int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int direction) {
     if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
+    int refused = refuse_synchronization("aclrtMemcpy");
+    if (refused) return refused;
     poison_at_once(to);
     memmove(to, from, size);
     return ACL_SUCCESS;
@@ -408,7 +409,8 @@ static int launch_copy(Stream *stream, const char *name, void *to, const void *f
 
 void poison_if_fresh(const void *address, Stream *stream) {
     Range fresh = first_use(address);
-    if (fresh.from) launch_copy(stream, POISONING, fresh.from, NULL, fresh.size, POISON);
+    /* a graph would poison its memory in every replay, also inputs that were written before */
+    if (fresh.from && !graph_of(stream)) launch_copy(stream, POISONING, fresh.from, NULL, fresh.size, POISON);
 }
 
 int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int direction, Stream *stream) {

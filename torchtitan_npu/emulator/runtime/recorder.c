@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 enum { LAUNCHES = 1, LOG = 2, TRACE = 4, NAMES = 4096, PATH_LENGTH = 4096 };
-static const char *const CATEGORIES[] = {[CONTROL] = "control", [COPY] = "copy", [OPERATOR] = "operator", [COLLECTIVE] = "collective"};
+static const char *const CATEGORIES[] = {[CONTROL] = "control", [COPY] = "copy", [OPERATOR] = "operator", [COLLECTIVE] = "collective", [REPLAY] = "replay"};
 
 typedef struct {
     uint64_t launches, bytes;

@@ -21,10 +21,19 @@ enum {
     ACL_SUCCESS = 0,
     ACL_ERROR_RT_PARAM_INVALID = 107000,
     ACL_ERROR_RT_INVALID_DEVICE = 107001,
+    ACL_ERROR_RT_CAPTURE_DEPENDENCY = 107024,
+    ACL_ERROR_RT_STREAM_UNJOINED = 107025,
+    ACL_ERROR_RT_STREAM_CAPTURED = 107027,
+    ACL_ERROR_RT_EVENT_CAPTURED = 107028,
+    ACL_ERROR_RT_STREAM_NOT_CAPTURED = 107029,
+    ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT = 107030,
+    ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED = 107036,
+    ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD = 107038,
     ACL_ERROR_RT_FEATURE_NOT_SUPPORT = 207000,
     ACL_ERROR_RT_MEMORY_ALLOCATION = 207001,
     ACL_ERROR_RT_STREAM_SYNC_TIMEOUT = 507046,
     ACL_ERROR_RT_TASK_TIMEOUT = 507048,
+    ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED = 507903,
     ACL_ERROR_RT_AICORE_EXCEPTION = 507015,
     ACLNN_ERR_PARAM_INVALID = 161002,
     ACLNN_ERR_INNER = 561000,
@@ -60,15 +69,30 @@ typedef struct Task {
     const char *name;
     uint64_t order; /* in which tasks were launched, over all streams */
     Stream *stream;
-    enum { CONTROL, COPY, OPERATOR, COLLECTIVE } category;
+    enum { CONTROL, COPY, OPERATOR, COLLECTIVE, REPLAY } category;
     uint64_t bytes; /* that a copy or collective moves */
     double launched, began;  /* in microseconds; this and what follows only if a recorder is on */
     uint64_t training_step;  /* in which it was launched */
 } Task;
 int launch_task(Stream *stream, Task *task);
+void free_task(Task *task);
+int synchronize_all(int32_t timeout_ms); /* aclrtSynchronizeDevice, also during a capture */
 bool order_is_seeded(void);
 EXPORTED int emulator_stream_id(const Stream *stream);
 EXPORTED const char *emulator_finish_queue(void); /* before the interpreter ends; return a message if a task failed */
+
+/* Graphs (graphs.c). Tasks of a captured stream are kept in a graph and run when it is replayed. */
+typedef struct Graph Graph;
+Graph *graph_of(const Stream *stream); /* that the stream is captured into, or NULL (this and the next two: streams.c) */
+void add_to_graph(Stream *stream, Graph *graph);
+const Stream *end_capture(const Graph *graph); /* return a stream whose tasks no other stream has waited for, or NULL */
+int capture_task(Graph *graph, Task *task);
+int refuse_for_graph(Graph *graph, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+int refuse_synchronization(const char *name); /* an error code if this thread may not wait for the device now */
+Graph *find_capture(uint64_t id);             /* NULL: it has ended */
+uint64_t id_of(const Graph *graph);
+uint64_t next_position(Graph *graph); /* of a task or wait in the graph */
+bool is_origin(const Graph *graph, const Stream *stream); /* the capture began on this stream */
 
 /* Records (recorder.c). */
 extern bool recording;

@@ -27,6 +27,9 @@ struct Stream {
     int id, error;
     const Task *running_task; /* a thread runs it */
     char *message;
+    Graph *graph; /* that it is captured into; what follows is of this capture */
+    uint64_t captured; /* position of its last task in the graph */
+    uint64_t joined;   /* its tasks up to this position are before a task of another stream */
 };
 
 /* One record of an event on a stream. Whoever waits for it holds it, so that recording the event again, on any stream,
@@ -37,6 +40,9 @@ typedef struct {
     struct timespec at;
     int error; /* of the stream that reached it: whoever waits for a failed task fails */
     const char *message;
+    uint64_t capture; /* the graph that it is part of, or 0; what follows is its place there */
+    Stream *stream;
+    uint64_t position;
 } Record;
 
 typedef struct {
@@ -107,7 +113,7 @@ static void finish(Stream *stream, int result) {
     if (sleepers) pthread_cond_broadcast(&changed); /* a system call: not for every launch */
 }
 
-static void free_task(Task *task) {
+void free_task(Task *task) {
     if (task->release) task->release(task);
     else free(task);
 }
@@ -204,11 +210,9 @@ __attribute__((constructor)) static void prepare(void) {
     pthread_atfork(NULL, NULL, in_child);
 }
 
-int aclrtSynchronizeDevice(void);
-
 /* Change the seed of a process that runs in a seeded order (seeds.py). */
 EXPORTED void emulator_set_seed(uint64_t value) {
-    aclrtSynchronizeDevice();
+    synchronize_all(-1);
     pthread_mutex_lock(&lock);
     __atomic_store_n(&seed, value, __ATOMIC_RELAXED);
     seeds_set++;
@@ -224,6 +228,11 @@ int launch_task(Stream *stream, Task *task) {
     has_launched = true;
     task->next = NULL;
     task->stream = stream;
+    Graph *graph = graph_of(stream);
+    if (graph) {
+        stream->captured = next_position(graph);
+        return capture_task(graph, task);
+    }
     if (recording) record_launch(task);
     pthread_mutex_lock(&lock);
     task->order = ++launches;
@@ -286,13 +295,20 @@ static int error_of(Stream *stream) {
     return error;
 }
 
-int aclrtSynchronizeStreamWithTimeout(Stream *stream, int32_t timeout_ms) {
-    if (!stream) stream = &default_stream;
+static int synchronize(Stream *stream, int32_t timeout_ms) {
     pthread_mutex_lock(&lock);
     uint64_t launched = stream->launched;
     pthread_mutex_unlock(&lock);
     int result = wait_until(&stream->done, launched, timeout_ms);
     return result ? result : error_of(stream);
+}
+
+int aclrtSynchronizeStreamWithTimeout(Stream *stream, int32_t timeout_ms) {
+    if (!stream) stream = &default_stream;
+    Graph *graph = graph_of(stream);
+    if (graph)
+        return refuse_for_graph(graph, ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: the host cannot wait for it", stream->id);
+    return synchronize(stream, timeout_ms);
 }
 
 /* Streams are added in front of the list and stay: behind its head, the list is constant. */
@@ -306,13 +322,18 @@ static Stream *first_stream(void) {
 
 int aclrtSynchronizeStream(Stream *stream) { return aclrtSynchronizeStreamWithTimeout(stream, -1); }
 
-int aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
+int synchronize_all(int32_t timeout_ms) {
     int first = ACL_SUCCESS;
     for (Stream *stream = first_stream(); stream; stream = stream->next) { /* all of them: the caller may free what they use */
-        int result = aclrtSynchronizeStreamWithTimeout(stream, timeout_ms);
+        int result = synchronize(stream, timeout_ms);
         if (!first) first = result;
     }
     return first;
+}
+
+int aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
+    int refused = refuse_synchronization("aclrtSynchronizeDevice");
+    return refused ? refused : synchronize_all(timeout_ms);
 }
 
 int aclrtSynchronizeDevice(void) { return aclrtSynchronizeDeviceWithTimeout(-1); }
@@ -323,7 +344,7 @@ static uint64_t count_done(bool *computes) {
     *computes = false;
     for (Stream *stream = streams; stream; stream = stream->next) {
         const Task *task = stream->running_task;
-        *computes |= task && (task->category == OPERATOR || task->category == COPY);
+        *computes |= task && (task->category == OPERATOR || task->category == COPY || task->category == REPLAY);
         done += stream->done;
     }
     return done;
@@ -399,6 +420,26 @@ int aclrtStreamQuery(Stream *stream, int *status) {
     return ACL_SUCCESS;
 }
 
+/* Captured streams (graphs.c) */
+
+Graph *graph_of(const Stream *stream) { return __atomic_load_n(&(stream ? stream : &default_stream)->graph, __ATOMIC_ACQUIRE); }
+
+void add_to_graph(Stream *stream, Graph *graph) {
+    if (!stream) stream = &default_stream;
+    if (stream->graph != graph) stream->captured = stream->joined = 0;
+    __atomic_store_n(&stream->graph, graph, __ATOMIC_RELEASE);
+}
+
+const Stream *end_capture(const Graph *graph) {
+    const Stream *unjoined = NULL;
+    for (Stream *stream = first_stream(); stream; stream = stream->next) {
+        if (graph_of(stream) != graph) continue;
+        if (!is_origin(graph, stream) && stream->captured > stream->joined) unjoined = stream;
+        add_to_graph(stream, NULL);
+    }
+    return unjoined;
+}
+
 /* Events */
 
 static void drop(Record *record) {
@@ -467,23 +508,68 @@ static int launch_record_task(Record *record, Stream *stream, const char *name, 
 
 int aclrtRecordEvent(Event *event, Stream *stream) {
     Record *record = calloc(1, sizeof *record);
-    record->references = 2; /* of the event and of the task */
+    Graph *graph = graph_of(stream);
+    if (graph) { /* the tasks of a graph are replayed in the order of their capture: an event adds nothing to it */
+        record->capture = id_of(graph);
+        record->stream = stream ? stream : &default_stream;
+        record->position = record->stream->captured;
+        record->done = 1;
+    }
+    record->references = graph ? 1 : 2; /* of the event and of the task */
     pthread_mutex_lock(&lock);
     Record *before = event->latest;
     event->latest = record;
     pthread_mutex_unlock(&lock);
     drop(before);
-    return launch_record_task(record, stream, "record event", reach);
+    return graph ? ACL_SUCCESS : launch_record_task(record, stream, "record event", reach);
 }
 
 /* The wait is for the last record before it. An event that was never recorded is no reason to wait. */
 int aclrtStreamWaitEvent(Stream *stream, Event *event) {
+    Graph *graph = graph_of(stream);
+    Record *latest = hold_latest(event);
+    bool is_recorded = latest;
+    Record place = latest ? *latest : (Record){0};
+    drop(latest);
+    if (place.capture) { /* the stream becomes part of the capture */
+        Graph *of_event = find_capture(place.capture);
+        if (!stream) stream = &default_stream;
+        if (of_event && (!graph || graph == of_event)) {
+            add_to_graph(stream, of_event);
+            if (place.stream != stream && place.position > place.stream->joined) { /* now this stream has to be joined */
+                place.stream->joined = place.position;
+                if (!is_origin(of_event, place.stream)) stream->captured = next_position(of_event);
+            }
+            return ACL_SUCCESS;
+        }
+        set_message("stream %d waits for an event that was recorded in the capture of another graph", emulator_stream_id(stream));
+        return ACL_ERROR_RT_EVENT_CAPTURED;
+    }
+    if (graph && is_recorded)
+        return refuse_for_graph(graph, ACL_ERROR_RT_CAPTURE_DEPENDENCY, "captured stream %d waits for an event that was recorded outside the capture",
+                                emulator_stream_id(stream));
+    if (graph) return ACL_SUCCESS;
     return launch_record_task(hold_latest(event), stream, "wait for event", wait_for_record);
 }
 int aclrtResetEvent(Event *event, Stream *stream) { return ACL_SUCCESS; }
 
+/* An error code if the event was recorded in a capture: its state is unknown to the host. */
+static int refuse_captured(const Record *latest) {
+    if (!latest || !latest->capture) return ACL_SUCCESS;
+    Graph *graph = find_capture(latest->capture);
+    static const char text[] = "an event was recorded in the capture of a graph: the host cannot wait for it";
+    if (graph) return refuse_for_graph(graph, ACL_ERROR_RT_EVENT_CAPTURED, text);
+    set_message(text);
+    return ACL_ERROR_RT_EVENT_CAPTURED;
+}
+
 int aclrtSynchronizeEvent(Event *event) {
     Record *latest = hold_latest(event);
+    int refused = refuse_captured(latest);
+    if (refused) {
+        drop(latest);
+        return refused;
+    }
     int result = latest ? wait_until(&latest->done, 1, -1) : ACL_SUCCESS;
     if (!result) result = record_error(latest);
     drop(latest);
@@ -493,8 +579,10 @@ int aclrtSynchronizeEvent(Event *event) {
 enum { EVENT_NOT_READY = 0, EVENT_COMPLETE = 1 };
 int aclrtQueryEventStatus(Event *event, int *status) {
     Record *latest = hold_latest(event);
+    int refused = refuse_captured(latest);
     *status = is_reached(latest) ? EVENT_COMPLETE : EVENT_NOT_READY;
     drop(latest);
+    if (refused) return refused;
     if (*status == EVENT_NOT_READY) progress_of_a_query();
     return ACL_SUCCESS;
 }

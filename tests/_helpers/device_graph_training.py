@@ -1,0 +1,62 @@
+"""Train tiny models with and without ``npu.device_graphs`` on the device of this process, and compare the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests._helpers import layouts
+from tests._helpers.compiled_training import COMPILED, FULL, SELECTIVE_OP, VALIDATED
+from tests._helpers.training import Record, recording, state, train_until
+
+STEPS = 3
+MICROBATCHES = 2
+"""Per step, as ``layouts.job_config`` sets them."""
+NO_RANDOM_STATE = {"activation_checkpoint.preserve_rng_state": False}
+ONE_MICROBATCH = {"training.global_batch_size": 2, "training.local_batch_size": 2}
+WIDE = "deepseek_v3_wide"
+"""Its experts are as wide as the kernels of a GPU need."""
+layouts.TINY.setdefault(WIDE, ("deepseek_v3", "debugmodel", {"n_layers": 3, "n_heads": 4}))
+
+
+def converted(model: str) -> dict[str, Any]:
+    return {"model.converters": layouts.FUSED["deepseek_v3" if model == WIDE else model]}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulated": {},
+    "one microbatch": ONE_MICROBATCH,
+    "full": {**FULL, **NO_RANDOM_STATE},
+    "selective op": {**SELECTIVE_OP, **NO_RANDOM_STATE},
+    "compiled": COMPILED,
+    "validated": VALIDATED,
+}
+
+
+def train(model: str, options: dict[str, Any]) -> tuple[Record, list[int]]:
+    """Train on this rank. Return the record, and the number of replayed forward passes of each block."""
+    with recording(layouts.job_config(model, {}, options)) as (trainer, record):
+        train_until(trainer, STEPS)
+        record.weights = state(trainer.model_parts)
+        replays = [block.runs for block in trainer.device_graphs.blocks]
+    return record, replays
+
+
+def differences(model: str, options: dict[str, Any]) -> list[str]:
+    """Train without graphs and with them, and name everything that is not bit-identical."""
+    (plain, none), (graphed, replays) = (train(model, {**options, **graphs}) for graphs in ({}, GRAPHS))
+    microbatches = 1 if options.get("training.global_batch_size") == 2 else MICROBATCHES
+    assert not none and replays, "blocks were captured without npu.device_graphs, or not captured with it"
+    assert set(replays) == {STEPS * microbatches - 1}, replays  # the first microbatch runs without graphs
+    assert plain.weights.keys() == graphed.weights.keys()  # same checkpoints
+    named = {f"weight {name}": (w, graphed.weights[name]) for name, w in plain.weights.items()}
+    named |= {f"gradient {name}": (g, graphed.gradients[name]) for name, g in plain.gradients.items()}
+    found = [name for name, (one, other) in named.items() if not torch.equal(one, other)]
+    for metric in ("losses", "norms", "validation"):
+        before, after = getattr(plain, metric), getattr(graphed, metric)
+        found += [f"{metric}: {before} and {after}"] if before != after else []
+    return found
+
+
+GRAPHS = {"npu.device_graphs": True}
