@@ -236,6 +236,17 @@ def test_a_bad_record_is_named_or_skipped(tmp_path: Path, workers: int, caplog: 
     assert stacked(skipping).equal(stacked(wanted))
 
 
+def test_data_without_a_record_to_use_is_an_error_and_not_endless(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "x"}\n' * 3)
+    with pytest.raises(UsageError, match=r"a\.jsonl: not one record can be used; 6 were skipped"):
+        rows(*loaders(job("text", str(path), bad_records="skip"), 1, 1), count=1)
+    long = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "word " * 40}]
+    path.write_text(json.dumps({"messages": long}))
+    with pytest.raises(UsageError, match=r"a\.jsonl: not one record can be used; 2 were skipped"):
+        rows(*loaders(job("chat", str(path), too_long="skip", training__seq_len=24), 1, 1), count=1)
+
+
 def test_a_bad_first_record_is_found_before_the_start(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"body": "x"}\n{"text": "fine"}\n')

@@ -75,7 +75,7 @@ class ChatEncoder:
             last_tokens = (encoding.char_to_token(at) for at in reversed(range(first, end)))
             if (token := next((token for token in tokens if token is not None), None)) is not None:
                 is_learned[token : next(last for last in last_tokens if last is not None) + 1] = True
-        if not is_learned.any():
+        if not is_learned[1:].any():  # the first token is never predicted
             raise BadRecord("no answer: no token is of a message with the role assistant")
         return Document(np.array(encoding.ids, dtype=np.int32), is_learned)
 

@@ -114,17 +114,25 @@ class PackedRows:
         tasks = EncodedDocuments(self.mixture, self.encoder, self.state, self.infinite)
         loader = DataLoader(tasks, batch_size=None, collate_fn=unchanged, **self.worker_options)
         epochs = [at[0] for at in self.state]
+        last_used = epochs.copy()  # the last epoch of each source with a document that was used
         for encoded in (one for task in loader for one in task):
-            epoch = encoded.state[encoded.source][0]
-            if epoch > epochs[encoded.source]:
-                epochs[encoded.source] = epoch
-                log_on_first_rank(f"{self.mixture.sources[encoded.source].name}: epoch {epoch + 1} begins")
-            if encoded.document is not None:
-                yield encoded, encoded.document
-            elif self.skip_bad_records:
+            source, epoch = encoded.source, encoded.state[encoded.source][0]
+            if epoch > epochs[source]:
+                name, epochs[source] = self.mixture.sources[source].name, epoch
+                if epoch > last_used[source] + 1:
+                    raise UsageError(f"{name}: not one record can be used; {self.skipped} were skipped")
+                log_on_first_rank(f"{name}: epoch {epoch + 1} begins; {self.skipped} records were skipped so far")
+            if encoded.document is None:
+                if not self.skip_bad_records:
+                    raise UsageError(f"{self.location(encoded)}: {encoded.reason} ({SKIP_HINT})")
                 self.skip(encoded, encoded.reason)
-            else:
-                raise UsageError(f"{self.location(encoded)}: {encoded.reason} ({SKIP_HINT})")
+            elif (document := self.fitted(encoded, encoded.document)) is not None:
+                last_used[source] = epoch
+                yield encoded, document
+
+    def fitted(self, encoded: Encoded, document: Document) -> Document | None:
+        """Return what rows have of a document, or ``None`` if it is skipped."""
+        return document
 
     def location(self, encoded: Encoded) -> str:
         """Return where a record is, for the user."""
@@ -177,9 +185,7 @@ class PackedConversations(PackedRows):
     def __iter__(self) -> Iterator[Sample]:
         row: list[Document] = []
         room = self.seq_len
-        for encoded, conversation in self.documents():
-            if (document := self._fitted(encoded, conversation)) is None:
-                continue
+        for encoded, document in self.documents():
             inputs = len(document.tokens) - 1
             if inputs > room:
                 self.state = encoded.state
@@ -191,14 +197,14 @@ class PackedConversations(PackedRows):
             self.state = self.mixture.end
             yield self._sample(row)
 
-    def _fitted(self, encoded: Encoded, document: Document) -> Document | None:
+    def fitted(self, encoded: Encoded, document: Document) -> Document | None:
         """Return a conversation of at most one row, or ``None`` if it is skipped."""
         tokens, is_learned = document
         assert is_learned is not None
         most = self.seq_len + 1
-        reason = f"{len(tokens)} tokens, and a row has room for {most}"
         if len(tokens) <= most:
-            return document if is_learned[1:].any() else None
+            return document
+        reason = f"{len(tokens)} tokens, and a row has room for {most}"
         if self.too_long == "error":
             raise UsageError(
                 f'{self.location(encoded)}: {reason}: raise seq_len, or set data.too_long to "truncate" or "skip"'
