@@ -81,3 +81,11 @@ def test_entries_of_the_npu_are_restored(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.compile(lambda x: x.cos(), backend=compile_region)(x).sum().backward()
     assert len(inside) == 4 and theirs not in inside
     assert all(table["npu"] is theirs for table in tables)
+
+
+def test_a_gpus_wrapper_is_inductors_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codegen import common
+
+    monkeypatch.setattr(common, "device_op_overrides_dict", dict(common.device_op_overrides_dict))
+    with inductor._wrapper_of_npu():
+        assert common.get_device_op_overrides("cuda").device_guard(0) == "torch.cuda._DeviceGuard(0)"

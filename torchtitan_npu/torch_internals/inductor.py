@@ -185,6 +185,7 @@ def _wrapper_of_npu() -> Iterator[None]:
             return f"torch.npu.set_device({device_idx})"
 
     common.init_backend_registration()
+    common.get_device_op_overrides("cpu")  # torch 2.11 loads those of all devices only as long as none is registered
     tables: tuple[dict[str, Any], ...] = (
         common.device_codegens,
         common.custom_backend_passes,
