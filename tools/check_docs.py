@@ -370,7 +370,7 @@ def without_comments(info: str, code: str) -> str:
     """Return ``code`` without comments and alignment, if its language has comments with #."""
     if info.split()[:1] not in (["bash"], ["python"], ["toml"], ["yaml"]):
         return code
-    lines = [re.sub(r"\s+", " ", re.sub(r"(^|\s)#(?!!).*", "", line)).rstrip() for line in code.splitlines()]
+    lines = [re.sub(r"\s+", " ", re.sub(r"(^|\s)#(?!!|SBATCH).*", "", line)).rstrip() for line in code.splitlines()]
     return "\n".join(line for line in lines if line)
 
 

@@ -24,7 +24,7 @@ OUTSIDE = {
 def sections(index: str) -> dict[str, list[Any]]:
     """Return the pages that docs/README.md or its translation links below each heading, as entries of the navigation.
 
-    The name of a section is its heading up to the colon. Links to pages in another language are left out.
+    The name of a section is its heading up to the colon. Links out of the folder, to pages in English, are left out.
     """
     folder, text = os.path.dirname(index), (ROOT / "docs" / index).read_text()
     found: dict[str, list[Any]] = {}
@@ -46,16 +46,14 @@ def on_config(config: MkDocsConfig) -> None:
         ],
     }
     chinese = [{name: pages} for name, pages in sections("zh-CN/README.md").items() if pages]
-    start = [{"快速上手": "zh-CN/quick-start.md"}] if (ROOT / "README.zh-CN.md").exists() else []
     config.nav = [{name: pages} for name, pages in english.items()]
-    config.nav.append({"中文": ["zh-CN/README.md", *start, *chinese]})
+    config.nav.append({"中文": ["zh-CN/README.md", {"快速上手": "zh-CN/quick-start.md"}, *chinese]})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages from outside docs/."""
     for source, place in OUTSIDE.items():
-        if (ROOT / source).exists():
-            files.append(File.generated(config, place, content=(ROOT / source).read_text()))
+        files.append(File.generated(config, place, content=(ROOT / source).read_text()))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -70,7 +68,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         there = OUTSIDE.get(target, target.removeprefix("docs/"))
         return f"]({os.path.relpath(there, os.path.dirname(place) or '.')}"
 
-    markdown = re.sub(r"^(\s*```\w+) run$", r"\1", markdown, flags=re.M)
+    markdown = re.sub(r"^(\s*```\w+) run$", r"\1", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!\w+:|#)([^)#\s]+)", link, markdown)
 
 
