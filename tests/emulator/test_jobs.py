@@ -47,6 +47,8 @@ SLOW_COMPILED = [
     ("selective op, converted", "deepseek_v3"),
     ("fsdp2", "deepseek_v32"),
     ("tp2", "deepseek_v32"),
+    ("tp2, full", "deepseek_v32"),
+    ("one, other batches", "deepseek_v32"),
 ]
 
 

@@ -8,8 +8,9 @@ needs the environment of the emulator's tests (``. tools/contract_env.sh``). Mod
 batch per step and without activation checkpointing. Variants are eager, all converters of the model, and compiled.
 
 ``launches`` trains with two numbers of layers; the difference is the launches of a layer. ``host_time`` runs with
-``--null-kernels``: kernels compute nothing, and what remains is the time of Python, PyTorch and torch_npu. Variants
-take turns in one process. Under tensor parallel the other rank is fake, and collectives return immediately.
+``--null-kernels``: kernels compute nothing, and what remains is the time of Python, PyTorch and torch_npu. It measures
+a step, and forward and backward of the last block alone. Variants take turns in one process. Under tensor parallel the
+other rank is fake, and collectives return immediately.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ LAYERS = {model: (4, 6) if model == "qwen3_vl" else (2, 4) for model in CONVERTE
 PHASES = ("forward", "backward", "optimizer")
 WARM_UP = 2
 """Steps before the measured ones: the first initializes the optimizer, and both may compile."""
+BLOCK_ROUNDS = 3
+"""Rounds of a block for each round of a step."""
 TENSOR_PARALLEL = ("llama3", "qwen3_moe", "deepseek_v32")
 """Models whose host time is also measured on two tensor-parallel ranks."""
 BATCH = {"training.local_batch_size": 1, "training.global_batch_size": 1, "metrics.log_freq": 1000}
@@ -107,6 +110,36 @@ def training(model: str, variant: str, layers: int, tensor_parallel: int = 1) ->
         for _ in range(WARM_UP):
             step()
         yield step
+
+
+class Block:
+    """Runs forward and backward of a trainer's last block, on the inputs of a step."""
+
+    def __init__(self, step: Step) -> None:
+        self.block = list(step.trainer.model_parts[0].layers.values())[-1]
+        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        hook = self.block.register_forward_pre_hook(lambda *args: found.append(args[1:]), with_kwargs=True)
+        step()
+        hook.remove()
+        args, kwargs = found[0]
+        self.args, self.kwargs = tuple(map(self.leaf, args)), {key: self.leaf(value) for key, value in kwargs.items()}
+        self.gradient = self.forward().detach()
+        self.parameters = list(self.block.parameters())
+
+    @staticmethod
+    def leaf(value: Any) -> Any:
+        """Return an input without the graph of the step that computed it."""
+        return value.detach().requires_grad_(value.requires_grad) if hasattr(value, "detach") else value
+
+    def forward(self) -> Any:
+        """Return the block's output, or the first of several."""
+        output = self.block(*self.args, **self.kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def __call__(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.forward().backward(self.gradient)
 
 
 def step_times(step: Step) -> list[float]:
@@ -200,8 +233,8 @@ class Job(NamedTuple):
     tensor_parallel: int
 
 
-def run_host_time(job: Job, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU times in ms of the steps of each variant, in a process with null kernels. Variants take turns."""
+def run_host_time(job: Job, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the CPU times in ms of steps and of a block, by variant, in a process with null kernels."""
     import torch
     import torch.distributed as dist
 
@@ -209,7 +242,6 @@ def run_host_time(job: Job, rounds: int) -> dict[str, list[float]]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("cpu:fake,npu:fake", rank=0, world_size=job.tensor_parallel, store=FakeStore())
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     # One thread runs forward and backward, so that its CPU time is that of the host.
     with ExitStack() as stack, torch.autograd.set_multithreading_enabled(False):
         layers, _ = LAYERS[job.model]
@@ -217,25 +249,40 @@ def run_host_time(job: Job, rounds: int) -> dict[str, list[float]]:
             variant: stack.enter_context(training(job.model, variant, layers, job.tensor_parallel))
             for variant in VARIANTS
         }
-        gc.disable()
-        for _ in range(rounds):
-            for variant, step in steps.items():
-                gc.collect()
-                begin = time.thread_time()
-                step()
-                times[variant].append(1e3 * (time.thread_time() - begin))
+        times = {"step": take_turns(steps, rounds)}
+        blocks = {variant: Block(step) for variant, step in steps.items()}
+        take_turns(blocks, WARM_UP)  # its inputs are leaves, for which regions may be compiled again
+        times["block"] = take_turns(blocks, BLOCK_ROUNDS * rounds)
+    return times
+
+
+def take_turns(programs: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Run each program in each round, and return their CPU times in ms."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    gc.disable()
+    for _ in range(rounds):
+        gc.collect()
+        for name, run in programs.items():
+            begin = time.thread_time()
+            run()
+            times[name].append(1e3 * (time.thread_time() - begin))
+    gc.enable()
     return times
 
 
 def measure_host_time(job: Job, rounds: int) -> dict[str, Any]:
-    """Return a row: the median host time of a step for each variant, and the median ratio to the eager step before."""
+    """Return a row: median host times of each variant, and the median ratios to the eager run in the same round."""
     ranks = {"WORLD_SIZE": str(job.tensor_parallel)}
     times = emulate("host_time", *job, rounds, emulator=["--null-kernels"], environment=ranks)
-    row: dict[str, Any] = {**job._asdict(), "layers": LAYERS[job.model][0], "ms": {}, "of_eager": {}}
-    for variant in VARIANTS:
-        row["ms"][variant] = statistics.median(times[variant])
-        pairs = zip(times[variant], times["eager"], strict=True)
-        row["of_eager"][variant] = statistics.median(own / eager for own, eager in pairs)
+    row: dict[str, Any] = {**job._asdict(), "layers": LAYERS[job.model][0]}
+    for what, of_variants in times.items():
+        pairs = {variant: zip(own, of_variants["eager"], strict=True) for variant, own in of_variants.items()}
+        row[what] = {
+            "ms": {variant: statistics.median(own) for variant, own in of_variants.items()},
+            "of_eager": {
+                variant: statistics.median(own / eager for own, eager in of_both) for variant, of_both in pairs.items()
+            },
+        }
     print(row, flush=True)
     return row
 

@@ -391,16 +391,20 @@ def npu_launches(numbers: Numbers) -> str:
 
 
 def npu_host_time(numbers: Numbers) -> str:
-    """Return the table of host times of a step, in ms, and the speed-ups over eager mode."""
+    """Return the table of host times of a step and of a block, in ms, and the speed-ups over eager mode."""
     lines = []
     for row in numbers["rows"]:
-        speed_ups = {variant: 1 / ratio for variant, ratio in row["of_eager"].items() if variant != "eager"}
-        times = [
-            f"{ms:.1f}" + (f" ({speed_ups[name]:.2f})" if name in speed_ups else "") for name, ms in row["ms"].items()
-        ]
         layout = "TP 2" if row["tensor_parallel"] == 2 else "one device"
-        lines.append([NPU_MODELS.get(row["model"], row["model"]), layout, str(row["layers"]), *times])
-    return table(["model", "", "layers", "eager, ms", "converters, ms", "compiled, ms"], lines)
+        name = NPU_MODELS.get(row["model"], row["model"])
+        for what in ("step", "block"):
+            times, ratios = row[what]["ms"], row[what]["of_eager"]
+            cells = [
+                f"{ms:.1f}" + (f" ({1 / ratios[variant]:.2f})" if variant != "eager" else "")
+                for variant, ms in times.items()
+            ]
+            of = f"step, {row['layers']} layers" if what == "step" else "block"
+            lines.append([name, layout, of, *cells] if what == "step" else ["", "", of, *cells])
+    return table(["model", "", "", "eager, ms", "converters, ms", "compiled, ms"], lines)
 
 
 def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
