@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests._helpers.config_fuzz import Figures, Outcome, draw_cases, run_cases
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     started = time.monotonic()
     drawn = dict(enumerate(draw_cases(options.cases, options.seed)))
-    identity = {"seed": options.seed, "cases": options.cases, "code": code_checksum()}
+    identity = {"seed": options.seed, "cases": options.cases, "code": code_checksum(), "torch": torch.__version__}
     try:
         known = [Outcome(**fields) for fields in read_outcomes(options.json, identity)] if options.json else []
     except ValueError as error:
@@ -76,7 +78,7 @@ def table(files: list[Path]) -> list[str]:
         outcomes = [Outcome(**fields) for fields in campaign["outcomes"]]
         everything += outcomes
         rows.append(_row(str(campaign["seed"]), Figures(outcomes)))
-    versions = sorted({f"commit {c['commit'] or '?'}, code {c['code']}" for c in campaigns})
+    versions = sorted({f"torch {c['torch']}, commit {c['commit'] or '?'}, code {c['code']}" for c in campaigns})
     return [*rows, _row("all", Figures(everything)), "", "; ".join(versions)]
 
 

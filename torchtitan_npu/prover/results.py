@@ -52,6 +52,15 @@ class Results:
             results.draws[int(number)] = entry["draw"], Outcome(**entry["outcome"])
         return results
 
+    def caption(self) -> str:
+        """Return what a reader needs to repeat the run, in one line."""
+        run, seconds = self.run, sum(outcome.seconds for _, outcome in self.draws.values())
+        models = f" of {run['config'] or ' '.join(run['models'])}" if run["config"] or run["models"] else ""
+        return (
+            f"Draws{models} with seed {run['seed']}, up to {run['ranks']} ranks, torch {run['torch']}, program "
+            f"{run['program']}, {seconds / 60:.0f} minutes in all."
+        )
+
     def add(self, number: int, draw: Draw, outcome: Outcome) -> None:
         self.draws[number] = draw, outcome
         if self.path is not None:

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None)
 
     if args.table:
         results = Results.load(args.json)
-        print(summary(results.draws.values(), results.run["ranks"]))
+        print(f"{summary(results.draws.values(), results.run['ranks'])}\n\n{results.caption()}")
         return 0
     for name in args.models or ():
         check_known("--models", name, TINY)
