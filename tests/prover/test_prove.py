@@ -39,6 +39,13 @@ def test_ten_draws_are_equal_or_refused(capsys: pytest.CaptureFixture[str], tmp_
     assert caption.startswith("Draws of llama3 qwen3_moe with seed 1, up to 2 ranks, torch 2.")
 
 
+@pytest.mark.slow
+def test_the_job_of_a_toml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", "train_configs/llama3_debugmodel.toml", "--draws", "2", "--ranks", "2"]
+    assert main(["prove", *config, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 draws: 2 equal, 0 refused, ")
+
+
 def test_draws_of_another_program_do_not_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.json"
     arguments = ["prove", *CI, "--seconds", "0", "--json", str(path)]

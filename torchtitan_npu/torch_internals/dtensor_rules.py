@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy, RuntimeSchemaInfo, TupleStrategy
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
@@ -153,7 +153,7 @@ def _splits_unevenly(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec])
 def _scatters_inner_dimension(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
     """Return whether a strategy turns a sum over ranks into shards of a dimension that is not the first, as of rows."""
     return any(
-        before.is_partial() and after.is_shard() and math.prod(own.shape[: after.dim]) > 1  # type: ignore[attr-defined]
+        before.is_partial() and isinstance(after, Shard) and any(size > 1 for size in own.shape[: after.dim])
         for spec, own in zip(specs, given, strict=True)
         for after, before in zip(spec.placements, own.placements, strict=True)
     )
