@@ -47,6 +47,7 @@ PARTS = {
     "step": ["models.py", "--profile", "--layers", "8", "--only", "basic"],
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
     "combine": ["moe_combine.py"],
+    "compiled_steps": ["compiled_steps.py"],
     "npu_launches": ["npu_steps.py", "launches"],
     "npu_host_time": ["npu_steps.py", "host_time"],
 }
@@ -372,6 +373,20 @@ def combine(numbers: Numbers) -> str:
     return table([*head, "memory, GiB", 'of `"rows"`'], lines)
 
 
+def compiled_steps(numbers: Numbers) -> str:
+    """Return the table of step times of compiled and eager jobs, and whether they are bit-identical."""
+    times = {(row["model"], row["variant"]): row["step_ms"] for row in numbers["rows"]}
+    lines = []
+    for row in numbers["rows"]:
+        if "differing" in row:
+            model, name = row["model"], row["variant"].removesuffix(", compiled")
+            eager, compiled = times[model, name], row["step_ms"]
+            differing = ", ".join(row["differing"]) or "none"
+            lines.append([model, name, f"{eager:.1f}", f"{compiled:.1f}", f"{eager / compiled:.2f}", differing])
+    head = ["model", "", "not compiled, ms", "compiled, ms", "speed-up", "losses and weights that differ"]
+    return table(head, lines)
+
+
 NPU_MODELS = {"qwen3_moe": "qwen3 MoE"}
 
 
@@ -444,6 +459,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "step": step,
     "curves": curves,
     "combine": combine,
+    "compiled_steps": compiled_steps,
     "npu_launches": npu_launches,
     "npu_host_time": npu_host_time,
 }
