@@ -51,9 +51,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
     if cos.shape[0] > 1 and isinstance(x, DTensor) and not any(p.is_shard(0) or p.is_shard(1) for p in x.placements):
         # The gradient of the flattened sequence could be sharded where rows do not end, and not be split into rows.
         result = rotated(x.to_local(), cos, sin, rotary_mode)
-        return DTensor.from_local(
-            result, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
+        return DTensor.from_local(result, x.device_mesh, x.placements, run_check=False)
     heads, dim = x.shape[2:]
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if cos.shape[0] > 1:  # in mode interleave an NPU takes no cosines per batch row: flatten to one long sequence
