@@ -24,12 +24,13 @@ from torchtitan_npu.planner.per_rank import unsharded_size
 from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
 from torchtitan_npu.planner.search import dividing, own_layout
 from torchtitan_npu.planner.step_time import Rates
-from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated, identical_layers
+from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated, repeated_groups
 
 CONFIGS = train_configs()
 for model in ("llama3", "deepseek_v32"):
     add_flavor(model, "two_layers", {"n_layers": 2})
     add_flavor(model, "six_layers", {"n_layers": 6})
+add_flavor("glm_moe_dsa", "six_layers", {"n_layers": 11, "index_topk_pattern": "FFSFSFSFSFS"})  # 1 dense, 5 pairs
 
 
 def load(name: str) -> Any:
@@ -120,20 +121,31 @@ def test_a_truncated_dry_run_of_a_moe_stage_equals_a_full_one() -> None:
     compare_truncated(config, 4, 2)
 
 
-def test_which_layers_are_identical() -> None:
+@pytest.mark.slow
+def test_a_truncated_dry_run_with_shared_indexers_equals_a_full_one() -> None:
+    config = truncated_job("glm_moe_dsa", 1)
+    config.model.converters = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
+    config.activation_checkpoint.mode = "full"
+    compare_truncated(config, 2, 0)
+
+
+def test_which_layers_are_left_out() -> None:
     config = truncated_job("llama3", 1)
     layers = [f"layers.{n}" for n in range(6)]
     modules = ["tok_embeddings", *layers, "norm", "output"]
-    assert identical_layers(config, modules) == layers
+    assert repeated_groups(config, modules) == [[layer] for layer in layers]
     ac = config.activation_checkpoint
     ac.mode, ac.selective_ac_option = "selective", "2"
-    assert identical_layers(config, modules) == []  # every second layer is checkpointed
+    assert repeated_groups(config, modules) == []  # every second layer is checkpointed
     ac.mode = "none"
     p = config.parallelism
     p.pipeline_parallel_degree, p.pipeline_parallel_schedule = 2, "Interleaved1F1B"
-    assert identical_layers(config, modules) == []  # two stages per rank
-    assert identical_layers(truncated_job("deepseek_v32", 1), modules) == layers[1:]  # the first layer is dense
-    assert identical_layers(truncated_job("deepseek_v32", 1), [*layers[1:], layers[0]]) == []
+    assert repeated_groups(config, modules) == []  # two stages per rank
+    of_experts = repeated_groups(truncated_job("deepseek_v32", 1), modules)
+    assert of_experts == [[layer] for layer in layers[1:]]  # the first layer is dense
+    assert repeated_groups(truncated_job("deepseek_v32", 1), [*layers[1:], layers[0]]) == []
+    pairs = [[f"layers.{n}", f"layers.{n + 1}"] for n in range(1, 11, 2)]  # each shares an indexer
+    assert repeated_groups(truncated_job("glm_moe_dsa", 1), [f"layers.{n}" for n in range(11)]) == pairs
 
 
 def test_tied_weights_are_counted_once() -> None:
