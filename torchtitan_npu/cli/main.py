@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "demo": "train a small model with and without converters, and compare",
     "list": "list the configs, models, converters and operators of this package",
     "doctor": "check whether this machine can train",
     "data": "show the rows that a job trains on: tokens, text, document boundaries and labels",
