@@ -20,7 +20,7 @@ from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32Mode
 VOCABULARY, POSITIONS = 96, 1024
 BATCH, SEQUENCE = 2, 24
 TOP_K = 7
-STAGE = {"indexer_loss", "indexer_loss_weight", "warmup"}
+STAGE = {"indexer_loss", "indexer_loss_weight", "shared_indexer_loss", "warmup"}
 
 
 def model_args(args_class: Any = DeepSeekV32ModelArgs, **changes: Any) -> DeepSeekV32ModelArgs:

@@ -58,8 +58,16 @@ WARMUP = {"dsa.stage": "warmup"}
 
 
 @functools.cache
-def one_rank(stage: str = "sparse", document_mask: bool = False, stop: int = 4, model: str = "deepseek_v32") -> Record:
+def one_rank(
+    stage: str = "sparse",
+    document_mask: bool = False,
+    stop: int = 4,
+    model: str = "deepseek_v32",
+    mtp_layers: int = 0,
+    shared_indexer_loss: bool = True,
+) -> Record:
     options = {"model.name": model, "dsa.stage": stage, "dsa.document_mask": document_mask}
+    options |= {"mtp.layers": mtp_layers, "dsa.shared_indexer_loss": shared_indexer_loss}
     return train_on(1, {}, options, stop)[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, GlmMoeDsaConfig
 
 import torchtitan_npu
 from tests._helpers.deepseek_v32_models import SEQUENCE, build, hugging_face_config, model_args, start_batch, tokens
+from tests._helpers.deepseek_v32_training import CONVERTERS as NAMES
 from tests._helpers.random_weights import randomise
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
@@ -117,8 +119,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_computes_hugging_faces_logits_and_gradients(case: str) -> None:
     ours, theirs = CASES[case]
-    args, expected = glm_args(**ours), released(**theirs)
+    compare(glm_args(**ours), released(**theirs))
+
+
+def compare(args: Any, expected: Released, converters: Sequence[str] = ()) -> None:
+    """Compare logits, and gradients of every parameter but the indexers', with transformers."""
     model = loaded(expected.weights, args)
+    for name in converters:
+        CONVERTERS[name](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)
     start_batch(model)
     logits = model(tokens())
     next_token_loss(logits).backward()
@@ -141,13 +149,9 @@ def test_weights_keep_their_names_and_bits() -> None:
     assert all(torch.equal(again[name].bfloat16(), value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("name", ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"])
-def test_converters_compute_hugging_faces_logits(name: str) -> None:
-    expected = released(index_topk_pattern="FSSFS")
-    model = loaded(expected.weights, glm_args(index_topk_pattern="FSSFS"))
-    CONVERTERS[name](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)
-    with torch.no_grad():
-        assert distance(model(tokens()), expected.logits) <= LOGITS
+@pytest.mark.parametrize("names", [*([name] for name in NAMES), NAMES], ids=lambda names: ", ".join(names))
+def test_converters_compute_hugging_faces_logits_and_gradients(names: list[str]) -> None:
+    compare(glm_args(index_topk_pattern="FSSFS"), released(index_topk_pattern="FSSFS"), names)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_the_flavors_have_the_released_sizes() -> None:
     config = GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3)
     assert [{"full": "F", "shared": "S"}[each] for each in config.indexer_types] == list(shared.index_topk_pattern)
     assert shared.index_topk_pattern.count("F") == 21
-    assert shared.has_indexer(78) and not shared.passes_selected(77)  # the layer of multi-token prediction
+    assert shared.has_indexer(78) and not shared.passed_tensors(77)  # the layer of multi-token prediction
 
 
 @pytest.mark.parametrize("pattern", ["SF", "FX", "full"])

@@ -10,6 +10,7 @@ from tests._helpers.deepseek_v32_training import (
     COMPILED,
     CONVERTERS,
     SELECTIVE,
+    WARMUP,
     assert_as_on_one_rank,
     one_rank,
     train_on,
@@ -21,6 +22,8 @@ FULL = {"activation_checkpoint.mode": "full"}
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 BALANCER = "parallelism.context_parallel_load_balancer"
 DOCUMENTS = {"dsa.document_mask": True}
+MTP = {"mtp.layers": 1}
+OWN_LOSS = {"dsa.shared_indexer_loss": False}
 FOUR_STAGES = {
     "parallelism.pipeline_parallel_layers_per_stage": 1,
     "parallelism.pipeline_parallel_first_stage_less_layers": 0,
@@ -41,14 +44,19 @@ def slow(*case: Any) -> Any:
         slow(1, {}, {**FUSED, **SELECTIVE, **DOCUMENTS}),
         slow(1, {}, {**COMPILED, **FULL}),
         slow(1, {}, {**COMPILED, **FUSED}),
+        slow(1, {}, {**FUSED, **FULL, **MTP}),
+        slow(1, {}, {**WARMUP, **FUSED, **FULL}),
         slow(2, {"shard": 2}, {**FUSED, **FULL}),
         (2, {"tp": 2}, {**FUSED, **FULL}),
         slow(2, {"tp": 2}, {**COMPILED, **DOCUMENTS}),
         slow(2, {"cp": 2}, {BALANCER: None}),
         (2, {"cp": 2}, {BALANCER: "headtail", **FUSED, **SELECTIVE, **DOCUMENTS}),
-        slow(2, {"shard": 2, "ep": 2}, FUSED),
+        (2, {"shard": 2, "ep": 2}, {**FUSED, **MTP}),
+        slow(2, {"cp": 2}, {BALANCER: "headtail", **FUSED, **WARMUP}),
         (2, {"pp": 2}, {SCHEDULE: "1F1B", **DOCUMENTS, **FULL}),
         slow(2, {"pp": 2}, {SCHEDULE: "Interleaved1F1B", **FOUR_STAGES, **FUSED}),
+        slow(2, {"pp": 2}, {SCHEDULE: "1F1B", **OWN_LOSS, **FUSED, **FULL}),
+        slow(2, {"pp": 2}, {SCHEDULE: "1F1B", **WARMUP}),
         (2, {"pp": 2}, {SCHEDULE: "ZBVZeroBubble", **FOUR_STAGES}),
         slow(4, {"pp": 2, "cp": 2}, {SCHEDULE: "1F1B", **FUSED, **DOCUMENTS, **FULL}),
         slow(4, {"pp": 2, "tp": 2}, {**FUSED, **FULL}),
@@ -62,5 +70,11 @@ def slow(*case: Any) -> Any:
 def test_any_layout_gives_one_ranks_losses_and_gradients(
     ranks: int, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
-    expected = one_rank(document_mask="dsa.document_mask" in options, model="glm_moe_dsa")
+    expected = one_rank(
+        stage=options.get("dsa.stage", "sparse"),
+        document_mask="dsa.document_mask" in options,
+        model="glm_moe_dsa",
+        mtp_layers=options.get("mtp.layers", 0),
+        shared_indexer_loss=options.get("dsa.shared_indexer_loss", True),
+    )
     assert_as_on_one_rank(train_on(ranks, layout, {**GLM, **options}), expected, "tp" in layout)

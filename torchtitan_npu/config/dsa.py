@@ -33,6 +33,12 @@ class Dsa:
     indexer_loss_weight: float = 1.0
     """Factor on the gradients of the indexers' loss, which reach the indexers only. Minimum 0."""
 
+    shared_indexer_loss: bool = True
+    """
+    Where several layers share an indexer, train it to predict the mean of their attention weights. If false, those of
+    its own layer.
+    """
+
     document_mask: bool = False
     """
     Restrict attention to tokens of the same document. A document ends with the tokenizer's end-of-sequence token.

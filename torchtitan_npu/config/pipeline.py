@@ -90,12 +90,12 @@ def _check_weight_gradients(job: JobContext) -> None:
 
 def _check_no_integers_are_sent(job: JobContext) -> None:
     """Raise if a stage sends indices with torch before 2.13, whose stages need a gradient of all that they receive."""
-    passes_selected = getattr(job.model_args, "passes_selected", None)
-    if torch.__version__ >= "2.13" or passes_selected is None:
+    passed_tensors = getattr(job.model_args, "passed_tensors", None)
+    if torch.__version__ >= "2.13" or passed_tensors is None:
         return
     for number, modules in enumerate(job.pipeline_stages, 1):
         layers = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
-        if layers and passes_selected(layers[0] - 1):
+        if layers and "selected" in passed_tensors(layers[0] - 1):
             raise UsageError(
                 f"pipeline stage {number} starts with layers.{layers[0]}, which uses the keys that another layer's "
                 f"indexer selects, and torch {torch.__version__} cannot send them: install torch 2.13, or start each "

@@ -19,7 +19,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.models.sparse_attention.attention import SparseAttention, SparseAttentionArgs
+from torchtitan_npu.models.sparse_attention.attention import SparseAttention, SparseAttentionArgs, at_least_float32
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.dense_indexer_kl_loss.function import dense_loss
 from torchtitan_npu.ops.fusion_attention.function import CAUSAL, causal_mask
@@ -41,7 +41,7 @@ class Queries(NamedTuple):
     q: Tensor
     q_rope: Tensor
     index_q: Tensor | None
-    """None in a layer without an indexer, like ``index_weights``."""
+    """None in a layer without an indexer and its loss, like ``index_weights``."""
     index_weights: Tensor | None
     selected: Tensor | None
     """The keys to attend to, in a layer without an indexer or with recorded choices."""
@@ -124,9 +124,8 @@ class NpuSparseAttention(FusedAttention):
 
     @property
     def operators(self) -> tuple[str, ...]:
-        if not self.has_indexer:
-            return (ATTENTION,)
-        return (INDEXER, ATTENTION) if self.indexer_loss is None else (INDEXER, ATTENTION, LOSS)
+        selection, loss = (INDEXER,) * self.has_indexer, (LOSS,) * (self.indexer_loss is not None)
+        return (*selection, ATTENTION, *loss)
 
     def prepare_queries(self, q: Tensor) -> Tensor:
         # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
@@ -151,10 +150,11 @@ class NpuSparseAttention(FusedAttention):
         query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
         value = key if v is None else prepared(v)
         own = None
-        if self.has_indexer:
-            assert index_q is not None and index_k is not None and index_weights is not None
+        if index_q is not None:
+            assert index_k is not None and index_weights is not None
             query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(-2))
-            weights = index_weights.contiguous()  # in float32
+            weights = at_least_float32(index_weights).contiguous()
+        if self.has_indexer:
             with torch.no_grad():  # (bsz, seqlen, 1, topk)
                 own, _ = torch.ops.npu.npu_lightning_indexer(
                     query_index,
@@ -216,7 +216,8 @@ class NpuDenseAttention(FusedAttention):
 
     @property
     def operators(self) -> tuple[str, ...]:
-        return (DENSE_ATTENTION, DENSE_STATISTICS, DENSE_LOSS) if self.has_indexer else (DENSE_ATTENTION,)
+        loss = (DENSE_STATISTICS, DENSE_LOSS) if self.indexer_loss is not None else ()
+        return (DENSE_ATTENTION, *loss)
 
     def attend(
         self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
@@ -258,7 +259,7 @@ class NpuDenseAttention(FusedAttention):
             key=k,
             query_index=index_q,
             key_index=index_k,
-            weights=index_weights.contiguous(),  # in float32
+            weights=at_least_float32(index_weights).contiguous(),
             softmax_max=softmax_max,
             softmax_sum=softmax_sum,
             scale_value=scale,
@@ -343,7 +344,7 @@ class DsaConverter(Converter):
             input_layout="BSND",
             actual_seq_qlen=None,
         )
-        if not attention.has_indexer:
+        if attention.indexer_loss is None:
             return messages
         messages += OPS[DENSE_STATISTICS].limit_errors(**index)
         return messages + OPS[DENSE_LOSS].limit_errors(

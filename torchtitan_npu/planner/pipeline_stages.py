@@ -30,7 +30,7 @@ def schedule_with_shapes(
     """Return the job's schedule over stages with set shapes: inputs by arithmetic, outputs by running the stage once.
 
     Stages exchange hidden states of (microbatch, seq_len / CP / TP, dim): tensor parallel splits the sequence between
-    layers. Before a layer without an indexer they also exchange the selected keys, (microbatch, seq_len / CP, 1, topk).
+    layers. Before a layer without an indexer they also exchange what :func:`_shared_inputs` returns.
     """
     batch, length = config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len // dims.cp
     # Mixed precision is FSDP's: without FSDP a pipeline computes in training.dtype.
@@ -43,21 +43,39 @@ def schedule_with_shapes(
         else:
             shape = batch, length // dims.tp, model_args.dim
             inputs = [torch.zeros(shape, dtype=TORCH_DTYPE_MAP[dtype], device=device, requires_grad=True)]
-        if _receives_selected(part, model_args):
-            topk = model_args.attended_keys()
-            inputs.append(torch.zeros(batch, length, 1, topk, dtype=torch.int32, device=device))
-        hidden, *selected = _outputs_of(part, inputs)
-        received, sent = (tuple(x.to("meta") for x in each) for each in (inputs, [hidden.requires_grad_(), *selected]))
+        inputs += _shared_inputs(part, model_args, batch, length, config.training.seq_len, inputs[0])
+        outputs = [x.requires_grad_() if x.is_floating_point() else x for x in _outputs_of(part, inputs)]
+        received, sent = (tuple(x.to("meta") for x in each) for each in (inputs, outputs))
         stage = PipelineStage(part, index, count, device, received, sent, group=mesh.get_group())
         skip_shape_vote(stage)
         stages.append(stage)
     return build_pipeline_schedule(config, stages, loss_fn)
 
 
-def _receives_selected(part: Any, model_args: Any) -> bool:
-    """Return whether a stage starts with a layer that attends to the keys that an earlier layer has selected."""
-    first = min(map(int, part.layers), default=0)
-    return hasattr(model_args, "passes_selected") and model_args.passes_selected(first - 1)
+def _shared_inputs(
+    part: Any, model_args: Any, batch: int, length: int, seq_len: int, hidden: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return what a stage receives besides ``hidden`` if it starts with a layer without an indexer.
+
+    These are the selected keys, and the indexer's tensors if its loss is shared. Each rank has the keys of ``seq_len``
+    tokens and the queries of ``length`` tokens.
+    """
+    if not hasattr(model_args, "passed_tensors"):
+        return []
+    heads, width = model_args.index_n_heads, model_args.index_head_dim
+    shapes = {
+        "selected": (batch, length, 1, model_args.attended_keys()),
+        "index_q": (batch, length, heads, width),
+        "index_k": (batch, seq_len, width),
+        "index_weights": (batch, length, heads),
+    }
+    names = model_args.passed_tensors(min(map(int, part.layers), default=0) - 1)
+    return [
+        hidden.new_zeros(shapes[name], dtype=torch.int32)
+        if name == "selected"
+        else hidden.new_zeros(shapes[name], requires_grad=True)
+        for name in names
+    ]
 
 
 def _outputs_of(part: nn.Module, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

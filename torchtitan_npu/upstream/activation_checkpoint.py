@@ -10,6 +10,8 @@ Faults:
   "npu". Without :func:`with_npu_operators` nearly everything would be recomputed there.
 
 Delete the first part when torch ignores the ``profiler`` namespace, the second when TorchTitan takes a policy.
+
+A block may also name operators whose results every mode saves (``saved_operators``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_npu.ops.core.op import OPS
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper, with_policy
@@ -38,7 +40,19 @@ def corrected_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     if context_fn is not None:
         kwargs["context_fn"] = lambda: with_policy(context_fn(), with_npu_operators)
+    elif (saved := getattr(module, "saved_operators", ())) and not kwargs.get("debug"):  # torch supports one of both
+        kwargs["context_fn"] = lambda: with_policy(create_selective_checkpoint_contexts(saving(saved)), lambda it: it)
     return checkpoint_wrapper(module, **kwargs)
+
+
+def saving(operators: tuple[str, ...]) -> Policy:
+    """Return a policy that saves the results of ``operators`` and recomputes everything else."""
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = func.name().partition(".")[0] in operators
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 def with_npu_operators(policy: Policy) -> Policy:

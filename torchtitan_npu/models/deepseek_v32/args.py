@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,6 +16,9 @@ from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options
 from torchtitan_npu.config.model import JobChecks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32.checks import check_parallelism
+
+INDEX = ("index_q", "index_k", "index_weights")
+"""What an indexer computes, in the order of the arguments of ``SparseAttention.forward``."""
 
 
 @dataclass
@@ -63,6 +67,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
     indexer_loss_weight: float = 1.0
     """Factor of the gradients of the indexer's loss."""
+
+    shared_indexer_loss: bool = True
+    """Train an indexer on the attention of all layers that use its keys, not only on that of its own layer."""
 
     seq_len: int = 4096
     """The job's ``training.seq_len``. ``max_seq_len`` is the number of positions with rotary angles."""
@@ -115,9 +122,29 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         """Return whether a layer has an indexer. Layers of multi-token prediction have one, as released."""
         return layer_id >= self.n_layers or self.index_topk_pattern[layer_id : layer_id + 1] != "S"
 
-    def passes_selected(self, layer_id: int) -> bool:
-        """Return whether the layer after ``layer_id`` attends to the same keys. In the warm-up it attends to all."""
-        return not self.warmup and not self.has_indexer(layer_id + 1)
+    def indexer_loss_share(self, layer_id: int) -> float:
+        """Return the weight of a layer in the loss of the indexer that it uses: 0 if it has no part in it.
+
+        The layers of an indexer have equal weights, which add up to 1. The gradient is then that of one loss, against
+        the mean of their attention distributions (arXiv:2603.12201, Proposition 1).
+        """
+        if not self.indexer_loss:
+            return 0.0
+        if not self.shared_indexer_loss:
+            return float(self.has_indexer(layer_id))
+        source = next(layer for layer in range(layer_id, -1, -1) if self.has_indexer(layer))
+        return 1 / (1 + sum(1 for _ in takewhile(lambda layer: not self.has_indexer(layer), count(source + 1))))
+
+    def passed_tensors(self, layer_id: int) -> tuple[str, ...]:
+        """Return what a layer passes to the next one, by the names of ``SparseAttention.forward``'s arguments.
+
+        These are the selected keys, except in the warm-up, which attends to all, and the tensors of the indexer if
+        its loss is shared. They are none if the next layer has an indexer.
+        """
+        if self.has_indexer(layer_id + 1):
+            return ()
+        selected = () if self.warmup else ("selected",)
+        return selected + (INDEX if self.indexer_loss_share(layer_id + 1) else ())
 
     def latent_keys(self) -> bool:
         """Return whether attention uses latent keys.
@@ -141,6 +168,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
     def _choose_stage(self, dsa: Dsa, job_config: JobConfig) -> None:
         self.indexer_loss, self.indexer_loss_weight = dsa.indexer_loss, dsa.indexer_loss_weight
+        self.shared_indexer_loss = dsa.shared_indexer_loss
         self.warmup = dsa.stage == "warmup"
         # set every option unconditionally: TorchTitan reuses the flavor's object for the next job
         parallelism, batch = job_config.parallelism, job_config.training.local_batch_size
@@ -156,7 +184,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
         - a query attends to at most ``attended_keys`` keys, in the width that is computed, absorbed or not (absorbing
           costs as much as the projection by ``wkv_b`` that it replaces);
-        - the indexer scores all keys forward, and only the selected ones backward;
+        - the indexer scores all keys forward, and only the selected ones backward, there for each layer that uses it;
         - the output's weights are used once for each predicted token.
         """
         nparams, flops = get_moe_model_nparams_and_flops(self, model, head_dims=0, seq_len=seq_len)
@@ -166,8 +194,8 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         else:
             qk_head_dim, v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
         attention = 6 * self.n_heads * (qk_head_dim + v_head_dim) * keys
-        scored = 2 * seq_len + (4 * keys if self.indexer_loss else 0)
-        indexer = self.index_n_heads * (self.index_head_dim + 1) * scored
         layers = range(self.n_layers + self.n_mtp_layers)
-        flops += len(layers) * attention + sum(map(self.has_indexer, layers)) * indexer
+        scored = sum(2 * seq_len for layer in layers if self.has_indexer(layer))
+        scored += sum(4 * keys for layer in layers if self.indexer_loss_share(layer))
+        flops += len(layers) * attention + self.index_n_heads * (self.index_head_dim + 1) * scored
         return nparams, flops + 6 * self.n_mtp_layers * self.dim * self.vocab_size

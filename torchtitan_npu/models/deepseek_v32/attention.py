@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3.model.model import Attention as DeepSeekV3Att
 from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
 from torchtitan_npu.components.replay.choices import Choices
-from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
+from torchtitan_npu.models.deepseek_v32.args import INDEX, DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
 from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.models.sparse_attention.attention import SparseAttention
@@ -57,12 +57,15 @@ class Attention(DeepSeekV3Attention):
         self.indexer = None
         if args.has_indexer(layer_id):
             self.indexer = INDEXERS[args.index_rope](args).requires_grad_(args.indexer_loss)
-        self.passes_selected = args.passes_selected(layer_id)
+        self.received, self.passed = args.passed_tensors(layer_id - 1), args.passed_tensors(layer_id)
         self.choices: Choices | None = None
         self.inputs = Inputs()
         self.exchange = OwnKeys()
         self.inner_attention: Any = SparseAttention(  # a converter or context parallel replaces it
-            args, self.indexer is not None, self.indexer is not None and self.passes_selected
+            args,
+            has_indexer=self.indexer is not None,
+            returns_selected=self.indexer is not None and "selected" in self.passed,
+            loss_share=args.indexer_loss_share(layer_id),
         )
 
     def forward(
@@ -122,26 +125,35 @@ class Attention(DeepSeekV3Attention):
         return q, q_rope, k, k_rope, v, index_q, *index_k, index_weights
 
     def attend(
-        self, projected: tuple[Tensor, ...], documents: Documents | None, selected: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, projected: tuple[Tensor, ...], documents: Documents | None, shared: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run ``inner_attention`` on the output of :meth:`prolog`: (bsz, seqlen, n_heads, width of v).
 
-        ``selected`` are the keys that the last layer with an indexer selected. The second result are those for the next
-        layer, or ``None`` if it needs none.
+        ``shared`` is what the layer before passes to this one (``args.passed_tensors``). The second result is what this
+        layer passes to the next one.
         """
         options = {"documents": documents, "scale": self.softmax_scale}
         if self.indexer is None:
-            output = self.inner_attention(*projected, **options, selected=selected)
-            return output, selected if self.passes_selected else None
+            given = dict(zip(self.received, shared, strict=True))
+            index = [given[name] for name in INDEX if name in given]
+            output = self.inner_attention(*projected, *index, **options, selected=given.get("selected"))
+            return output, shared if self.passed else ()
         if self.choices is None:
             output = self.inner_attention(*projected, **options)
-            return output if self.passes_selected else (output, None)
-        q, _, k, *_ = projected
-        places = self.inner_attention.query_places(*q.shape[:2], k.shape[1], documents, k.device)
-        recorded = self.choices.recorded_keys(places)
-        output, own = self.inner_attention(*projected, **options, selected=recorded)
-        selected = self.choices(own, places)
-        return output, selected if self.passes_selected else None
+            output, *selected = output if isinstance(output, tuple) else (output,)
+        else:
+            q, _, k, *_ = projected
+            places = self.inner_attention.query_places(*q.shape[:2], k.shape[1], documents, k.device)
+            recorded = self.choices.recorded_keys(places)
+            output, own = self.inner_attention(*projected, **options, selected=recorded)
+            selected = [self.choices(own, places)]
+        if not self.passed:
+            return output, ()
+        if INDEX[0] not in self.passed:
+            return output, tuple(selected)
+        index_q, index_k, index_weights = projected[-3:]
+        # FSDP would cast the float32 weights between layers: cast on all layouts
+        return output, (*selected, index_q, index_k, index_weights.to(index_q.dtype))
 
     @property
     def selects_keys(self) -> bool:

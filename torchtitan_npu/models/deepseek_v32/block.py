@@ -29,27 +29,38 @@ class Block(TransformerBlock):
         super().__init__(layer_id, args)
         self.attention = Attention(args, layer_id)
 
+    @property
+    def saved_operators(self) -> tuple[str, ...]:
+        """Return operators that activation checkpointing does not run again.
+
+        Later layers keep the selected keys that they share, so saving them here costs no memory. This layer's
+        recomputation then attends to the same keys as they do.
+        """
+        shares = self.attention.indexer is not None and "selected" in self.attention.passed
+        return ("npu::npu_lightning_indexer",) if shares else ()
+
     def forward(
         self,
         x: Tensor,
         freqs_cis: Tensor,
         attention_masks: Documents | None,
         positions: Tensor | None = None,
-        selected: Tensor | None = None,
+        shared: tuple[Tensor, ...] = (),
     ) -> Any:
         """Return the block's output, with the shape (bsz, seqlen, dim) of ``x``.
 
-        If the next block has no indexer, also return the keys that it attends to. They are an argument and a result, so
-        that each microbatch has its own, and a recomputed block gets those of the forward pass.
+        If the next block has no indexer, also return what it shares: the keys to attend to and the indexer's tensors.
+        They are arguments and results, so that each microbatch has its own, and a recomputed block gets those of the
+        forward pass.
         """
         # no name for the projections: it would keep them alive while the experts run
-        output, selected = self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks, selected)
+        output, shared = self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks, shared)
         x = self.epilog(x, output)
         del output
         if self.moe_enabled and not self.experts_in_epilog:
             x, normed = x
             x = x + self.moe(normed)
-        return x if selected is None else (x, selected)
+        return (x, *shared) if shared else x
 
     def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Return the attention's prolog of the block's input ``x``."""

@@ -46,14 +46,15 @@ class DeepSeekV32Model(DeepSeekV3Model):
     def forward(
         self,
         tokens: Tensor,
-        selected: Tensor | None = None,
+        *shared: Tensor,
         attention_masks: Documents | None = None,
         positions: Tensor | None = None,
     ) -> Any:
         """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``.
 
         A pipeline stage receives hidden states in place of ``tokens`` and returns them in place of logits. If a stage
-        starts with a layer without an indexer, the stage before also sends the ``selected`` keys.
+        starts with a layer without an indexer, the stage before also sends what its last layer shares
+        (``args.passed_tensors``).
         """
         if self.model_args.takes_attention_masks and attention_masks is None:
             raise ValueError("attention_masks is None, but the model attends within documents")
@@ -61,13 +62,15 @@ class DeepSeekV32Model(DeepSeekV3Model):
         main, mtp_blocks = ([b for n, b in self.layers.items() if (int(n) >= n_layers) == mtp] for mtp in (False, True))
 
         h = embeddings = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (bsz, seqlen, dim)
+        shared = tuple(map(_received, shared))
         for block in main:
-            h = block(h, self.freqs_cis, attention_masks, positions, selected)
-            h, selected = h if isinstance(h, tuple) else (h, None)
+            h = block(h, self.freqs_cis, attention_masks, positions, shared)
+            h, shared = (h[0], h[1:]) if isinstance(h, tuple) else (h, ())
         if not (mtp_blocks and self.training):
             h = h if self.norm is None else self.norm(h)
             h = h if self.output is None else self.output(h)
-            return h if selected is None else (h, selected)
+            # a pipeline sends contiguous tensors, and detaches in place what it has sent, which a view does not allow
+            return (h, *(x.clone(memory_format=torch.contiguous_format) for x in shared)) if shared else h
         states = run_mtp_layers(mtp_blocks, h, embeddings, self.freqs_cis, attention_masks, positions)
         # in one call: FSDP gathers the output's weights and reduces their gradients once per call
         all_logits = self.output(torch.cat([self.norm(h), *states]))  # ((1 + depths) * bsz, seqlen, vocab_size)
@@ -95,6 +98,18 @@ class DeepSeekV32Model(DeepSeekV3Model):
         documents = Documents.of(input_batch, tokenizer.eos_id)
         microbatches = self.model_args.microbatches
         return documents if microbatches is None else Microbatches(documents.split(microbatches))
+
+
+def _received(shared: Tensor) -> Tensor:
+    """Return a tensor that a pipeline stage receives, with a contiguous gradient, because only such can be sent.
+
+    The result is not a leaf: in a split backward pass, autograd cannot tell an operator whether a leaf needs a gradient.
+    """
+    if not shared.requires_grad:
+        return shared
+    shared = shared.view_as(shared)
+    shared.register_hook(Tensor.contiguous)
+    return shared
 
 
 def _detach_input(norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:

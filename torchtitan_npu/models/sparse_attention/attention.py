@@ -39,18 +39,25 @@ class SparseAttention(nn.Module):
     With ``indexer_loss``, the backward pass also computes the gradients of the indexer's loss, which pulls the
     indexer's scores of those keys towards the attention probabilities.
 
-    A layer without an indexer (``has_indexer``) attends to the keys that an earlier layer has selected.
+    A layer without an indexer (``has_indexer``) attends to the keys that an earlier layer has selected. It may have a
+    part in the loss of that layer's indexer (``loss_share``).
     """
 
-    def __init__(self, args: SparseAttentionArgs, has_indexer: bool = True, returns_selected: bool = False) -> None:
+    def __init__(
+        self,
+        args: SparseAttentionArgs,
+        has_indexer: bool = True,
+        returns_selected: bool = False,
+        loss_share: float = 1.0,
+    ) -> None:
         super().__init__()
         self.args = args
         self.topk = args.attended_keys()
         self.has_indexer = has_indexer
         self.returns_selected = returns_selected
         """Return the keys that the indexer selects too, for the layers after this one or for a record."""
-        trained = has_indexer and args.indexer_loss
-        self.indexer_loss = AuxiliaryLoss("indexer_loss", args.indexer_loss_weight) if trained else None
+        weight = args.indexer_loss_weight * loss_share
+        self.indexer_loss = AuxiliaryLoss("indexer_loss", weight) if args.indexer_loss and loss_share else None
 
     def extra_repr(self) -> str:
         return f"topk={self.topk}"
@@ -93,6 +100,7 @@ class SparseAttention(nn.Module):
             scale: factor of the logits
             selected: keys to attend to, as an earlier layer or a record has them: int32 (bsz, seqlen, 1, topk), -1
                 after the last. Otherwise the indexer selects them. Without both, as in the warm-up, all visible keys.
+                In a layer without an indexer, the index tensors are those of the earlier layer, for the loss.
 
         If there are more keys than queries, the queries are the last tokens.
         """
@@ -106,7 +114,8 @@ class SparseAttention(nn.Module):
         own = visible  # (1 or bsz, queries, keys)
         if index_q is not None:
             assert index_k is not None and index_weights is not None
-            scores = index_scores(index_q, index_k, index_weights)  # (bsz, queries, keys)
+            scores = index_scores(index_q, index_k, at_least_float32(index_weights))  # (bsz, queries, keys)
+        if self.has_indexer:
             own = select(scores, visible, self.topk)
         attended = own if selected is None else mask_of(selected, keys)
 
