@@ -6,6 +6,8 @@ it than the CPU backend is: both round the same numbers, at different places.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -46,6 +48,39 @@ def assert_as_exact_as_the_cpu(emulated: Record, cpu: Record, exact: Record) -> 
 def test_training(layout: dict[str, int], on_cpu: dict[str, Record]) -> None:
     emulated = Job("deepseek_v32_dsa", 2 if layout else 1, layout, BFLOAT16).run()
     assert_as_exact_as_the_cpu(emulated, on_cpu[f"npu_dsa {layout}"], on_cpu["npu_dsa float32"])
+
+
+def test_layers_that_share_an_indexer(on_cpu: dict[str, Record]) -> None:
+    """GLM-5 with all converters. Recomputed layers use the keys of the forward pass: they are selected once a step."""
+    full = {**BFLOAT16, "activation_checkpoint.mode": "full"}
+    job = Job("glm_moe_dsa", options=full)
+    emulated, calls = run_on_ranks(1, train_and_count, job, process_group=False)[0]
+    assert_as_exact_as_the_cpu(emulated, on_cpu["glm_moe_dsa"], on_cpu["glm_moe_dsa float32"])
+    batches = 5 * 2  # steps, and batches of a step
+    assert calls["npu_lightning_indexer"] == batches
+    assert calls["npu_sparse_lightning_indexer_grad_kl_loss"] == 3 * batches
+    assert calls["npu_sparse_flash_attention"] == 2 * 3 * batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout", "options"),
+    [
+        (2, {"cp": 2}, {"activation_checkpoint.mode": "full"}),
+        (2, {"ep": 2}, {"mtp.layers": 1}),
+        (2, {"pp": 2}, {"parallelism.pipeline_parallel_schedule": "1F1B"}),
+    ],
+    ids=str,
+)
+def test_layers_that_share_an_indexer_on_more_layouts(
+    ranks: int, layout: dict[str, int], options: dict[str, Any]
+) -> None:
+    jobs = {
+        dtype: Job("glm_moe_dsa", ranks, layout, {**of_dtype, **options})
+        for dtype, of_dtype in (("float32", OPTIONS), ("bfloat16", BFLOAT16))
+    }
+    cpu = run_on_cpu(jobs)
+    assert_as_exact_as_the_cpu(jobs["bfloat16"].run(timeout=300), cpu["bfloat16"], cpu["float32"])
 
 
 def test_selective_checkpointing_saves_attention() -> None:

@@ -48,16 +48,22 @@ DSA = {
     "index_topk": 1024,
 }
 """The smallest sizes that the NPU's sparse attention supports."""
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": deepseek_v32_training.SMALLER,
+    "deepseek_v32_dsa": DSA,
+    "glm_moe_dsa": {**DSA, "n_layers": 3, "index_topk_pattern": "FSS", "v_head_dim": 20},
+}
+"""Models with sparse attention. In the last one, three layers share an indexer."""
 
 
 class Job(NamedTuple):
     model: str
-    """A key of ``layouts.TINY``, ``deepseek_v32``, ``deepseek_v32_dsa`` or ``qwen3_vl``."""
+    """A key of ``layouts.TINY``, of :data:`SPARSE`, or ``qwen3_vl``."""
     ranks: int = 1
     layout: dict[str, int] = {}  # noqa: RUF012
     options: dict[str, Any] = {}  # noqa: RUF012
     sizes: dict[str, Any] = {}  # noqa: RUF012
-    """Changes to the sizes of ``deepseek_v32_dsa``."""
+    """Changes to the sizes of a model in :data:`SPARSE`."""
 
     def run(self, timeout: float = 120) -> Record:
         """Train on the ranks of this process's backend, and merge their records."""
@@ -75,6 +81,8 @@ ON_CPU = {model: Job(model) for model in MODELS} | {
     "npu_dsa float32": Job("deepseek_v32_dsa", options=DSA_OPTIONS),
     "npu_dsa {}": Job("deepseek_v32_dsa", options=DSA_BFLOAT16),
     "npu_dsa {'cp': 2}": Job("deepseek_v32_dsa", 2, {"cp": 2}, DSA_BFLOAT16),
+    "glm_moe_dsa float32": Job("glm_moe_dsa", options=DSA_OPTIONS),
+    "glm_moe_dsa": Job("glm_moe_dsa", options=DSA_BFLOAT16),
 }
 """The runs of the CPU backend that the tests of the default run compare with, all in one process."""
 
@@ -143,10 +151,10 @@ def started(job: Job) -> Iterator[tuple[Any, Record]]:
 
 def job_config(job: Job) -> Any:
     model, options = job.model, {"training.steps": STEPS, "training.mixed_precision_param": "float32"}
-    if model.startswith("deepseek_v32"):
-        sizes = DSA if model == "deepseek_v32_dsa" else deepseek_v32_training.SMALLER
-        layouts.add_flavor("deepseek_v32", "tiny", {**sizes, **job.sizes})
-        options |= {"model.name": "deepseek_v32", "model.flavor": "tiny", "training.seq_len": 32}
+    if model in SPARSE:
+        name = model.removesuffix("_dsa") if model == "deepseek_v32_dsa" else model
+        layouts.add_flavor(name, "tiny", {**SPARSE[model], **job.sizes})
+        options |= {"model.name": name, "model.flavor": "tiny", "training.seq_len": 32}
         model = "deepseek_v3"
     elif model == "qwen3_vl":
         layouts.TINY["qwen3_vl"] = ("qwen3_vl", "debugmodel", VISION)
