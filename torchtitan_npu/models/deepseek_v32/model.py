@@ -103,7 +103,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
 def _received(shared: Tensor) -> Tensor:
     """Return a tensor that a pipeline stage receives, with a contiguous gradient, because only such can be sent.
 
-    The result is not a leaf: in a split backward pass, autograd cannot tell an operator whether a leaf needs a gradient.
+    The result is not a leaf: in a split backward pass, autograd cannot tell an operator whether a leaf needs one.
     """
     if not shared.requires_grad:
         return shared
