@@ -68,7 +68,6 @@ def test_layers_that_share_an_indexer(on_cpu: dict[str, Record]) -> None:
     [
         (2, {"cp": 2}, {"activation_checkpoint.mode": "full"}),
         (2, {"ep": 2}, {"mtp.layers": 1}),
-        (2, {"pp": 2}, {"parallelism.pipeline_parallel_schedule": "1F1B"}),
     ],
     ids=str,
 )
