@@ -48,6 +48,7 @@ PARTS = {
     "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
     "combine": ["moe_combine.py"],
     "compiled_steps": ["compiled_steps.py"],
+    "device_graphs": ["device_graphs.py", "--steps", "10"],
     "npu_launches": ["npu_steps.py", "launches"],
     "npu_host_time": ["npu_steps.py", "host_time"],
 }
@@ -405,6 +406,20 @@ def npu_launches(numbers: Numbers) -> str:
     return table(head, lines)
 
 
+def device_graphs(numbers: Numbers) -> str:
+    """Return the table of host time, speed and memory without and with device graphs."""
+    lines = []
+    for row in numbers["rows"]:
+        plain, graphs = row["plain"], row["graphs"]
+        pairs = [f"{plain[key]:.1f} → {graphs[key]:.1f}" for key in ("host_ms", "step_ms")]
+        speeds = [plain["tokens_per_second"], graphs["tokens_per_second"]]
+        memory = [f"{plain[key]:.1f} → {graphs[key]:.1f}" for key in ("peak_gib", "reserved_gib")]
+        speed = f"{speeds[0]:.0f} → {speeds[1]:.0f} ({speeds[1] / speeds[0]:.2f})"
+        lines.append([row["model"], row["variant"], *pairs, speed, *memory])
+    head = ["model", "", "host time of a step, ms", "step, ms", "tokens per second", "allocated, GiB", "reserved, GiB"]
+    return table(head, lines)
+
+
 def npu_host_time(numbers: Numbers) -> str:
     """Return the table of host times of a step and of a block, in ms, and the speed-ups over eager mode."""
     lines = []
@@ -460,6 +475,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "curves": curves,
     "combine": combine,
     "compiled_steps": compiled_steps,
+    "device_graphs": device_graphs,
     "npu_launches": npu_launches,
     "npu_host_time": npu_host_time,
 }
