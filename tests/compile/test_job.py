@@ -54,8 +54,9 @@ def check(options: dict[str, Any]) -> None:
 def test_schedules_that_split_the_backward_pass(schedule: str) -> None:
     """They compute gradients of inputs and of weights separately, but a compiled region computes both at once."""
     check_schedule(job(pipeline(schedule)), layers=6)
-    with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
-        check_schedule(job({**BYPASSED, **pipeline(schedule)}), layers=6)
+    for compiled in (BYPASSED, {"compile.enable": True, "compile.backend": "aot_eager"}):
+        with pytest.raises(UsageError, match=f"compile.enable must be false with .*_schedule {schedule}"):
+            check_schedule(job({**compiled, **pipeline(schedule)}), layers=6)
 
 
 @pytest.mark.parametrize("second_rank", ["1F0,1I0,1W0,1F1,1B1", "1F0,(1F1;1B0)OVERLAP_F_B,,1I1,1W1"])

@@ -133,6 +133,13 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
             "parallelism.expert_parallel_degree 3 does not divide the 8 experts",
         ),
         (
+            {"parallelism__expert_parallel_degree": 2, "model__name": "deepseek_v3"},
+            10,
+            "leaves 5 ranks for each of the 8 experts of model.flavor 'debugmodel', whose weights FSDP splits along their "
+            "rows then; 5 does not divide 256: choose another data_parallel_shard_degree",
+        ),
+        ({"training__gc_debug": True}, 1, "training.gc_debug must be false on a CPU"),
+        (
             {"parallelism__pipeline_parallel_degree": 2, "model__name": "qwen3"},
             2,
             "parallelism.pipeline_parallel_degree must be 1: model.flavor 'debugmodel' ties its output",

@@ -92,14 +92,23 @@ def check_model_divides(job: "JobContext") -> None:
     dims, config = job.dims, job.config
     flavor = f"model.flavor {config.model.flavor!r}"
     if dims.ep_enabled:
-        experts = [moe.experts.num_experts for moe in job.model.modules() if isinstance(moe, MoE)]
+        experts = [moe.experts for moe in job.model.modules() if isinstance(moe, MoE)]
         if not experts:
             raise UsageError(
                 f"parallelism.expert_parallel_degree must be 1: {flavor} of {config.model.name} has no experts"
             )
-        if experts[0] % dims.ep:
+        number = experts[0].num_experts
+        if number % dims.ep:
             raise UsageError(
-                f"parallelism.expert_parallel_degree {dims.ep} does not divide the {experts[0]} experts of {flavor}"
+                f"parallelism.expert_parallel_degree {dims.ep} does not divide the {number} experts of {flavor}"
+            )
+        shards = dims.dp_shard * dims.cp * dims.tp // (dims.ep * dims.etp)
+        rows = {weight.shape[1] // dims.etp for weight in experts[0].parameters()}
+        if shards * dims.ep > number and any(size % shards for size in rows):
+            raise UsageError(
+                f"parallelism.expert_parallel_degree {dims.ep} leaves {shards} ranks for each of the {number} experts of "
+                f"{flavor}, whose weights FSDP splits along their rows then; {shards} does not divide "
+                f"{' and '.join(map(str, sorted(rows)))}: choose another data_parallel_shard_degree"
             )
     for key in ("n_heads", "n_kv_heads"):
         if (heads := getattr(job.model_args, key, None)) and heads % dims.tp:

@@ -127,7 +127,7 @@ def check_schedule(config: JobConfig, layers: int) -> None:
         raise UsageError(
             f'activation_checkpoint.mode must be "none" with {split}: a block would be recomputed for each weight'
         )
-    if sometimes and compiles_blocks(config):
+    if sometimes and (compiles_blocks(config) or (config.compile.enable and "model" in config.compile.components)):
         raise UsageError(
             f"compile.enable must be false with {split}: the backward pass of a compiled region computes both and "
             "would run twice"

@@ -62,6 +62,11 @@ def check_training(job: "JobContext") -> None:
     """Check the keys of ``[training]``, and of ``[validation]`` if it is enabled."""
     training, validation = job.config.training, job.config.validation
     check_not_on_cpu({"training.enable_cpu_offload": training.enable_cpu_offload})
+    if training.gc_debug and platform.job_backend() != "cuda":
+        raise UsageError(
+            f"training.gc_debug must be false on a {platform.job_backend().upper()}: torch finds reference cycles of "
+            "CUDA tensors only"
+        )
     sections: dict[str, Any] = {"training": training}
     if validation.enable:
         sections["validation"] = validation
