@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -26,10 +27,6 @@ torchtitan_npu.register()
 
 FILES = sorted(file for file in train_configs().glob("*.toml") if "debugmodel" not in file.stem)
 ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
-STATES = 4 + 4
-"""Bytes per parameter of AdamW's two moments, in float32."""
-ON_DEVICE = 4 + 4
-"""Bytes per parameter of the parameter itself and its gradient, in float32."""
 
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -78,9 +75,10 @@ def stages(config: JobConfig, model: nn.Module) -> list[dict[str, int]]:
 
 def test_the_list() -> None:
     deepseek_v32 = [f"deepseek_v32_671b_{cut}" for cut in ("32k", "4k", "4layers_4k", "8layers_4k")]
+    glm = [f"glm_moe_dsa_744b_{tokens}_{devices}" for tokens in ("32k", "4k") for devices in (128, 64)]
     others = ["llama3_8b", "qwen3_235b_a22b", "qwen3_30b_a3b"]
     others += [f"qwen3_vl_{flavor}" for flavor in ("2b", "30b_a3b", "8b")]
-    assert [file.stem for file in FILES] == [*deepseek_v32, "deepseek_v3_16b", "deepseek_v3_671b", *others]
+    assert [file.stem for file in FILES] == [*deepseek_v32, "deepseek_v3_16b", "deepseek_v3_671b", *glm, *others]
 
 
 @each_file
@@ -130,7 +128,10 @@ def test_its_header_is_correct(file: Path) -> None:
     # the figures are rounded
     largest = max(stages(config, build(file)), key=lambda stage: sum(stage.values()))
     swap = config.optimizer.swap
-    size = ON_DEVICE if swap else ON_DEVICE + STATES
+    states = on_device = (
+        2 * TORCH_DTYPE_MAP[config.training.dtype].itemsize
+    )  # two moments; a parameter and its gradient
+    size = on_device if swap else on_device + states
     sum_in_header = re.search(rf"{size} bytes x ([\d.]+)e9 parameters / (\d+) devices = ([\d.]+) GiB", header)
     assert sum_in_header
     elements, ranks = sum(largest.values()), devices // p.pipeline_parallel_degree
@@ -139,7 +140,7 @@ def test_its_header_is_correct(file: Path) -> None:
     gib = size * elements / ranks / 2**30
     assert sum_in_header[3] == f"{gib:.1f}"
     if swap:
-        host = STATES * elements / ranks * int(on_node[1]) / 2**30
+        host = states * elements / ranks * int(on_node[1]) / 2**30
         assert f"in host memory: {host:.0f} GiB per node" in header
 
     if p.pipeline_parallel_degree > 1:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Plan the memory of the shipped 671B files and store it: python tools/planned_memory.py [FILE ...]
+"""Plan the memory of the shipped files of 671B and 744B models and store it: python tools/planned_memory.py [FILE ...]
 
 Dry-runs one rank of each pipeline stage that may need the most, for some minutes. Writes the results to
 docs/benchmarks/planned_memory.json, to a line in the header of each file, and to a table of
@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).parents[1] / "docs" / "benchmarks/planned_memory.json"
-STAGES = {"deepseek_v32_671b_4k": (0,), "deepseek_v32_671b_32k": (0, 1), "deepseek_v3_671b": (1, 7)}
+STAGES: dict[str, tuple[int, ...]] = {
+    "deepseek_v32_671b_4k": (0,),
+    "deepseek_v32_671b_32k": (0, 1),
+    "deepseek_v3_671b": (1, 7),
+    "glm_moe_dsa_744b_4k_64": (0,),
+    "glm_moe_dsa_744b_4k_128": (0,),
+    "glm_moe_dsa_744b_32k_64": (0,),
+    "glm_moe_dsa_744b_32k_128": (0,),
+}
 """Pipeline stages by file. In deepseek_v3_671b, stages 1 to 6 have equal layers, and stage 1 keeps most microbatches.
 Stage 0 has fewer expert parameters, and stage 7 the logits."""
 PAGE = STORED.parents[1] / "results/planning-671b.md"

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as titan
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.utils import set_default_dtype
 
 from tests._helpers.layouts import DEGREES
 from tests._helpers.recorded_calls import check_sampled
@@ -231,7 +233,7 @@ def train_step(config: JobConfig, args: Any) -> Step:
 
 
 def _build(config: JobConfig, args: Any) -> Any:
-    with torch.device("meta"):
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         return get_train_spec(config.model.name).model_cls(args)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.contract_step import train_step
@@ -55,6 +56,8 @@ def cut_args(config: JobConfig) -> Any:
         args.n_layers = 2 * degree
         if hasattr(args, "n_dense_layers"):
             args.n_dense_layers = 1
+        if getattr(args, "index_topk_pattern", ""):
+            args.index_topk_pattern = "FS"  # a layer of each type
         if hasattr(args, "vision"):  # the decoder needs a layer for each tower layer that feeds it
             args.n_layers = args.vision.n_layers = 3
             args.vision.deepstack_layers = (0, 1, 2)
@@ -116,12 +119,12 @@ def test_one_step(file: Path, cp: int, half: bool, last: bool) -> None:
         }
         assert queries == {config.training.seq_len // cp // 2}
 
-    # as in the file's header: float32, and every parameter sharded over all devices of the stage
+    # as in the file's header: training.dtype, and every parameter sharded over all devices of the stage
     parameters = dict(step.model.named_parameters())
     assert step.gradients == set(parameters)
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name
-        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+        assert parameter.dtype == parameter.grad.dtype == TORCH_DTYPE_MAP[config.training.dtype], name
         local = parameter.to_local().numel()
         assert local == parameter.grad.to_local().numel(), name
         share = parameter.numel() / (devices // p.pipeline_parallel_degree)
