@@ -135,8 +135,8 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         (
             {"parallelism__expert_parallel_degree": 2, "model__name": "deepseek_v3"},
             10,
-            "leaves 5 ranks for each of the 8 experts of model.flavor 'debugmodel', whose weights FSDP splits along their "
-            "rows then; 5 does not divide 256: choose another data_parallel_shard_degree",
+            "parallelism.expert_parallel_degree 2: 5 ranks have the same 4 experts of model.flavor 'debugmodel', so "
+            "FSDP splits the rows of their weights, and 5 does not divide 256: choose another data_parallel_shard",
         ),
         ({"training__gc_debug": True}, 1, "training.gc_debug must be false on a CPU"),
         (

@@ -106,8 +106,8 @@ def check_model_divides(job: "JobContext") -> None:
         rows = {weight.shape[1] // dims.etp for weight in experts[0].parameters()}
         if shards * dims.ep > number and any(size % shards for size in rows):
             raise UsageError(
-                f"parallelism.expert_parallel_degree {dims.ep} leaves {shards} ranks for each of the {number} experts of "
-                f"{flavor}, whose weights FSDP splits along their rows then; {shards} does not divide "
+                f"parallelism.expert_parallel_degree {dims.ep}: {shards} ranks have the same {number // dims.ep} "
+                f"experts of {flavor}, so FSDP splits the rows of their weights, and {shards} does not divide "
                 f"{' and '.join(map(str, sorted(rows)))}: choose another data_parallel_shard_degree"
             )
     for key in ("n_heads", "n_kv_heads"):
