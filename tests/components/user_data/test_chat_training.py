@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torchtitan.components.loss import IGNORE_INDEX
 
 from tests._helpers import layouts
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import TOLERANCE, Record, assert_same_gradients, recording, together, train_until
 from torchtitan_npu.components.corpus import ASSETS
+from torchtitan_npu.models.documents import DOCUMENT_ENDS, Documents
 from torchtitan_npu.prover import tiny_models
 from torchtitan_npu.prover.tiny_models import TINY
 
@@ -91,3 +95,37 @@ def test_a_job_resumes_from_the_next_conversation_on_another_layout(tmp_path: Pa
     then = run_on_ranks(2, train, "llama3", {"tp": 2}, True, saving | options, 4, process_group=False)
     losses = together(first).losses + together(then).losses
     assert len(losses) == 4 and losses == pytest.approx(alone, rel=TOLERANCE)
+
+
+def losses_of_conversations(model: str) -> list[tuple[float, float]]:
+    """Return the loss of each conversation of a batch, in its row and alone."""
+    found = []
+    with recording(job(model, {}, True, {"training.seq_len": 160})) as (trainer, _):  # several conversations a row
+        inputs, labels = next(iter(trainer.dataloader))
+        part = trainer.model_parts[0]
+
+        def losses(batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+            tokens, labels, extra_inputs, extra_kwargs = trainer.post_dataloading_process(batch, labels)
+            logits = part(tokens, **extra_inputs, **extra_kwargs)
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
+
+        with torch.no_grad():
+            packed = losses(dict(inputs), labels)
+            for row, (ends,) in enumerate(inputs[DOCUMENT_ENDS].split(1)):
+                first = 0
+                for end in Documents.of_last_tokens(ends[None]).of_keys.integers:
+                    place = (slice(row, row + 1), slice(first, end))
+                    if (labels[place] != IGNORE_INDEX).any():
+                        alone = losses({name: value[place] for name, value in inputs.items()}, labels[place])
+                        found.append((packed[place].sum().item(), alone.sum().item()))
+                    first = end
+    return found
+
+
+@pytest.mark.parametrize("model", DOCUMENTS)
+def test_a_conversation_in_a_row_has_the_loss_that_it_has_alone(model: str) -> None:
+    """Its messages end with eos tokens, and see each other. Other conversations of the row do not matter."""
+    (found,) = run_on_ranks(1, losses_of_conversations, model, process_group=False)
+    assert len(found) > 4  # of four rows
+    for packed, alone in found:
+        assert packed == pytest.approx(alone, rel=1e-5)  # angles of later positions are rounded otherwise
