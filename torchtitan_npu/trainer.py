@@ -245,6 +245,7 @@ def train(config: JobConfig) -> None:
 def _train_monitored(config: JobConfig, monitor: RankMonitor) -> None:
     try:
         _train(config, monitor)
+        monitor.finish()
     except JobStopped as stopped:
         message = f"Stopped by {monitor.stop_reason} {stopped.message}"
         monitor.finish_stop(message, EXIT_STOPPED)

@@ -90,6 +90,19 @@ def test_a_held_rank_waits_and_runs_up_to_the_agreed_step() -> None:
     assert not progress.may_start(4) and progress.step == 3
 
 
+def test_a_rank_that_has_finished_watches_the_others(start: Start) -> None:
+    """Otherwise nobody would find a rank that hangs in the validation after the last step."""
+    store = HashStore()
+    first, second = (start(store, rank, 2) for rank in range(2))
+    waiting = threading.Thread(target=first.finish)
+    waiting.start()
+    wait_until(lambda: store.add("finished", 0) == 1)
+    assert waiting.is_alive()
+    second.finish()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 def test_all_ranks_stop_after_the_same_step(start: Start) -> None:
     """A step has a collective, here a barrier: a rank that stopped earlier than another would break it."""
     store, world_size = HashStore(), 3

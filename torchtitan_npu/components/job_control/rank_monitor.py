@@ -129,6 +129,13 @@ class RankMonitor:
             self._signals.ignore()
         write_error_file(message, exit_code)
 
+    def finish(self) -> None:
+        """Wait until all ranks have trained their last step. Until then, others find a rank that hangs or ends."""
+        self._store.add("finished", 1)
+        while self._store.add("finished", 0) < self._world_size:
+            self._check_thread()
+            time.sleep(0.05)
+
     def _check_thread(self) -> None:
         if not self._thread.is_alive():
             raise RuntimeError("the monitor thread of this rank has ended by the error above")
