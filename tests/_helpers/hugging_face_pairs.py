@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.model import BaseModelArgs
-from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from torchtitan.protocols.train_spec import get_train_spec
+from transformers import DeepseekV3Config, GlmMoeDsaConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests._helpers.converted_models import job
 from tests._helpers.deepseek_v32_models import hugging_face_config, model_args
+from tests._helpers.random_weights import random_model
+from torchtitan_npu.cli.convert.command import main as convert
+from torchtitan_npu.config.shipped_files import shipped
+from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs
 
 VOCABULARY = 96
 POSITIONS = 1024
@@ -184,6 +191,15 @@ def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yar
     return pair("deepseek_v3", args, config)
 
 
+def glm_moe_dsa() -> Pair:
+    sizes: dict[str, Any] = {"n_layers": 5, "v_head_dim": 22, "num_expert_groups": None, "num_limited_groups": None}
+    args = model_args(GlmMoeDsaModelArgs, **sizes, index_topk_pattern="FSSFS")
+    theirs: dict[str, Any] = {"num_hidden_layers": 5, "v_head_dim": 22, "n_group": 1, "topk_group": 1}
+    theirs["rope_parameters"] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    config = hugging_face_config(config_class=GlmMoeDsaConfig, index_topk_pattern="FSSFS", **theirs)
+    return Pair("glm_moe_dsa", args, config)
+
+
 def pair(train_spec: str, args: BaseModelArgs, config: PreTrainedConfig) -> Pair:
     """Return the pair, with TorchTitan's arguments updated for a job of :data:`POSITIONS` tokens."""
     job_config = job()
@@ -203,3 +219,22 @@ PAIRS = {
     "deepseek_v3_yarn": deepseek_v3(groups=(4, 2), yarn=True),
     "deepseek_v32": Pair("deepseek_v32", model_args(), hugging_face_config()),
 }
+EXPORTED = {**PAIRS, "glm_moe_dsa": glm_moe_dsa()}
+"""The models of the tests of exports and of generated text."""
+
+
+def add_flavor(name: str, args: BaseModelArgs, flavor: str = "pair") -> None:
+    """Register ``args`` as a flavor of the model ``name``, for code that finds models by name."""
+    flavors: Any = get_train_spec(name).model_args
+    flavors[flavor] = copy.deepcopy(args)
+
+
+def exported(name: str, args: BaseModelArgs, folder: Path, *options: str) -> tuple[Any, Path]:
+    """Save a random model as a job does, in ``folder / "dcp"``, and export it to the second result."""
+    add_flavor(name, args)
+    model = random_model(name, args)
+    dcp.save(model.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
+    arguments = ["--model", name, "--flavor", "pair", "--seq-len", str(getattr(args, "seq_len", args.max_seq_len))]
+    arguments += ["--assets", shipped("torchtitan_npu/assets/tokenizer"), *options]
+    assert convert(["to-hf", str(folder / "dcp"), str(folder / "hf"), *arguments]) == 0
+    return model, folder / "hf"

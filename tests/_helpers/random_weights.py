@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import nn
+from torchtitan.protocols.train_spec import get_train_spec
 
 
 def randomise(model: nn.Module, small: tuple[str, ...]) -> None:
@@ -20,3 +24,16 @@ def randomise(model: nn.Module, small: tuple[str, ...]) -> None:
             else:
                 std = 0.05 if any(part in name for part in small) else tensor.shape[-1] ** -0.5
                 tensor.normal_(0, std, generator=generator)
+
+
+def random_model(name: str, args: Any) -> Any:
+    """Build TorchTitan's model with random weights under which every part matters."""
+    with torch.device("meta"):
+        model = get_train_spec(name).model_cls(copy.deepcopy(args))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    randomise(model, small=("tok_embeddings", "_a.weight", "indexer.wk", "bias", "pos_embed"))
+    if getattr(args, "enable_weight_tying", False):
+        model.output.weight = model.tok_embeddings.weight
+    return model.eval()

@@ -8,6 +8,7 @@ Faults of TorchTitan 0.2.2 (components/checkpoint.py) that it works around:
 - A changed learning rate or optimizer setting is replaced with the checkpoint's, without a word.
 - Ranks wait for the slowest with ``comm.train_timeout_seconds``: one rank that writes for longer ends the job.
 - An empty checkpoint folder turns ``initial_load_path`` off.
+- An export to Hugging Face has no config and no tokenizer, and leaves a second copy of the weights in ``sharded``.
 
 Delete it when TorchTitan publishes checkpoints with a rename and checks them on load.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 import uuid
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim.lr_scheduler import LambdaLR
 from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, TRAIN_STATE, AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
@@ -44,6 +47,7 @@ from torchtitan_npu.components.checkpoint.checkpoint_folder import (
     saved_checkpoints,
     stale_checkpoints,
 )
+from torchtitan_npu.components.checkpoint.hugging_face_files import write_model_files
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, file_record
 from torchtitan_npu.components.checkpoint.source import Source, find_source
 from torchtitan_npu.components.checkpoint.storage import (
@@ -59,6 +63,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.file_group import gather, new_file_group
 from torchtitan_npu.errors import UsageError, file_error
 from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.models.hugging_face_config import hugging_face_config
 from torchtitan_npu.upstream.hooks import loading_in, saving_in
 
 T = TypeVar("T")
@@ -177,6 +182,8 @@ class CheckpointManager(TitanCheckpointManager):
             folder = publication.folder_of(checkpoint)
             export = saving_in(TitanCheckpointManager.dcp_save, self.group)
             export(self, state_dict, str(folder), async_mode, enable_garbage_collection, to_hf=True)
+            if note := on_first_rank(lambda: self._complete_export(folder), self.group):
+                log_on_first_rank(note, logging.WARNING)
             files = _file_records(folder, self.group)
             on_first_rank(lambda: publication.publish(checkpoint, files, full=False), self.group)
             return None
@@ -198,6 +205,23 @@ class CheckpointManager(TitanCheckpointManager):
         future: Any = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager)
         future.add_done_callback(lambda _: stager.close())
         return future
+
+    def _complete_export(self, folder: Path) -> str:
+        """Add what transformers needs to the export in ``folder``. Return what is missing, or an empty string."""
+        shutil.rmtree(folder / "sharded")  # each rank's part of the weights, from which the files were written
+        job, config, problems = self.job_config, None, []
+        args = getattr(self.states[MODEL].model[0], "model_args", None)
+        try:
+            config = hugging_face_config(job.model.name, args)
+        except UsageError as error:
+            problems.append(f"the export has no config.json: {error}")
+        try:
+            write_model_files(
+                folder, config, Path(job.model.hf_assets_path), TORCH_DTYPE_MAP[job.checkpoint.export_dtype]
+            )
+        except UsageError as error:  # the weights of a finished job must not depend on these files
+            problems.append(f"the export has no config.json and no tokenizer: {error}")
+        return "; ".join(problems)
 
     def _purge_stale_checkpoints(self) -> None:
         lock = self.lock

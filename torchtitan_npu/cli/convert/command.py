@@ -1,7 +1,7 @@
 """Convert a checkpoint between Hugging Face's format and TorchTitan's (DCP), one piece at a time.
 
     torchtitan-npu convert from-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--quantized]
-    torchtitan-npu convert to-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--dtype bfloat16]
+    torchtitan-npu convert to-hf SOURCE TARGET --model M --flavor F [--mtp-layers 1] [--dtype bfloat16] [--assets DIR]
 
 TARGET must not exist. It gets its name when the conversion is complete.
 Exit code 0: converted, 2: not possible, with the reason in one line. See docs/how-to/checkpoints.md.
@@ -43,6 +43,8 @@ def build_parser() -> OneLineParser:
     from_hf.add_argument("--quantized", action="store_true", help="dequantize the weights and write them in float32")
     to_hf = commands.add_parser("to-hf", help="convert to safetensors files")
     to_hf.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: unchanged)")
+    to_hf.add_argument("--assets", type=Path, help="folder with the tokenizer: model.hf_assets_path of the job")
+    to_hf.add_argument("--seq-len", type=int, help="training.seq_len of the job: the context of config.json, and YaRN")
     for command in (from_hf, to_hf):
         command.add_argument("source", type=Path, help="folder of the checkpoint to read")
         command.add_argument("target", type=Path, help="folder to write; must not exist")
@@ -64,12 +66,14 @@ def convert(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{partial} exists: another conversion is running or was killed; remove the folder if none is running"
         )
-    model = build(args.model, args.flavor, args.mtp_layers)
+    model = build(args.model, args.flavor, args.mtp_layers, getattr(args, "seq_len", None))
     conversion: FromHuggingFace | ToHuggingFace
     if args.command == "from-hf":
         conversion = FromHuggingFace(source, model, args.quantized)
     else:
-        conversion = ToHuggingFace(source, model, DTYPES[args.dtype] if args.dtype else None)
+        if args.assets and not args.assets.is_dir():
+            raise UsageError(f"--assets {args.assets} is not a folder")
+        conversion = ToHuggingFace(source, model, DTYPES[args.dtype] if args.dtype else None, args.assets)
     parents = partial.absolute().parents
     new_folders = [folder for folder in parents if not folder.exists()]
     free, needed = shutil.disk_usage(parents[len(new_folders)]).free, conversion.nbytes()
@@ -94,6 +98,8 @@ def convert(args: argparse.Namespace) -> None:
     if unmapped:
         action = "not written" if args.command == "to-hf" else "written as 0"
         print(f"{action}, because Hugging Face's format does not contain them: {', '.join(unmapped)}")
+    if isinstance(conversion, ToHuggingFace) and conversion.config_problem:
+        print(f"no config.json: {conversion.config_problem}")
 
 
 def progress_bar() -> Progress:

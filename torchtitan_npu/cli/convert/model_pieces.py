@@ -28,6 +28,7 @@ from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.mtp import ALLOWED as MTP_ALLOWED
 from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.config.training import ALLOWED as TRAINING_ALLOWED
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.upstream.registries import known_models
 
@@ -39,6 +40,7 @@ class Model(NamedTuple):
 
     name: str
     """Name and flavor, for messages."""
+    model_name: str
     adapter: BaseStateDictAdapter
     args: Any
     tensors: dict[str, Tensor]
@@ -78,8 +80,11 @@ class Piece(NamedTuple):
         return sorted(self.ours.keys() - model.from_hf(self.theirs).keys())
 
 
-def build(name: str, flavor: str, mtp_layers: int) -> Model:
-    """Build a model on the meta device, with ``mtp_layers`` layers of multi-token prediction."""
+def build(name: str, flavor: str, mtp_layers: int, seq_len: int | None = None) -> Model:
+    """Build a model on the meta device, with ``mtp_layers`` layers of multi-token prediction.
+
+    ``seq_len`` is the job's sequence length, on which the arguments may depend, or ``None`` for TorchTitan's default.
+    """
     _require("--model", name, known_models(name))
     spec = get_train_spec(name)
     if spec.state_dict_adapter is None:
@@ -88,13 +93,16 @@ def build(name: str, flavor: str, mtp_layers: int) -> Model:
     MTP_ALLOWED["layers"].check("--mtp-layers", mtp_layers)
     config = JobConfig()
     config.model.name, config.model.flavor, config.mtp.layers = name, flavor, mtp_layers
+    if seq_len is not None:
+        TRAINING_ALLOWED["seq_len"].check("--seq-len", seq_len)
+        config.training.seq_len = seq_len
     model: Any = build_on_meta(config)
     args = model.model_args
     if mtp_layers and getattr(args, "n_mtp_layers", 0) != mtp_layers:
         raise UsageError(f"--mtp-layers must be 0: {name} has no multi-token prediction")
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     adapter = spec.state_dict_adapter(args, None)
-    return Model(f"{name} {flavor}", adapter, args, model.state_dict(), parameters)
+    return Model(f"{name} {flavor}", name, adapter, args, model.state_dict(), parameters)
 
 
 def _require(option: str, value: str, known: set[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,34 @@ from torchtitan_npu.cli.convert.model_pieces import (
     stored_dtypes,
 )
 from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
+from torchtitan_npu.components.checkpoint.hugging_face_files import read_assets, write_model_files
 from torchtitan_npu.components.checkpoint.manifest import NAME as MANIFEST
 from torchtitan_npu.components.checkpoint.manifest import Manifest
 from torchtitan_npu.components.checkpoint.storage import CheckpointReader
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.models.hugging_face_config import hugging_face_config
 
 FILE_BYTES = 5 * 10**9
 """The largest file size, unless a single tensor is larger."""
 
 
 class ToHuggingFace:
-    """Check the conversion of the folder ``source``. :meth:`write` runs it, with parameters cast to ``dtype``."""
+    """Check the conversion of the folder ``source``. :meth:`write` runs it, with parameters cast to ``dtype``.
 
-    def __init__(self, source: Path, model: Model, dtype: torch.dtype | None) -> None:
-        self.model, self.dtype = model, dtype
+    ``assets`` is the folder with the tokenizer. ``config_problem`` says why the result has no config.json.
+    """
+
+    def __init__(self, source: Path, model: Model, dtype: torch.dtype | None, assets: Path | None) -> None:
+        self.model, self.dtype, self.assets = model, dtype, assets
+        self.config: dict[str, Any] | None = None
+        self.config_problem = ""
+        try:
+            self.config = hugging_face_config(model.model_name, model.args)
+        except UsageError as error:
+            self.config_problem = str(error)
+        if assets:
+            read_assets(assets)  # raises for a damaged file before weights are written
         self.pieces = cut(model)
         self.reader = CheckpointReader(source)
         if not (source / ".metadata").exists():
@@ -68,12 +82,17 @@ class ToHuggingFace:
         return total
 
     def write(self, target: Path, progress: Callable[[int], None]) -> None:
-        """Write safetensors files and their index to ``target``. ``progress`` gets the bytes of each file."""
+        """Write the files of the weights, their index, config and tokenizer to ``target``.
+
+        ``progress`` gets the bytes of each file of weights.
+        """
         target.mkdir()
         files = Files(target, progress)
         for piece in self.pieces:
             self._write_piece(piece, files)
         files.finish()
+        written = Counter(self._written_dtype(name) for name in self.model.parameters)
+        write_model_files(target, self.config, self.assets, written.most_common(1)[0][0])
 
     def _write_piece(self, piece: Piece, files: Files) -> None:
         # Clone slices: a view would keep the complete stacked tensor in memory.
