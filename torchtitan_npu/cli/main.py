@@ -15,6 +15,7 @@ COMMANDS = {
     "launch": "start a job with torchrun, with one log per rank",
     "compare": "compare two loss curves, or train and compare them",
     "convert": "convert a checkpoint between Hugging Face and DCP",
+    "generate": "continue prompts with the model of a checkpoint",
     "parity": "measure the difference of converters and layouts from the eager baseline",
     "prove": "compare random layouts and options of a job with one rank",
 }

@@ -22,8 +22,7 @@ STATES = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader.")
 
 def check_checkpoint_files(job: JobContext) -> None:
     """Raise :class:`UsageError` if the job cannot load what it asks for."""
-    config = job.config
-    checkpoint = config.checkpoint
+    config, checkpoint = job.config, job.config.checkpoint
     if not checkpoint.enable or checkpoint.create_seed_checkpoint:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
@@ -32,8 +31,13 @@ def check_checkpoint_files(job: JobContext) -> None:
         source = find_source(checkpoint, saved_checkpoints(folder), folder, steps, checkpoint.load_step, assets)
     except OSError as error:
         raise UsageError(str(error)) from error
-    if source is None or source.is_finished:
-        return
+    if source is not None and not source.is_finished:
+        check_source(job, source)
+
+
+def check_source(job: JobContext, source: Source) -> None:
+    """Raise :class:`UsageError` if ``source`` is not of the job's model, or its files are incomplete."""
+    checkpoint = job.config.checkpoint
     try:
         stored = stored_shapes(source.path)
     except (DamagedCheckpoint, OSError) as error:

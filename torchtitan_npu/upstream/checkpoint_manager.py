@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim.lr_scheduler import LambdaLR
-from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, TRAIN_STATE, AsyncMode
+from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, TRAIN_STATE, AsyncMode, ModelWrapper
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
@@ -389,6 +389,28 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
     if outcome[1]:
         raise UsageError(outcome[1])
     return outcome[0]
+
+
+def load_weights(model: torch.nn.Module, source: Source, adapter: Any, quantized: bool) -> None:
+    """Load the weights of ``model`` from ``source`` on any layout, as a job loads its initial weights.
+
+    ``adapter`` is the model's state-dict adapter, ``quantized`` is ``checkpoint.initial_load_in_hf_quantized``.
+    """
+    group = new_file_group() if dist.is_initialized() else None
+    if problem := _damage_of(source.path, group):
+        raise UsageError(problem)
+    weights = ModelWrapper(model)
+    state, path, options = weights.state_dict(), str(source.path), {"process_group": group, "no_dist": group is None}
+    try:
+        if source.in_hugging_face_format:
+            theirs = adapter.to_hf(state)
+            dcp.load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
+            state = adapter.from_hf(theirs)
+        else:
+            dcp.load(state, storage_reader=CheckpointReader(path), planner=PlainDataPlanner(), **options)
+    except CheckpointException as error:
+        raise _load_error(path, error) from error
+    weights.load_state_dict(state)
 
 
 def _files_of_this_rank(names: list[str]) -> list[str]:

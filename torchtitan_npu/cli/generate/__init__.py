@@ -1,0 +1,1 @@
+"""The command ``torchtitan-npu generate``: sample text from a checkpoint."""

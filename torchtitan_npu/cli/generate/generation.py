@@ -1,0 +1,111 @@
+"""Generate text token by token: greedy, or sampled with a temperature from the most probable tokens (top-p)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    """0 chooses the most probable token."""
+    top_p: float = 1.0
+    """Choose among the most probable tokens whose probabilities sum up to this."""
+    seed: int = 0
+    """Each prompt has its own random numbers, so that its text does not depend on the other prompts of a batch."""
+    stops_at_eos: bool = True
+
+    def choose(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
+        """Return the next tokens (bsz) from ``logits`` (bsz, vocab_size) on the CPU."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        probabilities = (logits.double() / self.temperature).softmax(dim=-1)
+        ordered, token = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered = ordered.masked_fill(before >= self.top_p, 0)  # the first token is always kept
+        drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(ordered, generators, strict=True)]
+        return token.gather(-1, torch.stack(drawn)).squeeze(-1)
+
+
+@dataclass
+class Generated:
+    """The new tokens of each prompt, and the seconds that they took."""
+
+    tokens: list[list[int]]
+    prefill_s: float = 0.0
+    """Until the first token of every row."""
+    decode_s: list[float] = field(default_factory=list)
+    """For each later token of all rows."""
+
+
+def generate(
+    model: InferenceModel, prompts: list[list[int]], sampling: Sampling, first: int = 0, use_cache: bool = True
+) -> Generated:
+    """Continue each of ``prompts``. All ranks return the same tokens.
+
+    ``first`` is the number of the first prompt, for its random numbers. Without the cache, each token is computed from
+    the complete text before it.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    check_lengths(model, lengths, sampling)
+    padding = [longest - length for length in lengths]
+    rows = torch.tensor([[0] * blanks + prompt for blanks, prompt in zip(padding, prompts, strict=True)])
+    generators = [torch.Generator().manual_seed(sampling.seed + first + row) for row in range(len(prompts))]
+    eos = model.tokenizer.eos_id if sampling.stops_at_eos else None
+    ended = torch.zeros(len(prompts), dtype=torch.bool)
+    result = Generated([])
+    clock = time.perf_counter()
+    for step in range(sampling.max_new_tokens):
+        start = rows.shape[1] - 1 if use_cache and step else 0
+        logits = model.logits(rows, start, padding)[:, -1].cpu()
+        chosen = on_every_rank(sampling.choose(logits, generators), model.device)
+        rows = torch.cat([rows, chosen.unsqueeze(1)], dim=1)
+        now = time.perf_counter()
+        if step:
+            result.decode_s.append(now - clock)
+        else:
+            result.prefill_s = now - clock
+        clock = now
+        if eos is not None:
+            ended |= chosen == eos
+            if ended.all():
+                break
+    result.tokens = [until(row[longest:].tolist(), eos) for row in rows]
+    return result
+
+
+def check_lengths(model: InferenceModel, lengths: list[int], sampling: Sampling) -> None:
+    """Raise :class:`UsageError` if a prompt is empty, or its text would be longer than the model's sequences."""
+    if min(lengths) == 0:
+        raise UsageError("a prompt has no tokens; the tokenizer adds none at the beginning")
+    if max(lengths) + sampling.max_new_tokens > model.longest:
+        raise UsageError(
+            f"a prompt of {max(lengths)} tokens and --max-new-tokens {sampling.max_new_tokens} are more than the "
+            f"{model.longest} tokens of training.seq_len"
+        )
+
+
+def on_every_rank(tokens: Tensor, device: torch.device) -> Tensor:
+    """Return rank 0's ``tokens``: the last bits of the logits may differ between ranks."""
+    if not dist.is_initialized():
+        return tokens
+    sent = tokens.to(device)
+    dist.broadcast(sent, src=0)
+    return sent.cpu()
+
+
+def until(tokens: list[int], eos: int | None) -> list[int]:
+    """Return ``tokens`` up to the first ``eos``, without it."""
+    return tokens[: tokens.index(eos)] if eos in tokens else tokens
