@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "compare two loss curves, or train and compare them",
     "convert": "convert a checkpoint between Hugging Face and DCP",
     "generate": "continue prompts with the model of a checkpoint",
+    "evaluate": "measure the perplexity of a checkpoint, and tasks of lm-evaluation-harness",
     "parity": "measure the difference of converters and layouts from the eager baseline",
     "prove": "compare random layouts and options of a job with one rank",
 }
