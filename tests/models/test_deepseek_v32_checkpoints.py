@@ -63,6 +63,51 @@ def test_multi_token_prediction_has_the_released_names() -> None:
 GLM = {"args_class": GlmMoeDsaModelArgs, "index_topk_pattern": "FS"}
 """GLM-5, with one indexer for two layers."""
 
+GLM_LAYER_78 = {
+    "eh_proj.weight",
+    "enorm.weight",
+    "hnorm.weight",
+    "shared_head.norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_a_proj.weight",
+    "self_attn.q_a_layernorm.weight",
+    "self_attn.q_b_proj.weight",
+    "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attn.kv_a_layernorm.weight",
+    "self_attn.kv_b_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.indexer.wq_b.weight",
+    "self_attn.indexer.wk.weight",
+    "self_attn.indexer.k_norm.weight",
+    "self_attn.indexer.k_norm.bias",
+    "self_attn.indexer.weights_proj.weight",
+    "mlp.gate.weight",
+    "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_proj.weight",
+    "mlp.shared_experts.up_proj.weight",
+    "mlp.shared_experts.down_proj.weight",
+}
+"""Released names of GLM-5's layer of multi-token prediction, without those of the 256 routed experts: 791 in all."""
+
+
+def test_glm_has_the_released_names_of_multi_token_prediction(tmp_path: Path) -> None:
+    """The embedding and the output weights are not repeated, unlike in DeepSeek's release."""
+    args = mtp_args(1, **GLM, n_layers=2)
+    weights = exported(args)
+    further = {name.removeprefix("model.layers.2.") for name in weights if name.startswith("model.layers.2.")}
+    assert {name for name in further if ".experts." not in name} == GLM_LAYER_78
+    write(weights, tmp_path)
+    loaded = load(args, tmp_path)
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+
+    # a checkpoint to which the two weights were added, as some inference engines need it
+    write(weights | {"model.layers.2.embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}, tmp_path)
+    assert load(args, tmp_path).keys() == weights.keys()
+    saved = DeepSeekV32StateDictAdapter(args, str(tmp_path)).fqn_to_index_mapping
+    assert saved is not None and saved.keys() == weights.keys()
+
 
 @pytest.mark.parametrize(("depths", "model"), [(0, {}), (1, {}), (2, {}), (1, GLM)])
 def test_exports_the_released_deepseek_weights(depths: int, model: dict[str, Any]) -> None:

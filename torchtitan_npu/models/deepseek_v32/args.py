@@ -89,6 +89,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     mtp_loss_weight: float = 0.3
     """Factor of the gradients of the mean of their losses."""
 
+    mtp_repeats_embeddings: bool = True
+    """Released checkpoints repeat the embedding and the output weights in each of these layers."""
+
     def __post_init__(self) -> None:
         if self.q_lora_rank < 1:
             raise UsageError(

@@ -20,7 +20,7 @@ from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_norm"}
 SHARED_WITH_MTP = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
-"""Weights that the release repeats in each layer of multi-token prediction, under these names."""
+"""Weights that DeepSeek's release repeats in each layer of multi-token prediction, under these names."""
 SCALE = "_scale_inv"
 INDEX = "model.safetensors.index.json"
 
@@ -47,6 +47,7 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         }
         self.has_indexer = model_args.has_indexer
         self.mtp_layers = range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers)
+        self.repeated = SHARED_WITH_MTP if model_args.mtp_repeats_embeddings else {}
         if self.fqn_to_index_mapping:
             # the file of each weight when the model is saved: as released, without weights that this model lacks
             self.fqn_to_index_mapping = {
@@ -61,6 +62,8 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
             return False
         if layer is None:
             return True
+        if _is_repeated(name) and not self.repeated:
+            return False
         number = int(layer[1])
         return number < self.mtp_layers.stop and (".indexer." not in name or self.has_indexer(number))
 
@@ -77,18 +80,14 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
         self.experts.update(experts)
         hf_state_dict = super().to_hf(state_dict)
         for layer in self.mtp_layers:
-            for name, repeated in SHARED_WITH_MTP.items():
+            for name, repeated in self.repeated.items():
                 if name in hf_state_dict:  # cloned: safetensors files cannot hold one storage under two names
                     hf_state_dict[f"model.layers.{layer}.{repeated}"] = hf_state_dict[name].clone()
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_no_scales(hf_state_dict)
-        rest = {
-            name: value
-            for name, value in hf_state_dict.items()
-            if not (name.startswith("model.layers.") and name.endswith(tuple(SHARED_WITH_MTP.values())))
-        }
+        rest = {name: value for name, value in hf_state_dict.items() if not _is_repeated(name)}
         state_dict = {}
         for name, value in self.experts.items():
             views = super().to_hf({name: value})
@@ -97,6 +96,10 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
                 for expert in views:
                     del rest[expert]
         return state_dict | super().from_hf(rest)
+
+
+def _is_repeated(name: str) -> bool:
+    return name.startswith("model.layers.") and name.endswith(tuple(SHARED_WITH_MTP.values()))
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

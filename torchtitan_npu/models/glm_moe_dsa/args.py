@@ -23,6 +23,8 @@ class GlmMoeDsaModelArgs(DeepSeekV32ModelArgs):
     rope_factor: float = 1.0
     """There is no YaRN."""
 
+    mtp_repeats_embeddings: bool = False
+
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         super().update_from_config(job_config, **kwargs)
         # TorchTitan applies YaRN to more than original_seq_len positions; a factor of 1 would still round its angles
