@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
@@ -97,6 +98,14 @@ def test_it_lists_every_converter_that_has_targets(file: Path) -> None:
     matching = {name for name in CONVERTERS if CONVERTERS[name](config, None).targets(model)}  # type: ignore[arg-type]
     assert config.model.converters == [name for name in ORDER if name in matching]
     assert matching <= set(ORDER)
+
+
+@each_file
+def test_a_step_of_its_rate_changes_initial_weights(file: Path) -> None:
+    """AdamW's steps are about as large as the rate. A bfloat16 weight ignores steps under 1/512 of itself."""
+    config = load(file)
+    weight = torch.tensor(0.02, dtype=TORCH_DTYPE_MAP[config.training.dtype])  # the deviation of initial weights
+    assert weight - config.optimizer.lr != weight and weight + config.optimizer.lr != weight
 
 
 @each_file
