@@ -35,6 +35,8 @@ LONG_SENTENCE = 40
 LONG_SHARE = 0.01
 MOST_WORDS = 20_900
 """Words of prose in docs/, README.md and CONTRIBUTING.md."""
+MOST_WORDS_OF_PAGE = {"docs/how-to/compile.md": 1500}
+"""Words of all text of a page, with tables and code, as ``wc -w`` counts them."""
 
 WORDING = {
     r"homes?": "backend",
@@ -274,6 +276,13 @@ def amount_errors(blocks: list[Block]) -> Iterator[str]:
         yield f"{long} of {count} sentences have {LONG_SENTENCE} words or more, the limit is {LONG_SHARE:.0%}"
 
 
+def page_errors(root: Path = ROOT) -> Iterator[str]:
+    """Yield each page with more words than ``MOST_WORDS_OF_PAGE`` allows."""
+    for name, most in MOST_WORDS_OF_PAGE.items():
+        if (count := len((root / name).read_text().split())) > most:
+            yield f"{name}: {count} words, at most {most}"
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub gives the headings of a page."""
     found: set[str] = set()
@@ -471,7 +480,7 @@ def main(argv: list[str]) -> int:
     changes = list(prose(ROOT / "CHANGELOG.md"))
     everything = [*blocks, *changes]
     lines = [line for path in (*paths, ROOT / "CHANGELOG.md") for line in text_lines(path)]
-    errors = [*sentence_errors(everything), *wording_errors(lines), *amount_errors(blocks)]
+    errors = [*sentence_errors(everything), *wording_errors(lines), *amount_errors(blocks), *page_errors()]
     linked = (*paths, *translations().values(), ROOT / "CHANGELOG.md")
     errors += [error for path in linked for error in link_errors(path)]
     errors += [error for pair in translations().items() for error in translation_errors(*pair)]

@@ -146,6 +146,15 @@ def test_the_amount_of_prose_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ]
 
 
+def test_the_words_of_a_page_are_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(check_docs, "MOST_WORDS_OF_PAGE", {"page.md": 6, "short.md": 6})
+    page(tmp_path, "# Title\n\n```\ncode counts\n```\n")
+    (tmp_path / "short.md").write_text("One two.\n")
+    assert not list(check_docs.page_errors(tmp_path))
+    page(tmp_path, "# Title\n\n```\ncode counts, too\n```\n")
+    assert list(check_docs.page_errors(tmp_path)) == ["page.md: 7 words, at most 6"]
+
+
 def test_runnable_examples(tmp_path: Path) -> None:
     text = (
         "```python run\nx = 1\n```\n```python\nnot run\n```\n```python run\nassert x == 1\nopen('page.md')\n```\n"

@@ -20,6 +20,7 @@ def test_prose() -> None:
     assert not [error for page in PAGES for error in check_docs.wording_errors(check_docs.text_lines(page))]
     counted = [block for page in check_docs.pages() for block in check_docs.prose(page)]
     assert not list(check_docs.amount_errors(counted))
+    assert not list(check_docs.page_errors())
 
 
 def test_links_and_named_files() -> None:

@@ -41,8 +41,8 @@ INFERENCE_ONLY = ("add_rms_norm",)
 class GraphPasses:
     """The graph passes of a job. Call it with a graph to run them; :meth:`report` logs what they changed.
 
-    It must see the joint graph of a training step, or the graph of a region without gradients. In the two halves of a
-    joint graph an input may be a value of one rank only.
+    ``sequence_parallel`` must see the joint graph of a training step, or the graph of a region without gradients. In
+    the two halves of a joint graph an input may be a value of one rank only. The other passes also work on the halves.
     """
 
     def __init__(
