@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests._helpers import device_graph_training, layouts
 from tests._helpers.device_graph_training import GRAPHS, OPTIONS, WIDE, converted
 from tests._helpers.multirank import RankError, run_on_ranks
 from torchtitan_npu import platform
-from torchtitan_npu.compile.device_graphs import Arguments
+from torchtitan_npu.compile.device_graphs import Arguments, DeviceGraphs
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.rotary.tables import RotaryTables
@@ -93,6 +94,38 @@ def test_arguments_are_taken_apart_and_put_together_again() -> None:
 def test_an_argument_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(UsageError, match=r"argument mask of layers\.1 is a dict"):
         Arguments("layers.1", (), {"mask": {}})
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def graphs_of(block: nn.Module) -> DeviceGraphs:
+    part = nn.Module()
+    part.layers = nn.ModuleDict({"0": block})
+    return DeviceGraphs([part], "cpu")
+
+
+def test_a_block_that_first_runs_after_the_capture_stays_without_graphs() -> None:
+    block, x = Doubled(), torch.ones(2, requires_grad=True)
+    graphs = graphs_of(block)
+    graphs.captured = True
+    assert block(x).tolist() == [2, 2] and not graphs.blocks
+    graphs.captured = False
+    assert block(x).tolist() == [2, 2] and len(graphs.blocks) == 1
+
+
+def test_no_memory_in_a_capture_is_reported_as_such() -> None:
+    """The end of the capture fails, too."""
+    graphs = graphs_of(block := Doubled())
+    block(torch.ones(2, requires_grad=True))
+    for inside, reported in ((torch.OutOfMemoryError, torch.OutOfMemoryError), (RuntimeError, UsageError)):
+        with pytest.raises(reported, match="first"), graphs.blocks[0].reasons():
+            try:
+                raise inside("first")
+            finally:
+                raise RuntimeError("the capture is invalid")
 
 
 def differences(model: str, options: dict[str, Any]) -> list[str]:

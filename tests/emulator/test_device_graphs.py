@@ -8,6 +8,8 @@ import torch
 from tests._helpers import device_graph_training
 from tests._helpers.device_graph_training import OPTIONS, converted
 from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.compile.device_graphs import DeviceGraphs
+from torchtitan_npu.errors import UsageError
 
 
 class Captured:
@@ -73,6 +75,50 @@ def test_graphs_of_one_pool_reuse_memory() -> None:
     for captured, expected in ((first, 4 << 20), (second, 9 << 20)):
         captured.graph.replay()
         assert captured.output.item() == expected
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4, bias=False)
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale + self.frozen
+
+
+@pytest.fixture
+def captured_block() -> Block:
+    block, part = Block().npu(), torch.nn.Module()
+    part.layers = torch.nn.ModuleDict({"0": block})
+    graphs = DeviceGraphs([part], "npu")
+    block(batch(2)).sum().backward()
+    graphs.capture_once()
+    return block
+
+
+def batch(size: int) -> torch.Tensor:
+    return torch.ones(size, 4, device="npu", requires_grad=True)
+
+
+def test_a_captured_block_takes_one_shape(captured_block: Block) -> None:
+    assert torch.equal(captured_block(batch(2)), captured_block.forward.forward(batch(2)))
+    with pytest.raises(UsageError, match=r"layers\.0 was captured for .*\(2, 4\).* a later step has .*\(3, 4\)"):
+        captured_block(batch(3))
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "frozen", "scale"])
+def test_a_tensor_of_a_captured_block_must_stay(captured_block: Block, name: str) -> None:
+    *module, attribute = name.split(".")
+    owner = captured_block.get_submodule(".".join(module))
+    if name == "scale":
+        owner.scale = owner.scale.clone()
+    else:
+        tensor = getattr(owner, attribute)
+        tensor.data = tensor.data.clone()
+    with pytest.raises(RuntimeError, match=rf"{attribute} of layers\.0 has moved"):
+        captured_block(batch(2))
 
 
 @pytest.mark.parametrize(

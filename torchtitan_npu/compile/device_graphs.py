@@ -140,7 +140,7 @@ class BlockGraphs:
         if graphs.captured and self.example is not None:
             return self._replay(Arguments(self.name, args, kwargs))
         output = self.forward(*args, **kwargs)
-        if self.example is None:
+        if self.example is None and not graphs.captured:
             self._keep_example(Arguments(self.name, args, kwargs), output)
         return output
 
@@ -181,9 +181,13 @@ class BlockGraphs:
             tensor.requires_grad_()
         self.static = example.with_tensors(self.activations, [each.tensor for each in self.shared])
         self.parameters = [parameter for parameter in self.block.parameters() if parameter.requires_grad]
-        self.addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.addresses = {
+            (module, name): tensor.data_ptr()
+            for module in self.block.modules()
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        }
         self._warm_up()
-        with self._reasons(), self.graphs.capturing() as self.forward_graph:
+        with self.reasons(), self.graphs.capturing() as self.forward_graph:
             self.attached = self._run_forward()
         self.output = self.attached.detach()
 
@@ -192,7 +196,7 @@ class BlockGraphs:
         # the first gradient is that of the activation; the graph of the next block writes it, in place of a copy
         gradient = after.gradients[0] if after else None
         self.output_gradient = torch.empty_like(self.output) if gradient is None else gradient
-        with self._reasons(), self.graphs.capturing() as self.backward_graph:
+        with self.reasons(), self.graphs.capturing() as self.backward_graph:
             self.gradients = self._run_backward(self.attached, self.output_gradient)
         del self.attached  # with it, the activations
         self.example = self.static
@@ -204,7 +208,7 @@ class BlockGraphs:
         graphs.stream.wait_stream(graphs.device.current_stream())
         with graphs.device.stream(graphs.stream):
             self._run_once()  # compiles regions for the arguments of the capture
-            with self._reasons(), graphs.errors_of_synchronization():
+            with self.reasons(), graphs.errors_of_synchronization():
                 self._run_once()
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
@@ -224,7 +228,7 @@ class BlockGraphs:
         return torch.autograd.grad(output, [*self.activations, *self.parameters], gradient, allow_unused=True)
 
     @contextmanager
-    def _reasons(self) -> Iterator[None]:
+    def reasons(self) -> Iterator[None]:
         """Turn what cannot be captured into an error that names the block and the place."""
         try:
             yield
@@ -233,6 +237,8 @@ class BlockGraphs:
         except RuntimeError as error:
             # the end of a capture fails too, after the error in it
             first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
             raise UsageError(
                 f"npu.device_graphs: {self.name} cannot be captured: {str(first).splitlines()[0]}{_place(first)}; "
                 f"{REMEDY}"
@@ -253,8 +259,9 @@ class BlockGraphs:
         return _Replay.apply(self, *arguments.activations, *self.parameters)
 
     def run_forward_graph(self, activations: Iterable[Tensor]) -> Tensor:
-        if self.addresses != [parameter.data_ptr() for parameter in self.parameters]:
-            raise RuntimeError(f"npu.device_graphs: parameters of {self.name} have moved since the capture")
+        for (module, name), address in self.addresses.items():
+            if getattr(module, name).data_ptr() != address:
+                raise RuntimeError(f"npu.device_graphs: {name} of {self.name} has moved since the capture")
         for static, tensor in zip(self.activations, activations, strict=True):
             if static.data_ptr() == tensor.data_ptr():
                 continue
