@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -64,6 +67,41 @@ def test_waiting_for_the_device_invalidates_a_capture() -> None:
         Captured(lambda: x.sum().item())
     assert "107027" in str(failed.value.__context__)
     assert Captured(lambda: x + 1).output.shape == (4,)  # the next capture works
+
+
+def test_another_thread_may_invalidate_captures_while_they_end() -> None:
+    x, event, refused, is_done = torch.ones(4, device="npu"), torch.npu.Event(), [], threading.Event()
+
+    def wait_for_device() -> None:
+        while not is_done.is_set():
+            for wait in (torch.npu.synchronize, event.query):
+                try:
+                    wait()
+                except RuntimeError as error:
+                    refused.append(str(error))
+
+    def run() -> None:
+        x.add(1)
+        event.record()
+        before = len(refused)
+        while len(refused) == before and other.is_alive():
+            time.sleep(0)
+
+    other, failed = threading.Thread(target=wait_for_device), 0
+    other.start()
+    try:
+        for _ in range(50):
+            graph = torch.npu.NPUGraph()
+            try:
+                with torch.npu.graph(graph, capture_error_mode="global"):
+                    run()
+            except RuntimeError:
+                failed += 1
+    finally:
+        is_done.set()
+        other.join()
+    assert failed == 50
+    assert Captured(lambda: x + 1).output.shape == (4,)
 
 
 def test_graphs_of_one_pool_reuse_memory() -> None:

@@ -17,9 +17,9 @@ enum { GLOBAL, THREAD_LOCAL, RELAXED }; /* aclmdlRICaptureMode */
 enum { NOT_CAPTURED, ACTIVE, INVALIDATED }; /* aclmdlRICaptureStatus */
 
 struct Graph {
-    int references; /* of the program, and of replays that have not ended */
+    int references; /* of the program, of replays that have not ended, and of calls that use the graph */
     uint64_t id;
-    Graph *next; /* that is captured now */
+    Graph *next; /* in the list of captures that have not ended */
     Stream *origin;
     pthread_t thread;
     int mode;
@@ -39,10 +39,41 @@ uint64_t id_of(const Graph *graph) { return graph->id; }
 uint64_t next_position(Graph *graph) { return __atomic_add_fetch(&graph->positions, 1, __ATOMIC_RELAXED); }
 bool is_origin(const Graph *graph, const Stream *stream) { return emulator_stream_id(graph->origin) == emulator_stream_id(stream); }
 
-Graph *find_capture(uint64_t id) {
-    pthread_mutex_lock(&lock);
+/* The lock is held. */
+static Graph *find_capture(uint64_t id) {
     Graph *graph = captures;
     while (graph && graph->id != id) graph = graph->next;
+    return graph;
+}
+
+static Graph *hold(Graph *graph) {
+    if (graph) __atomic_add_fetch(&graph->references, 1, __ATOMIC_RELAXED);
+    return graph;
+}
+
+void drop_graph(Graph *graph) {
+    if (!graph || __atomic_sub_fetch(&graph->references, 1, __ATOMIC_ACQ_REL)) return;
+    for (Task *task = graph->first, *next; task; task = next) {
+        next = task->next;
+        free_task(task);
+    }
+    free(graph);
+}
+
+Graph *hold_graph_of(const Stream *stream) {
+    if (!graph_of(stream)) return NULL;
+    pthread_mutex_lock(&lock);
+    Graph *graph = hold(graph_of(stream));
+    pthread_mutex_unlock(&lock);
+    return graph;
+}
+
+Graph *join_capture(uint64_t id, Stream *stream) {
+    pthread_mutex_lock(&lock);
+    Graph *graph = find_capture(id), *own = graph_of(stream);
+    if (own && own != graph) graph = NULL;
+    if (graph) add_to_graph(stream, graph);
+    hold(graph);
     pthread_mutex_unlock(&lock);
     return graph;
 }
@@ -57,6 +88,16 @@ int refuse_for_graph(Graph *graph, int code, const char *format, ...) {
     pthread_mutex_lock(&lock);
     if (!graph->error) graph->error = code;
     pthread_mutex_unlock(&lock);
+    drop_graph(graph);
+    return code;
+}
+
+int refuse_for_capture(uint64_t id, int code, const char *text) {
+    set_message("%s", text);
+    pthread_mutex_lock(&lock);
+    Graph *graph = find_capture(id);
+    if (graph && !graph->error) graph->error = code;
+    pthread_mutex_unlock(&lock);
     return code;
 }
 
@@ -65,36 +106,30 @@ int refuse_synchronization(const char *name) {
     pthread_mutex_lock(&lock);
     Graph *graph = captures;
     while (graph && !(graph->mode == GLOBAL || (graph->mode == THREAD_LOCAL && pthread_equal(graph->thread, pthread_self())))) graph = graph->next;
+    hold(graph);
     pthread_mutex_unlock(&lock);
     return graph ? refuse_for_graph(graph, ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "%s is not allowed during the capture of a graph", name) : ACL_SUCCESS;
 }
 
 /* The step of a task is called again in every replay. */
 int capture_task(Graph *graph, Task *task) {
-    int result = ACL_SUCCESS;
-    if (task->category == COLLECTIVE)
-        result = refuse_for_graph(graph, ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s: the emulator captures no collectives", task->name);
-    pthread_mutex_lock(&lock);
-    if (!result && graph->error) {
-        set_message("%s: an earlier error has invalidated the capture", task->name);
-        result = ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED;
+    if (task->category == COLLECTIVE) {
+        int refused = refuse_for_graph(graph, ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s: the emulator captures no collectives", task->name);
+        free_task(task);
+        return refused;
     }
-    if (!result) {
+    pthread_mutex_lock(&lock);
+    bool is_valid = !graph->error;
+    if (is_valid) {
         *graph->end = task;
         graph->end = &task->next;
     }
     pthread_mutex_unlock(&lock);
-    if (result) free_task(task);
-    return result;
-}
-
-static void drop(Graph *graph) {
-    if (__atomic_sub_fetch(&graph->references, 1, __ATOMIC_ACQ_REL)) return;
-    for (Task *task = graph->first, *next; task; task = next) {
-        next = task->next;
-        free_task(task);
-    }
-    free(graph);
+    drop_graph(graph);
+    if (is_valid) return ACL_SUCCESS;
+    set_message("%s: an earlier error has invalidated the capture", task->name);
+    free_task(task);
+    return ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED;
 }
 
 int aclmdlRICaptureBegin(Stream *stream, int mode) {
@@ -115,7 +150,7 @@ int aclmdlRICaptureBegin(Stream *stream, int mode) {
 }
 
 int aclmdlRICaptureEnd(Stream *stream, Graph **out) {
-    Graph *graph = graph_of(stream);
+    Graph *graph = hold_graph_of(stream);
     *out = NULL;
     if (!graph) {
         set_message("stream %d is not captured", emulator_stream_id(stream));
@@ -125,18 +160,21 @@ int aclmdlRICaptureEnd(Stream *stream, Graph **out) {
         return refuse_for_graph(graph, ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "the capture did not begin on stream %d", emulator_stream_id(stream));
     if (!pthread_equal(graph->thread, pthread_self()))
         return refuse_for_graph(graph, ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD, "a capture must end on the thread on which it began");
-    const Stream *unjoined = end_capture(graph);
     pthread_mutex_lock(&lock);
     Graph **link = &captures;
     while (*link != graph) link = &(*link)->next;
-    *link = graph->next;
+    *link = graph->next; /* no stream joins the capture any more */
+    pthread_mutex_unlock(&lock);
+    const Stream *unjoined = end_capture(graph);
+    pthread_mutex_lock(&lock); /* a call that found the graph at a stream holds it now */
     int error = graph->error;
     pthread_mutex_unlock(&lock);
+    drop_graph(graph); /* what remains is the reference of the program */
     if (!error && !unjoined) {
         *out = graph;
         return ACL_SUCCESS;
     }
-    drop(graph);
+    drop_graph(graph);
     if (!error) {
         set_message("stream %d has captured tasks that stream %d does not wait for", emulator_stream_id(unjoined), emulator_stream_id(stream));
         return ACL_ERROR_RT_STREAM_UNJOINED;
@@ -146,9 +184,12 @@ int aclmdlRICaptureEnd(Stream *stream, Graph **out) {
 }
 
 int aclmdlRICaptureGetInfo(Stream *stream, int *status, Graph **out) {
-    Graph *graph = graph_of(stream);
+    Graph *graph = hold_graph_of(stream);
+    pthread_mutex_lock(&lock);
     *status = !graph ? NOT_CAPTURED : graph->error ? INVALIDATED : ACTIVE;
+    pthread_mutex_unlock(&lock);
     if (out) *out = graph;
+    drop_graph(graph);
     return ACL_SUCCESS;
 }
 
@@ -171,21 +212,20 @@ static int replay(Task *task) {
 }
 
 static void release_replay(Task *task) {
-    drop(((Replay *)task)->graph);
+    drop_graph(((Replay *)task)->graph);
     free(task);
 }
 
 int aclmdlRIExecuteAsync(Graph *graph, Stream *stream) {
-    Graph *captured = graph_of(stream);
+    Graph *captured = hold_graph_of(stream);
     if (captured) return refuse_for_graph(captured, ACL_ERROR_RT_STREAM_CAPTURED, "a graph cannot be replayed on a stream that is captured");
     Replay *task = calloc(1, sizeof *task);
     task->head = (Task){.step = replay, .release = release_replay, .name = "graph replay", .category = REPLAY};
-    task->graph = graph;
-    __atomic_add_fetch(&graph->references, 1, __ATOMIC_RELAXED);
+    task->graph = hold(graph);
     return launch_task(stream, &task->head);
 }
 
 int aclmdlRIDestroy(Graph *graph) {
-    if (graph) drop(graph);
+    drop_graph(graph);
     return ACL_SUCCESS;
 }

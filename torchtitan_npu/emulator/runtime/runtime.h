@@ -86,10 +86,14 @@ typedef struct Graph Graph;
 Graph *graph_of(const Stream *stream); /* that the stream is captured into, or NULL (this and the next two: streams.c) */
 void add_to_graph(Stream *stream, Graph *graph);
 const Stream *end_capture(const Graph *graph); /* return a stream whose tasks no other stream has waited for, or NULL */
+Graph *hold_graph_of(const Stream *stream); /* graph_of, and keep it until drop_graph: another thread may end the capture */
+Graph *join_capture(uint64_t id, Stream *stream); /* add the stream and hold the graph; NULL: it has ended, or the stream has another */
+void drop_graph(Graph *graph);
+/* Both drop the graph. */
 int capture_task(Graph *graph, Task *task);
 int refuse_for_graph(Graph *graph, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+int refuse_for_capture(uint64_t id, int code, const char *text); /* also if it has ended */
 int refuse_synchronization(const char *name); /* an error code if this thread may not wait for the device now */
-Graph *find_capture(uint64_t id);             /* NULL: it has ended */
 uint64_t id_of(const Graph *graph);
 uint64_t next_position(Graph *graph); /* of a task or wait in the graph */
 bool is_origin(const Graph *graph, const Stream *stream); /* the capture began on this stream */

@@ -228,7 +228,7 @@ int launch_task(Stream *stream, Task *task) {
     has_launched = true;
     task->next = NULL;
     task->stream = stream;
-    Graph *graph = graph_of(stream);
+    Graph *graph = hold_graph_of(stream);
     if (graph) {
         stream->captured = next_position(graph);
         return capture_task(graph, task);
@@ -305,7 +305,7 @@ static int synchronize(Stream *stream, int32_t timeout_ms) {
 
 int aclrtSynchronizeStreamWithTimeout(Stream *stream, int32_t timeout_ms) {
     if (!stream) stream = &default_stream;
-    Graph *graph = graph_of(stream);
+    Graph *graph = hold_graph_of(stream);
     if (graph)
         return refuse_for_graph(graph, ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: the host cannot wait for it", stream->id);
     return synchronize(stream, timeout_ms);
@@ -508,7 +508,7 @@ static int launch_record_task(Record *record, Stream *stream, const char *name, 
 
 int aclrtRecordEvent(Event *event, Stream *stream) {
     Record *record = calloc(1, sizeof *record);
-    Graph *graph = graph_of(stream);
+    Graph *graph = hold_graph_of(stream);
     if (graph) { /* the tasks of a graph are replayed in the order of their capture: an event adds nothing to it */
         record->capture = id_of(graph);
         record->stream = stream ? stream : &default_stream;
@@ -521,34 +521,39 @@ int aclrtRecordEvent(Event *event, Stream *stream) {
     event->latest = record;
     pthread_mutex_unlock(&lock);
     drop(before);
-    return graph ? ACL_SUCCESS : launch_record_task(record, stream, "record event", reach);
+    if (!graph) return launch_record_task(record, stream, "record event", reach);
+    drop_graph(graph);
+    return ACL_SUCCESS;
 }
 
 /* The wait is for the last record before it. An event that was never recorded is no reason to wait. */
 int aclrtStreamWaitEvent(Stream *stream, Event *event) {
-    Graph *graph = graph_of(stream);
     Record *latest = hold_latest(event);
     bool is_recorded = latest;
     Record place = latest ? *latest : (Record){0};
     drop(latest);
     if (place.capture) { /* the stream becomes part of the capture */
-        Graph *of_event = find_capture(place.capture);
         if (!stream) stream = &default_stream;
-        if (of_event && (!graph || graph == of_event)) {
-            add_to_graph(stream, of_event);
+        Graph *of_event = join_capture(place.capture, stream);
+        if (of_event) {
             if (place.stream != stream && place.position > place.stream->joined) { /* now this stream has to be joined */
                 place.stream->joined = place.position;
                 if (!is_origin(of_event, place.stream)) stream->captured = next_position(of_event);
             }
+            drop_graph(of_event);
             return ACL_SUCCESS;
         }
         set_message("stream %d waits for an event that was recorded in the capture of another graph", emulator_stream_id(stream));
         return ACL_ERROR_RT_EVENT_CAPTURED;
     }
+    Graph *graph = hold_graph_of(stream);
     if (graph && is_recorded)
         return refuse_for_graph(graph, ACL_ERROR_RT_CAPTURE_DEPENDENCY, "captured stream %d waits for an event that was recorded outside the capture",
                                 emulator_stream_id(stream));
-    if (graph) return ACL_SUCCESS;
+    if (graph) {
+        drop_graph(graph);
+        return ACL_SUCCESS;
+    }
     return launch_record_task(hold_latest(event), stream, "wait for event", wait_for_record);
 }
 int aclrtResetEvent(Event *event, Stream *stream) { return ACL_SUCCESS; }
@@ -556,11 +561,7 @@ int aclrtResetEvent(Event *event, Stream *stream) { return ACL_SUCCESS; }
 /* An error code if the event was recorded in a capture: its state is unknown to the host. */
 static int refuse_captured(const Record *latest) {
     if (!latest || !latest->capture) return ACL_SUCCESS;
-    Graph *graph = find_capture(latest->capture);
-    static const char text[] = "an event was recorded in the capture of a graph: the host cannot wait for it";
-    if (graph) return refuse_for_graph(graph, ACL_ERROR_RT_EVENT_CAPTURED, text);
-    set_message(text);
-    return ACL_ERROR_RT_EVENT_CAPTURED;
+    return refuse_for_capture(latest->capture, ACL_ERROR_RT_EVENT_CAPTURED, "an event was recorded in the capture of a graph: the host cannot wait for it");
 }
 
 int aclrtSynchronizeEvent(Event *event) {
