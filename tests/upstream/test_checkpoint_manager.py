@@ -448,6 +448,26 @@ def test_a_changed_schedule_takes_effect(job_folder: Path, caplog: pytest.LogCap
     assert "lr_scheduler.min_lr_factor was 0.0 in step-6 and is 1.0 from here on" in caplog.text
 
 
+@pytest.mark.parametrize("sets_momentum", [False, True])
+def test_another_schedule_keeps_its_lr_and_the_other_settings_take_effect(sets_momentum: bool, tmp_path: Path) -> None:
+    def job(**options: Any) -> SmallJob:
+        job = SmallJob(tmp_path, **options)
+        optimizer = job.optimizers.optimizers[0]
+        if sets_momentum:
+            schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        else:
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        job.schedulers.schedulers[:] = [schedule]
+        return job
+
+    first = job().train(stop=3)
+    changed = job(optimizer__weight_decay=0.5).resume()
+    changed.checkpointer.close()
+    before, after = (j.optimizers.optimizers[0].param_groups[0] for j in (first, changed))
+    assert (before["weight_decay"], after["weight_decay"]) == (0.1, 0.5)
+    assert (after["lr"], after["betas"]) == (before["lr"], before["betas"])
+
+
 def test_a_seed_checkpoint_is_never_the_newest(job_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"create_seed_checkpoint: .* has checkpoints already"):
         SmallJob(job_folder, checkpoint__create_seed_checkpoint=True)
@@ -469,11 +489,14 @@ def test_initial_weights_are_loaded_although_the_folder_exists(six_steps: Path, 
     assert not torch.equal(job.model.weight, other.model.weight)
 
 
-def test_a_branch_with_the_full_state_needs_one(six_steps: Path, tmp_path: Path) -> None:
-    options = {"checkpoint__initial_load_model_only": False, "training__steps": 8}
+def test_a_branch_with_the_full_state_needs_one(
+    six_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"checkpoint__initial_load_model_only": False, "training__steps": 8, "optimizer__weight_decay": 0.5}
     source = six_steps / "checkpoint" / "step-6"
     branch = SmallJob(tmp_path / "branch", checkpoint__initial_load_path=str(source), **options).resume()
     assert branch.step == branch.loader.position == 6
+    assert "optimizer.weight_decay was 0.1 in step-6 and is 0.5 from here on" in caplog.text
     branch.train()
     only_model = str(tmp_path / "branch" / "checkpoint" / "step-8")
     with pytest.raises(UsageError, match=r"step-8 has only the model: set checkpoint.initial_load_model_only = true"):

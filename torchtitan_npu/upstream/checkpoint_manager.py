@@ -298,6 +298,10 @@ class CheckpointManager(TitanCheckpointManager):
             log_on_first_rank(
                 f"{source.path} has no manifest.json: only the sizes of its files were checked", logging.WARNING
             )
+        elif not source.model_only:  # a new run that continues the state of another one
+            manifest, _ = on_first_rank(lambda: _manifest_or_damage(source.path), self.group)
+            if manifest:
+                self._log_changes(manifest)
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 
@@ -354,6 +358,10 @@ class CheckpointManager(TitanCheckpointManager):
                         f"optimizer.lr is {base_lrs[0]}, {scheduler.base_lrs[0]} in the checkpoint: the schedule "
                         f"{type(scheduler).__name__} cannot continue with another one"
                     )
+                # some, such as OneCycleLR, also set the momentum of each step
+                of_schedule = {"lr", "betas", "momentum"} if getattr(scheduler, "cycle_momentum", False) else {"lr"}
+                for group, options in zip(scheduler.optimizer.param_groups, groups, strict=True):
+                    group.update({key: value for key, value in options.items() if key not in of_schedule})
                 continue
             factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
             lrs = [lr * factor for lr, factor in zip(base_lrs, factors, strict=True)]
