@@ -23,8 +23,9 @@ class UsageError(ValueError):
 
 
 def file_error(error: OSError) -> str:
-    """Return the message of ``error`` as ``file: reason``, or as Python writes it if the error names no file."""
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    """Return the message of ``error`` as ``file: reason``, or the reason if the error names no file."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

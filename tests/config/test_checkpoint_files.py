@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from tests._helpers.layouts import add_flavor
+from torchtitan_npu.components.checkpoint.checkpoint_folder import saved_checkpoints
 from torchtitan_npu.config.checkpoint_files import check_checkpoint_files
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import JobContext, build_on_meta
@@ -99,7 +100,19 @@ def test_a_truncated_or_missing_file_is_named(form: str, file: str, tmp_path: Pa
         (source / file).write_bytes(data[:size])
         assert f"{file} " in error_of(context)
     (source / file).unlink()
-    assert f"{source / file} is missing" in error_of(context)
+    assert error_of(context).startswith(f"checkpoint.initial_load_path: {source / file} is missing")
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_key(tmp_path: Path) -> None:
+    initial, saved = tmp_path / "initial/.metadata", tmp_path / "checkpoint/step-1/.metadata"
+    initial.mkdir(parents=True)
+    for model_only in (True, False):
+        context = job("one", tmp_path, initial_load_path=str(initial.parent), initial_load_model_only=model_only)
+        assert error_of(context) == f"checkpoint.initial_load_path: {initial}: Is a directory"
+    saved.mkdir(parents=True)
+    assert error_of(job("one", tmp_path)) == f"checkpoint.folder: {saved}: Is a directory"
+    (saved.parent / "manifest.json").mkdir()
+    assert saved_checkpoints(saved.parents[1])[0].damage == f"{saved.parent}/manifest.json: Is a directory"
 
 
 def test_an_index_cannot_point_outside_its_folder(tmp_path: Path) -> None:

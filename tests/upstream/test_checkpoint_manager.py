@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -21,11 +22,11 @@ from tests._helpers.killed_saves import kill_ranks, kill_saves
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest
-from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, file_record
+from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem, PlainDataPlanner
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import UsageError, file_error
 from torchtitan_npu.upstream import checkpoint_manager
 from torchtitan_npu.upstream.checkpoint_manager import on_first_rank
 
@@ -161,7 +162,7 @@ def save_on_a_full_disk(folder: Path, mode: str) -> str:
 def test_a_full_disk_is_one_line_on_every_rank(mode: str, tmp_path: Path) -> None:
     first, second = run_on_ranks(2, save_on_a_full_disk, tmp_path, mode)
     assert first == second and "\n" not in first
-    assert "cannot be written: [Errno 27] File too large" in first
+    assert "cannot be written: File too large" in first
 
 
 def test_a_disk_that_fills_within_a_tensor_is_the_error_of_the_file_system(tmp_path: Path) -> None:
@@ -397,6 +398,31 @@ def test_a_malicious_object_in_a_checkpoint_is_an_error_and_runs_nothing(key: st
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"PK\x03\x04 not a zip file", b"\x80\x02}q", b"\x80\x02K\x01K\x02\x86R."],
+    ids=["empty", "not a zip file", "truncated pickle", "a call of a number"],
+)
+def test_a_damaged_object_in_a_checkpoint_is_one_line(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SmallJob(tmp_path).train(stop=1)
+    load_bytes = PlainDataPlanner.load_bytes
+
+    def load_damaged(planner: PlainDataPlanner, item: Any, value: Any) -> None:
+        load_bytes(planner, item, io.BytesIO(content) if item.dest_index.fqn == "dataloader.position" else value)
+
+    monkeypatch.setattr(PlainDataPlanner, "load_bytes", load_damaged)  # a file without a checksum, or a forged one
+    with pytest.raises(UsageError, match=r"^dataloader.position of the checkpoint is not plain data[^\n]*: [^\n]+$"):
+        SmallJob(tmp_path).resume()
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(OSError, match="Input/output error") as error:
+        file_record(Path("/proc/self/mem"))  # nothing is mapped at its beginning
+    assert file_error(error.value) == "/proc/self/mem: Input/output error"
+
+
 # extending and what is loaded
 
 
@@ -487,6 +513,21 @@ def test_initial_weights_are_loaded_although_the_folder_exists(six_steps: Path, 
     other = SmallJob(tmp_path / "other", checkpoint__load_only=True)
     assert job.step == 0
     assert not torch.equal(job.model.weight, other.model.weight)
+
+
+@pytest.mark.parametrize("newest_has_only_the_model", [False, True])
+def test_keys_of_initial_weights_that_a_resumed_job_does_not_use_are_named(
+    newest_has_only_the_model: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    SmallJob(tmp_path, training__steps=3 + 5 * (not newest_has_only_the_model)).train(stop=3)
+    used = {"checkpoint__load_only": True, "training__steps": 8}
+    SmallJob(tmp_path, **used).resume()
+    assert "not used" not in caplog.text
+    SmallJob(tmp_path, **used, checkpoint__initial_load_in_hf=True).resume()
+    assert f"{tmp_path}/checkpoint has checkpoints: checkpoint.initial_load_in_hf is not used" in caplog.text
+    SmallJob(tmp_path, **used, checkpoint__initial_load_in_hf=True, checkpoint__initial_load_path="x").resume()
+    assert "checkpoint.initial_load_path and checkpoint.initial_load_in_hf are not used" in caplog.text
+    assert ("has only the model" in caplog.text) == newest_has_only_the_model
 
 
 def test_a_branch_with_the_full_state_needs_one(

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchtitan_npu.components.checkpoint.checkpoint_folder import saved_checkpoints
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
-from torchtitan_npu.components.checkpoint.source import Source, find_source
+from torchtitan_npu.components.checkpoint.source import Source, find_source, initial_load_key
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes, unused_weights
-from torchtitan_npu.errors import UsageError
+from torchtitan_npu.errors import UsageError, file_error
 
 if TYPE_CHECKING:
     from torchtitan_npu.config.preflight import JobContext
@@ -27,10 +27,13 @@ def check_checkpoint_files(job: JobContext) -> None:
         return
     folder = Path(config.job.dump_folder) / checkpoint.folder
     steps, assets = config.training.steps, config.model.hf_assets_path
+    key = "checkpoint.folder"
     try:
-        source = find_source(checkpoint, saved_checkpoints(folder), folder, steps, checkpoint.load_step, assets)
+        saved = saved_checkpoints(folder)
+        key = key if saved else initial_load_key(checkpoint)
+        source = find_source(checkpoint, saved, folder, steps, checkpoint.load_step, assets)
     except OSError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{key}: {file_error(error)}") from error
     if source is not None and not source.is_finished:
         check_source(job, source)
 
@@ -43,7 +46,8 @@ def check_source(job: JobContext, source: Source) -> None:
     except (DamagedCheckpoint, OSError) as error:
         if source.saved:  # the load reports it, together with the checkpoint to fall back to
             return
-        raise UsageError(str(error)) from error
+        reason = file_error(error) if isinstance(error, OSError) else error
+        raise UsageError(f"{initial_load_key(checkpoint)}: {reason}") from error
     wanted = _wanted(job, source)
     for name, tensor in wanted.items():
         if name not in stored and not (job.ties_weights and name in ("output.weight", "lm_head.weight")):

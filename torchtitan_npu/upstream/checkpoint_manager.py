@@ -479,7 +479,7 @@ def _save_error(path: str, error: CheckpointException) -> Exception:
     if isinstance(cause, UsageError):
         return cause
     if isinstance(cause, OSError):
-        return UsageError(f"{path} cannot be written: {cause}")
+        return UsageError(f"{path} cannot be written: {file_error(cause)}")
     return RuntimeError(f"{path} was not written: {type(cause).__name__}: {cause}")
 
 

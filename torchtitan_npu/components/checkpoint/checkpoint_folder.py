@@ -18,6 +18,7 @@ from pathlib import Path
 from torchtitan_npu.components.checkpoint import manifest as manifests
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, sync_folder
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
+from torchtitan_npu.errors import file_error
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
 TEMPORARY = re.compile(r"\.(incomplete|replaced|deleted)-(0|[1-9]\d*)-([0-9a-f]{32})")
@@ -101,8 +102,10 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
         except FileNotFoundError:  # none, or the job that writes it has just renamed the folder
             if (path / METADATA).exists() or (path / HUGGING_FACE_INDEX).exists():
                 without.append((step, path))
-        except (DamagedCheckpoint, OSError) as error:
+        except DamagedCheckpoint as error:
             damaged.append((step, path, str(error)))
+        except OSError as error:
+            damaged.append((step, path, file_error(error)))
     checkpoints = list(with_manifest)
     for step, path in without:  # after the last of the smaller steps: nothing else is known about it
         before = max((other.sequence for other in with_manifest if other.step < step), default=0)

@@ -93,12 +93,15 @@ def file_record(path: Path, sync: bool = False) -> FileRecord:
     """Read ``path`` and return its record. With ``sync``, force its data to disk."""
     checksum, block = new_checksum(), memoryview(bytearray(BLOCK))
     size = 0
-    with path.open("rb", buffering=0) as file:
-        if sync:
-            os.fsync(file.fileno())
-        while count := file.readinto(block):
-            checksum.update(block[:count])
-            size += count
+    try:
+        with path.open("rb", buffering=0) as file:
+            if sync:
+                os.fsync(file.fileno())
+            while count := file.readinto(block):
+                checksum.update(block[:count])
+                size += count
+    except OSError as error:  # a read that fails does not name its file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return FileRecord(size, checksum.hexdigest())
 
 

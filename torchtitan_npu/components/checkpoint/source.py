@@ -38,6 +38,9 @@ def find_source(
     if not saved:
         return _initial(config, hf_assets_path)
     newest = saved[-1]
+    ignored = [f"checkpoint.{key}" for key in ("initial_load_path", "initial_load_in_hf") if getattr(config, key)]
+    verb = "are" if len(ignored) > 1 else "is"
+    initial = f"{folder} has checkpoints: {' and '.join(ignored)} {verb} not used" if ignored else ""
     unordered = next((c for c in saved[:-1] if c.damage), None)
     if unordered and not config.fallback:
         raise UsageError(
@@ -45,8 +48,7 @@ def find_source(
             f"{unordered.path}, or let checkpoint.fallback = true decide by the time of the file"
         )
     if newest.is_full or newest.step == 0:  # step 0 is a seed checkpoint
-        note = f"{folder} has checkpoints: checkpoint.initial_load_path is not read" if config.initial_load_path else ""
-        return Source(newest.path, model_only=not newest.is_full, saved=newest, note=note)
+        return Source(newest.path, model_only=not newest.is_full, saved=newest, note=initial)
     full = _newest_full(saved)
     if newest.step >= steps:
         advice = f"continues from {full.name}, the last full state" if full else f"does not help: {_new_run(newest)}"
@@ -62,13 +64,11 @@ def find_source(
         raise UsageError(
             f"{newest.path} has only the model, and there is no full state to continue from: {_new_run(newest)}"
         )
-    return Source(
-        full.path,
-        model_only=not full.is_full,
-        saved=full,
-        note=f"{newest.path} has only the model: the job continues from {full.name}, the last full state, and trains "
-        f"the steps up to {newest.step} again. checkpoint.last_save_model_only = false avoids that",
+    note = (
+        f"{newest.path} has only the model: the job continues from {full.name}, the last full state, and trains "
+        f"the steps up to {newest.step} again. checkpoint.last_save_model_only = false avoids that"
     )
+    return Source(full.path, model_only=not full.is_full, saved=full, note="; ".join(filter(None, (note, initial))))
 
 
 def _requested(saved: list[SavedCheckpoint], folder: Path, step: int) -> Source:
@@ -92,10 +92,15 @@ def _new_run(checkpoint: SavedCheckpoint) -> str:
     return f"checkpoint.initial_load_path = {str(checkpoint.path)!r}{hf} with another job.dump_folder starts a new run"
 
 
+def initial_load_key(config: Checkpoint) -> str:
+    """Return the key that names the folder with the initial weights."""
+    return "checkpoint.initial_load_path" if config.initial_load_path else "model.hf_assets_path"
+
+
 def _initial(config: Checkpoint, hf_assets_path: str) -> Source | None:
     if not config.initial_load_path and not config.initial_load_in_hf:
         return None
-    key = "checkpoint.initial_load_path" if config.initial_load_path else "model.hf_assets_path"
+    key = initial_load_key(config)
     path = Path(config.initial_load_path or hf_assets_path)
     if not path.is_dir():
         raise UsageError(f"{key}: {path} is not a folder")

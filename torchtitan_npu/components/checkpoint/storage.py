@@ -26,7 +26,7 @@ from torchtitan_npu.components.checkpoint.checkpoint_folder import (
     saved_checkpoints,
 )
 from torchtitan_npu.components.checkpoint.manifest import FileRecord, Manifest, new_checksum
-from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata, load_plain
+from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE, load_metadata, load_plain
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
 from torchtitan_npu.errors import UsageError
 
@@ -181,8 +181,11 @@ class PlainDataPlanner(DefaultLoadPlanner):
             loaded = torch.load(value, weights_only=True)
             if name.startswith("dataloader.dp_rank_"):  # TorchTitan's loader unpickles it
                 load_plain(loaded)
-        except pickle.UnpicklingError as error:
-            text = str(error).splitlines()[-1]
+        except (pickle.UnpicklingError, *DAMAGE) as error:
+            text = next(reversed(str(error).splitlines()), type(error).__name__)
             raise UsageError(f"{name} of the checkpoint is not plain data, and is not loaded: {text}") from error
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        *containers, key = self.mappings[name]
+        target = self.original_state_dict
+        for container in containers:
+            target = target[container]
+        target[key] = loaded
