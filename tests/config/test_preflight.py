@@ -136,7 +136,18 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
             {"parallelism__expert_parallel_degree": 2, "model__name": "deepseek_v3"},
             10,
             "parallelism.expert_parallel_degree 2: 5 ranks have the same 4 experts of model.flavor 'debugmodel', so "
-            "FSDP splits the rows of their weights, and 5 does not divide 256: choose another data_parallel_shard",
+            "FSDP splits the rows of their weights, and 5 does not divide 256: choose another "
+            "parallelism.data_parallel_shard_degree",
+        ),
+        (
+            {
+                "parallelism__expert_parallel_degree": 2,
+                "parallelism__expert_tensor_parallel_degree": 2,
+                "parallelism__tensor_parallel_degree": 2,
+                "model__name": "deepseek_v3",
+            },
+            20,
+            "FSDP splits the rows of their weights, and 5 does not divide 128 and 256",
         ),
         ({"training__gc_debug": True}, 1, "training.gc_debug must be false on a CPU"),
         (

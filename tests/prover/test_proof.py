@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.prover.proof import EPS, Reference, compare, kind_of_error
+from torchtitan_npu.prover.proof import EPS, Reference, compare, farthest, kind_of_error
 from torchtitan_npu.prover.training import Run
 
 EXACT = Run([2.0], [3.0], [{"a": 0.0, "b": 0.0}], [{"moe.expert_bias": [1e-3, -1e-3]}], longest_sum=64)
@@ -41,6 +41,12 @@ def test_what_differs_is_named(rank: Run, kind: str, reason: str) -> None:
     outcome = compare([rank], reference(ROUNDED))
     assert (outcome.status, outcome.kind) == ("differs" if kind else "equal", kind)
     assert reason in outcome.reason
+
+
+@pytest.mark.parametrize(("values", "difference"), [([0.0], 0.0), ([0.0, 1e-9], math.inf), ([math.nan], math.inf)])
+def test_a_reference_of_0_has_no_relative_difference(values: list[float], difference: float) -> None:
+    """As of the loss if every label is masked."""
+    assert farthest(values, 0.0) == difference
 
 
 def test_ranks_of_a_pipeline_have_the_parameters_together() -> None:

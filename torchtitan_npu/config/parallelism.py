@@ -33,6 +33,8 @@ ALLOWED: dict[str, Allowed] = {
     "pipeline_parallel_microbatch_size": Number(1),
     "context_parallel_load_balancer": LINE,
 }
+SPLIT_ROWS = {"w1", "w3", "mlp1_weight", "mlp1_bias"}
+"""Expert weights whose rows TorchTitan's expert tensor parallel splits. The others keep all their rows."""
 
 
 @dataclass
@@ -103,12 +105,15 @@ def check_model_divides(job: "JobContext") -> None:
                 f"parallelism.expert_parallel_degree {dims.ep} does not divide the {number} experts of {flavor}"
             )
         shards = dims.dp_shard * dims.cp * dims.tp // (dims.ep * dims.etp)
-        rows = {weight.shape[1] // dims.etp for weight in experts[0].parameters()}
+        rows = {
+            weight.shape[1] // (dims.etp if name in SPLIT_ROWS else 1) for name, weight in experts[0].named_parameters()
+        }
         if shards * dims.ep > number and any(size % shards for size in rows):
             raise UsageError(
                 f"parallelism.expert_parallel_degree {dims.ep}: {shards} ranks have the same {number // dims.ep} "
                 f"experts of {flavor}, so FSDP splits the rows of their weights, and {shards} does not divide "
-                f"{' and '.join(map(str, sorted(rows)))}: choose another data_parallel_shard_degree"
+                f"{' and '.join(map(str, sorted(rows)))}: choose another "
+                "parallelism.data_parallel_shard_degree"
             )
     for key in ("n_heads", "n_kv_heads"):
         if (heads := getattr(job.model_args, key, None)) and heads % dims.tp:

@@ -240,7 +240,10 @@ def kind_of_error(text: str) -> str:
 
 def farthest(values: Iterable[float], reference: float) -> float:
     """Return the largest relative difference of ``values``; infinity if there are none or one is NaN."""
-    found = [abs(value / reference - 1) for value in values]
+    if reference == 0:
+        found = [0.0 if value == 0 else math.inf for value in values]
+    else:
+        found = [abs(value / reference - 1) for value in values]
     return max(found) if found and not any(map(math.isnan, found)) else math.inf
 
 
