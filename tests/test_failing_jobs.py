@@ -19,7 +19,7 @@ from torchtitan_npu.cli.launch.failure_report import stop_message
 ROOT = Path(__file__).parents[1]
 
 ENDED = "it was killed, or it exited early"
-STOPPED = "the process is stopped (SIGSTOP); a stopped process cannot show its stack"
+STOPPED = "the process is stopped (SIGSTOP); its log ends with its stack"
 SLOW = pytest.mark.slow
 
 
@@ -29,13 +29,13 @@ SLOW = pytest.mark.slow
         pytest.param(3, "SIGKILL", ENDED, (-signal.SIGKILL,), marks=SLOW),
         (2, "exit", ENDED, (0,)),
         pytest.param(2, "exit without pidfd", ENDED, (0,), marks=SLOW),
-        pytest.param(2, "SIGSTOP without pidfd", STOPPED, (-signal.SIGKILL,), marks=SLOW),
+        pytest.param(2, "SIGSTOP without pidfd", STOPPED, (1, -signal.SIGABRT, -signal.SIGKILL), marks=SLOW),
         pytest.param(3, "usage error", "(training): UsageError: planted.key: the planted value", (2,), marks=SLOW),
         pytest.param(3, "sys.exit", "sys.exit(0) was called before step 1000", (1,), marks=SLOW),
         pytest.param(3, "out of memory", "failed in step 3 (training): RuntimeError: ", (1,), marks=SLOW),
         (2, "data loader", "(loading data): ValueError: the planted sample is damaged", (1,)),
-        (2, "SIGSTOP", STOPPED, (-signal.SIGKILL,)),
-        # its own monitor ends it, or the signal of another rank does
+        # its own monitor ends it, or a signal of another rank does
+        (2, "SIGSTOP", STOPPED, (1, -signal.SIGABRT, -signal.SIGKILL)),
         pytest.param(3, "hang", "time.sleep(1000)", (1, -signal.SIGABRT), marks=SLOW),
         pytest.param(3, "hanging data loader", "time.sleep(1000)", (1, -signal.SIGABRT), marks=SLOW),
     ],
@@ -54,6 +54,9 @@ def test_the_first_failing_rank_is_named_by_every_rank(
         assert what in ranks.log(rank)
         error = json.loads((tmp_path / f"error{rank}.json").read_text())
         assert error["message"]["cause"]["rank"] == world_size - 1
+    if what == STOPPED:
+        _, _, stack = ranks.log(world_size - 1).partition("Fatal Python error: Aborted\n")
+        assert "in step_with_fault\n" in stack and "torchtitan_npu/train.py" in stack
 
 
 @pytest.mark.slow

@@ -253,6 +253,7 @@ def test_a_usage_error_is_recorded_without_a_stack(start: Start, capsys: pytest.
 
 def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
+    monkeypatch.setattr(rank_process, "STACK_S", 30.0)
     with subprocess.Popen(["sleep", "100"]) as child:
         child.send_signal(signal.SIGSTOP)
         wait_until(lambda: RankProcess(child.pid).state() == "T")
@@ -262,7 +263,7 @@ def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.Monke
             monkeypatch.setattr(rank_monitor, "INTERVAL_S", 60.0)  # the thread may see the failure too late
             time.sleep(0.05)
             monitor.report(GLOO)
-            assert child.wait(30) == -signal.SIGKILL
+            assert child.wait(30) == -signal.SIGABRT
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -234,8 +234,9 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
         case "kill all ranks":
             return "all killed" if set(codes) == {-9} else ""
         case "SIGSTOP":
-            if own == -9 and all_named and "has not responded for" in lines[0]:
-                return "the others name and kill the rank"
+            shows_stack = "Fatal Python error: Aborted" in ranks.log(case.rank)
+            if own in (1, -6, -9) and all_named and "has not responded for" in lines[0] and shows_stack:
+                return "the others name and kill the rank, which shows its stack"
         case "hang":
             if all_named and own in (1, -6, -9) and "time.sleep(1000)" in logs:
                 return "the others name the rank and show its stack"

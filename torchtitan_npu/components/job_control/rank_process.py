@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 STOPPED_STATES = {
-    "T": "the process is stopped (SIGSTOP); a stopped process cannot show its stack",
+    "T": "the process is stopped (SIGSTOP); its log ends with its stack",
     "t": "the process is stopped by a debugger",
     "D": "the process waits in the kernel for a device or a file system; it cannot show its stack",
 }
 """Hints by the state of a process in /proc."""
-STACK_S = 2.0
+STACK_S = 4.0
 """Seconds for which a process may write its stack after SIGABRT."""
 
 
@@ -52,9 +52,12 @@ class RankProcess:
             return ""
 
     def kill(self) -> None:
-        """Kill a process that hangs. If it can still run, SIGABRT lets it show its stack first (faulthandler)."""
-        if self.state() not in STOPPED_STATES:
+        """Kill a process that hangs. If it can run, SIGABRT lets it show its stack first (faulthandler)."""
+        state = self.state()
+        if state == "T" or state not in STOPPED_STATES:
             self._send(signal.SIGABRT)
+            if state == "T":  # its main thread takes the pending SIGABRT before it runs anything else
+                self._send(signal.SIGCONT)
             deadline = time.monotonic() + STACK_S
             while time.monotonic() < deadline:
                 if self.has_ended():
