@@ -22,7 +22,7 @@ from torch._inductor.utils import run_and_get_code
 import torchtitan_npu.ops  # noqa: F401
 from tests._helpers.compiled_training import operator_calls
 from tests._helpers.pass_graphs import recorded_graphs
-from torchtitan_npu.compile import backend
+from torchtitan_npu.compile import backend, wrapper_code
 from torchtitan_npu.compile.fold_views import fold_views
 from torchtitan_npu.compile.wrapper_code import check_wrapper
 from torchtitan_npu.errors import UsageError
@@ -219,6 +219,22 @@ def test_a_result_with_other_strides_is_copied() -> None:
         for rows in (3, 3, 5, 1, 6, 6):  # dynamic sizes from the third on
             x = torch.randn(rows, 4)
             assert torch.equal(compiled(x), x.view(-1) * 2)
+
+
+def test_a_function_that_torch_has_wrapped_is_called_as_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrapper_code.logger, "propagate", True)
+    wrapper_code._warn_of_wrapped_call.cache_clear()
+    namespace: dict[str, Any] = {}
+    exec(source := "def call(args):\n    return args\n", namespace)
+    for _ in range(2):
+        launch = wrapper_code.checked_once(source, lambda args: [*namespace["call"](args), 2])
+        assert launch([1]) == [1, 2]
+    (record,) = caplog.records
+    assert "wraps what Inductor compiled" in record.getMessage()
+    caplog.clear()
+    assert wrapper_code.checked_once(source, namespace["call"])([1]) == [1] and not caplog.records
 
 
 def test_sizes_are_checked_in_the_first_call() -> None:

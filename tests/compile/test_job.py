@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import nop
+from torch._dynamo.backends.common import aot_autograd
 
 import torchtitan_npu
 from torchtitan_npu.compile import compile_progress
@@ -18,7 +19,6 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.torch_internals.dynamo import aot_autograd
 from torchtitan_npu.trainer import usage_error
 
 torchtitan_npu.register()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from functorch.compile import nop
+from torch._dynamo.backends.common import aot_autograd
 
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed, aot_autograd, compile_callbacks
+from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed, compile_callbacks
 
 
 def test_callbacks_around_forward_and_backward() -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import config as functorch_config
 from torch import fx
 
 from torchtitan_npu.compile.fold_views import fold_views
 from torchtitan_npu.compile.partition import partition
 from torchtitan_npu.compile.passes.graph_utils import aten, collectives
 from torchtitan_npu.compile.wrapper_code import Launch, check_wrapper, checked_once
+from torchtitan_npu.torch_internals.aot_autograd import aliasing_operators_allowed
 from torchtitan_npu.torch_internals.inductor import bypass_options, compile_graph, graph_hook, partition_hook
 
 Pass = Callable[[fx.GraphModule], Any]
@@ -96,9 +96,7 @@ def _allow_aliasing_operators(region: Callable[..., Any]) -> Callable[..., Any]:
         if called:
             return region(*inputs)
         called = True
-        option = "error_on_custom_op_aliasing"  # not in torch 2.11
-        options = {option: False} if hasattr(functorch_config, option) else {}
-        with functorch_config.patch(options), warnings.catch_warnings():
+        with aliasing_operators_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "npu::_npu_moe_token_unpermute ")
             return region(*inputs)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Container
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchtitan.tools.logging import logger
 
@@ -53,7 +55,9 @@ def checked_once(source: str, call: Launch) -> Launch:
     Autograd's kernels are skipped: the graph contains its gradients.
     """
     namespace = getattr(call, "__globals__", {})
-    is_first = namespace.get("call") is call  # else torch has wrapped it
+    is_first = namespace.get("call") is call
+    if not is_first:
+        _warn_of_wrapped_call()
     restrided: set[int] = set()
 
     def restride(line: int, value: Any, size: tuple[int, ...], stride: tuple[int, ...], *op: str) -> Any:
@@ -87,6 +91,15 @@ def checked_once(source: str, call: Launch) -> Launch:
         return results
 
     return launch
+
+
+@cache
+def _warn_of_wrapped_call() -> None:
+    """Log once that torch has wrapped the function of a wrapper, whose source then does not say what it calls."""
+    logger.warning(
+        f"torch {torch.__version__} wraps what Inductor compiled: operators are looked up in every call, and a result "
+        "with other strides than in tracing is an error"
+    )
 
 
 def _has_strides(value: Tensor, stride: tuple[int, ...]) -> bool:

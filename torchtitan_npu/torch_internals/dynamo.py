@@ -1,4 +1,4 @@
-"""TorchDynamo: its errors, its compile callbacks, and AOTAutograd as a backend. Seen on torch 2.11 to 2.13."""
+"""TorchDynamo: its errors and its compile callbacks. Seen on torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
 
-__all__ = ["BackendCompilerFailed", "aot_autograd", "compile_callbacks"]
+__all__ = ["BackendCompilerFailed", "compile_callbacks"]
 
 
 @contextmanager
