@@ -137,6 +137,10 @@ class Case:
     outside: frozenset[str]
     on_command_line: bool
 
+    @property
+    def is_only_checked(self) -> bool:
+        return any(self.changes.get(key) is True for key in CHECKED_ONLY)
+
     def without(self, keys: set[str]) -> Case:
         changes = {key: value for key, value in self.changes.items() if key not in keys}
         return Case(changes, self.outside - keys, self.on_command_line)
@@ -209,7 +213,7 @@ def fault_of(case: Case, result: Result) -> str | None:
     if result.code == 0:
         if case.outside:
             return f"was accepted with {', '.join(case.outside)} outside"
-        if case.changes.keys().isdisjoint(CHECKED_ONLY) and "Training completed" not in result.output:
+        if not case.is_only_checked and "Training completed" not in result.output:
             return f"did not train: {result.output[-300:]}"
         losses = [float(loss) for loss in re.findall(r"loss:\s+(\S+?)(?:\x1b|\s)", result.output)]
         return None if all(map(math.isfinite, losses)) else f"has the losses {losses}"
@@ -475,7 +479,7 @@ def _train(arguments: list[str], folder: Path, case: Case) -> None:
 
     # TorchTitan sleeps two seconds after the last step
     torchtitan.train.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    if any(case.changes.get(key) is True for key in CHECKED_ONLY):
+    if case.is_only_checked:
         entry.train = lambda config: None
     try:
         entry.run()

@@ -16,7 +16,17 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 from tests._helpers import layouts
-from tests._helpers.config_fuzz import PREFIX, Case, Figures, Result, draw_cases, keys, run_and_check, run_cases
+from tests._helpers.config_fuzz import (
+    PREFIX,
+    Case,
+    Figures,
+    Result,
+    draw_cases,
+    fault_of,
+    keys,
+    run_and_check,
+    run_cases,
+)
 from tests.config.test_preflight import job
 from torchtitan_npu.config.allowed import ListOf, Number
 from torchtitan_npu.config.job_config import JobConfig
@@ -196,3 +206,9 @@ def test_a_value_outside_must_be_refused_without_the_key_that_is_refused_first()
     case = Case({"job.custom_config_module": "json", "training.steps": -5}, frozenset({"training.steps"}), False)
     assert run_and_check(lambda case: run(case, True), case)[1] == ""
     assert run_and_check(lambda case: run(case, False), case)[1] == "was accepted with training.steps outside"
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_only_a_compiled_job_may_be_accepted_without_training(compiles: bool) -> None:
+    fault = fault_of(Case({"compile.enable": compiles}, frozenset(), False), Result(0, "", "", []))
+    assert fault is None if compiles else fault == "did not train: "

@@ -185,7 +185,7 @@ class PlainDataPlanner(DefaultLoadPlanner):
             text = next(reversed(str(error).splitlines()), type(error).__name__)
             raise UsageError(f"{name} of the checkpoint is not plain data, and is not loaded: {text}") from error
         *containers, key = self.mappings[name]
-        target = self.original_state_dict
+        target: Any = self.original_state_dict
         for container in containers:
             target = target[container]
         target[key] = loaded
