@@ -38,11 +38,12 @@ from torchtitan_npu.components.replay.install import start_session
 from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
+from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs, takes_attention_masks
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.errors import EXIT_FAILED, EXIT_NONFINITE, EXIT_STOPPED, EXIT_USAGE, UsageError
 from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.models.documents import DOCUMENT_ENDS
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.torch_internals.pipelining import stage_modules
 from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
@@ -107,8 +108,11 @@ class Trainer(TitanTrainer):
             context=self.context_parallel,
         )
         if self.replay:
+            tokens, document_ends = input_dict["input"], None
+            if takes_attention_masks(self.model_args):
+                document_ends = input_dict.get(DOCUMENT_ENDS, tokens == self.tokenizer.eos_id)
             positions = extra_kwargs["positions"] if self.parallel_dims.cp_enabled else None
-            self.replay.start_batch(input_dict["input"], positions)
+            self.replay.start_batch(tokens, positions, document_ends)
         return inputs, labels, extra_inputs, extra_kwargs
 
     def train(self) -> None:

@@ -440,13 +440,13 @@ def test_the_record_to_replay_is_checked_before_the_start(tmp_path: Path) -> Non
     def check(**options: Any) -> None:
         check_start(check_job(job(**{"model__name": "deepseek_v32", **options}), world_size=1))
 
-    with pytest.raises(UsageError, match=r"has no record: there is no header\.json"):
+    with pytest.raises(UsageError, match=r"replay\.replay: .* has no record: there is no header\.json"):
         check(replay__replay=str(tmp_path))
     recorded = check_job(job(model__name="deepseek_v32", replay__record=str(tmp_path)), world_size=1)
     assert recorded.replay_header["choices"]["keys"] == {"layers": list(range(6)), "top_k": 32, "out_of": 64}
     write_header(tmp_path, recorded.replay_header)
     check(replay__replay=str(tmp_path))
-    with pytest.raises(UsageError, match="seq_len is 64 in the record and 128 in the job"):
+    with pytest.raises(UsageError, match=r"training\.seq_len is 64 in the record and 128 in the job"):
         check(replay__replay=str(tmp_path), training__seq_len=128)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"replay\.record .* is a file, not a folder"):

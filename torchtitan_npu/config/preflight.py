@@ -22,7 +22,7 @@ from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.replay.install import header_of_model
-from torchtitan_npu.components.replay.record_files import header_difference, read_header
+from torchtitan_npu.components.replay.record_files import header_difference, naming_the_option, read_header
 from torchtitan_npu.components.user_data.build import build_rows
 from torchtitan_npu.config.activation_checkpoint import check_activation_checkpoint
 from torchtitan_npu.config.checkpoint import check_checkpoint
@@ -258,7 +258,8 @@ class JobContext:
     @property
     def replay_difference(self) -> str | None:
         """A difference between the record to replay and this job, or ``None``."""
-        return header_difference(read_header(Path(self.config.replay.replay)), self.replay_header)
+        with naming_the_option():
+            return header_difference(read_header(Path(self.config.replay.replay)), self.replay_header)
 
     def check_dataset_path(self, name: str, section: Any) -> None:
         """Raise if ``section.dataset_path`` is not readable by the loader of this package's corpora."""

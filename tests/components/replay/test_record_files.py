@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import torchtitan_npu
+from torchtitan_npu.components.replay.install import header_of_model
 from torchtitan_npu.components.replay.record_files import (
     EXPERTS,
     KEYS,
@@ -24,7 +27,11 @@ from torchtitan_npu.components.replay.record_files import (
     width,
     write_header,
 )
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.errors import UsageError
+
+torchtitan_npu.register()
 
 SEQ_LEN, TOP_K = 8, 3
 NAMES = [sequence_hash(np.arange(row, row + SEQ_LEN)) for row in range(4)]
@@ -36,9 +43,11 @@ def choices(layer: int, sequence: int) -> np.ndarray:
     return np.stack([np.full(TOP_K, 100 * layer + 10 * sequence) + position for position in range(SEQ_LEN)])
 
 
-def write(folder: Path, rank: int, layers: list[int], sequences: list[int], positions: list[int]) -> None:
+def write(
+    folder: Path, rank: int, layers: list[int], sequences: list[int], positions: list[int], ranks: int = 1
+) -> None:
     part = KindOfRank(layers, np.array(positions), TOP_K, np.dtype("<i2"))
-    writer = StepWriter(folder, rank, len(sequences), {EXPERTS: part})
+    writer = StepWriter(folder, rank, ranks, len(sequences), {EXPERTS: part})
     writer.sequences += [NAMES[sequence] for sequence in sequences]
     for layer in layers:
         for row, sequence in enumerate(sequences):  # as gradient accumulation writes them
@@ -46,11 +55,30 @@ def write(folder: Path, rank: int, layers: list[int], sequences: list[int], posi
     writer.close()
 
 
+def test_the_files_in_the_docs_can_be_read(tmp_path: Path) -> None:
+    """An inference engine writes them with json and numpy."""
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "replay.md").read_text()
+    header, index = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "header.json").write_text(header)
+    (tmp_path / "rank-0.json").write_text(index)
+    job = JobConfig()
+    job.model.name, job.model.flavor, job.training.seq_len = "deepseek_v32", "debugmodel", 128
+    assert header_difference(read_header(tmp_path), header_of_model(job, build_on_meta(job))) is None
+
+    keys = np.full((6, 2, 128, 32), -1, dtype="<i2")
+    keys[..., 0] = np.arange(128)
+    np.save(tmp_path / "rank-0.keys.npy", keys)
+    np.save(tmp_path / "rank-0.experts.npy", np.broadcast_to(np.arange(3, dtype="u1"), (5, 2, 128, 3)))
+    everywhere, sequences = np.arange(128), [(sequence_hash(np.arange(first, first + 128)), 0) for first in (1, 0)]
+    assert np.array_equal(StepReader(tmp_path, 0).read(KEYS, 5, sequences, everywhere, 32), keys[5])
+    assert (StepReader(tmp_path, 0).read(EXPERTS, 1, sequences, everywhere, 3) == [0, 1, 2]).all()
+
+
 def test_another_layout_finds_its_tokens(tmp_path: Path) -> None:
     head_tail = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}
     for stage, layers in enumerate(([1], [2])):
         for rank, positions in head_tail.items():
-            write(tmp_path, 2 * stage + rank, layers, [0, 1, 2, 3], positions)
+            write(tmp_path, 2 * stage + rank, layers, [0, 1, 2, 3], positions, ranks=4)
     for layer in (1, 2):
         for positions in ([0, 1, 2, 3], [4, 5, 6, 7], list(range(SEQ_LEN))):
             read = StepReader(tmp_path, 0).read(
@@ -63,7 +91,7 @@ def test_a_sequence_that_occurs_twice_is_read_in_order_from_the_ranks_own_file_f
     everywhere = np.arange(SEQ_LEN)
     for rank in (0, 1):
         part = KindOfRank([1], everywhere, TOP_K, np.dtype("<i2"))
-        writer = StepWriter(tmp_path, rank, 2, {EXPERTS: part})
+        writer = StepWriter(tmp_path, rank, 2, 2, {EXPERTS: part})
         writer.sequences += [NAMES[0], NAMES[0]]
         for row in (0, 1):
             writer.write(EXPERTS, 1, row, choices(rank, row)[None])
@@ -78,7 +106,7 @@ def test_arrays_are_plain_npy_files(tmp_path: Path) -> None:
     assert array.shape == (2, 2, SEQ_LEN, TOP_K) and array.dtype == np.int16
     assert np.array_equal(array[1, 0], choices(2, 0))
     index = json.loads((tmp_path / "rank-0.json").read_text())
-    assert index == {"sequences": NAMES[:2], "experts": {"layers": [1, 2], "positions": [[0, SEQ_LEN]]}}
+    assert index == {"ranks": 1, "sequences": NAMES[:2], "experts": {"layers": [1, 2], "positions": [[0, SEQ_LEN]]}}
 
 
 @pytest.mark.parametrize(
@@ -105,16 +133,21 @@ def test_a_file_of_another_shape_is_an_error(tmp_path: Path) -> None:
         StepReader(tmp_path, 0).read(EXPERTS, 1, [(NAMES[0], 0)], np.array([0]), TOP_K)
 
 
-def test_a_rank_that_was_killed_leaves_no_index(tmp_path: Path) -> None:
+def test_a_step_without_the_index_of_a_rank_that_was_killed_is_incomplete(tmp_path: Path) -> None:
     part = KindOfRank([1], np.arange(SEQ_LEN), TOP_K, np.dtype("<i2"))
-    StepWriter(tmp_path, 0, 1, {EXPERTS: part})
-    with pytest.raises(UsageError, match="no sequence"):
-        StepReader(tmp_path, 0).read(EXPERTS, 1, [(NAMES[0], 0)], np.array([0]), TOP_K)
+    folder = tmp_path / "step-7"
+    StepWriter(folder, 1, 4, 1, {EXPERTS: part})
+    with pytest.raises(UsageError, match="step-7 is incomplete: no rank has written its index"):
+        StepReader(folder, 1)
+    for rank in (0, 2, 3):
+        write(folder, rank, [1], [rank], list(range(SEQ_LEN)), ranks=4)
+    with pytest.raises(UsageError, match="step-7 is incomplete: it has the choices of 3 of 4 ranks"):
+        StepReader(folder, 1)
 
 
 def test_a_layer_that_did_not_choose_is_an_error(tmp_path: Path) -> None:
     part = KindOfRank([1, 2], np.arange(SEQ_LEN), TOP_K, np.dtype("<i2"))
-    writer = StepWriter(tmp_path, 0, 1, {EXPERTS: part})
+    writer = StepWriter(tmp_path, 0, 1, 1, {EXPERTS: part})
     writer.write(EXPERTS, 1, 0, choices(1, 0)[None])
     with pytest.raises(RuntimeError, match="layer 2 has not chosen"):
         writer.close()
@@ -123,8 +156,8 @@ def test_a_layer_that_did_not_choose_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"model": {"name": "m", "dim": 32}}, "model.dim is 32 in the record and 64 in the job"),
-        ({"seq_len": 16}, "seq_len is 16 in the record and 8 in the job"),
+        ({"model": {"name": "m", "dim": 32}}, "dim of model.flavor is 32 in the record and 64 in the job"),
+        ({"seq_len": 16}, "training.seq_len is 16 in the record and 8 in the job"),
         ({"choices": {}}, "choices.experts.layers is absent in the record and [1, 2] in the job"),
         ({}, None),
     ],

@@ -26,6 +26,7 @@ from tests._helpers.training import (
     train_until,
 )
 from torchtitan_npu.components.replay.record_files import EXPERTS, KEYS, StepReader, read_header, width
+from torchtitan_npu.components.replay.replayer import problem_of_keys
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 FULL = {"activation_checkpoint.mode": "full"}
@@ -221,9 +222,12 @@ def test_the_record_of_an_eager_job_fixes_the_choices_of_converters() -> None:
     [
         ({"training.steps": STEPS + 1}, "has no step 3; it has steps 1 to 2"),
         ({"training.dataset": "tiny_corpus_validation"}, "its data differ"),
-        ({"training.seq_len": SEQUENCE // 2}, f"seq_len is {SEQUENCE} in the record and {SEQUENCE // 2} in the job"),
-        (DOCUMENTS, "model.document_mask is False in the record and True in the job"),
-        ({"model.name": "glm_moe_dsa"}, "model.n_layers is 2 in the record and 4 in the job"),
+        (
+            {"training.seq_len": SEQUENCE // 2},
+            rf"replay\.replay: .*: training\.seq_len is {SEQUENCE} in the record and {SEQUENCE // 2} in the job",
+        ),
+        (DOCUMENTS, r"dsa\.document_mask is False in the record and True in the job"),
+        ({"model.name": "glm_moe_dsa"}, "n_layers of model.flavor is 2 in the record and 4 in the job"),
     ],
     ids=str,
 )
@@ -234,25 +238,48 @@ def test_a_record_of_another_job_is_an_error(options: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "value", "message"),
+    ("options", "kind", "place", "values", "message"),
     [
-        (EXPERTS, (0, 3, 5), 8, "the experts .* of layer 1 are not possible at position 5"),
-        (EXPERTS, (0, 3, 5), 7, r"the experts \[7, 7, 7\] of layer 1 are not possible at position 5"),
-        (KEYS, (1, 3, 5), 6, "the keys .* of layer 1 are not possible at position 5"),
-        (KEYS, (1, 3, 5), -1, "the keys .* of layer 1 are not possible at position 5"),
+        ({}, EXPERTS, (0, 3, 5), [0, 1, 8], "layer 1 at position 5 .* are not all from 0 to 7"),
+        slow({}, EXPERTS, (0, 3, 5), [7, 6, 7], "layer 1 at position 5 .* have an expert twice"),
+        slow({}, KEYS, (1, 3, 5), [4, 6], "layer 1 at position 5 .* have a key after the query"),
+        slow({}, KEYS, (1, 3, 5), [], "layer 1 at position 5 .* have no key"),
+        # the sequences have several documents
+        (DOCUMENTS, KEYS, (1, slice(None), SEQUENCE - 1), [0], "layer 1 at position .* have a key of another document"),
     ],
 )
 def test_choices_that_are_not_possible_are_errors(
-    kind: str, place: tuple[int, int, int], value: int, message: str, tmp_path: Path
+    options: dict[str, Any], kind: str, place: Any, values: list[int], message: str, tmp_path: Path
 ) -> None:
-    path, _ = recorded("deepseek_v32")
+    path, _ = recorded("deepseek_v32", options=json.dumps(options))
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "step-1" / f"rank-0.{kind}.npy"
     array = np.load(file)
-    array[place] = value
+    array[place] = np.pad(values, (0, array.shape[3] - len(values)), constant_values=-1)
     np.save(file, array)
-    with pytest.raises(RankError, match=message):
-        train("deepseek_v32", 1, {}, {"replay.replay": str(tmp_path)})
+    with pytest.raises(RankError, match=rf"replay\.replay: .*step-1/rank-0\.{kind}\.npy: the {kind} .* of {message}"):
+        train("deepseek_v32", 1, {}, {**options, "replay.replay": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ([3, 5, 2, -1], None),
+        ([2, 3, 4, 5], None),
+        ([3, 5, 6, -1], "have a key after the query"),
+        ([3, 1, -1, -1], "have a key of another document"),
+        ([3, 5, 3, -1], "have a key twice"),
+        ([-1, 3, -1, -1], "have -1 before a key"),
+        ([3, -1, 2, -1], "have -1 before a key"),
+        ([-1, -1, -1, -1], "have no key"),
+        ([3, -2, -1, -1], "have a negative number other than -1"),
+    ],
+)
+def test_keys_of_a_query_at_position_5_of_a_document_from_position_2(keys: list[int], problem: str | None) -> None:
+    rows = np.array([[[0, -1, -1, -1], [2, 3, -1, -1]], [[0, -1, -1, -1], keys]])  # (sequences, tokens, top_k)
+    first_keys = np.array([[0, 0], [0, 2]])
+    found = problem_of_keys(rows, positions=np.array([0, 5]), first_keys=first_keys)
+    assert found == (None if problem is None else (problem, (1, 1)))
 
 
 def test_a_resumed_job_continues_its_record_and_another_one_does_not(tmp_path: Path) -> None:

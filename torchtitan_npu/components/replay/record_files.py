@@ -11,6 +11,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,12 @@ EXPERTS, KEYS = "experts", "keys"
 KINDS = (EXPERTS, KEYS)
 NONE = -1
 """The key of a query that selects fewer than ``top_k``."""
+JOB_KEYS = {
+    "seq_len": "training.seq_len",
+    "model.document_mask": "dsa.document_mask",
+    **{f"model.{size}": f"{size} of model.flavor" for size in ("n_layers", "dim", "vocab_size")},
+}
+"""Names of a header's fields in the job's config."""
 
 
 def sequence_hash(tokens: np.ndarray) -> str:
@@ -64,6 +71,15 @@ def dtype(kind: str, out_of: int) -> np.dtype:
     return np.dtype("<i2" if out_of <= 2**15 else "<i4")
 
 
+@contextmanager
+def naming_the_option() -> Iterator[None]:
+    """Name ``replay.replay`` in errors about the files that are read."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"replay.replay: {error}") from error
+
+
 def write_header(folder: Path, header: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / HEADER, header)
@@ -87,7 +103,8 @@ def header_difference(recorded: Any, job: Any) -> str | None:
     theirs, ours = _flat(recorded), _flat(job)
     for key in [*ours, *theirs]:
         if theirs.get(key) != ours.get(key):
-            return f"{key} is {theirs.get(key, 'absent')} in the record and {ours.get(key, 'absent')} in the job"
+            name = JOB_KEYS.get(key, key)
+            return f"{name} is {theirs.get(key, 'absent')} in the record and {ours.get(key, 'absent')} in the job"
     return None
 
 
@@ -121,10 +138,14 @@ class KindOfRank:
 
 
 class StepWriter:
-    """Write the choices of one rank in one step. Only one layer's choices are in memory at a time."""
+    """Write the choices of one rank in one step. Only one layer's choices are in memory at a time.
 
-    def __init__(self, folder: Path, rank: int, rows: int, kinds: Mapping[str, KindOfRank]) -> None:
+    ``ranks`` is the number of ranks that write the step.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int, rows: int, kinds: Mapping[str, KindOfRank]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.ranks = ranks
         self.index = folder / f"rank-{rank}.json"
         self.kinds = kinds
         self.sequences: list[str] = []
@@ -154,7 +175,7 @@ class StepWriter:
             kind: {"layers": list(part.layers), "positions": _spans(part.positions)}
             for kind, part in self.kinds.items()
         }
-        _write_json(self.index, {"sequences": self.sequences, **kinds})
+        _write_json(self.index, {"ranks": self.ranks, "sequences": self.sequences, **kinds})
 
 
 class StepReader:
@@ -165,6 +186,11 @@ class StepReader:
         own = folder / f"rank-{rank}.json"
         self._paths = sorted(folder.glob("rank-*.json"), key=lambda path: (path != own, path.name))
         self._shards: list[_Shard] = []
+        if not self._paths:
+            raise UsageError(f"{folder} is incomplete: no rank has written its index")
+        ranks = next(self._all_shards()).ranks
+        if len(self._paths) < ranks:
+            raise UsageError(f"{folder} is incomplete: it has the choices of {len(self._paths)} of {ranks} ranks")
 
     def read(
         self, kind: str, layer: int, sequences: Sequence[tuple[str, int]], positions: np.ndarray, width: int
@@ -181,6 +207,12 @@ class StepReader:
                 return values
         row, token = np.argwhere(missing)[0]
         raise UsageError(self._reason(kind, layer, sequences[row][0], int(positions[token])))
+
+    def file_of(self, kind: str, layer: int, sequence: str, position: int) -> Path:
+        """Return the first file with these choices, which :meth:`read` has returned."""
+        return next(
+            shard.array_path(kind) for shard in self._all_shards() if shard.has(kind, layer, sequence, position)
+        )
 
     def _all_shards(self) -> Iterator[_Shard]:
         yield from self._shards
@@ -201,6 +233,7 @@ class _Shard:
         self.path = path
         try:
             self.index = json.loads(path.read_text())
+            self.ranks = int(self.index["ranks"])
             self.rows: dict[str, list[int]] = defaultdict(list)
             for row, sequence in enumerate(self.index["sequences"]):
                 self.rows[sequence].append(row)
@@ -211,8 +244,20 @@ class _Shard:
     def arrays(self) -> dict[str, np.ndarray]:
         return {kind: self._array(kind) for kind in KINDS if kind in self.index}
 
+    def array_path(self, kind: str) -> Path:
+        return self.path.with_suffix(f".{kind}.npy")
+
+    def has(self, kind: str, layer: int, sequence: str, position: int) -> bool:
+        part = self.index.get(kind)
+        return (
+            part is not None
+            and layer in part["layers"]
+            and sequence in self.rows
+            and any(first <= position < end for first, end in part["positions"])
+        )
+
     def _array(self, kind: str) -> np.ndarray:
-        path = self.path.with_suffix(f".{kind}.npy")
+        path = self.array_path(kind)
         part = self.index[kind]
         tokens = sum(last - first for first, last in part["positions"])
         expected = (len(part["layers"]), len(self.index["sequences"]), tokens)
@@ -243,7 +288,9 @@ class _Shard:
         tokens = token_at[positions]
         array = self.arrays[kind]
         if array.shape[3] != values.shape[2]:
-            raise UsageError(f"{self.path.name} has {array.shape[3]} {kind} for a token, and the job {values.shape[2]}")
+            raise UsageError(
+                f"{self.array_path(kind)} has {array.shape[3]} {kind} for a token, and the job {values.shape[2]}"
+            )
         for row, (sequence, times) in enumerate(sequences):
             rows = self.rows.get(sequence)
             found = missing[row] & (tokens >= 0)

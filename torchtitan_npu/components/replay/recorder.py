@@ -34,12 +34,15 @@ class Recorder(Session):
 
     writer: StepWriter | None = None
     is_recording = False
+    ranks: int
+    """Number of ranks that write."""
 
     def start(self) -> None:
         group = new_file_group() if dist.is_initialized() else None
         problems = gather(self._prepare_folder() if self.rank == 0 else "", group)
         if problems[0]:
             raise UsageError(f"replay.record {self.folder}: {problems[0]}")
+        self.ranks = sum(gather(any(map(self.owns, self.choices)), group))
         log_on_first_rank(f"replay: the choices of each step are recorded in {self.folder}")
 
     def _prepare_folder(self) -> str:
@@ -62,8 +65,8 @@ class Recorder(Session):
         self.is_recording = step != self.step  # a step that runs again has been recorded
         super().start_step(step)
 
-    def start_batch(self, tokens: Tensor, positions: Tensor | None) -> None:
-        super().start_batch(tokens, positions)
+    def start_batch(self, tokens: Tensor, positions: Tensor | None, document_ends: Tensor | None) -> None:
+        super().start_batch(tokens, positions, document_ends)
         if not self.is_recording:
             return
         if self.writer is None:
@@ -71,7 +74,7 @@ class Recorder(Session):
             if not kinds:  # a tensor-parallel rank whose choices another one records, or a stage without choices
                 return
             rows = len(tokens) * self.batches_per_step
-            self.writer = StepWriter(step_folder(self.folder, self.step), self.rank, rows, kinds)
+            self.writer = StepWriter(step_folder(self.folder, self.step), self.rank, self.ranks, rows, kinds)
         self.writer.sequences += [name for name, _ in self.sequences]
 
     def _kind(self, kind: str) -> KindOfRank | None:

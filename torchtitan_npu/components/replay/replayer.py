@@ -18,6 +18,7 @@ from torchtitan_npu.components.replay.record_files import (
     NONE,
     StepReader,
     header_difference,
+    naming_the_option,
     read_header,
     recorded_steps,
     step_folder,
@@ -41,12 +42,13 @@ class Replayer(Session):
     _last: tuple[Any, Tensor] | None = None
 
     def start(self) -> None:
-        if difference := header_difference(read_header(self.folder), self.header):
-            raise UsageError(f"replay.replay {self.folder}: {difference}")
-        steps = recorded_steps(self.folder)
-        if missing := sorted(set(range(self.step, self.job_config.training.steps + 1)) - set(steps)):
-            has = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-            raise UsageError(f"replay.replay {self.folder} has no step {missing[0]}; it has {has}")
+        with naming_the_option():
+            if difference := header_difference(read_header(self.folder), self.header):
+                raise UsageError(f"{self.folder}: {difference}")
+            steps = recorded_steps(self.folder)
+            if missing := sorted(set(range(self.step, self.job_config.training.steps + 1)) - set(steps)):
+                has = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+                raise UsageError(f"{self.folder} has no step {missing[0]}; it has {has}")
         self.reset_counts()
         log_on_first_rank(f"replay: the choices of each step are those of {self.folder}")
 
@@ -60,7 +62,8 @@ class Replayer(Session):
     def start_step(self, step: int) -> None:
         super().start_step(step)
         self._last = None
-        self.reader = StepReader(step_folder(self.folder, step), self.rank)
+        with naming_the_option():
+            self.reader = StepReader(step_folder(self.folder, step), self.rank)
 
     @property
     def replays_now(self) -> bool:
@@ -93,27 +96,32 @@ class Replayer(Session):
             positions = self.positions_of(choices)
             header = self.header["choices"][choices.kind]
             sequences = self.sequences[part]
-            values = self.reader.read(choices.kind, choices.layer, sequences, positions, width(header))
-            self._check(choices, values, positions)
+            with naming_the_option():
+                values = self.reader.read(choices.kind, choices.layer, sequences, positions, width(header))
+                if not in_backward_pass():
+                    self._check(choices, values, part, positions)
             padded = F.pad(torch.from_numpy(values), (0, choices.top_k - values.shape[2]), value=NONE)
             self._last = wanted, padded.to(device)
         return self._last[1]
 
-    def _check(self, choices: Choices, values: np.ndarray, positions: np.ndarray) -> None:
-        """Raise if a choice is not possible, or an expert is chosen twice: it would train a wrong model."""
+    def _check(self, choices: Choices, values: np.ndarray, part: slice, positions: np.ndarray) -> None:
+        """Raise if a choice is not possible: it would train a wrong model.
+
+        ``values`` (sequences, tokens, width) are those of ``part`` of the batch, at ``positions`` of each sequence.
+        """
         if choices.kind == EXPERTS:
-            is_wrong = ((values < 0) | (values >= choices.out_of)).any(axis=-1)
-            ordered = np.sort(values, axis=-1)
-            is_wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
-        else:  # every query has a key, and sees none after itself
-            is_wrong = ((values < NONE) | (values > positions[:, None])).any(axis=-1) | (values[..., 0] == NONE)
-        if is_wrong.any():
-            row, token = np.argwhere(is_wrong)[0]
-            name, _ = self.sequences[self.rows(len(values))][row]
-            raise UsageError(
-                f"{self.reader.folder}: the {choices.kind} {shown(values[row, token].tolist())} of layer "
-                f"{choices.layer} are not possible at position {positions[token]} of sequence {name}"
-            )
+            problem = problem_of_experts(values, choices.out_of)
+        else:
+            problem = problem_of_keys(values, positions, self.first_keys[part][:, positions])
+        if problem is None:
+            return
+        what, (row, token) = problem
+        name, position = self.sequences[part][row][0], int(positions[token])
+        raise UsageError(
+            f"{self.reader.file_of(choices.kind, choices.layer, name, position)}: the {choices.kind} "
+            f"{shown(values[row, token].tolist())} of layer {choices.layer} at position {position} of sequence {name} "
+            f"{what}"
+        )
 
     def _count(self, choices: Choices, own: Tensor, recorded: Tensor) -> None:
         at = self.header["choices"][choices.kind]["layers"].index(choices.layer)
@@ -134,6 +142,53 @@ class Replayer(Session):
             found |= {f"replay/flipped_{kind}/layer_{n}": number for n, number in zip(layers, flipped, strict=True)}
         self.reset_counts()
         return found
+
+
+Problem = tuple[str, tuple[int, int]] | None
+"""What is wrong, and in which sequence and token first."""
+
+
+def problem_of_experts(experts: np.ndarray, number: int) -> Problem:
+    """Return why ``experts`` (sequences, tokens, top_k) are not possible choices out of ``number``, or ``None``."""
+    return first_problem(
+        {
+            f"are not all from 0 to {number - 1}": ((experts < 0) | (experts >= number)).any(axis=-1),
+            "have an expert twice": has_duplicates(experts),
+        }
+    )
+
+
+def problem_of_keys(keys: np.ndarray, positions: np.ndarray, first_keys: np.ndarray) -> Problem:
+    """Return why ``keys`` (sequences, tokens, top_k) are not possible, or ``None``.
+
+    Their queries are at ``positions`` (tokens). They see the positions from ``first_keys`` (sequences, tokens) on.
+    """
+    is_key = keys >= 0
+    return first_problem(
+        {
+            "have a negative number other than -1": (keys < NONE).any(axis=-1),
+            "have no key": ~is_key.any(axis=-1),
+            "have -1 before a key": (is_key[..., 1:] & ~is_key[..., :-1]).any(axis=-1),
+            "have a key after the query": (keys > positions[:, None]).any(axis=-1),
+            "have a key of another document": (is_key & (keys < first_keys[..., None])).any(axis=-1),
+            "have a key twice": has_duplicates(keys),
+        }
+    )
+
+
+def first_problem(problems: dict[str, Any]) -> Problem:
+    """Return the first of ``problems``, by what is wrong, that a token (sequences, tokens) has."""
+    for what, is_wrong in problems.items():
+        if is_wrong.any():
+            row, token = np.argwhere(is_wrong)[0]
+            return what, (int(row), int(token))
+    return None
+
+
+def has_duplicates(choices: np.ndarray) -> Any:
+    """Return whether a token (sequences, tokens) has a choice twice. Negative numbers are no choices."""
+    ordered = np.sort(choices, axis=-1)
+    return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(axis=-1)
 
 
 def flip_summary(metrics: dict[str, int]) -> str:

@@ -18,6 +18,7 @@ from torchtitan_npu.components.replay.choices import Choices, choices_of
 from torchtitan_npu.components.replay.record_files import KINDS, header_of, sequence_hash
 from torchtitan_npu.config.job_config import JobConfig, dsa_options
 from torchtitan_npu.distributed.file_group import gather
+from torchtitan_npu.models.documents import positions_in_documents
 
 
 class Session:
@@ -56,6 +57,8 @@ class Session:
         self.microbatch: int | None = None
         self.positions = np.empty(0, dtype=np.int64)
         """Positions in the sequence of this rank's tokens."""
+        self.first_keys = np.empty((0, 0), dtype=np.int64)
+        """(bsz, seqlen) of the current batch: the first position that each token sees, that of its document."""
         self.occurrences: Counter[str] = Counter()
 
     def start_step(self, step: int) -> None:
@@ -74,10 +77,11 @@ class Session:
         """Check or prepare the folder before the first step. Collective."""
         raise NotImplementedError
 
-    def start_batch(self, tokens: Tensor, positions: Tensor | None) -> None:
+    def start_batch(self, tokens: Tensor, positions: Tensor | None, document_ends: Tensor | None) -> None:
         """Start a forward and backward pass on ``tokens`` (bsz, seqlen).
 
-        ``positions`` (bsz, tokens of this rank) are those of context parallel.
+        ``positions`` (bsz, tokens of this rank) are those of context parallel. ``document_ends`` (bsz, seqlen) marks
+        the last tokens of documents, if tokens attend only to their own document.
         """
         if not self.step:  # a dry run, without values
             return
@@ -88,6 +92,9 @@ class Session:
             self.sequences.append((name, self.occurrences[name]))
             self.occurrences[name] += 1
         self.positions = np.arange(tokens.shape[1]) if positions is None else positions[0].cpu().numpy()
+        self.first_keys = np.zeros(tokens.shape, dtype=np.int64)
+        if document_ends is not None:
+            self.first_keys += np.arange(tokens.shape[1]) - positions_in_documents(document_ends).cpu().numpy()
         self.in_batch = True
         self.microbatch = None if self.dims.pp_enabled else 0
 
@@ -102,8 +109,10 @@ class Session:
     def running(self, microbatch: int) -> Iterator[None]:
         """Run the forward or backward pass of one microbatch of a pipeline."""
         self.microbatch = microbatch if self.in_batch else None
-        yield
-        self.microbatch = None
+        try:
+            yield
+        finally:
+            self.microbatch = None
 
     @property
     def runs_now(self) -> bool:
