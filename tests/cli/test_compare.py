@@ -284,6 +284,7 @@ def test_every_pattern_has_a_meaning_and_a_check() -> None:
         for pattern in result.patterns:
             assert f"    {pattern.means}" in lines
             assert f"    Check: {pattern.check}" in lines
+            assert ("--replay" in pattern.check) == (pattern.name in (LATE_DRIFT, SPIKE))
 
 
 # --- reports ---

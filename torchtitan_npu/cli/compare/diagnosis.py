@@ -40,11 +40,13 @@ _ADVICE = {
     LATE_DRIFT: (
         "The runs start equal and diverge slowly: accumulated rounding, or a gradient that is slightly wrong.",
         "Repeat in float32: accumulated rounding shrinks to 1e-5 or less, a wrong gradient does not. Compare the "
-        "gradient norm of the first steps.",
+        "gradient norm of the first steps. With experts or sparse attention, `compare run --replay` shows what remains "
+        "without flipped choices.",
     ),
     SPIKE: (
         "Single steps differ and the curves agree again: one batch is processed differently, not every batch.",
-        "Data order and the batch of that step (very long, empty or padded sequences, an expert without tokens).",
+        "Data order and the batch of that step (very long, empty or padded sequences, an expert without tokens). With "
+        "experts or sparse attention, `compare run --replay` rules out flipped choices.",
     ),
     OTHER: (
         "The curves differ, but without a NaN, over 1% at the first step, a late drift or spikes.",
