@@ -60,7 +60,7 @@ def test_multi_token_prediction_has_the_released_names() -> None:
     assert torch.equal(weights["model.layers.3.shared_head.head.weight"], weights["lm_head.weight"])
 
 
-GLM = {"args_class": GlmMoeDsaModelArgs, "index_topk_pattern": "FS"}
+GLM = {"args_class": GlmMoeDsaModelArgs, "index_topk_pattern": "FS", "n_layers": 2}
 """GLM-5, with one indexer for two layers."""
 
 GLM_LAYER_78 = {
@@ -93,7 +93,7 @@ GLM_LAYER_78 = {
 
 def test_glm_has_the_released_names_of_multi_token_prediction(tmp_path: Path) -> None:
     """The embedding and the output weights are not repeated, unlike in DeepSeek's release."""
-    args = mtp_args(1, **GLM, n_layers=2)
+    args = mtp_args(1, **GLM)
     weights = exported(args)
     further = {name.removeprefix("model.layers.2.") for name in weights if name.startswith("model.layers.2.")}
     assert {name for name in further if ".experts." not in name} == GLM_LAYER_78
@@ -129,7 +129,7 @@ def test_reads_weights_in_fp8(depths: int, model: dict[str, Any], tmp_path: Path
     The release has a layer of multi-token prediction, even if the model does not use it.
     """
     sizes = {"dim": 144, "moe_inter_dim": 136, "q_lora_rank": 130, "kv_lora_rank": 132, "n_layers": 2, "num_experts": 4}
-    released_args, args = (mtp_args(n, **model, **sizes, num_expert_groups=None) for n in (1, depths))
+    released_args, args = (mtp_args(n, **{**model, **sizes}, num_expert_groups=None) for n in (1, depths))
     file, expected = quantised(exported(released_args))
     assert any(len(scales) > 1 for name, scales in file.items() if "indexer" in name and name.endswith("scale_inv"))
     write(file, tmp_path)

@@ -38,10 +38,10 @@ MODES = {
 }
 
 
-def glm(mode: str = "none", fused: bool = True, **changes: Any) -> Any:
+def glm(mode: str = "none", fused: bool = True, pattern: str = PATTERN, **changes: Any) -> Any:
     """Build the model in float64."""
-    sizes = {"n_layers": len(PATTERN), "v_head_dim": 22, "num_expert_groups": None, "num_limited_groups": None}
-    args = model_args(GlmMoeDsaModelArgs, index_topk_pattern=PATTERN, **sizes, **changes)
+    sizes = {"n_layers": len(pattern), "v_head_dim": 22, "num_expert_groups": None, "num_limited_groups": None}
+    args = model_args(GlmMoeDsaModelArgs, index_topk_pattern=pattern, **sizes, **changes)
     model: Any = build(args).double()
     if fused:
         CONVERTERS["npu_dsa"](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)
@@ -138,22 +138,47 @@ def test_layers_without_an_indexer_do_not_change_others_gradients() -> None:
     assert {name for name in shared if name not in without} == {name for name in shared if ".indexer." in name}
 
 
+@pytest.mark.parametrize("pattern", [PATTERN, "FFS"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_recomputed_layer_attends_to_the_keys_of_its_forward(mode: str) -> None:
-    """Indexers that select other keys after the forward change no gradient, as if a kernel were not deterministic."""
-    expected, model = glm(indexer_loss=False), glm(mode, indexer_loss=False)
+def test_a_recomputed_layer_attends_to_the_keys_of_its_forward(mode: str, pattern: str) -> None:
+    """Indexers that select other keys after the forward change no gradient, as if a kernel were not deterministic.
+
+    This holds for indexers that are shared. The first of "FFS" is not: its keys would need memory of their own.
+    """
+    expected, model = (glm(m, pattern=pattern, indexer_loss=False) for m in ("none", mode))
     loss_of(expected).backward()
     loss = loss_of(model)
     torch.manual_seed(1)
     with torch.no_grad():
         for block in blocks(model):
-            if block.attention.indexer is not None:
+            if block.attention.indexer is not None and block.attention.passed:
                 block.attention.indexer.weights_proj.weight.normal_()
     loss.backward()
     ours = gradients(model)
     assert ours.keys() == gradients(expected).keys()
     for name, gradient in gradients(expected).items():
         assert torch.equal(ours[name], gradient), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed"),
+    [({"shared_indexer_loss": True}, 4), ({"shared_indexer_loss": False}, 1), ({"indexer_loss": False}, 1)],
+    ids=str,
+)
+def test_a_stage_passes_on_one_tensor_of_keys(changes: dict[str, Any], passed: int) -> None:
+    """With the shared loss, it also passes on the indexer's three tensors."""
+    model = glm(**changes)
+    for layer in ("2", "3", "4"):
+        del model.layers[layer]
+    model.norm = model.output = None
+    hidden, keys, *index = model(tokens())
+    assert hidden.shape == (BATCH, SEQUENCE, model.model_args.dim) and hidden.dtype == torch.float64
+    assert keys.shape == (BATCH, SEQUENCE, 1, TOP_K) and keys.dtype == torch.int32 and not keys.requires_grad
+    assert len(index) == passed - 1 and all(x.is_floating_point() and x.requires_grad for x in index)
+    del model.layers["1"], model.layers["0"]
+    model.tok_embeddings = None
+    model.layers["4"] = blocks(glm(**changes))[4]  # the last layer of a group shares nothing
+    assert isinstance(model(hidden, keys, *index), Tensor)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torchtitan.models.deepseek_v3 import get_train_spec as get_deepseek_v3_train_spec
 from torchtitan.models.moe import MoEArgs
@@ -12,6 +11,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
+from torchtitan_npu.models.deepseek_v32.flavors import cut, debug
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 from torchtitan_npu.models.deepseek_v32.state_dict_adapter import DeepSeekV32StateDictAdapter
@@ -50,34 +50,9 @@ RELEASED = DeepSeekV32ModelArgs(
     index_topk=2048,
 )
 
-
-def _cut(n_layers: int, **changes: Any) -> DeepSeekV32ModelArgs:
-    """Return the released model with ``n_layers`` layers, one of them dense, and 8 experts without groups.
-
-    Grouped routing compares the best two experts of each group, and 8 experts would leave one per group.
-    """
-    experts = replace(RELEASED.moe_args, num_experts=8, num_expert_groups=None, num_limited_groups=None)
-    fields: dict[str, Any] = {"n_layers": n_layers, "n_dense_layers": 1, "moe_args": experts}
-    return replace(RELEASED, **fields, **changes)
-
-
-def _debug(n_heads: int, **changes: Any) -> DeepSeekV32ModelArgs:
-    """Return a model small enough for a CPU, in which a token selects 3 of 8 experts."""
-    # a rope_factor of 1 disables YaRN, which extends a trained model to longer sequences
-    sizes: dict[str, Any] = {
-        "vocab_size": 2048,
-        "dim": 256,
-        "inter_dim": 1024,
-        "moe_inter_dim": 256,
-        "rope_factor": 1.0,
-    }
-    args = _cut(6, n_heads=n_heads, **sizes, **changes)
-    args.moe_args.top_k = 3
-    return args
-
-
 deepseekv32_args = {
-    "debugmodel": _debug(
+    "debugmodel": debug(
+        RELEASED,
         n_heads=8,
         q_lora_rank=96,
         kv_lora_rank=64,
@@ -89,9 +64,9 @@ deepseekv32_args = {
         index_topk=32,
     ),
     # 32 heads are the NPU's minimum for the indexer's loss; all other attention sizes are the release's
-    "debugmodel_npu": _debug(n_heads=32, q_lora_rank=192),
-    "671B_4layers": _cut(4),
-    "671B_8layers": _cut(8),
+    "debugmodel_npu": debug(RELEASED, n_heads=32, q_lora_rank=192),
+    "671B_4layers": cut(RELEASED, 4),
+    "671B_8layers": cut(RELEASED, 8),
     "671B": RELEASED,
 }
 

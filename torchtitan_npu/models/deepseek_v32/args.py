@@ -20,6 +20,8 @@ from torchtitan_npu.models.deepseek_v32.checks import check_parallelism
 INDEX = ("index_q", "index_k", "index_weights")
 """What an indexer computes, in the order of the arguments of ``SparseAttention.forward``."""
 
+INDEX_ROPES = ("half", "interleave")
+
 
 @dataclass
 class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
@@ -48,7 +50,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     """Number of keys that a query attends to, or all visible keys if there are fewer."""
 
     index_topk_pattern: str = ""
-    """A letter per layer: F has an indexer, S attends to the keys of the last F before it. F for layers beyond it."""
+    """A letter per layer: F has an indexer, S attends to the keys of the last F before it. Empty: all F."""
 
     index_rope: str = "half"
     """Elements of an indexer head that rotate together: "half", half a head apart, or "interleave", neighbours."""
@@ -107,6 +109,13 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
                 f"index_topk_pattern is {self.index_topk_pattern!r}; it must start with F and have only the letters F "
                 "(a layer with an indexer) and S (a layer that attends to the last indexer's keys)"
             )
+        letters = len(self.index_topk_pattern)
+        if letters not in (0, self.n_layers):
+            raise UsageError(
+                f"index_topk_pattern has {letters} letters; it must have one for each of n_layers, {self.n_layers}"
+            )
+        if self.index_rope not in INDEX_ROPES:
+            raise UsageError(f"index_rope is {self.index_rope!r}; it must be one of {', '.join(INDEX_ROPES)}")
         if self.attn_type != "sdpa":
             raise UsageError(
                 f"attn_type must be 'sdpa', not {self.attn_type!r}; set dsa.document_mask to mask documents"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_npu.models.deepseek_v32 import get_train_spec as get_deepseek_v32_train_spec
+from torchtitan_npu.models.deepseek_v32.flavors import cut, debug
 from torchtitan_npu.models.glm_moe_dsa.args import GlmMoeDsaModelArgs, index_topk_pattern
 
 __all__ = ["GlmMoeDsaModelArgs", "glm_moe_dsa_args"]
@@ -50,27 +50,15 @@ GLM_5_2.index_topk_pattern = index_topk_pattern(78, frequency=4, offset=3)
 GLM_5_2.rope_theta = 8_000_000.0
 
 
-def _cut(n_layers: int, **changes: Any) -> GlmMoeDsaModelArgs:
-    """Return GLM-5.2 with ``n_layers`` layers, one of them dense, an indexer for each four, and 8 experts."""
-    fields: dict[str, Any] = {
-        "n_layers": n_layers,
-        "n_dense_layers": 1,
-        "index_topk_pattern": index_topk_pattern(n_layers, frequency=4, offset=1),
-        "moe_args": replace(GLM_5_2.moe_args, num_experts=8),
-    }
-    return replace(GLM_5_2, **fields, **changes)
-
-
-def _debug(n_heads: int, **changes: Any) -> GlmMoeDsaModelArgs:
-    """Return a model small enough for a CPU, in which a token selects 3 of 8 experts."""
-    sizes: dict[str, Any] = {"vocab_size": 2048, "dim": 256, "inter_dim": 1024, "moe_inter_dim": 256}
-    args = _cut(6, n_heads=n_heads, **sizes, **changes)
-    args.moe_args.top_k = 3
-    return args
+def _pattern(n_layers: int) -> str:
+    """Return the pattern of a smaller model: an indexer for each four layers."""
+    return index_topk_pattern(n_layers, frequency=4, offset=1)
 
 
 glm_moe_dsa_args = {
-    "debugmodel": _debug(
+    "debugmodel": debug(
+        GLM_5_2,
+        index_topk_pattern=_pattern(6),
         n_heads=8,
         q_lora_rank=96,
         kv_lora_rank=64,
@@ -82,9 +70,9 @@ glm_moe_dsa_args = {
         index_topk=32,
     ),
     # 32 heads are the NPU's minimum for the indexer's loss; all other attention sizes are the release's
-    "debugmodel_npu": _debug(n_heads=32, q_lora_rank=192),
-    "744B_4layers": _cut(4),
-    "744B_8layers": _cut(8),
+    "debugmodel_npu": debug(GLM_5_2, index_topk_pattern=_pattern(6), n_heads=32, q_lora_rank=192),
+    "744B_4layers": cut(GLM_5_2, 4, index_topk_pattern=_pattern(4)),
+    "744B_8layers": cut(GLM_5_2, 8, index_topk_pattern=_pattern(8)),
     "744B": GLM_5,
     "744B_index_share": GLM_5_2,
 }
