@@ -101,10 +101,9 @@ def test_accepts_positions_in_every_form_of_torchtitan(name: str) -> None:
         assert_same(compute(model, positions.int()), compute(model, positions))
     assert_same(compute(model, AS_CONTEXT_PARALLEL), compute(model, AS_CONTEXT_PARALLEL.long().contiguous()))
     assert_same(compute(model, torch.arange(SEQUENCE)[None]), compute(model))
-    # as keyword, positionally, and None as keyword
     logits = model(tokens(), positions=ROWS)
-    before = (None, None) if name == "deepseek_v32" else (None,)  # a stage's selected keys come before attention_masks
-    assert torch.equal(model(tokens(), *before, ROWS), logits)
+    if name != "deepseek_v32":  # whose stages get tensors of other layers in the places after the tokens
+        assert torch.equal(model(tokens(), None, ROWS), logits)
     assert not torch.equal(model(tokens(), positions=None), logits)
 
 
