@@ -160,6 +160,10 @@ def test_a_benchmark_counts_only_generated_tokens(llama: InferenceModel) -> None
     [
         (["--checkpoint", "nowhere"], "--checkpoint nowhere is not a folder"),
         (["--checkpoint", "."], "--checkpoint . has neither .metadata nor .safetensors files"),
+        (
+            ["--model.flavor", "debugmodel", "--checkpoint", "damaged"],
+            "--checkpoint: damaged/.metadata: Is a directory",
+        ),
         (["--checkpoint", ".", "--top-p", "0.5"], "--top-p needs --temperature"),
         (["--checkpoint", ".", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--checkpoint", ".", "--training.seqlen", "9"], "training.seqlen"),
@@ -171,6 +175,7 @@ def test_bad_arguments_are_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged/.metadata").mkdir(parents=True)
     code = None
     try:
         code = main([*write_job(tmp_path), "--prompt", "x", *arguments])

@@ -35,11 +35,11 @@ def check_checkpoint_files(job: JobContext) -> None:
     except OSError as error:
         raise UsageError(f"{key}: {file_error(error)}") from error
     if source is not None and not source.is_finished:
-        check_source(job, source)
+        check_source(job, source, key)
 
 
-def check_source(job: JobContext, source: Source) -> None:
-    """Raise :class:`UsageError` if ``source`` is not of the job's model, or its files are incomplete."""
+def check_source(job: JobContext, source: Source, key: str) -> None:
+    """Raise :class:`UsageError` if ``source``, which ``key`` names, is not of the job's model or is incomplete."""
     checkpoint = job.config.checkpoint
     try:
         stored = stored_shapes(source.path)
@@ -47,7 +47,7 @@ def check_source(job: JobContext, source: Source) -> None:
         if source.saved:  # the load reports it, together with the checkpoint to fall back to
             return
         reason = file_error(error) if isinstance(error, OSError) else error
-        raise UsageError(f"{initial_load_key(checkpoint)}: {reason}") from error
+        raise UsageError(f"{key}: {reason}") from error
     wanted = _wanted(job, source)
     for name, tensor in wanted.items():
         if name not in stored and not (job.ties_weights and name in ("output.weight", "lm_head.weight")):

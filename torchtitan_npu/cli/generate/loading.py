@@ -124,7 +124,7 @@ def load_model(config: JobConfig, checkpoint: Path, capacity: int | None = None)
     config.checkpoint.initial_load_in_hf_quantized &= source.in_hugging_face_format
     job = check_job(config, world_size)
     check_tokenizer(job)
-    check_source(job, source)
+    check_source(job, source, "--checkpoint")
 
     device = torch.device(utils.device_type, int(os.environ.get("LOCAL_RANK", "0")))
     utils.device_module.set_device(device)
