@@ -96,7 +96,7 @@ try:
     attention(
         random(heads, width), random(heads, rope), keys, random(1, rope), keys,
         random(args.index_n_heads, args.index_head_dim), random(args.index_head_dim),
-        random(args.index_n_heads, dtype=torch.float32), None, 1.0,
+        random(args.index_n_heads, dtype=torch.float32), documents=None, scale=1.0,
     ).cpu()
     print("computed")
 except RuntimeError as error:
