@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu import platform
@@ -62,18 +63,33 @@ def check_model_options(job: JobContext) -> None:
         check(job.flavor_args, job.config)
 
 
+class _DamagedTokenizer:
+    """Raise a :class:`UsageError` for what a damaged tokenizer raises, and let every other error pass.
+
+    No ``except`` clause can name ``Exception`` without its subclasses, which is what the library raises.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is Exception or isinstance(error, TOKENIZER_ERRORS):
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"model.hf_assets_path {self.path}: the tokenizer cannot be loaded: {reason}") from error
+
+
 def check_tokenizer(job: JobContext) -> None:
     """Raise if the tokenizer cannot be loaded, or has tokens for which the model has no embedding."""
     path = job.config.model.hf_assets_path
     if not os.path.exists(path):  # the parser has refused it; a configuration made in Python may have no tokenizer
         return
-    try:
+    with _DamagedTokenizer(path):
         tokenizer = job.tokenizer
-    except Exception as error:
-        if type(error) is not Exception and not isinstance(error, TOKENIZER_ERRORS):
-            raise
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"model.hf_assets_path {path}: the tokenizer cannot be loaded: {reason}") from error
     size = getattr(job.model_args, "vocab_size", None)
     if tokenizer is not None and size is not None and (tokens := tokenizer.get_vocab_size()) > size:
         raise UsageError(
