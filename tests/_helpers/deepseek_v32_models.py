@@ -136,3 +136,31 @@ def counted(model: nn.Module) -> float:
 
 def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
+
+
+def hugging_face_sizes(args: DeepSeekV32ModelArgs) -> dict[str, Any]:
+    """Return the sizes of a model under the names of transformers' configurations."""
+    experts = args.moe_args
+    return {
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.inter_dim,
+        "moe_intermediate_size": args.moe_inter_dim,
+        "num_hidden_layers": args.n_layers,
+        "first_k_dense_replace": args.n_dense_layers,
+        "num_attention_heads": args.n_heads,
+        "rms_norm_eps": args.norm_eps,
+        "q_lora_rank": args.q_lora_rank,
+        "kv_lora_rank": args.kv_lora_rank,
+        "qk_nope_head_dim": args.qk_nope_head_dim,
+        "qk_rope_head_dim": args.qk_rope_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "index_n_heads": args.index_n_heads,
+        "index_head_dim": args.index_head_dim,
+        "index_topk": args.index_topk,
+        "n_routed_experts": experts.num_experts,
+        "n_shared_experts": experts.num_shared_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": experts.route_norm,
+        "routed_scaling_factor": experts.route_scale,
+    }

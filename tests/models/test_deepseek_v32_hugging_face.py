@@ -17,7 +17,16 @@ from transformers import AutoModelForCausalLM, DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer, DeepseekV32RotaryEmbedding
 
 import torchtitan_npu
-from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, hugging_face_config, model_args, tokens
+from tests._helpers.deepseek_v32_models import (
+    BATCH,
+    SEQUENCE,
+    TOP_K,
+    build,
+    hugging_face_config,
+    hugging_face_sizes,
+    model_args,
+    tokens,
+)
 from tests._helpers.random_weights import randomise
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
@@ -147,30 +156,6 @@ def test_another_convention_is_detected_in_deepseek_v32(change: dict[str, Any]) 
 
 def test_the_largest_flavor_has_the_released_sizes() -> None:
     ours, theirs = deepseekv32_args["671B"], DeepseekV32Config()  # transformers' defaults are the released sizes
-    experts = ours.moe_args
-    sizes = {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
-        "intermediate_size": ours.inter_dim,
-        "moe_intermediate_size": ours.moe_inter_dim,
-        "num_hidden_layers": ours.n_layers,
-        "first_k_dense_replace": ours.n_dense_layers,
-        "num_attention_heads": ours.n_heads,
-        "rms_norm_eps": ours.norm_eps,
-        "q_lora_rank": ours.q_lora_rank,
-        "kv_lora_rank": ours.kv_lora_rank,
-        "qk_nope_head_dim": ours.qk_nope_head_dim,
-        "qk_rope_head_dim": ours.qk_rope_head_dim,
-        "v_head_dim": ours.v_head_dim,
-        "index_n_heads": ours.index_n_heads,
-        "index_head_dim": ours.index_head_dim,
-        "index_topk": ours.index_topk,
-        "n_routed_experts": experts.num_experts,
-        "n_shared_experts": experts.num_shared_experts,
-        "num_experts_per_tok": experts.top_k,
-        "n_group": experts.num_expert_groups,
-        "topk_group": experts.num_limited_groups,
-        "norm_topk_prob": experts.route_norm,
-        "routed_scaling_factor": experts.route_scale,
-    }
+    groups = {"n_group": ours.moe_args.num_expert_groups, "topk_group": ours.moe_args.num_limited_groups}
+    sizes = {**hugging_face_sizes(ours), **groups}
     assert sizes == {name: getattr(theirs, name) for name in sizes}

@@ -16,7 +16,15 @@ from torchtitan.distributed import ParallelDims
 from transformers import AutoModelForCausalLM, GlmMoeDsaConfig
 
 import torchtitan_npu
-from tests._helpers.deepseek_v32_models import SEQUENCE, build, hugging_face_config, model_args, start_batch, tokens
+from tests._helpers.deepseek_v32_models import (
+    SEQUENCE,
+    build,
+    hugging_face_config,
+    hugging_face_sizes,
+    model_args,
+    start_batch,
+    tokens,
+)
 from tests._helpers.deepseek_v32_training import CONVERTERS as NAMES
 from tests._helpers.random_weights import randomise
 from torchtitan_npu.config.job_config import JobConfig
@@ -182,33 +190,9 @@ def is_loaded(name: str, args: Any) -> bool:
 
 def test_the_flavors_have_the_released_sizes() -> None:
     ours, theirs = glm_moe_dsa_args["744B"], GlmMoeDsaConfig()  # transformers' defaults are GLM-5's sizes
-    experts = ours.moe_args
-    sizes = {
-        "vocab_size": ours.vocab_size,
-        "hidden_size": ours.dim,
-        "intermediate_size": ours.inter_dim,
-        "moe_intermediate_size": ours.moe_inter_dim,
-        "num_hidden_layers": ours.n_layers,
-        "first_k_dense_replace": ours.n_dense_layers,
-        "num_attention_heads": ours.n_heads,
-        "rms_norm_eps": ours.norm_eps,
-        "q_lora_rank": ours.q_lora_rank,
-        "kv_lora_rank": ours.kv_lora_rank,
-        "qk_nope_head_dim": ours.qk_nope_head_dim,
-        "qk_rope_head_dim": ours.qk_rope_head_dim,
-        "v_head_dim": ours.v_head_dim,
-        "index_n_heads": ours.index_n_heads,
-        "index_head_dim": ours.index_head_dim,
-        "index_topk": ours.index_topk,
-        "n_routed_experts": experts.num_experts,
-        "n_shared_experts": experts.num_shared_experts,
-        "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": experts.route_norm,
-        "routed_scaling_factor": experts.route_scale,
-        "indexer_types": ["full"] * ours.n_layers,
-    }
+    sizes = {**hugging_face_sizes(ours), "indexer_types": ["full"] * ours.n_layers}
     assert sizes == {name: getattr(theirs, name) for name in sizes}
-    assert (theirs.n_group, experts.num_expert_groups) == (1, None)
+    assert (theirs.n_group, ours.moe_args.num_expert_groups) == (1, None)
     shared = glm_moe_dsa_args["744B_index_share"]
     config = GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3)
     assert [{"full": "F", "shared": "S"}[each] for each in config.indexer_types] == list(shared.index_topk_pattern)

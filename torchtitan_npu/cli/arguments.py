@@ -1,10 +1,13 @@
-"""An argument parser that reports errors in one line, and the types of its arguments."""
+"""An argument parser that reports errors in one line, and arguments that several commands have."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import NoReturn
+
+from torchtitan_npu.errors import UsageError
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -12,6 +15,24 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")
+
+
+def checkpoint_parser(prog: str, description: str | None) -> OneLineParser:
+    """Return a parser with the job and the checkpoint of a command that runs a trained model."""
+    parser = OneLineParser(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the job's TOML file")
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="folder of a job's checkpoint, or of Hugging Face"
+    )
+    return parser
+
+
+def read_utf8(option: str, file: Path) -> str:
+    """Return the text of the ``file`` that ``option`` names. Text in another encoding is a :class:`UsageError`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {file} is not UTF-8 text: {error}") from error
 
 
 _UNITS = {

@@ -9,6 +9,18 @@ from typing import Any
 
 import torchtitan_npu
 
+LATENT_ATTENTION = {
+    "dim": 64,
+    "inter_dim": 128,
+    "moe_inter_dim": 32,
+    "n_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+SPARSE_ATTENTION = {**LATENT_ATTENTION, "q_lora_rank": 24, "index_head_dim": 16, "index_topk": 8}
+
 TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", {"n_layers": 4, "dim": 64, "n_heads": 4}),
     "qwen3": (
@@ -22,57 +34,13 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"n_layers": 2, "dim": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "moe_inter_dim": 32},
     ),
     "llama4": ("llama4", "debugmodel", {"n_layers": 2, "dim": 64, "n_heads": 4}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        "debugmodel",
-        {
-            "n_layers": 3,
-            "dim": 64,
-            "inter_dim": 128,
-            "moe_inter_dim": 32,
-            "n_heads": 4,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-        },
-    ),
-    "deepseek_v32": (
-        "deepseek_v32",
-        "debugmodel",
-        {
-            "n_layers": 2,
-            "dim": 64,
-            "inter_dim": 128,
-            "moe_inter_dim": 32,
-            "n_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "index_head_dim": 16,
-            "index_topk": 8,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", "debugmodel", {"n_layers": 3, **LATENT_ATTENTION}),
+    "deepseek_v32": ("deepseek_v32", "debugmodel", {"n_layers": 2, **SPARSE_ATTENTION}),
+    # of two stages, the second starts with a layer without an indexer
     "glm_moe_dsa": (
         "glm_moe_dsa",
         "debugmodel",
-        {
-            "n_layers": 4,
-            "index_topk_pattern": "FSSF",  # of two stages, the second starts with a layer without an indexer
-            "dim": 64,
-            "inter_dim": 128,
-            "moe_inter_dim": 32,
-            "n_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 20,
-            "index_head_dim": 16,
-            "index_topk": 8,
-        },
+        {"n_layers": 4, **SPARSE_ATTENTION, "v_head_dim": 20, "index_topk_pattern": "FSSF"},
     ),
     "qwen3_vl": (
         "qwen3_vl",

@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.arguments import checkpoint_parser, read_utf8
 from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu evaluate"
@@ -31,11 +31,7 @@ DIFFERENCE = "largest difference of a log-probability"
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the arguments. The second result are options of the job."""
-    parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the job's TOML file")
-    parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="folder of a job's checkpoint, or of Hugging Face"
-    )
+    parser = checkpoint_parser(PROG, __doc__)
     parser.add_argument("--text", type=Path, help="UTF-8 text, for its perplexity")
     parser.add_argument("--converters", help="names with commas: compare the text's perplexity with that without any")
     parser.add_argument("--tasks", help="names of lm-evaluation-harness tasks, with commas")
@@ -78,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     """Return the results: ``perplexity`` by converters, and ``tasks`` by name."""
-    text = read_text(args.text) if args.text else ""
+    text = read_utf8("--text", args.text) if args.text else ""
 
     from torchtitan_npu import platform, register
 
@@ -116,13 +112,6 @@ def measure(args: argparse.Namespace, config: Any, text: str) -> dict[str, Any]:
 
         results["tasks"] = run_tasks(model, args.tasks.split(","), args.tasks_folder, args.limit, args.batch)
     return results
-
-
-def read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {file} is not UTF-8 text: {error}") from error
 
 
 def tokens_of(model: Any, text: str, file: Path) -> list[int]:

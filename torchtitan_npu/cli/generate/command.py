@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.arguments import checkpoint_parser, read_utf8
 from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu generate"
@@ -29,11 +29,7 @@ PROG = "torchtitan-npu generate"
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the arguments. The second result are options of the job."""
-    parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the job's TOML file")
-    parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="folder of a job's checkpoint, or of Hugging Face"
-    )
+    parser = checkpoint_parser(PROG, __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompts", type=Path, help="file with a prompt per line")
@@ -75,10 +71,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the arguments."""
     if args.prompt is not None:
         return [args.prompt]
-    try:
-        lines = args.prompts.read_text().splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompts {args.prompts} is not UTF-8 text: {error}") from error
+    lines = read_utf8("--prompts", args.prompts).splitlines()
     if not lines:
         raise UsageError(f"--prompts {args.prompts} has no lines")
     return lines

@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
+from torchtitan_npu.models.deepseek_v32 import RELEASED
 from torchtitan_npu.models.deepseek_v32 import get_train_spec as get_deepseek_v32_train_spec
 from torchtitan_npu.models.deepseek_v32.flavors import cut, debug
 from torchtitan_npu.models.glm_moe_dsa.args import GlmMoeDsaModelArgs, index_topk_pattern
@@ -25,15 +25,7 @@ GLM_5 = GlmMoeDsaModelArgs(  # the defaults of transformers' GlmMoeDsaConfig, wh
     n_layers=78,
     n_dense_layers=3,
     n_heads=64,
-    moe_args=MoEArgs(
-        num_experts=256,
-        num_shared_experts=1,
-        top_k=8,
-        score_func="sigmoid",
-        route_norm=True,
-        route_scale=2.5,
-        score_before_experts=False,
-    ),
+    moe_args=replace(RELEASED.moe_args, num_expert_groups=None, num_limited_groups=None),
     q_lora_rank=2048,
     kv_lora_rank=512,
     qk_nope_head_dim=192,
