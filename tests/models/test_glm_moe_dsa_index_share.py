@@ -140,12 +140,13 @@ def test_layers_without_an_indexer_do_not_change_others_gradients() -> None:
 
 @pytest.mark.parametrize("pattern", [PATTERN, "FFS"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_recomputed_layer_attends_to_the_keys_of_its_forward(mode: str, pattern: str) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "npu_dsa"])
+def test_a_recomputed_layer_attends_to_the_keys_of_its_forward(fused: bool, mode: str, pattern: str) -> None:
     """Indexers that select other keys after the forward change no gradient, as if a kernel were not deterministic.
 
     This holds for indexers that are shared. The first of "FFS" is not: its keys would need memory of their own.
     """
-    expected, model = (glm(m, pattern=pattern, indexer_loss=False) for m in ("none", mode))
+    expected, model = (glm(m, fused=fused, pattern=pattern, indexer_loss=False) for m in ("none", mode))
     loss_of(expected).backward()
     loss = loss_of(model)
     torch.manual_seed(1)

@@ -19,6 +19,12 @@ from tests._helpers.deepseek_v32_training import (
 GLM = {"model.name": "glm_moe_dsa"}
 FUSED = {"model.converters": CONVERTERS}
 FULL = {"activation_checkpoint.mode": "full"}
+BUDGET = {
+    "compile.enable": True,
+    "compile.backend": "aot_eager",
+    "npu.bypass_codegen": "off",
+    "activation_checkpoint.mode": "memory_budget",
+}
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 BALANCER = "parallelism.context_parallel_load_balancer"
 DOCUMENTS = {"dsa.document_mask": True}
@@ -44,6 +50,7 @@ def slow(*case: Any) -> Any:
         slow(1, {}, {**FUSED, **SELECTIVE, **DOCUMENTS}),
         slow(1, {}, {**COMPILED, **FULL}),
         slow(1, {}, {**COMPILED, **FUSED}),
+        slow(1, {}, {**BUDGET, **FUSED}),
         slow(1, {}, {**FUSED, **FULL, **MTP}),
         slow(1, {}, {**WARMUP, **FUSED, **FULL}),
         slow(2, {"shard": 2}, {**FUSED, **FULL}),

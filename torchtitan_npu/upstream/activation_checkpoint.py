@@ -38,21 +38,29 @@ def corrected_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    saved = getattr(module, "saved_operators", ())
     if context_fn is not None:
-        kwargs["context_fn"] = lambda: with_policy(context_fn(), with_npu_operators)
-    elif (saved := getattr(module, "saved_operators", ())) and not kwargs.get("debug"):  # torch supports one of both
-        kwargs["context_fn"] = lambda: with_policy(create_selective_checkpoint_contexts(saving(saved)), lambda it: it)
+        kwargs["context_fn"] = lambda: with_policy(context_fn(), lambda it: saving(saved, with_npu_operators(it)))
+    elif saved and not kwargs.get("debug"):  # torch supports one of both
+        full = functools.partial(create_selective_checkpoint_contexts, recompute)
+        kwargs["context_fn"] = lambda: with_policy(full(), functools.partial(saving, saved))
     return checkpoint_wrapper(module, **kwargs)
 
 
-def saving(operators: tuple[str, ...]) -> Policy:
-    """Return a policy that saves the results of ``operators`` and recomputes everything else."""
+def recompute(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of mode ``full``: save nothing."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = func.name().partition(".")[0] in operators
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+def saving(operators: tuple[str, ...], policy: Policy) -> Policy:
+    """Return ``policy``, extended to save the results of ``operators``."""
+
+    def extended(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func.name().partition(".")[0] in operators:
+            return CheckpointPolicy.MUST_SAVE
+        return policy(context, func, *args, **kwargs)
+
+    return extended
 
 
 def with_npu_operators(policy: Policy) -> Policy:

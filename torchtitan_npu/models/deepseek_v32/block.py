@@ -31,13 +31,13 @@ class Block(TransformerBlock):
 
     @property
     def saved_operators(self) -> tuple[str, ...]:
-        """Return operators that activation checkpointing does not run again.
+        """Return operators that activation checkpointing does not run again: the selection of keys, if others share it.
 
-        Later layers keep the selected keys that they share, so saving them here costs no memory. This layer's
-        recomputation then attends to the same keys as they do.
+        This layer's recomputation then attends to the same keys as they do. Later layers keep the selected keys, so
+        saving them here costs no memory; eager attention saves its mask.
         """
         shares = self.attention.indexer is not None and "selected" in self.attention.passed
-        return ("npu::npu_lightning_indexer",) if shares else ()
+        return ("npu::npu_lightning_indexer", "aten::scatter") if shares else ()
 
     def forward(
         self,
