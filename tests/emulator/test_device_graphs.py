@@ -140,6 +140,20 @@ def batch(size: int) -> torch.Tensor:
     return torch.ones(size, 4, device="npu", requires_grad=True)
 
 
+def test_replays_reserve_no_memory() -> None:
+    x = torch.ones(1 << 18, 4, device="npu", requires_grad=True)  # 4 MiB, more than a segment of small blocks
+    part = torch.nn.Module()
+    part.layers = torch.nn.ModuleDict({"0": Block().npu()})
+    graphs = DeviceGraphs([part], "npu")
+    reserved = []
+    for _ in range(6):
+        part.layers["0"](x).sum().backward()
+        x.grad = None
+        graphs.capture_once()
+        reserved.append(torch.npu.memory_reserved())
+    assert reserved[0] >= x.nbytes and len(set(reserved[1:])) == 1
+
+
 def test_a_captured_block_takes_one_shape(captured_block: Block) -> None:
     assert torch.equal(captured_block(batch(2)), captured_block.forward.forward(batch(2)))
     with pytest.raises(UsageError, match=r"layers\.0 was captured for .*\(2, 4\).* a later step has .*\(3, 4\)"):
