@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torchtitan_npu.cli.progress import Progress
 
 from .console_log import parse_step_line
 from .curves import LOSS, InputError, is_placeholder
@@ -62,22 +61,15 @@ def train_command(pair: RunPair, side: str) -> list[str]:
 
 
 def train_both(pair: RunPair, force: bool = False) -> tuple[Path, Path]:
-    """Train the baseline, then the candidate, each with a progress bar. Return their run folders."""
+    """Train the baseline, then the candidate, each with its progress. Return their run folders."""
     # The training entry looks up train_configs/... and torchtitan_npu/... in the installed package.
     if not pair.config.is_file() and pair.config.parts[0] not in ("train_configs", "torchtitan_npu"):
         raise InputError(f"--config {pair.config}: no such file")
     prepare_out(pair.out, force)
-    columns = (
-        TextColumn("{task.description:<9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        tasks = {side: progress.add_task(side, total=pair.steps, loss="", start=False) for side in SIDES}
-        for side in SIDES:
-            _run(train_command(pair, side), side, pair.out / f"{side}.log", progress, tasks[side])
+    for side in SIDES:
+        with Progress(f"{side}: starts") as progress:
+            _run(train_command(pair, side), side, pair.out / f"{side}.log", progress, pair.steps)
+        print(progress.line(), file=sys.stderr)
     return pair.out / SIDES[0], pair.out / SIDES[1]
 
 
@@ -103,9 +95,8 @@ def prepare_out(out: Path, force: bool) -> None:
         (folder / MARKER).touch()
 
 
-def _run(command: list[str], side: str, log: Path, progress: Progress, task: TaskID) -> None:
-    """Run ``command`` to its end. Copy its output to ``log`` and advance the progress bar with its steps."""
-    progress.start_task(task)
+def _run(command: list[str], side: str, log: Path, progress: Progress, steps: int) -> None:
+    """Run ``command`` to its end. Copy its output to ``log`` and its steps to the progress."""
     tail: deque[str] = deque(maxlen=2000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with (
@@ -122,7 +113,8 @@ def _run(command: list[str], side: str, log: Path, progress: Progress, task: Tas
                 tail.append(line)
                 step = parse_step_line(line)
                 if step is not None and not is_placeholder(step.metrics[LOSS].value):
-                    progress.update(task, completed=step.step, loss=f"loss {step.metrics[LOSS].value:.5f}")
+                    text = f"{side}: step {step.step} of {steps}, loss {step.metrics[LOSS].value:.5f}"
+                    progress.update(text, step.step / steps)
         except (
             KeyboardInterrupt,
             OSError,

@@ -1,0 +1,75 @@
+"""Progress: lines in a log file, a spinner on a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import time
+
+import pytest
+
+from torchtitan_npu.cli import progress
+from torchtitan_npu.cli.progress import Progress, waiting_for
+
+
+def wait_for(found: io.StringIO, text: str) -> None:
+    while text not in found.getvalue():
+        time.sleep(0.001)
+
+
+def test_a_log_gets_a_line_in_each_interval() -> None:
+    log = io.StringIO()
+    with Progress("first part", log, interval_s=0.001) as shown:
+        wait_for(log, "first part")
+        shown.update("second part", 0.5)
+        wait_for(log, "second part")
+    lines = log.getvalue().splitlines()
+    assert re.fullmatch(r"first part \(0 s\)", lines[0])
+    assert re.fullmatch(r"second part \(0 s, about 0 s left\)", lines[-1])
+
+
+def test_the_time_left() -> None:
+    shown = Progress("work")
+    shown.start -= 30
+    assert shown.line() == "work (30 s)"
+    shown.update("work", 0.25)
+    assert shown.line() == "work (30 s, about 90 s left)"
+    shown.update("work", 1)
+    assert shown.line() == "work (30 s)"
+
+
+def test_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("work"):
+        pass
+    assert list(waiting_for([1, 2], "work")) == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_only_rank_0_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    log = io.StringIO()
+    with Progress("work", log, interval_s=0.001):
+        time.sleep(0.01)
+    assert log.getvalue() == ""
+
+
+def test_a_terminal_shows_one_line_and_removes_it() -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal:
+        with Progress("work" * 100, terminal, interval_s=0.001):
+            shown = os.read(ours, 1000).decode()
+        while not shown.endswith("\r\x1b[K"):
+            shown += os.read(ours, 1000).decode()
+    os.close(ours)
+    pictures = shown.split("\r\x1b[K")
+    assert pictures[1].startswith(progress.SPINNER[0] + " work")
+    assert max(map(len, pictures)) < 80 and "\n" not in shown
+
+
+def test_an_error_ends_it() -> None:
+    log = io.StringIO()
+    with pytest.raises(ValueError, match="stop"), Progress("work", log, interval_s=0.001) as shown:
+        raise ValueError("stop")
+    assert not shown._thread.is_alive()

@@ -1,0 +1,93 @@
+"""The progress of work that takes longer than some seconds, on standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TextIO, TypeVar
+
+T = TypeVar("T")
+
+LINE_INTERVAL_S = 10.0
+"""Seconds between two lines of a log."""
+REDRAW_INTERVAL_S = 0.1
+"""Seconds between two pictures of the spinner."""
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class Progress:
+    """Show what is done, and for how long, until the ``with`` block ends.
+
+    On a terminal it is one line with a spinner, which the end removes. Elsewhere, such as in a log file, it is a line
+    every ten seconds. Only rank 0 shows it. The block must not print: its output would be mixed with the line.
+
+    Args:
+        text: what is done. :meth:`update` replaces it, from any thread
+        stream: standard error by default
+        interval_s: seconds between two lines, or two pictures of the spinner
+    """
+
+    def __init__(self, text: str, stream: TextIO | None = None, interval_s: float | None = None) -> None:
+        self.text = text
+        self.fraction = 0.0
+        self.stream = stream or sys.stderr
+        self.is_terminal = self.stream.isatty()
+        self.interval_s = interval_s or (REDRAW_INTERVAL_S if self.is_terminal else LINE_INTERVAL_S)
+        self.start = time.monotonic()
+        self._drawn = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def update(self, text: str, fraction: float = 0.0) -> None:
+        """Replace the text. With the ``fraction`` of the work that is done, the time left is shown."""
+        self.text, self.fraction = text, fraction
+
+    def line(self) -> str:
+        """Return the text with the elapsed seconds, and those left."""
+        seconds = time.monotonic() - self.start
+        left = f", about {seconds / self.fraction - seconds:.0f} s left" if 0 < self.fraction < 1 else ""
+        return f"{self.text} ({seconds:.0f} s{left})"
+
+    def __enter__(self) -> Progress:
+        if os.environ.get("RANK", "0") == "0":
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._drawn and self.is_terminal:
+            self._write("\r\x1b[K")
+
+    def _show(self) -> None:
+        while not self._ended.wait(self.interval_s):
+            line = self.line()
+            if self.is_terminal:
+                columns = os.get_terminal_size(self.stream.fileno()).columns or 80
+                self._write(f"\r\x1b[K{SPINNER[self._drawn % len(SPINNER)]} {line[: columns - 3]}")
+            else:
+                self._write(line + "\n")
+            self._drawn += 1
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def waiting_for(items: Iterable[T], text: str) -> Iterator[T]:
+    """Yield ``items``, and show the progress while the next one is awaited."""
+    waiting = iter(items)
+    end = object()
+    while True:
+        with Progress(text):
+            item = next(waiting, end)
+        if item is end:
+            return
+        yield item  # type: ignore[misc]
