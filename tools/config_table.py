@@ -3,6 +3,7 @@ docs/reference/configuration.md."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import textwrap
@@ -91,6 +92,7 @@ def default(value: ast.expr) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from torchtitan_npu import platform
 
     platform.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import logging
@@ -96,6 +97,7 @@ def converter(name: str, listed: list[str], config: Any) -> Any:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from torchtitan_npu import platform, register
 
     platform.prepare()

@@ -5,8 +5,8 @@ python tools/draw_architecture.py [FILE ...]    # other files, for example a PNG
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -88,6 +88,9 @@ def arrow(axes: plt.Axes, start: tuple[float, float], end: tuple[float, float]) 
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", default=[str(FILE)], metavar="FILE")
+    files = parser.parse_args().files
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "architecture", "font.family": "sans-serif"}
-    for file in sys.argv[1:] or [str(FILE)]:
+    for file in files:
         draw().savefig(file, metadata={"Date": None} if file.endswith(".svg") else None, dpi=110)

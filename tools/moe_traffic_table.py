@@ -6,6 +6,7 @@ table of docs/explanation/moe-tensor-parallel.md. It takes a minute.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import warnings
@@ -94,6 +95,7 @@ def rows(name: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     register()
     logging.disable()
     warnings.simplefilter("ignore")

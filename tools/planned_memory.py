@@ -8,11 +8,11 @@ docs/results/planning-671b.md. tests/test_train_configs.py compares these, and w
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import logging
 import re
-import sys
 import tomllib
 import warnings
 from pathlib import Path
@@ -114,4 +114,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(STAGES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", metavar="FILE", help=", ".join(STAGES))
+    main(parser.parse_args().files or list(STAGES))

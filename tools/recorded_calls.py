@@ -6,6 +6,7 @@ of the models, each of which compares its step with the file.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -84,6 +85,7 @@ def text(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     recorded = record()
     RECORDED_CALLS.write_text(json.dumps(recorded, indent=1) + "\n")
     PAGE.write_text(page(recorded))

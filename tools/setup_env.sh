@@ -10,17 +10,39 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
         echo "error: Python 3.11 or newer is required; select one with PYTHON=..." >&2
         exit 1
     }
-    install() {
-        "$VENV/bin/pip" install -q --no-compile "$@" || {
-            echo "error: pip could not install into $VENV; is the package index reachable?" >&2
+    mkdir -p "$VENV"
+    setup_log=$VENV/setup.log
+    : >"$setup_log"
+    # setup_step TEXT COMMAND...: run COMMAND with its output in setup.log. Show TEXT with a spinner, in a log every 10 s.
+    setup_step() {
+        local text=$1 start=$SECONDS tick=0
+        shift
+        "$@" >>"$setup_log" 2>&1 &
+        trap "kill $! 2>/dev/null; exit 130" INT
+        while kill -0 $! 2>/dev/null; do
+            if [ -t 2 ]; then
+                printf '\r\033[K%s %s (%d s)' "$(cut -c $((tick % 4 + 1)) <<<'|/-\')" "$text" $((SECONDS - start)) >&2
+            elif [ $((tick % 50)) = 49 ]; then
+                echo "$text ($((SECONDS - start)) s)" >&2
+            fi
+            tick=$((tick + 1))
+            sleep 0.2
+        done
+        trap - INT
+        [ ! -t 2 ] || printf '\r\033[K' >&2
+        wait $! || {
+            tail -n 3 "$setup_log" >&2
+            echo "error: could not $text; is the package index reachable? All output: $setup_log" >&2
             exit 1
         }
+        echo "$text: done ($((SECONDS - start)) s)"
     }
     echo "setting up $VENV (a few minutes the first time)"
-    "$PYTHON" -m venv "$VENV"
+    setup_step "create $VENV" "$PYTHON" -m venv "$VENV"
     # Install torch first, with its exact version: a version range could replace a CPU build by gigabytes of CUDA packages.
-    install "$(grep '^torch==' constraints.txt)"
-    install -c constraints.txt -e ".[${EXTRA:-dev,docs}]"
+    setup_step "install torch" "$VENV/bin/pip" install --no-compile "$(grep '^torch==' constraints.txt)"
+    setup_step "install torchtitan-npu and what it needs" \
+        "$VENV/bin/pip" install --no-compile -c constraints.txt -e ".[${EXTRA:-dev,docs}]"
     echo "$want" >"$VENV/.installed"
 fi
 . "$VENV/bin/activate"

@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
+# usage: bash tools/test.sh [--all] [ARGUMENT OF PYTEST ...]
 # Set up and run everything that CI runs: ruff, the docs site, mypy, pytest (with the docs check), and with the real
 # torch_npu the contract tests and those of the emulator.
 # --all adds the tests marked slow. Other arguments go to pytest, and the tests with torch_npu are left out.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^set /{/^#/s/^# //p}' "$0"
+    exit
+    ;;
+esac
 marked=()
 if [ "${1:-}" = --all ]; then
     marked=(-m "slow or not slow")

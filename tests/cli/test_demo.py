@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from torchtitan_npu.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
@@ -23,3 +28,31 @@ def test_another_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         main(["demo", "--model", "glm"])
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin" && touch "$3/bin/activate" && cp "$0" "$3/bin/pip" ;;
+    install*) echo "output of pip" && test "$FAILS" = no ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("fails", ["no", "yes"])
+def test_the_set_up_is_a_line_per_step(fails: str, tmp_path: Path) -> None:
+    """With another program in place of Python and pip. Their output is in a log."""
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"VENV": str(tmp_path / "venv"), "PYTHON": str(tmp_path / "python"), "FAILS": fails}
+    command = ["bash", "-c", ". tools/setup_env.sh && echo active"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    log = tmp_path / "venv/setup.log"
+    first, create, *rest = re.sub(r" \(\d+ s\)", "", result.stdout).splitlines()
+    assert first.startswith("setting up ") and create == f"create {tmp_path}/venv: done"
+    if fails == "no":
+        assert rest == ["install torch: done", "install torchtitan-npu and what it needs: done", "active"]
+        assert not result.stderr and log.read_text() == "output of pip\n" * 2
+    else:
+        assert result.returncode == 1 and not rest
+        error = "error: could not install torch; is the package index reachable?"
+        assert result.stderr == f"output of pip\n{error} All output: {log}\n"

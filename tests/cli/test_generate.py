@@ -134,12 +134,20 @@ def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatc
     line = capsys.readouterr().out
     assert line.startswith("cpu, float32, 1 rows, ") and "prefill" in line and "decode" in line
 
-    def skip_the_model(self: InferenceModel, rows: torch.Tensor, start: int = 0, padding: Any = None) -> torch.Tensor:
-        return torch.zeros(len(rows), rows.shape[1] - start, VOCABULARY)
+    def skip_the_model(self: InferenceModel, rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(len(rows), 1, VOCABULARY)
 
     monkeypatch.setattr(InferenceModel, "logits", skip_the_model)
     assert main([*command, "--prompt", "To be", "--benchmark"]) == 1
     assert "the benchmark does not count: the model ran over [] tokens" in capsys.readouterr().err
+
+
+def test_only_logits_of_the_last_token_are_computed(llama: InferenceModel) -> None:
+    counts: list[int] = []
+    hook = llama.model.output.register_forward_hook(lambda _, args, logits: counts.append(logits.shape[1]))
+    generate(llama, prompts(), Sampling(3, stops_at_eos=False))
+    hook.remove()
+    assert counts == [1, 1, 1]
 
 
 def test_a_benchmark_counts_only_generated_tokens(llama: InferenceModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
+FROM_CHECKOUT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +38,58 @@ def test_every_command_shows_its_usage(name: str, capsys: pytest.CaptureFixture[
     assert code == 0 and f"torchtitan-npu {name}" in capsys.readouterr().out
 
 
+HEAVY = ("torch", "torchtitan", "transformers", "datasets", "matplotlib", "tensorboard", "pandas")
+"""Packages that take seconds to import."""
+
+
+def test_help_and_completion_import_nothing_heavy(tmp_path: Path) -> None:
+    """So that each ``--help`` takes less than a second."""
+    check = f"""
+import sys
+from torchtitan_npu.cli.main import COMMANDS, main
+for command in [*([name, "--help"] for name in COMMANDS), ["completion"]]:
+    try:
+        main(command)
+    except SystemExit:
+        pass
+    found = set({HEAVY!r}) & set(sys.modules)
+    assert not found, (command, found)
+"""
+    result = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=FROM_CHECKOUT, capture_output=True)
+    assert result.returncode == 0, result.stderr.decode()
+    assert not list(tmp_path.iterdir())
+
+
+def completed(script: str, *words: str) -> list[str]:
+    """Return the completions that bash finds for the last of ``words``."""
+    line = f"{script}\nCOMP_WORDS=(torchtitan-npu {' '.join(map(repr, words))}); COMP_CWORD={len(words)}\n"
+    command = ["bash", "-c", line + '_torchtitan_npu; echo "${COMPREPLY[@]}"']
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    assert completed(script, "pl") == ["plan"]
+    assert completed(script, "") == [*COMMANDS, "--help"]
+    assert completed(script, "plan", "--se") == ["--search"]
+    assert completed(script, "plan", "--backend", "") == ["npu", "cuda", "cpu"]
+    assert completed(script, "list", "c") == ["configs", "converters"]
+    assert completed(script, "convert", "from-hf", "--mod") == ["--model"]
+    assert completed(script, "plan", "--config", "x") == []  # bash completes file names then
+
+
+def test_an_interrupted_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchtitan_npu.cli.list.command.main", interrupted)
+    assert main(["list", "configs"]) == 130
+    assert capsys.readouterr().err == "torchtitan-npu list: interrupted\n"
+
+
 def listed(what: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     assert main(["list", what]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -46,7 +100,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed("configs", capsys).keys() >= {str(ROOT / "train_configs/llama3_debugmodel.toml")}
     assert all(listed("configs", capsys).values())
     assert listed("converters", capsys).keys() == CONVERTERS.keys()
-    assert listed("operators", capsys).keys() == OPS.keys()
+    assert listed("operators", capsys).keys() == listed("ops", capsys).keys() == OPS.keys()
     models = listed("models", capsys)
     assert models.keys() >= {"llama3", "qwen3", "deepseek_v3", "deepseek_v32", "qwen3_vl"}
     assert all("debugmodel" in flavors for flavors in models.values())
@@ -70,3 +124,37 @@ def test_documented_scripts_run_without_torch(script: str, tmp_path: Path) -> No
     )
     assert result.returncode == 0, result.stderr
     assert "torchtitan-npu" in result.stdout
+
+
+SCRIPTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "tools").rglob("*")
+    if (path.suffix == ".sh" and "Sourced by" not in path.read_text())
+    or (path.suffix == ".py" and "__main__" in path.read_text())
+)
+
+
+def test_help_of_tools_runs_nothing() -> None:
+    """Every script parses its arguments before it does anything: it has a parser, or passes all of them on."""
+    assert {"tools/launch.sh", "tools/demo.sh", "tools/test.sh", "tools/converter_table.py"} <= set(SCRIPTS)
+    parses = re.compile(r"Parser\(|--help|main\(\[.*\*sys\.argv|launch \"\$@\"")
+    assert [name for name in SCRIPTS if not parses.search((ROOT / name).read_text())] == []
+
+
+@pytest.mark.parametrize("script", ["converter_table.py", "config_table.py"])
+def test_help_of_tables_writes_nothing(script: str) -> None:
+    pages = {page: page.stat().st_mtime_ns for page in (ROOT / "docs").rglob("*.md")}
+    command = [sys.executable, ROOT / "tools" / script, "--help"]
+    result = subprocess.run(command, env=FROM_CHECKOUT, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith(f"usage: {script}")
+    assert {page: page.stat().st_mtime_ns for page in pages} == pages
+
+
+@pytest.mark.parametrize("script", ["demo.sh", "test.sh"])
+def test_help_creates_no_environment(script: str, tmp_path: Path) -> None:
+    environment = os.environ | {"VENV": str(tmp_path / "venv"), "PYTHON": "/bin/false"}
+    result = subprocess.run(
+        ["bash", ROOT / "tools" / script, "--help"], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: bash tools/") and not list(tmp_path.iterdir())

@@ -43,7 +43,7 @@ def test_the_time_left() -> None:
 def test_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("work"):
         pass
-    assert list(waiting_for([1, 2], "work")) == [1, 2]
+    assert list(waiting_for([1, 2], "work", 3)) == [1, 2]
     assert capsys.readouterr().err == ""
 
 

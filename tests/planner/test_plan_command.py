@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchtitan.models.llama3.model.model import FeedForward
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu import platform
+from torchtitan_npu.cli import progress
 from torchtitan_npu.cli.plan import command
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
@@ -63,12 +65,15 @@ def test_a_job_that_cannot_run_fails_with_the_error_of_a_real_start(
     assert capsys.readouterr().err.splitlines()[-1] == real
 
 
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.01)  # standard error is not a terminal here
     out, picture = tmp_path / "job.json", tmp_path / "job.png"
     options = ["--config", LLAMA, "--world-size", "4", PP, "2", "--json", out, "--picture", picture, "--home", "cpu"]
     assert plan(*options, "--training.local_batch_size", "2", "--model.flavor", "two_layers", *ANY_BATCH) == 0
-    shown = capsys.readouterr().out
+    shown, lines = capsys.readouterr()
     assert "reference kernels" in shown
+    for line in ("plan: dry run of rank 0, 1 of 2", "plan: dry run of rank 2, 2 of 2"):
+        assert re.search(rf"^{line} \(\d+ s\)$", lines, re.MULTILINE)
     report = json.loads(out.read_text())
     assert (report["layout"], report["world_size"], report["backend"]) == ("PP2 FSDP2", 4, "cpu")
     first, last = report["ranks"]

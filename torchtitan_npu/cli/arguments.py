@@ -1,4 +1,4 @@
-"""An argument parser that reports errors in one line, and arguments that several commands have."""
+"""An argument parser that reports errors in one line, arguments that several commands have, and an exit code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_npu.errors import UsageError
+
+EXIT_INTERRUPTED = 130
+"""Ended by Ctrl-C: 128 and the number of SIGINT, as a shell reports it."""
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED
+
 COMMANDS = {
     "demo": "train a small model with and without converters, and compare",
     "list": "list the configs, models, converters and operators of this package",
@@ -19,6 +21,7 @@ COMMANDS = {
     "evaluate": "measure the perplexity of a checkpoint, and tasks of lm-evaluation-harness",
     "parity": "measure the difference of converters and layouts from the eager baseline",
     "prove": "compare random layouts and options of a job with one rank",
+    "completion": "print a script that completes commands and options in a shell",
 }
 
 
@@ -33,6 +36,7 @@ def usage() -> str:
             *lines,
             "",
             "'torchtitan-npu COMMAND --help' shows the arguments of a command.",
+            "Exit code 0: success, 1: the answer is no or a job failed, 2: invalid input, 130: interrupted.",
         ]
     )
 
@@ -49,8 +53,12 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"torchtitan-npu: unknown command {name!r}{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
-    # Imported only now: the doctor must run where torch does not load.
-    return importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
+    try:
+        # Imported only now: the doctor must run where torch does not load.
+        return importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
+    except KeyboardInterrupt:
+        print(f"torchtitan-npu {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import TracebackType
 from typing import TextIO, TypeVar
 
@@ -81,13 +82,10 @@ class Progress:
         self.stream.flush()
 
 
-def waiting_for(items: Iterable[T], text: str) -> Iterator[T]:
-    """Yield ``items``, and show the progress while the next one is awaited."""
+def waiting_for(items: Iterable[T], text: str, total: int) -> Iterator[T]:
+    """Yield the ``items``, at most ``total``. Show ``text`` and their number while the next one is awaited."""
     waiting = iter(items)
-    end = object()
-    while True:
-        with Progress(text):
-            item = next(waiting, end)
-        if item is end:
-            return
-        yield item  # type: ignore[misc]
+    for number in range(total):
+        with Progress(f"{text}: {number} of {total}"):
+            following = list(islice(waiting, 1))
+        yield from following

@@ -158,7 +158,7 @@ def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
         return folder
     with _lock(folder.parent / "build.lock"):  # another process may build the same, or a version to copy from
         if not _is_cached(folder):
-            report(f"building the emulator of CANN in {folder} (once, about 15 s)")
+            report(f"building the emulator of CANN in {folder}, once")
             _build(folder, version, wheel)
     return folder
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
@@ -132,7 +133,8 @@ class _Job:
             check_job(config, self.world_size)
             for rank in self.ranks:
                 load = assumed_load(self.expert_load, config, rank)
-                result = attempt(partial(dry_run_truncated, config, self.world_size, rank, load), rank)
+                with Progress(f"plan: tries {change}, rank {rank}"):
+                    result = attempt(partial(dry_run_truncated, config, self.world_size, rank, load), rank)
                 if isinstance(result, Failure):
                     return Tried(change, None, rank, str(result))
                 if result.without_gradient:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
@@ -59,7 +60,11 @@ def dry_run_ranks(
 ) -> list[DryRun | Failure]:
     """Dry-run one step of each of ``ranks``, with the busiest experts on that rank. Call :func:`check_job` first."""
     loads = {rank: assumed_load(expert_load, config, rank) for rank in ranks}
-    return [attempt(partial(dry_run_rank, config, world_size, rank, load), rank) for rank, load in loads.items()]
+    found = []
+    for number, (rank, load) in enumerate(loads.items(), 1):
+        with Progress(f"plan: dry run of rank {rank}, {number} of {len(ranks)}"):
+            found.append(attempt(partial(dry_run_rank, config, world_size, rank, load), rank))
+    return found
 
 
 ERRORS_OF_A_START = (

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import check_schedule
 from torchtitan_npu.config.preflight import check_job
@@ -133,21 +134,24 @@ def search(
     """Estimate all layouts, dry-run the job's own and the ``top`` best that may fit, and return all, best first."""
     own = own_layout(config, world_size)
     console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
-    estimator = attempt(partial(Estimator.of, own), 0)
+    with Progress("plan: dry runs of few layers, for the estimate"):
+        estimator = attempt(partial(Estimator.of, own), 0)
     if isinstance(estimator, Failure):
         raise UsageError(f"{layout_name(own)}, truncated to few layers: {estimator}")
     args = estimator.args
     found, refused = [], 0
-    for layout in dividing(config, world_size, args, estimator.experts):
-        changed = with_layout(config, layout)
-        try:
-            if layout["pp"] > 1:
-                check_schedule(changed, args.n_layers)
-            parts = modules_per_rank(changed, args.n_layers)
-        except UsageError:
-            refused += 1
-            continue
-        found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
+    with Progress("plan: estimates layouts") as progress:
+        for layout in dividing(config, world_size, args, estimator.experts):
+            changed = with_layout(config, layout)
+            try:
+                if layout["pp"] > 1:
+                    check_schedule(changed, args.n_layers)
+                parts = modules_per_rank(changed, args.n_layers)
+            except UsageError:
+                refused += 1
+                continue
+            found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
+            progress.update(f"plan: estimated {len(found)} layouts")
     if not any(degrees(one.config) == degrees(own) for one in found):  # beyond LARGEST
         estimate = estimator.of_layout(own, modules_per_rank(own, args.n_layers), rates, expert_load)
         found.append(Layout(own, estimate))
@@ -164,11 +168,12 @@ def search(
     for one in queue:
         if fitting == top and one not in first:
             break
-        console.print(f"dry run of {one.name}, estimated {max(one.estimate.memory) / GIB:.1f} GiB ...", end=" ")
-        _dry_run(one, world_size, expert_load)
+        text = f"dry run of {one.name}, estimated {max(one.estimate.memory) / GIB:.1f} GiB"
+        with Progress(f"plan: {text}"):
+            _dry_run(one, world_size, expert_load)
         seconds = sum(run.seconds for run in one.dry_runs)
         result = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"
-        console.print(result, markup=False, soft_wrap=True)
+        console.print(f"{text}: {result}", markup=False, soft_wrap=True)
         fitting += one.fits(device_memory) and one not in first
     return sorted(found, key=lambda one: (not one.fits(device_memory), not one.dry_runs, one.microseconds(rates)))
 

@@ -52,7 +52,7 @@ def converter_list(text: str) -> list[str]:
     return names
 
 
-def build_parser(run: bool) -> OneLineParser:
+def build_parser(run: bool = False) -> OneLineParser:
     """Build the parser of the comparison, or of ``run``."""
     parser = OneLineParser(
         f"{PROG} run" if run else PROG,
@@ -133,9 +133,6 @@ def main(argv: list[str]) -> int:
     except (InputError, OSError) as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
     print("\n".join(summary_lines(comparison)))
     print(f"  report: {one_line(args.out / 'report.md')}")
     return 0 if comparison.passed else 1

@@ -15,24 +15,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-from torchtitan_npu import platform, register
-from torchtitan_npu.cli.arguments import OneLineParser
-
-platform.prepare()
-register()
-
-from torchtitan_npu.cli.convert.from_hf import FromHuggingFace  # noqa: E402
-from torchtitan_npu.cli.convert.model_pieces import build  # noqa: E402
-from torchtitan_npu.cli.convert.to_hf import ToHuggingFace  # noqa: E402
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint  # noqa: E402
-from torchtitan_npu.errors import UsageError, one_line  # noqa: E402
+from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED, OneLineParser
+from torchtitan_npu.cli.progress import Progress
+from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu convert"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def build_parser() -> OneLineParser:
@@ -56,6 +44,12 @@ def build_parser() -> OneLineParser:
 
 def convert(args: argparse.Namespace) -> None:
     """Convert as the arguments say. Write to ``TARGET.partial`` first."""
+    import torch
+
+    from torchtitan_npu.cli.convert.from_hf import FromHuggingFace
+    from torchtitan_npu.cli.convert.model_pieces import build
+    from torchtitan_npu.cli.convert.to_hf import ToHuggingFace
+
     source, target = args.source, args.target
     partial = target.with_name(f"{target.name}.partial")
     if not source.is_dir():
@@ -73,7 +67,7 @@ def convert(args: argparse.Namespace) -> None:
     else:
         if args.assets and not args.assets.is_dir():
             raise UsageError(f"--assets {args.assets} is not a folder")
-        conversion = ToHuggingFace(source, model, DTYPES[args.dtype] if args.dtype else None, args.assets)
+        conversion = ToHuggingFace(source, model, getattr(torch, args.dtype) if args.dtype else None, args.assets)
     parents = partial.absolute().parents
     new_folders = [folder for folder in parents if not folder.exists()]
     free, needed = shutil.disk_usage(parents[len(new_folders)]).free, conversion.nbytes()
@@ -81,11 +75,15 @@ def convert(args: argparse.Namespace) -> None:
         raise UsageError(f"{partial.parent} has {free / 1e9:.1f} GB free; {target.name} needs {needed / 1e9:.1f} GB")
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with progress_bar() as progress:
-            task = progress.add_task(target.name, total=needed)
-            progress.live.transient = True  # an error removes the bar, so that it is the only line
-            conversion.write(partial, lambda nbytes: progress.advance(task, nbytes))
-            progress.live.transient = False
+        with Progress(f"{target.name}: starts") as progress:
+            written = 0
+
+            def advance(nbytes: int) -> None:
+                nonlocal written
+                written += nbytes
+                progress.update(f"{target.name}: {written / 1e9:.1f} of {needed / 1e9:.1f} GB", written / needed)
+
+            conversion.write(partial, advance)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -102,21 +100,20 @@ def convert(args: argparse.Namespace) -> None:
         print(f"no config.json: {conversion.config_problem}")
 
 
-def progress_bar() -> Progress:
-    """Return a progress bar on the terminal. In a log file it would be a line beside the error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-
-
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
+    from torchtitan_npu import platform, register
+
+    platform.prepare()
+    register()
+    from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
+
     try:
         convert(args)
     except KeyboardInterrupt:
         print(f"{PROG}: interrupted; the incomplete target was removed", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     except (UsageError, DamagedCheckpoint, OSError) as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr)
         return 2

@@ -12,10 +12,11 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.progress import waiting_for
 from torchtitan_npu.errors import ERROR_PREFIX, UsageError
 
 if TYPE_CHECKING:
@@ -27,18 +28,18 @@ SHOWN_CHARACTERS = 300
 """Characters of a text that are shown; of more, the first and last."""
 
 
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument("--show", type=int, default=3, metavar="N", help="number of rows (default: %(default)s)")
     parser.add_argument("--validation", action="store_true", help="show the validation data")
-    return parser.parse_known_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args, options = parse_args(argv)
+    args, options = build_parser().parse_known_args(argv)
     from torchtitan_npu import platform
 
     platform.prepare()
@@ -75,7 +76,7 @@ def show_rows(args: argparse.Namespace, options: list[str]) -> int:
     section, loader = getattr(config, name), rows_of(job, name)
     print(f"{name}.dataset: {loader.source}")
     number = 0
-    for number, (inputs, labels) in enumerate(islice(loader, args.show), 1):
+    for number, (inputs, labels) in enumerate(waiting_for(loader, "data: rows", args.show), 1):
         print("\n".join([f"row {number}: {len(labels[0])} tokens", *describe_row(inputs, labels, job.tokenizer)]))
     if number < args.show:
         print(f"the data has {number} rows of {section.seq_len} tokens", file=sys.stderr)

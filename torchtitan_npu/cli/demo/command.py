@@ -1,6 +1,6 @@
 """Train a small model twice on this machine, eager and with all its converters, and compare the loss curves.
 
-    torchtitan-npu demo [--model NAME] [--out DIR]
+    torchtitan-npu demo [--model NAME] [--out DIR] [--steps N]
 
 Exit code 0: within tolerance, 1: not, 2: invalid input.
 """
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.cli.compare.command import main as compare
+from torchtitan_npu.cli.compare.command import positive
 from torchtitan_npu.config.shipped_files import train_configs
 
 MODELS = ("deepseek_v32", "glm_moe_dsa")
 CONVERTERS = "npu_rms_norm,npu_rope,npu_gating,npu_permute,npu_gmm,npu_dsa"
 
 
-def main(argv: list[str]) -> int:
-    """Run the command and return its exit code."""
+def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,10 +27,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/demo"), help="folder of the report (default %(default)s)"
     )
-    args = parser.parse_args(argv)
+    parser.add_argument("--steps", type=positive, default=15, help="training steps (default %(default)s)")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
     config = train_configs() / f"{args.model}_debugmodel.toml"
-    size = ["--nproc", "2", "--steps", "15", "--rtol", "1e-4"]
+    size = ["--nproc", "2", "--steps", str(args.steps), "--rtol", "1e-4"]
     job = ["--config", str(config), "--candidate-converters", CONVERTERS]
+    print(
+        f"{args.model}: {args.steps} steps on two ranks, eager (baseline) and with converters (candidate)", flush=True
+    )
     code = compare(["run", "--force", "--out", str(args.out), *size, *job, "--", "--training.seq_len", "64"])
     if code != 2:
         print(f"  plot: {args.out / 'comparison.png'}")

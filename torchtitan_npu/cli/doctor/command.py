@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.cli.doctor.host import check_host
@@ -24,6 +25,7 @@ from torchtitan_npu.cli.doctor.imports import check_imports
 from torchtitan_npu.cli.doctor.network import check_interfaces
 from torchtitan_npu.cli.doctor.versions import check_versions, version_of
 from torchtitan_npu.cli.network_interfaces import addresses
+from torchtitan_npu.cli.progress import Progress
 
 if TYPE_CHECKING:
     from torchtitan_npu.platform import Backend
@@ -33,8 +35,8 @@ COLORS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    with other_output_to_stderr():
-        lines = list(examine(args.backend, args.only or list(CHECKS)))
+    with other_output_to_stderr(), Progress("doctor: import torch") as progress:
+        lines = list(examine(args.backend, args.only or list(CHECKS), progress))
     if args.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
     else:
@@ -55,8 +57,8 @@ def other_output_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
         "torchtitan-npu doctor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,17 +74,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--only", type=lambda text: text.split(","), help=f"comma-separated subset of {','.join(CHECKS)}"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list of {status, check, what, advice}")
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse and check the arguments."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     if unknown := set(args.only or ()) - set(CHECKS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(CHECKS)}")
     return args
 
 
-def examine(backend: Backend | None, wanted: list[str]) -> Iterator[Finding]:
+def examine(backend: Backend | None, wanted: list[str], progress: Progress) -> Iterator[Finding]:
     """Run the ``wanted`` checks."""
     machine = Machine(backend)
     for name, check in CHECKS.items():
         if name in wanted:
+            progress.update(f"doctor: {name}")
             yield from check(machine)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan_npu.cli.arguments import OneLineParser, memory_size
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.emulator.build import CANN_VERSIONS, BuildError, build
 from torchtitan_npu.emulator.environment import Machine, Observation, process_variables
 from torchtitan_npu.emulator.records import join_calls, join_trace, launch_table
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> int:
     try:
         check_output_folders(args)
         machine_variables = machine.variables()
-        home = build(lambda text: print(f"emulate: {text}", file=sys.stderr, flush=True), args.cann)
+        with Progress("emulate: starts") as progress:
+            home = build(lambda text: progress.update(f"emulate: {text}"), args.cann)
         with temporary_folder() as folder, tempfile.TemporaryDirectory(prefix="npu_emulator_") as records:
             environment = {
                 **os.environ,
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu emulate",
         usage="torchtitan-npu emulate [options] -- COMMAND ...",
@@ -97,6 +99,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--null-kernels", action="store_true", help="compute no floating-point numbers, to measure the host's time"
     )
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse and check the arguments, and the command after ``--``."""
+    parser = build_parser()
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(command=argv[end + 1 :]))
     if not args.command:

@@ -22,15 +22,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.cli.arguments import checkpoint_parser, read_utf8
+from torchtitan_npu.cli.arguments import OneLineParser, checkpoint_parser, read_utf8
 from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu evaluate"
 DIFFERENCE = "largest difference of a log-probability"
 
 
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the arguments. The second result are options of the job."""
+def build_parser() -> OneLineParser:
     parser = checkpoint_parser(PROG, __doc__)
     parser.add_argument("--text", type=Path, help="UTF-8 text, for its perplexity")
     parser.add_argument("--converters", help="names with commas: compare the text's perplexity with that without any")
@@ -39,6 +38,12 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--limit", type=int, help="examples of each task (default: all)")
     parser.add_argument("--batch", type=int, default=1, help="sequences at a time (default %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    return parser
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the arguments. The second result are options of the job."""
+    parser = build_parser()
     args, options = parser.parse_known_args(argv)
     if not args.text and not args.tasks:
         parser.error("one of --text and --tasks is required")

@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 from torchtitan_npu.cli.evaluate.scoring import score, windows
 from torchtitan_npu.cli.generate.generation import Sampling, generate
 from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, did_you_mean
 
 MAX_NEW_TOKENS = 256
@@ -52,7 +53,11 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        return [self._generate(*request.args) for request in requests]
+        texts = []
+        for number, request in enumerate(requests, 1):
+            with Progress(f"evaluate: text {number} of {len(requests)}"):
+                texts.append(self._generate(*request.args))
+        return texts
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         new = options.get("max_gen_toks", MAX_NEW_TOKENS)

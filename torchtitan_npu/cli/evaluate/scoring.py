@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.cli.progress import Progress
 
 
 class Score(NamedTuple):
@@ -31,20 +32,22 @@ def score(model: InferenceModel, pairs: list[tuple[list[int], list[int]]], batch
     A pair that is longer than the model's sequences loses the beginning of its context.
     """
     scores = []
-    for first in range(0, len(pairs), batch):
-        rows = pairs[first : first + batch]
-        texts = [(context + continuation)[-model.longest - 1 :] for context, continuation in rows]
-        inputs = [text[:-1] for text in texts]
-        longest = max(map(len, inputs))
-        padding = [longest - len(row) for row in inputs]
-        tokens = torch.tensor([[0] * blanks + row for blanks, row in zip(padding, inputs, strict=True)])
-        logits = model.logits(tokens, padding=padding)
-        for (_, continuation), row in zip(rows, logits, strict=True):
-            target = torch.tensor(continuation[-model.longest :], device=row.device)
-            last = row[-len(target) :]
-            chosen = last.log_softmax(dim=-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-            greedy = bool((last.argmax(dim=-1) == target).all())
-            scores.append(Score(chosen.double().cpu(), greedy))
+    with Progress("evaluate: scores") as progress:
+        for first in range(0, len(pairs), batch):
+            progress.update(f"evaluate: sequence {first + 1} of {len(pairs)}", first / len(pairs))
+            rows = pairs[first : first + batch]
+            texts = [(context + continuation)[-model.longest - 1 :] for context, continuation in rows]
+            inputs = [text[:-1] for text in texts]
+            longest = max(map(len, inputs))
+            padding = [longest - len(row) for row in inputs]
+            tokens = torch.tensor([[0] * blanks + row for blanks, row in zip(padding, inputs, strict=True)])
+            logits = model.logits(tokens, padding=padding)
+            for (_, continuation), row in zip(rows, logits, strict=True):
+                target = torch.tensor(continuation[-model.longest :], device=row.device)
+                last = row[-len(target) :]
+                chosen = last.log_softmax(dim=-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+                greedy = bool((last.argmax(dim=-1) == target).all())
+                scores.append(Score(chosen.double().cpu(), greedy))
     return scores
 
 

@@ -21,14 +21,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from torchtitan_npu.cli.arguments import checkpoint_parser, read_utf8
+from torchtitan_npu.cli.arguments import OneLineParser, checkpoint_parser, read_utf8
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu generate"
 
 
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the arguments. The second result are options of the job."""
+def build_parser() -> OneLineParser:
     parser = checkpoint_parser(PROG, __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue")
@@ -43,6 +43,12 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--no-cache", action="store_true", help="compute each token from the complete text")
     parser.add_argument("--json", action="store_true", help="print a JSON object per prompt")
     parser.add_argument("--benchmark", action="store_true", help="measure prefill and decode instead of printing text")
+    return parser
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the arguments. The second result are options of the job."""
+    parser = build_parser()
     args, options = parser.parse_known_args(argv)
     for option, least in (("max_new_tokens", 1), ("batch", 1), ("temperature", 0), ("seed", 0)):
         if getattr(args, option) < least:
@@ -106,7 +112,8 @@ def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> in
         batch = prompts[first : first + args.batch]
         if args.benchmark:
             try:
-                line = benchmark(model, batch, sampling)
+                with Progress("generate: measures"):
+                    line = benchmark(model, batch, sampling)
             except Refused as reason:
                 if is_first_rank:
                     print(f"{PROG}: the benchmark does not count: {reason}", file=sys.stderr)
@@ -114,7 +121,8 @@ def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> in
             if is_first_rank:
                 print(f"{platform.backend()}, {model.dtype}, {line}")
             continue
-        result = generate(model, batch, sampling, first, use_cache=not args.no_cache)
+        with Progress(f"generate: prompt {first + 1} of {len(prompts)}") as progress:
+            result = generate(model, batch, sampling, first, use_cache=not args.no_cache, progress=progress)
         for prompt, tokens in zip(texts[first:], result.tokens, strict=False):
             if is_first_rank:
                 print_text(prompt, model.tokenizer.decode(tokens), tokens, args.json)

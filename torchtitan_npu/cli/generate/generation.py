@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError
 
 
@@ -50,9 +51,14 @@ class Generated:
 
 
 def generate(
-    model: InferenceModel, prompts: list[list[int]], sampling: Sampling, first: int = 0, use_cache: bool = True
+    model: InferenceModel,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    first: int = 0,
+    use_cache: bool = True,
+    progress: Progress | None = None,
 ) -> Generated:
-    """Continue each of ``prompts``. All ranks return the same tokens.
+    """Continue each of ``prompts``, and show the number of tokens in ``progress``. All ranks return the same tokens.
 
     ``first`` is the number of the first prompt, for its random numbers. Without the cache, each token is computed from
     the complete text before it.
@@ -69,7 +75,7 @@ def generate(
     clock = time.perf_counter()
     for step in range(sampling.max_new_tokens):
         start = rows.shape[1] - 1 if use_cache and step else 0
-        logits = model.logits(rows, start, padding)[:, -1].cpu()
+        logits = model.logits(rows, start, padding, only_last=True)[:, -1].cpu()
         chosen = on_every_rank(sampling.choose(logits, generators), model.device)
         rows = torch.cat([rows, chosen.unsqueeze(1)], dim=1)
         now = time.perf_counter()
@@ -78,6 +84,9 @@ def generate(
         else:
             result.prefill_s = now - clock
         clock = now
+        if progress:
+            done = f"{step + 1} of {sampling.max_new_tokens} tokens"
+            progress.update(f"generate: prompt {first + 1}, {done}", (step + 1) / sampling.max_new_tokens)
         if eos is not None:
             ended |= chosen == eos
             if ended.all():

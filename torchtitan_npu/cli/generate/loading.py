@@ -20,6 +20,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 
 from torchtitan_npu.cli.generate.kv_cache import CachedTokens, attach_caches
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
 from torchtitan_npu.components.checkpoint.source import Source
 from torchtitan_npu.config.checkpoint_files import check_source
@@ -58,13 +59,14 @@ class InferenceModel(NamedTuple):
         return getattr(self.args, "seq_len", self.args.max_seq_len) - max(0, self.dims.tp - 2)
 
     @torch.no_grad()
-    def logits(self, rows: Tensor, start: int = 0, padding: list[int] | None = None) -> Tensor:
+    def logits(self, rows: Tensor, start: int = 0, padding: list[int] | None = None, only_last: bool = False) -> Tensor:
         """Return the logits (bsz, new tokens, vocab_size) in float32.
 
         Args:
             rows: (bsz, tokens), each padded at the left. The tokens before ``start`` are in the cache.
             start: number of tokens in the cache; 0 clears it
             padding: number of padding tokens of each row, by default none
+            only_last: compute the logits of the last token only, (bsz, 1, vocab_size)
         """
         new = rows[:, start:].to(self.device)
         count = new.shape[1]
@@ -73,8 +75,9 @@ class InferenceModel(NamedTuple):
         documents = self.tokens.prepare(start, new.shape[1], padding or [0] * len(rows), self.device)
         masks = {"attention_masks": documents} if documents and hasattr(self.args, "index_topk") else {}
         amp = dist_utils.maybe_enable_amp(self.dims, self.dtype, self.device.type)
-        with amp, angles_from(self.model, start):
-            return self.model(new, **masks)[:, :count].float()
+        selected = slice(count - 1, count) if only_last else slice(count)
+        with amp, angles_from(self.model, start), logits_of(self.model, selected):
+            return self.model(new, **masks).float()
 
 
 @contextmanager
@@ -90,6 +93,19 @@ def angles_from(model: Any, start: int) -> Iterator[None]:
         yield
     finally:
         del vars(model)[name]
+
+
+@contextmanager
+def logits_of(model: Any, selected: slice) -> Iterator[None]:
+    """Compute the logits of the ``selected`` tokens only: those of a long prompt would need gigabytes.
+
+    The hook follows that of tensor parallel, which gathers the sequence.
+    """
+    hook = model.output.register_forward_pre_hook(lambda _, args: (args[0][:, selected],))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -137,13 +153,14 @@ def load_model(config: JobConfig, checkpoint: Path, capacity: int | None = None)
         model: Any = spec.model_cls(args)
     build_model_converters(config, dims).convert(model)
     tokens = attach_caches(model)
-    model = spec.parallelize_fn(model, dims, config)
-    model.to_empty(device=device.type)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    model.eval()
-    adapter = spec.state_dict_adapter(args, None) if spec.state_dict_adapter else None
-    load_weights(model, source, adapter, config.checkpoint.initial_load_in_hf_quantized)
+    with Progress(f"loads {checkpoint}"):
+        model = spec.parallelize_fn(model, dims, config)
+        model.to_empty(device=device.type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
+        model.eval()
+        adapter = spec.state_dict_adapter(args, None) if spec.state_dict_adapter else None
+        load_weights(model, source, adapter, config.checkpoint.initial_load_in_hf_quantized)
     assert job.tokenizer is not None
     loaded = InferenceModel(model, args, job.tokenizer, dims, device, tokens, config.training.mixed_precision_param)
     tokens.capacity = (capacity or loaded.longest) + dims.tp  # and the padding of tensor parallel

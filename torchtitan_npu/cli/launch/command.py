@@ -10,6 +10,7 @@ Exit code 0: the job succeeded, 1: a rank failed, 2: not started, 75: stopped by
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.cli.launch import environment_profile as profile
 from torchtitan_npu.cli.launch.failure_report import (
     describe,
@@ -44,11 +46,22 @@ STOP_TIMEOUT_S = 600
 """Seconds that ranks have to finish a step and to save after a signal, if TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not set."""
 
 
+def build_parser() -> OneLineParser:
+    """Build the parser of the help text. The arguments themselves are parsed by the job."""
+    parser = OneLineParser(
+        "torchtitan-npu launch",
+        usage="torchtitan-npu launch --job.config_file X.toml [--section.key value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--job.config_file", metavar="X.toml", help="the job's TOML file")
+    return parser
+
+
 def main(argv: list[str]) -> int:
     """Launch the job with the arguments ``argv`` and return the exit code."""
     if argv[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
+        build_parser().parse_args(["--help"])
     for number in SIGNALS:  # until torchrun installs its own handlers
         signal.signal(number, interrupt)
     try:

@@ -1,6 +1,6 @@
 """List the configs, models, converters or operators of this package, one per line.
 
-torchtitan-npu list configs|models|converters|operators
+torchtitan-npu list configs|models|converters|operators (or ops)
 """
 
 from __future__ import annotations
@@ -59,15 +59,20 @@ LISTS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
     "models": models,
     "converters": converters,
     "operators": operators,
+    "ops": operators,
 }
 
 
-def main(argv: list[str]) -> int:
+def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu list", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=LISTS)
-    rows = list(LISTS[parser.parse_args(argv).what]())
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    rows = list(LISTS[build_parser().parse_args(argv).what]())
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name:{width}}  {text}".rstrip())

@@ -29,23 +29,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from torchtitan_npu import platform
 from torchtitan_npu.cli.arguments import OneLineParser
-from torchtitan_npu.cli.parity.compare_converters import compare_converters
-from torchtitan_npu.cli.parity.compare_layouts import LAYOUTS, compare_layouts
+from torchtitan_npu.cli.parity.cases import LAYOUTS, MODELS
 from torchtitan_npu.cli.parity.thresholds import find_failures
-from torchtitan_npu.cli.parity.training import MODELS, needs_cuda
 from torchtitan_npu.errors import UsageError
 
 PROG = "torchtitan-npu parity"
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parse and check the arguments."""
+def build_parser() -> OneLineParser:
     parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, help="models to train (default: all; with --layouts deepseek_v32)"
@@ -67,7 +62,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate (default %(default)s)")
     parser.add_argument("--samples", type=int, help="with bfloat16: runs of each model (default 8)")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse and check the arguments."""
+    parser = build_parser()
     args = parser.parse_args(argv)
+    from torchtitan_npu import platform
+    from torchtitan_npu.cli.parity.training import needs_cuda
+
     layouts = args.layouts is not None
     if layouts and args.dtype != "float32":
         parser.error("--layouts requires --dtype float32: bfloat16 rounding would hide errors")
@@ -94,6 +98,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     args = parse_args(argv)
+    from torchtitan_npu.cli.parity.compare_converters import compare_converters
+    from torchtitan_npu.cli.parity.compare_layouts import compare_layouts
+
     logging.getLogger().setLevel(logging.ERROR)
     console = Console(width=110)
     compare = compare_converters if args.layouts is None else compare_layouts
@@ -109,6 +116,10 @@ def main(argv: list[str]) -> int:
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace, console: Console) -> int:
     """Print the table and its failures. Return the exit code."""
+    import torch
+
+    from torchtitan_npu import platform
+
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*(f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()))

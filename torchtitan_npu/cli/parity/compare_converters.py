@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from torchtitan_npu.cli.progress import Progress
+
 from .thresholds import PERTURBED
 from .training import Curve, add_flavor, applicable_converters, job_config, largest_difference, train
 
@@ -60,4 +62,5 @@ def from_float32(curves: list[Curve], exact: Curve) -> list[float]:
 def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace, perturbation: int = 0) -> Curve:
     config = job_config(name, converters, args.steps, args.seq_len, args.lr)
     config.training.mixed_precision_param = dtype  # type: ignore[assignment]
-    return train(config, perturbation=perturbation)
+    with Progress(f"parity: {name} trains {args.steps} steps with {', '.join(converters) or 'no converters'}"):
+        return train(config, perturbation=perturbation)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import multiprocessing
 import os
 import tempfile
@@ -20,9 +19,11 @@ from rich.console import Console
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 
+from .cases import LAYOUTS, ranks_of
 from .training import (
     GLOBAL_BATCH,
     Curve,
@@ -33,34 +34,6 @@ from .training import (
     largest_difference,
     train,
 )
-
-SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
-TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
-EP = "expert_parallel_degree"
-BALANCER, SCHEDULE = "context_parallel_load_balancer", "pipeline_parallel_schedule"
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "FSDP2": {SHARD: 2},
-    "TP2": {TP: 2},
-    "EP2": {SHARD: 2, EP: 2},
-    "CP2, contiguous": {CP: 2, BALANCER: None},
-    "CP2, head-tail": {CP: 2, BALANCER: "headtail"},
-    "PP2": {PP: 2},
-    "PP2, interleaved": {PP: 2, SCHEDULE: "Interleaved1F1B"},
-    "PP2, zero-bubble": {PP: 2, SCHEDULE: "ZBVZeroBubble"},
-    "TP2·EP2": {TP: 2, EP: 2},
-    "HSDP2×2": {REPLICATE: 2, SHARD: 2},
-    "TP2·CP2": {TP: 2, CP: 2},
-    "FSDP2·CP2": {SHARD: 2, CP: 2},
-    "FSDP2·EP2·CP2": {SHARD: 2, EP: 2, CP: 2},
-    "PP2·FSDP2·EP2": {PP: 2, SHARD: 2, EP: 2},
-    "PP2·TP2": {PP: 2, TP: 2},
-    "PP2·CP2": {PP: 2, CP: 2},
-    "FSDP2·TP2·CP2·EP8": {SHARD: 2, TP: 2, CP: 2, EP: 8},
-    "PP2·TP2·CP2": {PP: 2, TP: 2, CP: 2},
-    "PP2·FSDP2·CP2·EP4": {PP: 2, SHARD: 2, CP: 2, EP: 4},
-}
-"""The keys of ``[parallelism]`` by name. Expert parallelism reuses the ranks of the other dimensions."""
 
 
 def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -90,11 +63,6 @@ def compare_layouts(name: str, args: argparse.Namespace, console: Console) -> li
     return rows
 
 
-def ranks_of(layout: str) -> int:
-    degrees = LAYOUTS[layout] if layout else {}
-    return math.prod(degrees.get(key, 1) for key in (SHARD, REPLICATE, TP, CP, PP))
-
-
 def run(name: str, layout: str, converters: list[str], args: argparse.Namespace) -> Curve:
     """Train with one process per rank of ``layout``, or on one rank if it is empty."""
     config = job_config(name, converters, args.steps, args.seq_len, args.lr)
@@ -114,7 +82,8 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
     # As with torchrun, the parent opens the store: a free port could be taken before rank 0 opens it.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (name, config, ranks, store.port, folder), ranks, start_method="forkserver")
+        with Progress(f"parity: {name} trains {args.steps} steps on {layout or 'one rank'}"):
+            start_processes(_rank, (name, config, ranks, store.port, folder), ranks, start_method="forkserver")
         curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
         # Only the last pipeline stage has the loss, the others report -1. NaN counts as a loss.
         return next(curve for curve in curves if not curve.losses[0] < 0)

@@ -19,23 +19,13 @@ register()
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
+from torchtitan_npu.cli.parity.cases import MODELS  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import shipped  # noqa: E402
 from torchtitan_npu.config.preflight import build_on_meta, check_job  # noqa: E402
 from torchtitan_npu.converters import CONVERTERS  # noqa: E402
 from torchtitan_npu.trainer import Trainer  # noqa: E402
 
-MODELS = {
-    "llama3": ("llama3", "debugmodel"),
-    "llama4": ("llama4", "debugmodel"),
-    "qwen3": ("qwen3", "debugmodel"),
-    "qwen3_moe": ("qwen3", "debugmodel_moe"),
-    "deepseek_v3": ("deepseek_v3", "debugmodel"),
-    "deepseek_v32": ("deepseek_v32", "debugmodel"),
-    "glm_moe_dsa": ("glm_moe_dsa", "debugmodel"),
-    "gpt_oss": ("gpt_oss", "debugmodel"),
-}
-"""Model and flavor by name."""
 FLAVOR = "parity"
 GLOBAL_BATCH = 4
 

@@ -25,13 +25,13 @@ from typing import Any
 
 from rich.console import Console
 
-from torchtitan_npu import platform
 from torchtitan_npu.chips import DEFAULT_CHIP, find_chip
 from torchtitan_npu.cli.arguments import OneLineParser, memory_size
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError
 
 
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,12 +53,14 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    return parser.parse_known_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args, options = parse_args(argv)
+    args, options = build_parser().parse_known_args(argv)
     console = Console(width=max(100, Console().width))
+    from torchtitan_npu import platform
+
     platform.prepare()
     logging.disable(logging.WARNING)  # TorchTitan logs the start of every dry run
     try:
@@ -118,6 +120,7 @@ def unwritable(path: Path) -> str:
 
 
 def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
+    from torchtitan_npu import platform
     from torchtitan_npu.config.parser import JobConfigManager, import_module
     from torchtitan_npu.planner.layout import with_all_degrees, world_size_of
     from torchtitan_npu.planner.step_time import Rates
@@ -150,7 +153,8 @@ def dry_run(
     from torchtitan_npu.planner.layout import layout_name
     from torchtitan_npu.planner.representative_ranks import selected_ranks
 
-    check_job(config, world_size)
+    with Progress("plan: checks the job"):
+        check_job(config, world_size)
     names = selected_ranks(args.rank, config, world_size)
     results = dict(zip(names.values(), dry_run_ranks(config, world_size, list(names), args.expert_load), strict=True))
     failures = {name: one for name, one in results.items() if isinstance(one, Failure)}
@@ -227,9 +231,11 @@ def search_layouts(
     from torchtitan_npu.planner.search import own_layout, print_layouts, search
 
     own = own_layout(config, world_size)
-    check_job(own, world_size)  # a mistake in the file would only exclude layouts
+    with Progress("plan: checks the job"):
+        check_job(own, world_size)  # a mistake in the file would only exclude layouts
     assumed_load(args.expert_load, own)
-    size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
+    with Progress("plan: counts parameters"):
+        size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
     numbers = report["arithmetic"] = arithmetic(
         size, config.training.dtype, degrees(config), world_size, args.device_memory
     )

@@ -37,8 +37,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_npu import platform
 from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.progress import Progress, waiting_for
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PROG = "torchtitan-npu prove"
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def build_parser() -> OneLineParser:
     parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="the job's TOML file (default: this package's models)")
     parser.add_argument("--flavor", help="with --config: another flavor of the model, small enough for CPU ranks")
@@ -67,6 +67,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/prove"), help="folder for TOML files of faults (default %(default)s)"
     )
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse and check the arguments."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     for name in ("draws", "parallel"):
         if getattr(args, name) < 1:
@@ -85,6 +91,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
     """Run the command. ``run_on_ranks`` replaces :func:`torchtitan_npu.prover.ranks.run_on_ranks`."""
     args = parse_args(argv)
+    from torchtitan_npu import platform
+
     platform.use_cpu()
     platform.prepare()
     logging.disable(logging.WARNING)  # TorchTitan logs the start of every job
@@ -153,7 +161,7 @@ def prove_all(args: argparse.Namespace, prover: Prover, draws: Mapping[int, Draw
     pool = ThreadPoolExecutor(args.parallel)
     try:
         numbers = {pool.submit(prove, draw): number for number, draw in draws.items()}
-        for future in as_completed(numbers):
+        for future in waiting_for(as_completed(numbers), "prove: draws done", len(numbers)):
             if (outcome := future.result()) is not None:
                 yield numbers[future], outcome
     finally:
@@ -167,7 +175,8 @@ def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Dr
 
     def still_fails(candidate: Draw) -> bool:
         nonlocal outcome
-        found = prover.prove(candidate)
+        with Progress("prove: shrinking"):
+            found = prover.prove(candidate)
         say(prover, f"  shrinking: {found.status}: {describe(candidate)}")
         if same := (found.status, found.kind) == (outcome.status, outcome.kind):
             outcome = found

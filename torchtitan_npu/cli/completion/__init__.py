@@ -1,0 +1,1 @@
+"""The command ``torchtitan-npu completion``: completion of commands and options in a shell."""
