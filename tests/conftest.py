@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and TorchTitan imports it
 
+from tests._helpers.browsers import BROWSERS
 from torchtitan_npu import platform
 
 platform.prepare()
@@ -35,11 +37,12 @@ def _logs_go_where_they_went() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked device on a machine without one."""
-    if platform.backend() == "cpu":
-        needing = [item for item in items if item.get_closest_marker("device")]
-        items[:] = [item for item in items if item not in needing]
-        config.hook.pytest_deselected(items=needing)
+    """Leave out the tests marked device or browser on a machine without one."""
+    absent = ["device"] if platform.backend() == "cpu" else []
+    absent += [] if any(map(shutil.which, BROWSERS)) else ["browser"]
+    needing = [item for item in items if any(map(item.get_closest_marker, absent))]
+    items[:] = [item for item in items if item not in needing]
+    config.hook.pytest_deselected(items=needing)
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -14,7 +15,7 @@ from torchtitan.tools.logging import init_logger
 import torchtitan_npu.train as entry
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.cli.compare.command import main as compare_loss
-from torchtitan_npu.cli.compare.train_pair import TRAINER, RunPair, train_command
+from torchtitan_npu.cli.compare.train_runs import TRAINER, Runs, train_arguments
 
 STEPS = 2
 CONFIG = Path("train_configs/llama3_debugmodel.toml")
@@ -116,21 +117,19 @@ def train(arguments: list[str], log: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> RunPair:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Train on two ranks, eager and converted, with the arguments of the comparison tool."""
-    pair = RunPair(CONFIG, ["npu_rms_norm"], tmp_path_factory.mktemp("runs"), nproc=2, steps=STEPS, extra=SMALL)
-    for side in ("baseline", "candidate"):
-        train_on_two_ranks(pair, side)
-    return pair
+    runs = Runs(CONFIG, [["npu_rms_norm"]], tmp_path_factory.mktemp("runs"), nproc=2, steps=STEPS, extra=SMALL)
+    for name in runs.converters:
+        train_on_two_ranks(runs, name)
+    return runs
 
 
-def train_on_two_ranks(pair: RunPair, side: str) -> None:
-    command = train_command(pair, side)
-    arguments = command[command.index(TRAINER) + 1 :]
-    run_on_ranks(2, train, arguments, pair.out / f"{side}.log", process_group=False)
+def train_on_two_ranks(runs: Runs, name: str) -> None:
+    run_on_ranks(2, train, train_arguments(runs, name), runs.out / f"{name}.log", process_group=False)
 
 
-def test_converted_training_follows_the_eager_baseline(runs: RunPair) -> None:
+def test_converted_training_follows_the_eager_baseline(runs: Runs) -> None:
     sides = [str(runs.out / side) for side in ("baseline", "candidate")]
     assert compare_loss([*sides, "--rtol", "1e-5", "--out", str(runs.out)]) == 0
     logged = "npu_rms_norm: 13 RMSNorm in layers 0-5, norm -> npu_rms_norm"
@@ -138,10 +137,12 @@ def test_converted_training_follows_the_eager_baseline(runs: RunPair) -> None:
     baseline = (runs.out / "baseline.log").read_text()
     assert f"step: {STEPS:2}" in baseline and "npu_rms_norm" not in baseline
     assert (runs.out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    differing = json.loads((runs.out / "report.json").read_text())["differing_configuration"]
+    assert set(differing) == {"job.dump_folder", "model.converters"}
 
 
-def test_two_identical_runs_are_bit_identical(runs: RunPair, tmp_path: Path) -> None:
-    again = RunPair(CONFIG, [], tmp_path, nproc=2, steps=STEPS, extra=SMALL)
+def test_two_identical_runs_are_bit_identical(runs: Runs, tmp_path: Path) -> None:
+    again = Runs(CONFIG, [], tmp_path, nproc=2, steps=STEPS, extra=SMALL)
     train_on_two_ranks(again, "baseline")
-    sides = [str(pair.out / "baseline") for pair in (runs, again)]
+    sides = [str(each.out / "baseline") for each in (runs, again)]
     assert compare_loss([*sides, "--assert-equal", "--out", str(tmp_path)]) == 0

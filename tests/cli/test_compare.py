@@ -26,7 +26,7 @@ from torchtitan_npu.cli.compare.curves import Curve, InputError, Point, build_cu
 from torchtitan_npu.cli.compare.diagnosis import FIRST_STEP, LATE_DRIFT, NAN, OTHER, SPIKE
 from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.plot import DPI, WIDTH
-from torchtitan_npu.cli.compare.report import summary_lines, write_report
+from torchtitan_npu.cli.compare.report import REPORT_FILES, summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import read_curve
 
 # No deadline: the machine may be busy.
@@ -280,7 +280,7 @@ def test_a_spike_before_a_nan_is_found() -> None:
 
 def test_every_pattern_has_a_meaning_and_a_check() -> None:
     for result in (off_by([0.02] * 8), off_by([0.0, 0.0, 0.5, 0.0]), off_by([2e-4 * s for s in range(40)])):
-        lines = summary_lines(result)
+        lines = summary_lines([result])
         for pattern in result.patterns:
             assert f"    {pattern.means}" in lines
             assert f"    Check: {pattern.check}" in lines
@@ -298,33 +298,35 @@ def png_size(content: bytes) -> tuple[int, int]:
     return struct.unpack(">II", content[16:24])
 
 
-def test_the_report_has_three_files(tmp_path: Path) -> None:
+def test_the_files_of_the_report(tmp_path: Path) -> None:
     base = curve([8.0, 4.0, 2.0, 1.0, 1.0], [1.0] * 5)
     other = curve([8.0, 4.0, 2.5, 1.0, NAN_VALUE], [1.0] * 5)
-    write_report(compare(base, other, Tolerance(rtol=0.01, atol=0.0)), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["comparison.png", "report.json", "report.md"]
+    write_report([compare(base, other, Tolerance(rtol=0.01, atol=0.0))], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REPORT_FILES)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     report = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
-    assert (report["verdict"], report["passed"], report["first_diverging_step"]) == ("diverged", False, 3)
+    assert not report["passed"]
+    (candidate,) = report["candidates"]
+    assert (candidate["verdict"], candidate["passed"], candidate["first_diverging_step"]) == ("diverged", False, 3)
     assert (report["rtol"], report["atol"], report["assert_equal"]) == (0.01, 0.0, False)
-    assert [(pattern["name"], pattern["step"]) for pattern in report["patterns"]] == [("NaN", 5), ("spike", 3)]
-    loss = report["metrics"]["loss"]
+    assert [(pattern["name"], pattern["step"]) for pattern in candidate["patterns"]] == [("NaN", 5), ("spike", 3)]
+    loss = candidate["metrics"]["loss"]
     assert loss["step"] == [1, 2, 3, 4, 5]
     assert loss["candidate"] == [8.0, 4.0, 2.5, 1.0, "nan"]
     assert loss["relative_difference"] == [0.0, 0.0, 0.25, 0.0, "nan"]
     assert loss["within_tolerance"] == [True, True, False, True, False]
     assert (loss["largest_relative_difference"], loss["largest_relative_difference_step"]) == (0.25, 3)
-    assert report["metrics"]["grad_norm"]["first_diverging_step"] is None
+    assert candidate["metrics"]["grad_norm"]["first_diverging_step"] is None
 
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# Loss comparison: first diverging step 3 (loss)\n")
-    assert "| loss | 5 | 2.50e-01 | 3 | 3 |" in text
+    assert "| candidate | loss | 5 | 2.50e-01 | 3 | 3 |" in text
     assert "| 3 | 2 | 2.5 | 2.50e-01 | out |" in text
-    assert "## Pattern: spike" in text
-    assert "![both curves and their relative difference](comparison.png)" in text
+    assert "## Candidate: spike" in text
+    assert "](comparison.png)" in text
 
     width, height = png_size((tmp_path / "comparison.png").read_bytes())
     assert width == WIDTH * DPI
@@ -333,11 +335,11 @@ def test_the_report_has_three_files(tmp_path: Path) -> None:
 
 def test_the_report_can_be_written_again_and_read_as_input(tmp_path: Path) -> None:
     comparison = off_by([0.0, 1e-4])
-    write_report(comparison, tmp_path)
+    write_report([comparison], tmp_path)
     first = (tmp_path / "comparison.png").read_bytes()
-    write_report(comparison, tmp_path)
+    write_report([comparison], tmp_path)
     assert (tmp_path / "comparison.png").read_bytes() == first
-    metric = json.loads((tmp_path / "report.json").read_text())["metrics"]["loss"]
+    metric = json.loads((tmp_path / "report.json").read_text())["candidates"][0]["metrics"]["loss"]
     again = tmp_path / "again.json"
     again.write_text(json.dumps({"step": metric["step"], "loss": metric["candidate"]}))
     assert compare(comparison.candidate, read_curve(again), Tolerance(assert_equal=True)).verdict == IDENTICAL
@@ -354,7 +356,7 @@ def test_the_report_can_be_written_again_and_read_as_input(tmp_path: Path) -> No
     ],
 )
 def test_odd_curves_can_be_drawn(loss: list[float], other: list[float], tolerance: Tolerance, tmp_path: Path) -> None:
-    write_report(compare(curve(loss), curve(other), tolerance), tmp_path)
+    write_report([compare(curve(loss), curve(other), tolerance)], tmp_path)
     assert png_size((tmp_path / "comparison.png").read_bytes())[0] == WIDTH * DPI
 
 
@@ -444,8 +446,9 @@ def test_control_characters_in_names_are_escaped(name, files, tmp_path, capsys) 
     assert errors.count("\n") == 1 and errors[:-1].isprintable()
     assert main([files["base"], str(candidate), "--allow-partial", "--out", str(out)]) == 0
     assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
-    assert json.loads((out / "report.json").read_text())["candidate"]["source"].isprintable()
-    assert all(line.isprintable() for line in (out / "report.md").read_text().split("\n"))
+    assert json.loads((out / "report.json").read_text())["candidates"][0]["source"].isprintable()
+    for report in ("report.md", "report.html"):
+        assert all(line.isprintable() for line in (out / report).read_text().split("\n"))
 
 
 @pytest.mark.parametrize(("value", "step"), [("-1e308", "0"), ("1e308", str(2**53)), ("1e999", "1")])

@@ -54,7 +54,7 @@ def test_a_diverging_auxiliary_loss_fails(tmp_path: Path, capsys: pytest.Capture
     assert compare_loss.main([*map(str, sides), "--rtol", "1e-2", "--out", str(tmp_path)]) == 1
     assert "first diverging step 2 (indexer_loss)" in capsys.readouterr().out
     assert compare_loss.main([*map(str, sides), "--rtol", "5e-2", "--out", str(tmp_path)]) == 0
-    assert set(json.loads((tmp_path / "report.json").read_text())["metrics"]) == {
+    assert set(json.loads((tmp_path / "report.json").read_text())["candidates"][0]["metrics"]) == {
         "loss",
         "grad_norm",
         "indexer_loss",
@@ -82,5 +82,5 @@ def test_the_plot_has_one_more_panel(tmp_path: Path) -> None:
     curve = read_curve(events(tmp_path / "run", 0.5, 0.25))
     comparison = compare(curve, curve, Tolerance())
     without = dataclasses.replace(comparison, metrics=comparison.metrics[:1])
-    with_it, plain = (int.from_bytes(draw(each)[20:24]) for each in (comparison, without))  # the PNG's height
+    with_it, plain = (int.from_bytes(draw([each])[20:24]) for each in (comparison, without))  # the PNG's height
     assert with_it - plain == round((HEIGHTS["indexer_loss"] + GAP) * DPI)

@@ -10,14 +10,17 @@ import pytest
 
 from torchtitan_npu.cli.compare.command import main
 from torchtitan_npu.cli.compare.curves import InputError
-from torchtitan_npu.cli.compare.train_pair import (
+from torchtitan_npu.cli.compare.train_runs import (
     MARKER,
-    RunPair,
+    Runs,
     last_error_line,
     prepare_out,
-    train_both,
+    train_all,
     train_command,
 )
+from torchtitan_npu.config.shipped_files import train_configs
+
+CONFIG = train_configs() / "llama3_debugmodel.toml"
 
 # A fake trainer that accepts TorchTitan's arguments, prints its lines from every rank and writes events from rank 0.
 # As ``torchtitan_npu.train`` in the working directory it hides the installed module, so the command line is unchanged.
@@ -28,7 +31,7 @@ from pathlib import Path
 given = sys.argv[1:]
 option = lambda name: given[given.index(name) + 1]
 converters = next(a for a in given if a.startswith("--model.converters=")).partition("=")[2]
-plan = json.loads(Path(option("--job.config_file")).read_text())
+plan = json.loads(Path("plan.json").read_text())
 dump = Path(option("--job.dump_folder"))
 if plan.get("fail"):
     raise RuntimeError("npu_rms_norm: unknown epsilon")
@@ -39,7 +42,7 @@ if os.environ["RANK"] == "0":
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
     writer = EventFileWriter(str(dump / option("--metrics.save_tb_folder") / "20260131-1200"))
 for step in range(1, int(option("--training.steps")) + 1):
-    loss = 8.0 / step * (1 + (plan["off"] if converters else 0.0))
+    loss = 8.0 / step * (1 + plan["off"].get(converters, 0.0))
     print(f"[titan] - root - INFO - \\033[31mstep: {step:2}  \\033[32mloss: {loss:8.5f}  grad_norm: {1 / step:7.4f}  x")
     if writer:
         flips = {"flipped_experts": step % 2, "experts": 100, "flipped_experts/layer_3": step % 2}
@@ -50,7 +53,12 @@ for step in range(1, int(option("--training.steps")) + 1):
 if writer:
     writer.close()
     (dump / "given.json").write_text(json.dumps(given))
+    config = {"job": {"dump_folder": str(dump)}, "training": {}, "model": {"converters": converters.split(",")}}
+    (dump / option("--job.save_config_file")).write_text(json.dumps(config))
 """
+
+
+CONVERTERS = "npu_rms_norm,npu_rope"
 
 
 def make_job(folder: Path, plan: dict[str, object]) -> list[str]:
@@ -59,14 +67,14 @@ def make_job(folder: Path, plan: dict[str, object]) -> list[str]:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "train.py").write_text(TRAINER)
-    (folder / "job.toml").write_text(json.dumps(plan))
-    return ["run", "--config", "job.toml", "--candidate-converters", "a,b"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return ["run", "--config", str(CONFIG), "--candidate-converters", CONVERTERS]
 
 
 def test_two_runs_and_their_comparison(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--nproc", "2", "--steps", "5", "--", "--training.seq_len", "128"]
-    assert main([*make_job(tmp_path, {"off": 1e-4}), *options]) == 0
+    assert main([*make_job(tmp_path, {"off": {CONVERTERS: 1e-4}}), *options]) == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0] == "within tolerance"
     for side in ("baseline", "candidate"):
@@ -74,12 +82,15 @@ def test_two_runs_and_their_comparison(tmp_path: Path, monkeypatch, capsys) -> N
 
     out = tmp_path / "outputs" / "compare"
     report = json.loads((out / "report.json").read_text())
-    assert report["metrics"]["loss"]["step"] == [1, 2, 3, 4, 5]
-    assert report["metrics"]["loss"]["largest_relative_difference"] == pytest.approx(1e-4, rel=1e-2)
-    assert report["metrics"]["grad_norm"]["largest_relative_difference"] == 0.0
-    assert (out / "report.md").is_file()
-    assert (out / "comparison.png").is_file()
-    for side, converters in (("baseline", ""), ("candidate", "a,b")):
+    metrics = report["candidates"][0]["metrics"]
+    assert metrics["loss"]["step"] == [1, 2, 3, 4, 5]
+    assert metrics["loss"]["largest_relative_difference"] == pytest.approx(1e-4, rel=1e-2)
+    assert metrics["grad_norm"]["largest_relative_difference"] == 0.0
+    assert report["differing_configuration"]["model.converters"] == ['[""]', '["npu_rms_norm", "npu_rope"]']
+    assert report["environment"]["command"].startswith("torchtitan-npu compare run --config ")
+    for name in ("report.md", "report.html", "comparison.png"):
+        assert (out / name).is_file()
+    for side, converters in (("baseline", ""), ("candidate", CONVERTERS)):
         log = (out / f"{side}.log").read_text()
         assert log.count("step:") == 10  # five from each of two ranks
         given = json.loads((out / side / "given.json").read_text())
@@ -87,20 +98,54 @@ def test_two_runs_and_their_comparison(tmp_path: Path, monkeypatch, capsys) -> N
         assert given[-2:] == ["--training.seq_len", "128"]
 
     # A second run without --force is an error. The logs can be compared, too.
-    again = RunPair(tmp_path / "job.toml", ["a"], out, nproc=1, steps=5)
+    again = Runs(CONFIG, [["npu_rms_norm"]], out, nproc=1, steps=5)
     with pytest.raises(InputError, match="contains an earlier run"):
-        train_both(again)
+        train_all(again)
     logs = [str(out / "baseline.log"), str(out / "candidate.log")]
     assert main([*logs, "--rtol", "1e-5", "--out", str(tmp_path / "logs")]) == 1
 
 
+def test_several_candidates(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = [*make_job(tmp_path, {"off": {"npu_rope": 0.1}}), "--candidate-converters", "npu_rope"]
+    assert main([*job, "--steps", "3", "--out", "o"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 of 2 candidates passed"
+    assert "candidate 1 (o/candidate_1): identical" in lines
+    assert "candidate 2 (o/candidate_2): first diverging step 1 (loss)" in lines
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert [candidate["passed"] for candidate in report["candidates"]] == [True, False]
+    assert len(report["differing_configuration"]["model.converters"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--candidate-converters", "npu_rms_nrm"],
+            "the candidate_2 run cannot start: model.converters: 'npu_rms_nrm' is not",
+        ),
+        (["--", "--training.seq_len", "0"], "the baseline run cannot start: training.seq_len"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_trained(arguments, message, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*make_job(tmp_path, {"off": {}}), "--out", "o", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"torchtitan-npu compare: {message}")
+    assert len(printed.err.splitlines()) == 1
+    assert not (tmp_path / "o").exists()
+
+
 def test_the_report_counts_flipped_choices(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*make_job(tmp_path, {"off": 0.0}), "--steps", "5", "--replay", "--out", "o"]) == 0
+    config = str(train_configs() / "deepseek_v3_debugmodel.toml")
+    job = [*make_job(tmp_path, {"off": {}}), "--config", config]
+    assert main([*job, "--steps", "5", "--replay", "--out", "o"]) == 0
     line = "replay: of 500 experts the candidate would have chosen 3 differently, first in step 1 (layer 3: 3)"
     assert f"  note: {line}" in capsys.readouterr().out.splitlines()
     assert line in (tmp_path / "o" / "report.md").read_text()
-    assert line in json.loads((tmp_path / "o" / "report.json").read_text())["notes"]
+    assert line in json.loads((tmp_path / "o" / "report.json").read_text())["candidates"][0]["notes"]
 
 
 def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -116,8 +161,8 @@ def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeyp
 
 
 def test_the_command_line_of_each_side() -> None:
-    pair = RunPair(Path("x.toml"), ["a", "b"], Path("out"), nproc=2, steps=20, seed=7, extra=("--foo", "1"))
-    baseline, candidate = train_command(pair, "baseline"), train_command(pair, "candidate")
+    runs = Runs(Path("x.toml"), [["a", "b"]], Path("out"), nproc=2, steps=20, seed=7, extra=("--foo", "1"))
+    baseline, candidate = train_command(runs, "baseline"), train_command(runs, "candidate")
     assert baseline[:7] == [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
         *("-m", "torchtitan_npu.train"),
@@ -133,8 +178,8 @@ def test_the_command_line_of_each_side() -> None:
 
 
 def test_a_replayed_candidate_gets_the_choices_of_the_baseline() -> None:
-    pair = RunPair(Path("x.toml"), ["a"], Path("out"), nproc=1, steps=20, extra=("--foo", "1"), replay=True)
-    baseline, candidate = (" ".join(train_command(pair, side)) for side in ("baseline", "candidate"))
+    runs = Runs(Path("x.toml"), [["a"]], Path("out"), nproc=1, steps=20, extra=("--foo", "1"), replay=True)
+    baseline, candidate = (" ".join(train_command(runs, side)) for side in ("baseline", "candidate"))
     assert baseline.endswith("--replay.record out/baseline/choices --foo 1")
     assert candidate.endswith("--replay.replay out/baseline/choices --foo 1")
 
@@ -142,30 +187,35 @@ def test_a_replayed_candidate_gets_the_choices_of_the_baseline() -> None:
 def test_a_missing_config_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(InputError, match="no such file"):
-        train_both(RunPair(tmp_path / "absent.toml", ["a"], out, nproc=1, steps=1))
+        train_all(Runs(tmp_path / "absent.toml", [["a"]], out, nproc=1, steps=1))
     assert not out.exists()
 
 
+def runs_in(out: Path, candidates: int = 1) -> Runs:
+    return Runs(CONFIG, [["a"]] * candidates, out, nproc=1, steps=1)
+
+
 def test_force_removes_only_files_of_an_earlier_run(tmp_path: Path) -> None:
-    prepare_out(tmp_path, force=False)
+    prepare_out(runs_in(tmp_path, candidates=2), force=False)
     (tmp_path / "baseline" / "tb").mkdir()
-    for name in ("candidate.log", "report.json", "mine.txt"):
+    for name in ("candidate_2.log", "report.json", "mine.txt", "candidate_mine"):
         (tmp_path / name).touch()
     with pytest.raises(InputError, match="--force"):
-        prepare_out(tmp_path, force=False)
+        prepare_out(runs_in(tmp_path), force=False)
     assert (tmp_path / "baseline" / "tb").is_dir()
-    prepare_out(tmp_path, force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["baseline", "candidate", "mine.txt"]
+    prepare_out(runs_in(tmp_path), force=True)
+    remaining = ["baseline", "candidate", "candidate_mine", "mine.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == remaining
     assert [path.name for path in (tmp_path / "baseline").iterdir()] == [MARKER]
 
 
 def test_force_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
-    prepare_out(tmp_path, force=False)
+    prepare_out(runs_in(tmp_path), force=False)
     (tmp_path / "candidate" / MARKER).unlink()
     (tmp_path / "candidate" / "checkpoint").touch()
     (tmp_path / "report.json").touch()
     with pytest.raises(InputError, match="was not created by this command"):
-        prepare_out(tmp_path, force=True)
+        prepare_out(runs_in(tmp_path), force=True)
     assert (tmp_path / "candidate" / "checkpoint").exists()
     assert (tmp_path / "baseline" / MARKER).exists()
     assert (tmp_path / "report.json").exists()

@@ -14,6 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from torchtitan_npu.cli.compare.columns import parse_columns
 from torchtitan_npu.cli.compare.console_log import parse_step_line
 from torchtitan_npu.cli.compare.curves import Curve, InputError
 from torchtitan_npu.cli.compare.sources import read_curve
@@ -94,14 +95,17 @@ def test_recorded_values_are_exact(tmp_path: Path) -> None:
         ("a.json", '{"loss": [1]}', "expected lists under 'step' and 'loss'"),
         ("a.json", '{"step": [1, 2], "loss": [1]}', "differ in length"),
         ("a.json", "[]", "no loss found"),
-        ("a.json", '[{"step": 1, "loss": null}]', "record 1: loss is None"),
+        ("a.json", '[{"step": 1, "loss": null}]', "no loss found"),
+        ("a.json", '[{"step": 1, "value": 8}]', "no loss in its records, which have ['step', 'value']; --column"),
+        ("a.json", '[{"loss": 8}]', "no step in its records"),
+        ("a.json", '[{"step": 1, "loss": 8}, {"loss": 9}]', "record 2: step is None"),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: loss is True"),
         ("a.json", '[{"step": 1.5, "loss": 8}]', "step 1.5 is not an integer"),
         ("a.json", '[{"step": 1, "loss": 8}, {"step": 1, "loss": 9}]', "step 1 occurs twice"),
         ("a.csv", "", "must name the columns"),
         ("a.csv", "1,8.5\n", "must name the columns"),
         ("a.csv", "step,loss\n", "no loss found"),
-        ("a.csv", "step,loss\n1,\n", "record 1: loss is ''"),
+        ("a.csv", "step,loss\n1,\n", "no loss found"),
         ("a.csv", "step,loss\n1,high\n", "record 1: loss is 'high'"),
         ("a.csv", "step,loss\n3,8\n3,9\n", "step 3 occurs twice with different values of loss: 8 and 9"),
         ("a.log", "", "found no line 'step: ... loss: ...'"),
@@ -120,6 +124,84 @@ def test_the_same_step_with_the_same_value_is_read_once(tmp_path: Path) -> None:
 
 def test_no_such_file(tmp_path: Path) -> None:
     assert "no such file or folder" in error_of(tmp_path / "absent.json")
+
+
+# --- JSON lines, W&B, Hugging Face ---
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    text = '{"step": 1, "loss": 8.5, "grad_norm": 1.5}\n\n{"step": 1, "eval_loss": 9}\n{"step": 2, "loss": NaN}\n'
+    curve = read_curve(write(tmp_path / "a.jsonl", text))
+    assert values(curve)[1] == 8.5 and math.isnan(values(curve)[2])
+    assert (values(curve, "grad_norm"), curve.notes) == ({1: 1.5}, [])
+    killed = read_curve(write(tmp_path / "b.jsonl", text + '{"step": 3, "lo'))
+    assert list(values(killed)) == [1, 2] and "the last line is incomplete" in killed.notes[0]
+    assert "line 2 is not valid JSON" in error_of(write(tmp_path / "c.jsonl", '{"step": 1, "loss": 8}\n{"st\n'))
+    assert "expected an object in each line" in error_of(write(tmp_path / "d.jsonl", "[1, 2]\n"))
+
+
+def test_wandb_history_of_torchtitan(tmp_path: Path) -> None:
+    records = [{"_step": 1, "loss_metrics/global_avg_loss": 8.5, "grad_norm": 1.5, "_timestamp": 1.7e9}, {"_step": 2}]
+    path = write(tmp_path / "wandb-history.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    curve = read_curve(path)
+    assert (values(curve), values(curve, "grad_norm")) == ({1: 8.5}, {1: 1.5})
+
+
+def test_wandb_export_of_the_web_page(tmp_path: Path) -> None:
+    header = '"Step","blue-sky-1 - train/loss","blue-sky-1 - train/loss__MIN","blue-sky-1 - train/loss__MAX"'
+    path = write(
+        tmp_path / "wandb_export.csv", f'{header}\n"1","8.5","8.5","8.5"\n"2","","",""\n"3","7.5","7.5","7.5"\n'
+    )
+    assert values(read_curve(path)) == {1: 8.5, 3: 7.5}
+
+
+def test_a_wandb_export_of_several_runs_needs_a_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "Step,one - train/loss,two - train/loss\n1,8.5,9.5\n")
+    assert "several runs have train/loss; choose one with --column" in error_of(path)
+    assert values(read_curve(path, parse_columns(["loss=two - train/loss"]))) == {1: 9.5}
+
+
+def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
+    history = [
+        {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 1e-5, "loss": 8.123456, "step": 10},
+        {"epoch": 0.1, "eval_loss": 9.0, "step": 10},
+        {"epoch": 0.2, "grad_norm": 1.25, "learning_rate": 1e-5, "loss": 7.5, "step": 20},
+        {"epoch": 0.2, "step": 20, "total_flos": 1.0, "train_loss": 7.8, "train_runtime": 3.0},
+    ]
+    state = {"best_metric": None, "global_step": 20, "log_history": history}
+    curve = read_curve(write(tmp_path / "trainer_state.json", json.dumps(state)))
+    assert (values(curve), values(curve, "grad_norm")) == ({10: 8.123456, 20: 7.5}, {10: 1.5, 20: 1.25})
+    assert not curve.printed
+    # Older versions of the Trainer round the loss to four decimals.
+    history[0]["loss"] = 8.1235
+    rounded = read_curve(write(tmp_path / "trainer_state.json", json.dumps(state)))
+    assert rounded.printed and rounded.metrics["loss"][10].resolution == 0.5e-4
+
+
+# --- --column ---
+
+
+def test_columns_of_every_source(tmp_path: Path) -> None:
+    columns = parse_columns(["step=iteration", "loss=lm loss", "loss=train/lm", "grad_norm=norm"])
+    write(tmp_path / "a.csv", "iteration,lm loss,norm,loss\n1,8.5,1.5,0\n")
+    write(tmp_path / "a.json", '{"iteration": [1], "train/lm": [8.5], "norm": [1.5]}')
+    write(tmp_path / "a.jsonl", '{"iteration": 1, "lm loss": 8.5, "norm": 1.5}\n')
+    write(tmp_path / "a.log", " iteration        1/     100 | lm loss: 8.5E+00 | norm: 1.500 | loss scale: 1.0 |\n")
+    write(tmp_path / "b.log", "{'iteration': 1, 'train/lm': 8.5, 'norm': 1.5}\n")
+    for name in ("a.csv", "a.json", "a.jsonl", "a.log", "b.log"):
+        curve = read_curve(tmp_path / name, columns)
+        assert (values(curve), values(curve, "grad_norm")) == ({1: 8.5}, {1: 1.5}), name
+
+
+def test_a_tensorboard_tag_by_name(tmp_path: Path) -> None:
+    write_events(tmp_path, {1: 8.0}, grad_norm=False)
+    assert values(read_curve(tmp_path, parse_columns(["loss=memory/num_ooms"]))) == {1: 0.0}
+
+
+@pytest.mark.parametrize("text", ["loss", "loss=", "lr=x", "=x"])
+def test_invalid_columns_are_errors(text: str) -> None:
+    with pytest.raises(InputError, match="expected METRIC=NAME with one of step, loss, grad_norm"):
+        parse_columns([text])
 
 
 # --- console logs ---
@@ -257,7 +339,7 @@ def test_folders_without_a_loss_are_errors(tmp_path: Path) -> None:
     writer = EventFileWriter(str(tmp_path))
     writer.add_event(Event(step=1, wall_time=1.0, summary=Summary(value=[Summary.Value(tag="lr", simple_value=0.1)])))
     writer.close()
-    assert "contain no loss_metrics/global_avg_loss" in error_of(tmp_path)
+    assert "contain no loss or loss_metrics/global_avg_loss or train/loss" in error_of(tmp_path)
 
 
 def test_a_truncated_event_file_of_a_killed_run_is_read(tmp_path: Path) -> None:

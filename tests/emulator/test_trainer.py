@@ -65,6 +65,27 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job([call for call in calls if call["step"] == 2], ran.stdout, folder)  # steps count from 0
 
 
+@pytest.mark.slow
+def test_the_entry_of_torchtitan_trains_with_converters(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_npu.cli.main",
+        "emulate",
+        "--",
+        "python",
+        "-m",
+        "torch.distributed.run",
+    ]
+    command += ["--nproc_per_node=1", "-m", "torchtitan.train", f"--job.dump_folder={tmp_path}"]
+    command += [f"--job.config_file={ROOT / 'train_configs/llama3_debugmodel.toml'}"]
+    command += ["--experimental.custom_import=torchtitan_npu", "--model.converters=npu_rms_norm,npu_rope"]
+    command += ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=1"]
+    ran = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    assert "-> npu_rms_norm" in ran.stdout and "Training completed" in ran.stdout
+
+
 def test_gradients_are_not_multiplied_before_they_are_reduced(job: Job) -> None:
     """FSDP's divide factor, 1, would be a multiplication of the unsharded gradient on HCCL."""
     streams = {call["stream"] for call in job.calls if call["operator"] == "HcclReduceScatter"}

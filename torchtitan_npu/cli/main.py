@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": "predict memory, traffic and time of a job, or search for a layout that fits",
     "emulate": "run a command on emulated NPUs, with the real torch_npu",
     "launch": "start a job with torchrun, with one log per rank",
-    "compare": "compare two loss curves, or train and compare them",
+    "compare": "compare loss curves with a baseline, or train and compare them",
     "convert": "convert a checkpoint between Hugging Face and DCP",
     "generate": "continue prompts with the model of a checkpoint",
     "evaluate": "measure the perplexity of a checkpoint, and tasks of lm-evaluation-harness",

@@ -1,6 +1,6 @@
-"""``torchtitan-npu compare``: compare two loss curves.
+"""``torchtitan-npu compare``: compare loss curves with a baseline.
 
-``sources`` reads each side into a :class:`~.curves.Curve`. ``comparison`` aligns the curves and decides the verdict,
-``metrics`` compares one metric, ``diagnosis`` names typical differences. ``report`` and ``plot`` write the result.
-``train_pair`` trains the two runs if they do not exist yet.
+``sources`` reads each run into a :class:`~.curves.Curve`. ``comparison`` aligns two curves and decides the verdict,
+``metrics`` compares one metric, ``diagnosis`` names typical differences. ``report`` collects the result as blocks that
+``document`` writes as Markdown and HTML, and ``plot`` draws it. ``train_runs`` trains runs that do not exist yet.
 """

@@ -1,27 +1,31 @@
-"""Compare two loss curves. The verdict is: identical, within tolerance, or the first diverging step.
+"""Compare loss curves with a baseline. The verdict is: identical, within tolerance, or the first diverging step.
 
-    torchtitan-npu compare BASELINE CANDIDATE [--rtol R] [--atol A] [--assert-equal] [--allow-partial] [--out DIR]
-    torchtitan-npu compare run --config X.toml --candidate-converters a,b [--nproc N] [--steps N] [--replay]
-                               [-- EXTRA ...]
+    torchtitan-npu compare BASELINE CANDIDATE [CANDIDATE ...] [--column METRIC=NAME ...] [--rtol R] [--atol A]
+                           [--assert-equal] [--allow-partial] [--out DIR]
+    torchtitan-npu compare run --config X.toml --candidate-converters a,b [--candidate-converters c ...] [--nproc N]
+                               [--steps N] [--replay] [-- EXTRA ...]
 
-Each side is a run folder (TensorBoard events), a console log, or JSON/CSV. ``run`` trains both sides first.
-Exit code 0: within tolerance, 1: not, 2: invalid input. See docs/how-to/compare-loss-curves.md.
+Each run is a run folder (TensorBoard events), a .json, .jsonl or .csv file, or a console log. ``run`` trains them.
+Exit code 0: all candidates are within tolerance, 1: one is not, 2: invalid input.
+See docs/how-to/compare-loss-curves.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from pathlib import Path
 
 from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.compare.columns import parse_columns
 from torchtitan_npu.cli.compare.comparison import compare
 from torchtitan_npu.cli.compare.curves import InputError
 from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import read_curve
-from torchtitan_npu.cli.compare.train_pair import RunPair, train_both
+from torchtitan_npu.cli.compare.train_runs import Runs, train_all
 from torchtitan_npu.errors import one_line
 
 DEFAULTS = Tolerance()
@@ -61,30 +65,38 @@ def build_parser(run: bool = False) -> OneLineParser:
         allow_abbrev=False,
     )
     if run:
-        parser.add_argument("--config", type=Path, required=True, help="TOML file of both runs")
+        parser.add_argument("--config", type=Path, required=True, help="TOML file of all runs")
         parser.add_argument(
             "--candidate-converters",
             type=converter_list,
+            action="append",
             required=True,
-            help="converters of the candidate, as a,b; the baseline has none",
+            help="converters of a candidate, as a,b; the baseline has none. Repeat it for several candidates",
         )
         parser.add_argument("--nproc", type=positive, default=1, help="ranks on this machine (default 1)")
         parser.add_argument("--steps", type=positive, default=20, help="training steps (default 20)")
-        parser.add_argument("--seed", type=int, default=42, help="debug.seed of both runs (default 42)")
+        parser.add_argument("--seed", type=int, default=42, help="debug.seed of all runs (default 42)")
         parser.add_argument(
-            "--replay", action="store_true", help="train the candidate with the experts and keys of the baseline"
+            "--replay", action="store_true", help="train the candidates with the experts and keys of the baseline"
         )
         parser.add_argument("--force", action="store_true", help="replace the files of an earlier 'run' in --out")
     else:
         parser.add_argument(
-            "baseline", type=Path, help="run folder, console log, .json or .csv (a folder named run: ./run)"
+            "baseline", type=Path, help="run folder, .json, .jsonl, .csv or console log (a folder named run: ./run)"
         )
-        parser.add_argument("candidate", type=Path, help="the same for the other run")
+        parser.add_argument("candidate", type=Path, nargs="+", help="the same for each other run")
+        parser.add_argument(
+            "--column",
+            action="append",
+            default=[],
+            metavar="METRIC=NAME",
+            help="read step, loss or grad_norm from this column, tag or key; may be repeated",
+        )
     parser.add_argument("--rtol", type=non_negative, help=f"relative tolerance per step (default {DEFAULTS.rtol:g})")
     parser.add_argument("--atol", type=non_negative, help=f"absolute tolerance per step (default {DEFAULTS.atol:g})")
     parser.add_argument("--assert-equal", action="store_true", help="require bit-identical values")
     parser.add_argument(
-        "--allow-partial", action="store_true", help="compare only the steps and metrics that both sides have"
+        "--allow-partial", action="store_true", help="compare only the steps and metrics that both runs have"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/compare"), help="folder of the report (default %(default)s)"
@@ -103,6 +115,7 @@ def tolerance_of(parser: OneLineParser, args: argparse.Namespace) -> Tolerance:
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
+    command = shlex.join([*PROG.split(), *argv])
     run = argv[:1] == ["run"]
     parser = build_parser(run)
     extra: list[str] = []
@@ -114,8 +127,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     tolerance = tolerance_of(parser, args)
     try:
+        columns = parse_columns([] if run else args.column)
         if run:
-            pair = RunPair(
+            runs = Runs(
                 args.config,
                 args.candidate_converters,
                 args.out,
@@ -125,14 +139,15 @@ def main(argv: list[str]) -> int:
                 tuple(extra),
                 args.replay,
             )
-            baseline, candidate = train_both(pair, force=args.force)
+            paths = train_all(runs, force=args.force)
         else:
-            baseline, candidate = args.baseline, args.candidate
-        comparison = compare(read_curve(baseline), read_curve(candidate), tolerance, args.allow_partial)
-        write_report(comparison, args.out)
+            paths = [args.baseline, *args.candidate]
+        baseline, *candidates = (read_curve(path, columns) for path in paths)
+        comparisons = [compare(baseline, candidate, tolerance, args.allow_partial) for candidate in candidates]
+        write_report(comparisons, args.out, command)
     except (InputError, OSError) as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr)
         return 2
-    print("\n".join(summary_lines(comparison)))
-    print(f"  report: {one_line(args.out / 'report.md')}")
-    return 0 if comparison.passed else 1
+    print("\n".join(summary_lines(comparisons)))
+    print(f"  report: {one_line(args.out / 'report.html')}")
+    return 0 if all(comparison.passed for comparison in comparisons) else 1

@@ -1,4 +1,4 @@
-"""Align two curves by step, compare every metric and decide the verdict."""
+"""Align a candidate and the baseline by step, compare every metric and decide the verdict."""
 
 from __future__ import annotations
 
@@ -51,6 +51,20 @@ class Comparison:
         step = self.first_diverging_step
         names = " and ".join(metric.name for metric in self.metrics if metric.first_diverging_step == step)
         return f"first diverging step {step} ({names})"
+
+
+def headline(comparisons: list[Comparison]) -> str:
+    """Return the verdict of all candidates as a phrase."""
+    if len(comparisons) == 1:
+        return comparisons[0].headline
+    passed = sum(comparison.passed for comparison in comparisons)
+    return f"{passed} of {len(comparisons)} candidates passed"
+
+
+def candidate_names(comparisons: list[Comparison]) -> list[str]:
+    """Return "candidate", or with several "candidate 1" and so on."""
+    several = len(comparisons) > 1
+    return [f"candidate {number}" if several else "candidate" for number in range(1, len(comparisons) + 1)]
 
 
 def compare(baseline: Curve, candidate: Curve, tolerance: Tolerance, allow_partial: bool = False) -> Comparison:

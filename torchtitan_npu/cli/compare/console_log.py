@@ -1,4 +1,4 @@
-"""Read TorchTitan's step lines from a console log. Values have only the digits that were printed."""
+"""Read the step lines of a console log: TorchTitan's, or others with ``--column``. Values have the printed digits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, build_curve, is_placeholder
+from .columns import NAMES, STEP, Columns
+from .curves import AUXILIARY, GRAD_NORM, LOSS, METRICS, Curve, InputError, Point, build_curve, is_placeholder
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchrun prefixes each line with "[rank0]:" (or "[default0]:", depending on --role) when it tees several ranks.
@@ -22,6 +23,8 @@ _STEP_LINE = re.compile(
 # Auxiliary losses are on a separate line.
 _AUXILIARY_LINE = re.compile(rf"\bstep:\s*(\d+)\s+(?=(?:{'|'.join(AUXILIARY)}):)")
 _AUXILIARY = re.compile(rf"\b({'|'.join(AUXILIARY)}):\s*{_NUMBER}", re.IGNORECASE)
+# After a name of the user: "iteration 10/ 100", "lm loss: 1.0E+00 |", "'loss': 2.5,".
+_AFTER_NAME = r"['\"]?\s*[:=]?\s*([-+]?(?:nan\b|inf\b|\d+\.?\d*(?:e[-+]?\d+)?))"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,22 @@ def parse_auxiliary_line(line: str) -> StepLine | None:
     return StepLine(_integer(rank.group(1)) if rank else None, _integer(match.group(1)), metrics)
 
 
+def parse_named_line(line: str, columns: Columns) -> StepLine | None:
+    """Return the step and the metrics of a console line with the names of ``columns``, or None for any other line."""
+    line = _COLOUR.sub("", line)
+    found: dict[str, str] = {}
+    for metric in (STEP, *METRICS):
+        for name in columns[metric]:
+            match = re.search(rf"(?<![\w/]){re.escape(name)}{_AFTER_NAME}", line, re.IGNORECASE)
+            if match is not None:
+                found.setdefault(metric, match.group(1))
+    if LOSS not in found or not found.get(STEP, "").isdecimal():
+        return None
+    rank = _RANK.match(line)
+    metrics = {metric: printed_point(found[metric]) for metric in METRICS if metric in found}
+    return StepLine(_integer(rank.group(1)) if rank else None, _integer(found[STEP]), metrics)
+
+
 def _integer(digits: str) -> int:
     """Convert ``digits``, of which Python takes 4,300; with more than 30 the number is refused anyway."""
     return int(digits[:30])
@@ -74,14 +93,18 @@ def printed_point(text: str) -> Point:
     return Point(value, 0.5 * 10.0**exponent + math.ulp(value))
 
 
-def read_console(path: Path) -> Curve:
+def read_console(path: Path, columns: Columns = NAMES) -> Curve:
     """Read the curve from one rank of a console log: like TorchTitan, from the lowest rank that has the loss."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        found = [parse_step_line(line) or parse_auxiliary_line(line) for line in lines]
+        if columns == NAMES:
+            found = [parse_step_line(line) or parse_auxiliary_line(line) for line in lines]
+        else:
+            found = [parse_named_line(line, columns) for line in lines]
     steps = [step for step in found if step is not None and LOSS in step.metrics]
     auxiliary = [step for step in found if step is not None and LOSS not in step.metrics]
     if not steps:
-        raise InputError(f"{path}: found no line 'step: ... loss: ...' (read as a console log)")
+        names = [columns[name][0] for name in (STEP, LOSS)]
+        raise InputError(f"{path}: found no line '{names[0]}: ... {names[1]}: ...' (read as a console log)")
     with_loss = [step for step in steps if not is_placeholder(step.metrics[LOSS].value)]
     if not with_loss:
         raise InputError(

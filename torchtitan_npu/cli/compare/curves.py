@@ -48,6 +48,8 @@ class Curve:
     kind: str
     metrics: dict[str, dict[int, Point]]
     notes: list[str] = field(default_factory=list)
+    configuration: dict[str, str] | None = None
+    """``section.key`` and value, if the source has them."""
 
     def __post_init__(self) -> None:
         self.source = one_line(self.source)

@@ -1,53 +1,69 @@
-"""Plot both curves and, below them, their relative difference on a log scale."""
+"""Plot the curves of all runs and, below them, the relative differences from the baseline on a log scale."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .curves import AUXILIARY, GRAD_NORM, LOSS
+from .comparison import Comparison, candidate_names, headline
+from .curves import AUXILIARY, GRAD_NORM, LOSS, METRICS
+from .metrics import MetricComparison, Tolerance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from .comparison import Comparison
-    from .metrics import MetricComparison
 
 # All lengths in inches. The fixed layout keeps a series of plots comparable.
 DPI = 100
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, GAP = 9.0, 0.85, 0.25, 0.8, 0.55, 0.38
 HEIGHTS = {LOSS: 2.5, GRAD_NORM: 1.5, **dict.fromkeys(AUXILIARY, 1.5), "difference": 1.9}
 
-_BASELINE, _CANDIDATE = "#4c78a8", "#e4572e"
+_BASELINE = "#4c78a8"
+_CANDIDATES = ("#e4572e", "#4c9f70", "#8e5ea2", "#c49a3a", "#2a9d9d", "#3b3b6d")
 _DIFFERENCE = {LOSS: "#3b3b6d", GRAD_NORM: "#4c9f70", "indexer_loss": "#b07aa1", "mtp_loss": "#c49a3a"}
 _LABELS = {LOSS: "loss", GRAD_NORM: "gradient norm", "indexer_loss": "indexer loss", "mtp_loss": "MTP loss"}
 _MARKERS = {LOSS: "o", GRAD_NORM: "s", "indexer_loss": "D", "mtp_loss": "^"}
-# Several metrics may share an edge: smaller markers are drawn on top of larger ones.
-_EDGE_STYLES: dict[str, dict[str, Any]] = {
-    LOSS: {"linestyle": "none", "ms": 4.0, "clip_on": False, "zorder": 6},
-    GRAD_NORM: {"linestyle": "none", "ms": 8.0, "clip_on": False, "zorder": 5},
-    "indexer_loss": {"linestyle": "none", "ms": 11.0, "clip_on": False, "zorder": 4},
-    "mtp_loss": {"linestyle": "none", "ms": 15.0, "clip_on": False, "zorder": 3},
-}
 _PASSED, _FAILED, _GREY = "#2e7d32", "#c62828", "0.35"
 _DOTTED: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (1, 1.2))}
 DECADES = 100.0
 """Larger powers of ten are not drawn: the ticks of the axes overflow."""
 # With more steps, markers would overlap.
 _MOST_MARKERS = 60
+_MOST_EDGE_MARKERS = 20
 
 
-def draw(comparison: Comparison) -> bytes:
-    """Return the plot as PNG."""
+@dataclass(frozen=True)
+class Series:
+    """Hold one line of a panel with differences. ``order`` counts from 0, the line drawn on top."""
+
+    label: str
+    colour: str
+    marker: str
+    order: int
+    metric: MetricComparison
+
+
+def draw(comparisons: list[Comparison]) -> bytes:
+    """Return the plot as PNG: a panel per metric with all runs, and below them the differences from the baseline.
+
+    The differences of one candidate share a panel. Those of several candidates have a panel per metric.
+    """
     # Imported here: this takes a second, which reading and comparing do not need. A Figure without pyplot sets no
     # backend and no global state.
     from matplotlib.figure import Figure
 
-    heights = [*(HEIGHTS[metric.name] for metric in comparison.metrics), HEIGHTS["difference"]]
+    by_metric = {name: series for name in METRICS if (series := _candidates(name, comparisons))}
+    if len(comparisons) == 1:
+        differences = {"relative difference": _metrics(comparisons[0])}
+    else:
+        differences = {f"{_LABELS[name]}, rel. diff.": series for name, series in by_metric.items()}
+    heights = [*(HEIGHTS[name] for name in by_metric), *([HEIGHTS["difference"]] * len(differences))]
     height = TOP + sum(heights) + GAP * (len(heights) - 1) + BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=DPI)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
@@ -58,69 +74,114 @@ def draw(comparison: Comparison) -> bytes:
         bottom=BOTTOM / height,
         hspace=GAP / (sum(heights) / len(heights)),
     )
-    for panel, metric in zip(panels[:-1], comparison.metrics, strict=True):
-        _draw_curves(panel, metric)
-    _draw_difference(panels[-1], comparison)
+    for panel, (name, series) in zip(panels, by_metric.items(), strict=False):
+        _draw_curves(panel, name, series)
+    tolerance = comparisons[0].tolerance
+    for panel, (label, series) in zip(panels[len(by_metric) :], differences.items(), strict=True):
+        _draw_difference(panel, series, tolerance)
+        panel.set_ylabel(label)
+    steps = np.concatenate([metric.steps for each in comparisons for metric in each.metrics])
+    panels[-1].set_xlim(steps.min() - 1, steps.max() + 1)
+    panels[-1].set_xlabel("step")
     for panel in panels:
-        _style(panel, comparison.first_diverging_step)
+        _style(panel, {step for each in comparisons if (step := each.first_diverging_step) is not None})
     figure.align_ylabels(panels)
     panels[0].legend(loc="upper right", frameon=False)
-    _write_title(figure, comparison, height)
+    _write_title(figure, comparisons, height)
     png = io.BytesIO()
     # Without the version in the metadata, equal comparisons give equal bytes.
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
 
 
-def _draw_curves(panel: Axes, metric: MetricComparison) -> None:
-    """Draw the baseline wide and solid, the candidate dashed on top, so that identical curves are both visible."""
-    marker = "o" if len(metric.steps) <= _MOST_MARKERS else None
-    baseline, candidate = (
-        np.where(np.abs(values) < 10.0**DECADES, values, np.nan) for values in (metric.baseline, metric.candidate)
-    )
-    panel.plot(metric.steps, baseline, color=_BASELINE, alpha=0.5, linewidth=4, marker=marker, ms=5, label="baseline")
-    panel.plot(metric.steps, candidate, color=_CANDIDATE, dashes=(4, 2.5), marker=marker, ms=2.5, label="candidate")
-    panel.set_ylabel(_LABELS[metric.name])
+def _metrics(comparison: Comparison) -> list[Series]:
+    """Return a line per metric of one candidate."""
+    return [
+        Series(_LABELS[metric.name], _DIFFERENCE[metric.name], _MARKERS[metric.name], order, metric)
+        for order, metric in enumerate(comparison.metrics)
+    ]
 
 
-def _draw_difference(panel: Axes, comparison: Comparison) -> None:
+def _candidates(name: str, comparisons: list[Comparison]) -> list[Series]:
+    """Return a line per candidate with the metric ``name``."""
+    styles = zip(candidate_names(comparisons), itertools.cycle(_CANDIDATES), itertools.count(), strict=False)
+    return [
+        Series(label, colour, "o", order, metric)
+        for comparison, (label, colour, order) in zip(comparisons, styles, strict=False)
+        for metric in comparison.metrics
+        if metric.name == name
+    ]
+
+
+def _draw_curves(panel: Axes, name: str, candidates: list[Series]) -> None:
+    """Draw the baseline wide and solid, the candidates dashed on top, so that identical curves are all visible."""
+    baseline = {
+        int(step): float(value)
+        for series in candidates
+        for step, value in zip(series.metric.steps, series.metric.baseline, strict=True)
+    }
+    marker = "o" if len(baseline) <= _MOST_MARKERS else None
+    steps = np.array(sorted(baseline))
+    values = _drawable(np.array([baseline[step] for step in sorted(baseline)]))
+    panel.plot(steps, values, color=_BASELINE, alpha=0.5, linewidth=4, marker=marker, ms=5, label="baseline")
+    for series in candidates:
+        # the gaps of one candidate show the next one
+        dashes, values = (series.order * 3, (4, 2.5)), _drawable(series.metric.candidate)
+        style: dict[str, Any] = {"color": series.colour, "linestyle": dashes, "marker": marker, "ms": 2.5}
+        panel.plot(series.metric.steps, values, label=series.label, **style)
+    panel.set_ylabel(_LABELS[name])
+
+
+def _drawable(values: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(values) < 10.0**DECADES, values, np.nan)
+
+
+def _draw_difference(panel: Axes, lines: list[Series], tolerance: Tolerance) -> None:
     """Draw relative differences on a log scale.
 
-    A log scale has no zero: equal steps are hollow markers on the bottom edge, which is labelled 0. Steps without two
-    finite values are crosses on the top edge.
+    A log scale has no zero: equal steps are on the bottom edge, which is labelled 0, as hollow markers or, if there are
+    many, as a line. Steps without two finite values are crosses on the top edge.
     """
-    bottom, top = _limits(comparison)
+    bottom, top = _limits(lines, tolerance)
     panel.set_yscale("log")
     panel.set_ylim(bottom, top)
     panel.yaxis.minorticks_off()
-    zeros = [metric.relative == 0 for metric in comparison.metrics]
-    unmeasurable = [~np.isfinite(metric.relative) for metric in comparison.metrics]
-    with_tolerance = not comparison.tolerance.assert_equal
-    for metric, zero, no_number in zip(comparison.metrics, zeros, unmeasurable, strict=True):
-        colour, marker = _DIFFERENCE[metric.name], _MARKERS[metric.name]
+    zero_marker = zero_line = infinite = False
+    for line in lines:
+        metric, colour = line.metric, line.colour
+        zero, no_number = metric.relative == 0, ~np.isfinite(metric.relative)
         size = 4 if len(metric.steps) <= _MOST_MARKERS else 1.5
         shown = np.where(zero | no_number, np.nan, metric.relative)
-        panel.plot(metric.steps, shown, color=colour, marker=marker, ms=size, lw=1.2, label=_LABELS[metric.name])
-        edge = _EDGE_STYLES[metric.name]
-        _plot_level(panel, metric.steps[zero], bottom, color=colour, marker=marker, markerfacecolor="white", **edge)
-        _plot_level(panel, metric.steps[no_number], top, color=colour, marker="X", **edge)
-        if with_tolerance:
+        panel.plot(metric.steps, shown, color=colour, marker=line.marker, ms=size, lw=1.2, label=line.label)
+        drawn = np.concatenate([[False], np.isfinite(shown), [False]])
+        alone = drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]  # a point without a line to it
+        panel.plot(metric.steps[alone], shown[alone], color=colour, marker=line.marker, ms=4, linestyle="none")
+        # Several lines may share an edge: smaller markers are drawn on top of larger ones.
+        edge: dict[str, Any] = {"color": colour, "clip_on": False, "zorder": 6 - 0.1 * line.order}
+        marks = edge | {"linestyle": "none", "ms": 4.0 + 3.7 * min(line.order, 3)}
+        if zero.sum() > _MOST_EDGE_MARKERS:
+            _plot_runs(panel, metric.steps, zero, bottom, linewidth=1.5 + 2.5 * min(line.order, 3), **edge)
+            zero_line = True
+        elif zero.any():
+            _plot_level(panel, metric.steps[zero], bottom, marker=line.marker, markerfacecolor="white", **marks)
+            zero_marker = True
+        _plot_level(panel, metric.steps[no_number], top, marker="X", **marks)
+        infinite |= bool(no_number.any())
+        if not tolerance.assert_equal:
             with np.errstate(divide="ignore", invalid="ignore"):
                 limit = metric.limit / np.abs(metric.baseline)
             # Extend by half a step on both sides: a single step would have no line.
             around = [metric.steps[0] - 0.5, *metric.steps, metric.steps[-1] + 0.5]
             panel.plot(around, [limit[0], *limit, limit[-1]], color=colour, **_DOTTED)
-    if with_tolerance:
+    if not tolerance.assert_equal:
         panel.plot([], [], color=_GREY, label="tolerance", **_DOTTED)
-    if np.concatenate(zeros).any():
-        panel.plot([], [], color=_GREY, marker="o", markerfacecolor="white", linestyle="none", label="no difference")
+    if zero_marker or zero_line:
+        style = {"lw": 2.5} if zero_line else {"marker": "o", "markerfacecolor": "white", "linestyle": "none"}
+        panel.plot([], [], color=_GREY, label="no difference", **style)
         panel.annotate("0", (0, 0), (-6, 0), "axes fraction", textcoords="offset points", ha="right", va="center")
-    if np.concatenate(unmeasurable).any():
+    if infinite:
         panel.plot([], [], color=_GREY, marker="X", linestyle="none", label="NaN or infinite")
     panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.04), ncols=5, frameon=False, fontsize=8.5, borderaxespad=0)
-    panel.set_ylabel("relative difference")
-    panel.set_xlim(comparison.metrics[0].steps[0] - 1, comparison.metrics[0].steps[-1] + 1)
-    panel.set_xlabel("step")
 
 
 def _plot_level(panel: Axes, steps: np.ndarray, level: float, **style: Any) -> None:
@@ -128,13 +189,20 @@ def _plot_level(panel: Axes, steps: np.ndarray, level: float, **style: Any) -> N
     panel.plot(steps, np.full(len(steps), level), **style)
 
 
-def _limits(comparison: Comparison) -> tuple[float, float]:
+def _plot_runs(panel: Axes, steps: np.ndarray, selected: np.ndarray, level: float, **style: Any) -> None:
+    """Draw a line at one height through each run of ``selected`` steps, half a step longer on both sides."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], selected.astype(np.int8), [0]])))
+    starts, stops = steps[edges[::2]] - 0.5, steps[edges[1::2] - 1] + 0.5
+    panel.hlines(np.full(len(starts), level), starts, stops, capstyle="butt", **style)
+
+
+def _limits(lines: list[Series], tolerance: Tolerance) -> tuple[float, float]:
     """Return axis limits that contain every difference and the tolerance, with room for the markers on the edges."""
-    values = np.concatenate([metric.relative for metric in comparison.metrics])
+    values = np.concatenate([line.metric.relative for line in lines])
     values = values[np.isfinite(values) & (values > 0)]
     shown = [float(value) for value in (values.min(initial=math.inf), values.max(initial=0.0))]
-    if not comparison.tolerance.assert_equal:
-        shown.append(comparison.tolerance.rtol)
+    if not tolerance.assert_equal:
+        shown.append(tolerance.rtol)
     shown = [math.log10(value) for value in shown if 0 < value < math.inf] or [-6.0]
     # Show at least three decades: a narrower log scale has no labelled ticks.
     lowest, highest = math.floor(min(shown)) - 0.8, math.ceil(max(shown)) + 0.6
@@ -142,31 +210,26 @@ def _limits(comparison: Comparison) -> tuple[float, float]:
     return 10.0 ** min(lowest, highest - 3.4), 10.0**highest
 
 
-def _style(panel: Axes, first_diverging_step: int | None) -> None:
+def _style(panel: Axes, diverging_steps: Collection[int]) -> None:
     panel.grid(True, color="0.9", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     panel.locator_params(axis="x", integer=True)
-    if first_diverging_step is not None:
-        panel.axvline(first_diverging_step, color=_FAILED, linewidth=1.2, alpha=0.8, zorder=1)
+    for step in diverging_steps:
+        panel.axvline(step, color=_FAILED, linewidth=1.2, alpha=0.8, zorder=1)
 
 
-def _write_title(figure: Figure, comparison: Comparison, height: float) -> None:
-    """Write the verdict and the patterns in bold, and the two sources below."""
-    names = list(dict.fromkeys(pattern.name for pattern in comparison.patterns))
-    verdict = comparison.headline.split(":")[0] + (f": {', '.join(names)}" if names else "")
+def _write_title(figure: Figure, comparisons: list[Comparison], height: float) -> None:
+    """Write the verdict and the patterns in bold, and the sources below."""
+    names = list(dict.fromkeys(pattern.name for each in comparisons for pattern in each.patterns))
+    verdict = headline(comparisons).split(":")[0] + (f": {', '.join(names)}" if names else "")
     left = LEFT / WIDTH
-    colour = _PASSED if comparison.passed else _FAILED
+    colour = _PASSED if all(each.passed for each in comparisons) else _FAILED
     figure.text(left, 1 - 0.3 / height, verdict[0].upper() + verdict[1:], size=14, weight="bold", color=colour)
-    sources = [_shorten(curve.source) for curve in (comparison.baseline, comparison.candidate)]
-    figure.text(
-        left,
-        1 - 0.57 / height,
-        f"baseline {sources[0]}   |   candidate {sources[1]}",
-        size=9,
-        color=_GREY,
-        parse_math=False,
-    )
+    baseline, candidate = (_shorten(curve.source) for curve in (comparisons[0].baseline, comparisons[0].candidate))
+    others = candidate if len(comparisons) == 1 else f"{len(comparisons)} candidates"
+    sources = f"baseline {baseline}   |   {'candidate ' if len(comparisons) == 1 else ''}{others}"
+    figure.text(left, 1 - 0.57 / height, sources, size=9, color=_GREY, parse_math=False)
 
 
 def _shorten(source: str, most: int = 50) -> str:

@@ -1,4 +1,4 @@
-"""Write the comparison as report.json, report.md and comparison.png."""
+"""Write the comparison as report.html, report.md, report.json and comparison.png."""
 
 from __future__ import annotations
 
@@ -12,19 +12,36 @@ import numpy as np
 
 from torchtitan_npu.errors import one_line
 
-from .comparison import Comparison
+from .comparison import Comparison, candidate_names, headline
+from .configuration import differing_keys
 from .diagnosis import Pattern
+from .document import Block, Cell, Code, Heading, Items, Paragraph, Picture, Table, to_html, to_markdown
+from .environment import describe_environment
 from .metrics import MetricComparison
 from .plot import draw
 
-REPORT_FILES = ("report.json", "report.md", "comparison.png")
-# Rows before and after the first diverging step in report.md. report.json has all steps.
+PICTURE = "comparison.png"
+REPORT_FILES = ("report.json", "report.md", "report.html", PICTURE)
+# Rows before and after the first diverging step in the tables. report.json has all steps.
 CONTEXT = 3
 
 
-def write_report(comparison: Comparison, out: Path) -> None:
-    """Write the three files to ``out``. All are complete before the first one gets its final name."""
-    contents = (_as_json(comparison).encode(), _as_markdown(comparison).encode(), draw(comparison))
+def write_report(comparisons: list[Comparison], out: Path, command: str = "") -> None:
+    """Write the files to ``out``. All are complete before the first one gets its final name.
+
+    All ``comparisons`` have the same baseline. ``command`` is the command line that made them.
+    """
+    environment = describe_environment() | ({"command": command} if command else {})
+    picture = draw(comparisons)
+    title = f"Loss comparison: {headline(comparisons)}"
+    passed = all(comparison.passed for comparison in comparisons)
+    blocks = _blocks(comparisons, picture, environment)
+    contents = (
+        _as_json(comparisons, environment).encode(),
+        to_markdown(title, blocks).encode(),
+        to_html(title, passed, blocks).encode(),
+        picture,
+    )
     out.mkdir(parents=True, exist_ok=True)
     finished = []
     for name, content in zip(REPORT_FILES, contents, strict=True):
@@ -35,9 +52,18 @@ def write_report(comparison: Comparison, out: Path) -> None:
         os.replace(temporary, final)
 
 
-def summary_lines(comparison: Comparison) -> list[str]:
-    """Return the console summary: the verdict, the metrics, the patterns and the notes."""
-    lines = [comparison.headline]
+def summary_lines(comparisons: list[Comparison]) -> list[str]:
+    """Return the console summary: the verdict, the metrics, the patterns and the notes of each candidate."""
+    lines = [headline(comparisons)]
+    for name, comparison in zip(candidate_names(comparisons), comparisons, strict=True):
+        if len(comparisons) > 1:
+            lines.append(f"{name} ({comparison.candidate.source}): {comparison.headline}")
+        lines += _summary(comparison)
+    return lines
+
+
+def _summary(comparison: Comparison) -> list[str]:
+    lines = []
     for metric in comparison.metrics:
         lines.append(f"  {metric.name}: {len(metric.steps)} steps, {_describe_largest(metric)}")
     for patterns in _by_name(comparison.patterns):
@@ -64,20 +90,29 @@ def _by_name(patterns: list[Pattern]) -> list[list[Pattern]]:
     return list(grouped.values())
 
 
-def _as_json(comparison: Comparison) -> str:
-    tolerance = comparison.tolerance
+def _as_json(comparisons: list[Comparison], environment: dict[str, str]) -> str:
+    baseline, tolerance = comparisons[0].baseline, comparisons[0].tolerance
     content = {
-        "verdict": comparison.verdict,
-        "passed": comparison.passed,
-        "first_diverging_step": comparison.first_diverging_step,
-        "baseline": {"source": comparison.baseline.source, "kind": comparison.baseline.kind},
-        "candidate": {"source": comparison.candidate.source, "kind": comparison.candidate.kind},
+        "passed": all(comparison.passed for comparison in comparisons),
+        "baseline": {"source": baseline.source, "kind": baseline.kind},
         "rtol": None if tolerance.assert_equal else tolerance.rtol,
         "atol": None if tolerance.assert_equal else tolerance.atol,
         "assert_equal": tolerance.assert_equal,
-        "patterns": [vars(pattern) for pattern in comparison.patterns],
-        "notes": [one_line(note) for note in comparison.notes],
-        "metrics": {metric.name: _metric_as_json(metric) for metric in comparison.metrics},
+        "candidates": [
+            {
+                "source": comparison.candidate.source,
+                "kind": comparison.candidate.kind,
+                "verdict": comparison.verdict,
+                "passed": comparison.passed,
+                "first_diverging_step": comparison.first_diverging_step,
+                "patterns": [vars(pattern) for pattern in comparison.patterns],
+                "notes": [one_line(note) for note in comparison.notes],
+                "metrics": {metric.name: _metric_as_json(metric) for metric in comparison.metrics},
+            }
+            for comparison in comparisons
+        ],
+        "differing_configuration": _differing_configuration(comparisons),
+        "environment": {name: one_line(value) for name, value in environment.items()},
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
@@ -101,58 +136,78 @@ def _json_number(value: float) -> float | str:
     return float(value) if math.isfinite(value) else str(float(value))
 
 
-def _as_markdown(comparison: Comparison) -> str:
-    tolerance = comparison.tolerance
-    rule = (
-        "bit-identical"
-        if tolerance.assert_equal
-        else f"|baseline - candidate| <= {tolerance.atol:g} + {tolerance.rtol:g} * |baseline|"
-    )
-    lines = [
-        f"# Loss comparison: {comparison.headline}",
-        "",
-        f"- baseline: `{comparison.baseline.source}` ({comparison.baseline.kind})",
-        f"- candidate: `{comparison.candidate.source}` ({comparison.candidate.kind})",
-        f"- required at each step: `{rule}`",
-        *(f"- {one_line(note)}" for note in comparison.notes),
-        "",
-        "![both curves and their relative difference](comparison.png)",
-        "",
-        "| metric | steps | largest relative difference | at step | first diverging step |",
-        "|---|---|---|---|---|",
+def _differing_configuration(comparisons: list[Comparison]) -> dict[str, list[str]] | None:
+    """Return the values of the baseline and of each candidate by key, or None if a configuration is not known."""
+    sides = [comparisons[0].baseline, *(comparison.candidate for comparison in comparisons)]
+    known = [side.configuration for side in sides if side.configuration is not None]
+    return differing_keys(known) if len(known) == len(sides) else None
+
+
+def _blocks(comparisons: list[Comparison], picture: bytes, environment: dict[str, str]) -> list[Block]:
+    baseline, tolerance = comparisons[0].baseline, comparisons[0].tolerance
+    names = candidate_names(comparisons)
+    pairs = list(zip(names, comparisons, strict=True))
+    rule = "bit-identical values"
+    if not tolerance.assert_equal:
+        rule = f"a difference of at most {tolerance.atol:g} + {tolerance.rtol:g} × |baseline|"
+    runs: list[list[Cell]] = [["baseline", Code(baseline.source), baseline.kind, None]]
+    runs += [[name, Code(each.candidate.source), each.candidate.kind, each.headline] for name, each in pairs]
+    blocks: list[Block] = [
+        Table(["run", "source", "read as", "verdict"], runs),
+        Paragraph(f"Required at each step: {rule}."),
+        Picture(PICTURE, "the curves of all runs and their relative difference from the baseline", picture),
+        Table(
+            ["run", "metric", "steps", "largest relative difference", "at step", "first diverging step"],
+            [_metric_row(name, metric) for name, each in pairs for metric in each.metrics],
+        ),
     ]
-    for metric in comparison.metrics:
-        relative, step = metric.largest or (math.nan, None)
-        first = metric.first_diverging_step
-        cells = [metric.name, len(metric.steps), f"{relative:.2e}", _or_dash(step), _or_dash(first)]
-        lines.append(_row(cells))
+    if notes := list(dict.fromkeys(note for each in comparisons for note in each.notes)):
+        blocks += [Heading("Notes"), Items(notes)]
+    for name, each in pairs:
+        blocks += _findings(name.capitalize(), each)
+    blocks += [Heading("Configuration"), _configuration(comparisons, names)]
+    rows: list[list[Cell]] = [[key, Code(value)] for key, value in environment.items()]
+    return [*blocks, Heading("Environment of this comparison"), Table(["name", "value"], rows)]
+
+
+def _metric_row(name: str, metric: MetricComparison) -> list[Cell]:
+    relative, step = metric.largest or (math.nan, None)
+    return [name, metric.name, len(metric.steps), f"{relative:.2e}", step, metric.first_diverging_step]
+
+
+def _findings(name: str, comparison: Comparison) -> list[Block]:
+    """Return the patterns of one candidate and its values around the first diverging step."""
+    blocks: list[Block] = []
     for patterns in _by_name(comparison.patterns):
-        lines += ["", f"## Pattern: {patterns[0].name}", ""]
-        lines += [f"- {pattern.metric}: {pattern.what}" for pattern in patterns]
-        lines += ["", patterns[0].means, "", f"Check next: {patterns[0].check}"]
+        blocks += [
+            Heading(f"{name}: {patterns[0].name}"),
+            Items([f"{pattern.metric}: {pattern.what}" for pattern in patterns]),
+            Paragraph(patterns[0].means),
+            Paragraph(f"Check next: {patterns[0].check}"),
+        ]
     if comparison.first_diverging_step is not None:
-        lines += ["", f"## Around step {comparison.first_diverging_step}"]
-        for metric in comparison.metrics:
-            lines += ["", *_table_around(metric, comparison.first_diverging_step)]
-    return "\n".join(lines) + "\n"
+        blocks.append(Heading(f"{name}: around step {comparison.first_diverging_step}"))
+        blocks += [_table_around(metric, comparison.first_diverging_step) for metric in comparison.metrics]
+    return blocks
 
 
-def _table_around(metric: MetricComparison, step: int) -> list[str]:
-    """Return table rows of one metric near ``step``."""
-    lines = [
-        f"| step | {metric.name}, baseline | {metric.name}, candidate | relative difference | |",
-        "|---|---|---|---|---|",
-    ]
+def _table_around(metric: MetricComparison, step: int) -> Table:
+    """Return the values of one metric near ``step``."""
     middle = int(np.searchsorted(metric.steps, step))
+    rows: list[list[Cell]] = []
     for index in range(max(0, middle - CONTEXT), min(len(metric.steps), middle + CONTEXT + 1)):
         values = [f"{metric.baseline[index]:.9g}", f"{metric.candidate[index]:.9g}", f"{metric.relative[index]:.2e}"]
-        lines.append(_row([metric.steps[index], *values, "" if metric.within[index] else "out"]))
-    return lines
+        rows.append([int(metric.steps[index]), *values, "" if metric.within[index] else "out"])
+    return Table(["step", f"{metric.name}, baseline", f"{metric.name}, candidate", "relative difference", ""], rows)
 
 
-def _row(cells: list[Any]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
-def _or_dash(step: int | None) -> str:
-    return "-" if step is None else str(step)
+def _configuration(comparisons: list[Comparison], names: list[str]) -> Block:
+    differing = _differing_configuration(comparisons)
+    if differing is None:
+        return Paragraph(
+            "Not known for every run. TorchTitan saves it in the run folder if `job.save_config_file` names a file."
+        )
+    if not differing:
+        return Paragraph("The runs have the same configuration.")
+    rows: list[list[Cell]] = [[Code(key), *map(Code, values)] for key, values in differing.items()]
+    return Table(["differing key", "baseline", *names], rows)

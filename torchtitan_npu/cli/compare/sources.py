@@ -1,4 +1,4 @@
-"""Read a curve from a run folder, an event file, JSON, CSV or a console log."""
+"""Read a curve from a run folder, an event file, JSON, JSON lines, CSV or a log."""
 
 from __future__ import annotations
 
@@ -10,74 +10,138 @@ from typing import Any
 
 from torchtitan_npu.errors import shown
 
+from .columns import NAMES, STEP, Columns, find_column
+from .configuration import read_configuration
 from .console_log import read_console
 from .curves import LOSS, METRICS, Curve, InputError, Point, build_curve
 from .tensorboard_events import read_events
 
+HISTORY = "log_history"
+"""Key of the records in ``trainer_state.json`` of the Hugging Face Trainer."""
+_ROUNDED_DIGITS = 4
 
-def read_curve(path: Path) -> Curve:
+
+def read_curve(path: Path, columns: Columns = NAMES) -> Curve:
     """Read the curve at ``path``. The file name decides the format, never the content."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if path.is_dir() or path.name.startswith("events.out.tfevents."):
-        return read_events(path)
-    readers: dict[str, Callable[[Path], Curve]] = {".json": read_json, ".csv": read_csv}
-    return readers.get(path.suffix.lower(), read_console)(path)
+        curve = read_events(path, columns)
+        curve.configuration = read_configuration(path) if path.is_dir() else None
+        return curve
+    readers: dict[str, Callable[[Path, Columns], Curve]] = {
+        ".json": read_json,
+        ".jsonl": read_json_lines,
+        ".ndjson": read_json_lines,
+        ".csv": read_csv,
+    }
+    return readers.get(path.suffix.lower(), read_console)(path, columns)
 
 
-def read_json(path: Path) -> Curve:
-    """Read columns ``{"step": [...], "loss": [...]}`` or records ``[{"step": 1, "loss": 8.1}, ...]``."""
+def read_json(path: Path, columns: Columns = NAMES) -> Curve:
+    """Read columns ``{"step": [...], "loss": [...]}``, records ``[{"step": 1, "loss": 8.1}, ...]``, or
+    ``trainer_state.json`` of the Hugging Face Trainer."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
         raise InputError(f"{path}: not valid JSON: {error}") from error
-    if isinstance(content, dict):
-        content = _columns_to_records(path, content)
+    kind = "JSON"
+    if isinstance(content, dict) and HISTORY in content:
+        content, kind = content[HISTORY], "state of the Hugging Face Trainer"
+    elif isinstance(content, dict):
+        content = _columns_to_records(path, content, columns)
     if not isinstance(content, list) or not all(isinstance(record, dict) for record in content):
         raise InputError(f"{path}: expected columns {{'step': [...], 'loss': [...]}} or a list of records")
-    return build_curve(str(path), "JSON", _rows(path, content))
+    curve = _from_records(path, kind, content, columns)
+    if kind != "JSON":
+        _note_rounding(curve)
+    return curve
 
 
-def read_csv(path: Path) -> Curve:
-    """Read a CSV file with the columns ``step``, ``loss`` and optionally ``grad_norm``. Ignore other columns."""
+def read_json_lines(path: Path, columns: Columns = NAMES) -> Curve:
+    """Read one record per line. An incomplete last line, as of a killed run, is noted."""
+    records, notes = [], []
+    with path.open(encoding="utf-8-sig") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    records.append(json.loads(line))
+                except (ValueError, RecursionError) as error:
+                    if line.endswith("\n"):
+                        raise InputError(f"{path}: line {number} is not valid JSON: {error}") from error
+                    notes.append(f"{path}: the last line is incomplete, as of a killed run")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not readable as JSON lines: {error}") from error
+    if not all(isinstance(record, dict) for record in records):
+        raise InputError(f"{path}: expected an object in each line, as {{'step': 1, 'loss': 8.1}}")
+    curve = _from_records(path, "JSON lines", records, columns)
+    curve.notes += notes
+    return curve
+
+
+def read_csv(path: Path, columns: Columns = NAMES) -> Curve:
+    """Read a CSV file whose first line names the columns. Ignore other columns."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
             header = [name.strip() for name in reader.fieldnames or []]
-            if "step" not in header or LOSS not in header:
+            if find_column(str(path), columns[STEP], header) is None or (
+                find_column(str(path), columns[LOSS], header) is None
+            ):
                 raise InputError(
-                    f"{path}: the first line must name the columns step,loss[,grad_norm]; it reads {shown(header)}"
+                    f"{path}: the first line must name the columns step,loss[,grad_norm]; it reads {shown(header)}; "
+                    "--column chooses other names"
                 )
             reader.fieldnames = header
-            return build_curve(str(path), "CSV", _rows(path, list(reader)))
+            return _from_records(path, "CSV", list(reader), columns)
     except (csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not readable as CSV: {error}") from error
 
 
-def _columns_to_records(path: Path, columns: dict[str, Any]) -> list[dict[str, Any]]:
+def _columns_to_records(path: Path, content: dict[str, Any], columns: Columns) -> list[dict[str, Any]]:
     """Convert columns of equal length to one record per step."""
-    known = {name: column for name, column in columns.items() if name in ("step", *METRICS)}
-    if "step" not in known or LOSS not in known or not all(isinstance(column, list) for column in known.values()):
-        raise InputError(f"{path}: expected lists under 'step' and 'loss'; the keys are {shown(sorted(columns))}")
+    found = {metric: find_column(str(path), columns[metric], content) for metric in (STEP, *METRICS)}
+    known = {name: content[name] for name in found.values() if name is not None}
+    if None in (found[STEP], found[LOSS]) or not all(isinstance(column, list) for column in known.values()):
+        raise InputError(f"{path}: expected lists under 'step' and 'loss'; the keys are {shown(sorted(content))}")
     lengths = {name: len(column) for name, column in known.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"{path}: the columns differ in length: {lengths}")
     return [dict(zip(known, values, strict=True)) for values in zip(*known.values(), strict=True)]
 
 
-def _rows(path: Path, records: list[dict[str, Any]]) -> Iterator[tuple[int, str, Point]]:
+def _from_records(path: Path, kind: str, records: list[dict[str, Any]], columns: Columns) -> Curve:
+    """Build the curve of records, each with a step and some of the metrics."""
+    present = dict.fromkeys(name for record in records for name in record)
+    found = {metric: find_column(str(path), columns[metric], present) for metric in (STEP, *METRICS)}
+    if records and (found[STEP] is None or found[LOSS] is None):
+        raise InputError(
+            f"{path}: no {'step' if found[STEP] is None else 'loss'} in its records, which have "
+            f"{shown(list(present))}; --column chooses other names"
+        )
+    return build_curve(str(path), kind, _rows(path, records, found))
+
+
+def _rows(path: Path, records: list[dict[str, Any]], found: dict[str, str | None]) -> Iterator[tuple[int, str, Point]]:
     """Yield (step, metric, point) of each record.
 
-    An absent, null or empty gradient norm is skipped. A missing loss is an error.
+    An absent, null or empty value is skipped: evaluations and other events have records of their own.
     """
     for number, record in enumerate(records, start=1):
-        step = _number(path, number, "step", record.get("step"))
-        if not step.is_integer():
-            raise InputError(f"{path}: record {number}: step {shown(record['step'])} is not an integer")
         for metric in METRICS:
-            given = record.get(metric)
-            if metric == LOSS or given not in (None, ""):
-                yield int(step), metric, Point(_number(path, number, metric, given))
+            given = record.get(found[metric] or "")
+            if given not in (None, ""):
+                yield _step(path, number, record, found), metric, Point(_number(path, number, metric, given))
+
+
+def _step(path: Path, number: int, record: dict[str, Any], found: dict[str, str | None]) -> int:
+    given = record.get(found[STEP] or "")
+    step = _number(path, number, "step", given)
+    if not step.is_integer():
+        raise InputError(f"{path}: record {number}: step {shown(given)} is not an integer")
+    return int(step)
 
 
 def _number(path: Path, number: int, name: str, given: Any) -> float:
@@ -88,3 +152,11 @@ def _number(path: Path, number: int, name: str, given: Any) -> float:
         except (ValueError, OverflowError):
             pass  # the message below covers every value that is not a number
     raise InputError(f"{path}: record {number}: {name} is {shown(given)}, not a number")
+
+
+def _note_rounding(curve: Curve) -> None:
+    """Treat losses as printed if all have four decimals, to which older versions of the Trainer round them."""
+    points = curve.metrics[LOSS]
+    if all(round(point.value, _ROUNDED_DIGITS) == point.value for point in points.values()):
+        half = 0.5 * 10.0**-_ROUNDED_DIGITS
+        curve.metrics[LOSS] = {step: Point(point.value, half) for step, point in points.items()}

@@ -11,10 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from .curves import AUXILIARY, GRAD_NORM, LOSS, Curve, InputError, Point, check_step, is_placeholder, name_steps
+from .columns import NAMES, Columns, find_column
+from .curves import LOSS, METRICS, Curve, InputError, Point, check_step, is_placeholder, name_steps
 
-TAGS = {LOSS: "loss_metrics/global_avg_loss", GRAD_NORM: "grad_norm"}
-TAGS |= {name: f"loss_metrics/{name}" for name in AUXILIARY}
 REPLAY = "replay/"
 """Prefix of the metrics of a job that replays choices. They keep their tags as names."""
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -29,7 +28,7 @@ class EventFile(NamedTuple):
     metrics: Metrics
 
 
-def read_events(path: Path) -> Curve:
+def read_events(path: Path, columns: Columns = NAMES) -> Curve:
     """Read the curve below ``path``: a run folder, one of its time-stamped folders, or one event file."""
     paths = sorted(path.rglob("events.out.tfevents.*")) if path.is_dir() else [path]
     if not paths:
@@ -37,11 +36,11 @@ def read_events(path: Path) -> Curve:
     curve = Curve(str(path), "TensorBoard events", {})
     folders: defaultdict[Path, list[EventFile]] = defaultdict(list)
     for event_path in paths:
-        event_file = _read_file(event_path, curve)
+        event_file = _read_file(event_path, columns, curve)
         if event_file is not None:
             folders[event_path.parent].append(event_file)
     if not folders:
-        raise InputError(f"{path}: its TensorBoard events contain no {TAGS[LOSS]}")
+        raise InputError(f"{path}: its TensorBoard events contain no {' or '.join(columns[LOSS])}")
 
     runs = {
         folder: (min(file.started for file in files), _chain(folder, files, curve)) for folder, files in folders.items()
@@ -63,33 +62,38 @@ def read_events(path: Path) -> Curve:
     return curve
 
 
-def _read_file(path: Path, curve: Curve) -> EventFile | None:
+def _read_file(path: Path, columns: Columns, curve: Curve) -> EventFile | None:
     """Read the metrics of one event file. Return None if it has no loss."""
     # Imported here: this takes 0.3 s, which the other sources do not need.
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
-    names = {tag: metric for metric, tag in TAGS.items()}
-    metrics: Metrics = {}
-    started: float | None = None
+    wanted = {name for metric in METRICS for name in columns[metric]}
+    tags: Metrics = {}
+    started: dict[str, float] = {}
     count = 0
     try:
         for event in EventFileLoader(str(path)).Load():  # it ends silently at a record that it cannot read
             count += 1
             for value in event.summary.value:
-                metric = value.tag if value.tag.startswith(REPLAY) else names.get(value.tag)
-                if metric is not None:
+                if value.tag in wanted or value.tag.startswith(REPLAY):
                     check_step(str(path), event.step)
                     point = Point(float(make_ndarray(value.tensor).item()))
-                    metrics.setdefault(metric, {})[event.step] = point
-                    started = event.wall_time if started is None and metric == LOSS else started
+                    tags.setdefault(value.tag, {})[event.step] = point
+                    started.setdefault(value.tag, event.wall_time)
     except (DecodeError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is damaged: record {count + 1} is not a TensorBoard event: {error}") from error
     _check_records(path, count, curve)
-    return None if started is None else EventFile(started, metrics)
+    found = {metric: find_column(str(path), columns[metric], tags) for metric in METRICS}
+    loss = found[LOSS]
+    if loss is None:
+        return None
+    metrics = {metric: tags[tag] for metric, tag in found.items() if tag is not None}
+    metrics |= {tag: points for tag, points in tags.items() if tag.startswith(REPLAY)}
+    return EventFile(started[loss], metrics)
 
 
 def _check_records(path: Path, loaded: int, curve: Curve) -> None:
