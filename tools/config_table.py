@@ -73,8 +73,8 @@ def keys(section: type) -> Iterator[Key]:
 def type_name(annotation: ast.expr) -> str:
     """Return ``one of "a", "b"`` for a literal type, else the type's name."""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
-        assert isinstance(annotation.slice, ast.Tuple)
-        return ", ".join(f'`"{ast.literal_eval(choice)}"`' for choice in annotation.slice.elts)
+        choices = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return ", ".join(f'`"{ast.literal_eval(choice)}"`' for choice in choices)
     return f"`{ast.unparse(annotation)}`"
 
 

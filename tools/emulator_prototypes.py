@@ -98,6 +98,7 @@ WRITTEN = {
     "aclnnApplyAdam": ["varRef", "m", "v"],
     "aclnnForeachNonFiniteCheckAndUnscale": ["scaledGrads", "foundInf"],
     "aclnnGeluBackward": ["gradInput"],
+    "aclnnGroupedDynamicMxQuantV2": ["y", "mxscale"],
     "aclnnSparseFlashAttentionV2": ["attentionOut", "softmaxMax", "softmaxSum"],
 }
 """What operators write whose declarations tell something else, or nothing."""

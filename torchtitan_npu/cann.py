@@ -22,6 +22,9 @@ CONVERTERS = {
     "npu_gating": Requirement(
         "9.1", "it is the first version with the gradient of npu_moe_gating_top_k", optional=True
     ),
+    "npu_mxfp8": Requirement(
+        "9.1", "it is the first version in which npu_grouped_dynamic_mx_quant takes scale_alg", optional=True
+    ),
 }
 """The oldest CANN of the converters that need a certain one. From the documents and changes of CANN's operators."""
 

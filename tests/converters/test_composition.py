@@ -51,7 +51,7 @@ def classes(model: nn.Module) -> dict[str, type]:
 
 
 def test_these_are_all_converters() -> None:
-    assert {*DENSE, *SPARSE_NAMES, "npu_mrope"} == set(CONVERTERS)
+    assert {*DENSE, *SPARSE_NAMES, "npu_mrope", "npu_mxfp8"} == set(CONVERTERS)
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)

@@ -12,6 +12,7 @@ from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.data import Data
 from torchtitan_npu.config.dsa import Dsa
 from torchtitan_npu.config.mtp import Mtp
+from torchtitan_npu.config.mxfp8 import Mxfp8
 from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.config.optimizer import Optimizer
 from torchtitan_npu.config.parallelism import Parallelism
@@ -39,6 +40,7 @@ class JobConfig(TitanJobConfig):
     data: Data = field(default_factory=Data)
     dsa: Dsa = field(default_factory=Dsa)
     mtp: Mtp = field(default_factory=Mtp)
+    mxfp8: Mxfp8 = field(default_factory=Mxfp8)
     replay: Replay = field(default_factory=Replay)
 
 
@@ -60,6 +62,11 @@ def dsa_options(job_config: TitanJobConfig) -> Dsa:
 def mtp_options(job_config: TitanJobConfig) -> Mtp:
     """Return the job's ``[mtp]`` section, or its defaults."""
     return getattr(job_config, "mtp", None) or Mtp()
+
+
+def mxfp8_options(job_config: TitanJobConfig) -> Mxfp8:
+    """Return the job's ``[mxfp8]`` section, or its defaults."""
+    return getattr(job_config, "mxfp8", None) or Mxfp8()
 
 
 def replay_options(job_config: TitanJobConfig) -> Replay:

@@ -44,6 +44,7 @@ from torchtitan_npu.config.model import (
     check_tokenizer,
 )
 from torchtitan_npu.config.mtp import check_mtp
+from torchtitan_npu.config.mxfp8 import check_mxfp8
 from torchtitan_npu.config.npu import check_npu
 from torchtitan_npu.config.optimizer import check_optimizer
 from torchtitan_npu.config.parallelism import check_context_parallel, check_model_divides, check_world_size
@@ -93,6 +94,7 @@ CHECKS: tuple[Callable[[JobContext], None], ...] = (
     check_attention,
     check_converters,
     check_mtp,
+    check_mxfp8,
     check_model_options,
     check_replay,
     # the following build the model on the meta device

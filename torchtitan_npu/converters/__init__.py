@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_npu.converters import attention, dsa, gating, gmm, mrope, permute, rms_norm, rope  # noqa: F401
+from torchtitan_npu.converters import attention, dsa, gating, gmm, mrope, mxfp8, permute, rms_norm, rope  # noqa: F401
 from torchtitan_npu.converters.base import CONVERTERS, Converter
 
 __all__ = ["CONVERTERS", "Converter"]

@@ -14,6 +14,7 @@ from torchtitan_npu.converters.permute import deepep_error
 from torchtitan_npu.distributed.local_tensor import local
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+from torchtitan_npu.ops.mxfp8.function import Recipe, mx_grouped_matmul
 
 
 class NpuGroupedExperts(GroupedExperts):
@@ -23,6 +24,8 @@ class NpuGroupedExperts(GroupedExperts):
     """Expert parallel's dispatch appends rows of zeros, as TorchTitan's does."""
     waits_for_counts = False
     """The host needs the number of rows per expert."""
+    mxfp8_recipe: Recipe | None = None
+    """How ``npu_mxfp8`` quantizes the products. ``None``: not at all."""
 
     def extra_repr(self) -> str:
         return f"{describe_sizes(self.w1)}, product=npu_grouped_matmul"
@@ -33,10 +36,16 @@ class NpuGroupedExperts(GroupedExperts):
         dtype = product_dtype(x, self.w1)
         w1, w2, w3 = (local(weight).to(dtype) for weight in (self.w1, self.w2, self.w3))
         # cast per product, as autocast does: the two gradients of x are then added in its dtype
-        gate = grouped_matmul(x.to(dtype), w1.mT, counts)
-        up = grouped_matmul(x.to(dtype), w3.mT, counts)
+        gate = self.product(x.to(dtype), w1, counts)
+        up = self.product(x.to(dtype), w3, counts)
         hidden = torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1))
-        return grouped_matmul(hidden, w2.mT, counts)
+        return self.product(hidden, w2, counts)
+
+    def product(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Multiply each expert's rows of ``x`` (rows, k) by the transpose of its ``weight`` (experts, n, k)."""
+        if self.mxfp8_recipe is None:
+            return grouped_matmul(x, weight.mT, counts)
+        return mx_grouped_matmul(x, weight, counts, self.mxfp8_recipe)
 
 
 def describe_sizes(weight: Tensor) -> str:

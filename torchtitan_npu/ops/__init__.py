@@ -19,6 +19,7 @@ from torchtitan_npu.ops import (  # noqa: F401
     moe_gating,
     moe_permute,
     mrope,
+    mxfp8,
     rms_norm,
     rotary_mul,
     sparse_flash_attention,

@@ -66,8 +66,8 @@ def saving(operators: tuple[str, ...], policy: Policy) -> Policy:
 def with_npu_operators(policy: Policy) -> Policy:
     """Return TorchTitan's ``policy``, extended to the operators of an NPU and of this package.
 
-    - A product of an activation and a matrix counts as ``aten.mm``, and so does a grouped one: ``policy`` saves every
-      second, the first included.
+    - A product of an activation and a matrix counts as ``aten.mm``, and so do a grouped and a quantized one: ``policy``
+      saves every second, the first included.
     - Attention, and every other operator of this package that computes products, is saved.
     - A copy from the device to the host is saved, because its repetition would synchronize again.
     """
@@ -80,6 +80,8 @@ def with_npu_operators(policy: Policy) -> Policy:
         if name == "npu::npu_grouped_matmul":
             (x, *_), (weight, *_) = args[:2]
             return policy(context, aten.mm.default, x, weight)
+        if name == "npu::npu_quant_matmul":
+            return policy(context, aten.mm.default, *args[:2])
         if name in _saved_operators() or _copies_to_host(func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return policy(context, func, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Grouped matrix products, without quantisation."""
+"""Grouped matrix products, without quantisation or in MXFP8."""
 
 import torch
 
@@ -24,6 +24,7 @@ def grouped_matmul(
         group_type = -1 if group_list is None else 0
     if group_type != -1 and len(x) + len(weight) > 2:
         raise NotImplementedError("the emulator's kernel takes the groups in one tensor x and one tensor weight")
+    outputs = y or out
     arguments = {
         "x": x,
         "weight": weight,
@@ -33,11 +34,22 @@ def grouped_matmul(
         "group_type": group_type,
         "group_list_type": group_list_type,
     }
-    return arguments, y or out
+    if scale := or_none(rest.get("scale")):
+        scales = {"scale": scale, "per_token_scale": or_none(rest["per_token_scale"]) or []}
+        if any(one.dtype != torch.float8_e8m0fnu for one in (*scale, *scales["per_token_scale"])):
+            raise NotImplementedError("the emulator has quantized products in MXFP8 only")
+        arguments |= {name: [one.view(torch.uint8) for one in listed] for name, listed in scales.items()}
+        arguments |= {f"{name}_dtype": E8M0 for name in scales}
+        arguments["output_dtype"] = NUMBERS[outputs[0].dtype]
+    return arguments, outputs
 
 
+E8M0 = 293
+"""torch_npu's number of the scales' type."""
+NUMBERS = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
+"""PyTorch's numbers of the types of a product."""
 QUANTISED = (
-    *("scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input"),
+    *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset"),
 )
 

@@ -156,6 +156,11 @@ class Attention(DeepSeekV3Attention):
         return output, (*selected, index_q, index_k, index_weights.to(index_q.dtype))
 
     @property
+    def weights_read_directly(self) -> tuple[str, ...]:
+        """The linear modules whose weights are multiplied here, without a call of the module."""
+        return ("wkv_b",) if self.absorb else ()
+
+    @property
     def selects_keys(self) -> bool:
         """True if this layer selects the keys that it attends to."""
         return self.indexer is not None and not self.warmup

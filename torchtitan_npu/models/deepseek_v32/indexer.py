@@ -50,6 +50,9 @@ class Indexer(nn.Module):
     tensors.
     """
 
+    weights_read_directly = ("wq_b", "wk", "weights_proj")
+    """The linear modules whose weights are multiplied here, without a call of the module."""
+
     def __init__(self, args: DeepSeekV32ModelArgs) -> None:
         super().__init__()
         self.n_heads = args.index_n_heads

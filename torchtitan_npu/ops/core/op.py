@@ -70,7 +70,8 @@ class Op:
     sample: Callable[..., dict[str, Any]] | None = None
     """Return the arguments, by name, of a small call within the limits, on the CPU. It receives the options of a
     recorded call by name, and a :class:`~torchtitan_npu.ops.core.call_description.TensorDescription` for each tensor.
-    Without them, tensors are bfloat16. ``None`` for an operator that a single process cannot call."""
+    Without them, tensors are bfloat16. ``None`` for an operator that a single process cannot call, or that only
+    some chips have."""
     unordered_integers: bool = False
     """Integers in the outputs, such as selected keys, may come in any order."""
     unused_outputs: tuple[int, ...] = ()

@@ -16,23 +16,25 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
+from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.grouped_matmul import reference
+from torchtitan_npu.ops.mxfp8.reference import E8M0, OUTPUTS
 
 MAX_GROUPS = 1024
 INNER_LIMIT = 65536
 """The innermost dimension of each matrix is smaller."""
 
 QUANTISED = (
-    *("scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input"),
-    *("activation_quant_scale", "activation_quant_offset", "act_type", "output_dtype", "x_dtype", "weight_dtype"),
-    *("scale_dtype", "per_token_scale_dtype"),
+    *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
+    *("activation_quant_scale", "activation_quant_offset", "act_type", "x_dtype", "weight_dtype"),
 )
-"""Arguments of quantised products, which this package does not implement."""
+"""Arguments of quantised products that are not MXFP8, which this package does not implement."""
+MXFP8 = ("scale", "per_token_scale", "output_dtype", "scale_dtype", "per_token_scale_dtype")
+"""Arguments of MXFP8 products: all or none of them."""
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -65,19 +67,54 @@ def checks(
         yield f"group_type must be -1 (no groups), 0 (rows of x) or 2 (the summed dimension), not {group_type}"
     for name in QUANTISED:
         if rest.get(name):
-            yield f"{name} must not be given: only torch_npu has quantised products"
+            yield f"{name} must not be given: only torch_npu has quantised products other than MXFP8"
     if not x or not weight:
         yield f"x and weight must each hold a tensor, not {len(x)} and {len(weight)}"
         return
-    yield from check_dtype("x", x[0], *FLOATS)
-    if any(tensor.dtype != x[0].dtype for tensor in (*x, *weight)):
-        yield f"x and weight must have one dtype, not {sorted({str(tensor.dtype) for tensor in (*x, *weight)})}"
+    if any(rest.get(name) for name in MXFP8):
+        yield from _check_mxfp8(x, weight, bias, group_list, group_type, **{name: rest.get(name) for name in MXFP8})
+    else:
+        yield from check_dtype("x", x[0], *FLOATS)
+        if any(tensor.dtype != x[0].dtype for tensor in (*x, *weight)):
+            yield f"x and weight must have one dtype, not {sorted({str(tensor.dtype) for tensor in (*x, *weight)})}"
     yield from (_check_ungrouped if group_type == -1 else _check_grouped)(x, weight, group_list, split_item, group_type)
     if group_type != -1:
         groups = weight[0].shape[0] if group_type == 0 else None
         yield from _check_group_list(group_list, groups, group_list_type)
     if bias:
         yield from _check_bias(x, weight, bias, group_type)
+
+
+def _check_mxfp8(
+    x: list[Tensor],
+    weight: list[Tensor],
+    bias: list[Tensor] | None,
+    group_list: Tensor | None,
+    group_type: int | None,
+    scale: list[Tensor] | None,
+    per_token_scale: list[Tensor] | None,
+    output_dtype: int | None,
+    scale_dtype: int | None,
+    per_token_scale_dtype: int | None,
+) -> Iterator[str]:
+    if not scale or not per_token_scale or (scale_dtype, per_token_scale_dtype) != (E8M0, E8M0):
+        yield (
+            f"scale and per_token_scale must be given, and their dtypes be {E8M0} (float8_e8m0fnu): only torch_npu has "
+            "quantised products other than MXFP8"
+        )
+        return
+    if group_type not in (0, 2) or group_list is None or bias:
+        yield "an MXFP8 product must have groups (group_type 0 or 2, group_list) and no bias"
+        return
+    if output_dtype not in OUTPUTS:
+        yield f"output_dtype must be one of {', '.join(map(str, OUTPUTS))} (PyTorch's numbers), not {output_dtype}"
+    for name, tensor in (("x", x[0]), ("weight", weight[0])):
+        yield from check_dtype(name, tensor, torch.float8_e4m3fn, torch.float8_e5m2)
+    length, columns = x[0].shape[1], weight[0].shape[-1]
+    blocks = -(-length // 64) if group_type == 0 else length // 64 + group_list.shape[0]
+    shape = (weight[0].shape[0], blocks, columns, 2) if group_type == 0 else (blocks, columns, 2)
+    yield from check_is("scale[0]", scale[0], torch.uint8, shape)
+    yield from check_is("per_token_scale[0]", per_token_scale[0], torch.uint8, (x[0].shape[0], blocks, 2))
 
 
 def _check_grouped(
@@ -128,15 +165,25 @@ def _check_bias(x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group
             yield f"bias[{i}] must be {dtype} of shape {shape}, not {one.dtype} of shape {_shape(one)}"
 
 
-def fake(x: list[Tensor], weight: list[Tensor], group_list: Tensor | None, group_type: int, **_: Any) -> list[Tensor]:
+def fake(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_list: Tensor | None,
+    group_type: int,
+    output_dtype: int | None,
+    **_: Any,
+) -> list[Tensor]:
     if group_type == -1:
         return [one.new_empty(*one.shape[:-1], other.shape[1]) for one, other in zip(x, weight, strict=True)]
     assert group_list is not None
     groups = [] if group_type == 0 else [group_list.shape[0]]
-    return [x[0].new_empty(*groups, x[0].shape[0], weight[0].shape[-1])]
+    dtype = x[0].dtype if output_dtype is None else OUTPUTS[output_dtype]
+    return [x[0].new_empty(*groups, x[0].shape[0], weight[0].shape[-1], dtype=dtype)]
 
 
-def sharding(x: Any, bias: Any, group_type: int | None, **_: Any) -> Iterator[Strategy]:
+def sharding(x: Any, bias: Any, group_type: int | None, scale: Any, **_: Any) -> Iterator[Strategy]:
+    if scale:
+        raise UsageError("npu_grouped_matmul: an MXFP8 product shards no DTensor; call it on local tensors")
     if group_type == 2:
         raise UsageError("npu_grouped_matmul: torch_npu shards no DTensor with group_type 2; call it on local tensors")
     products, summed = len(x), x[0].ndim - 1
@@ -186,13 +233,26 @@ fused = kernel(reference.npu_grouped_matmul)
 
 
 def cuda(
-    x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group_type: int, **others: Any
+    x: list[Tensor],
+    weight: list[Tensor],
+    bias: list[Tensor] | None,
+    group_type: int,
+    scale: list[Tensor] | None,
+    **others: Any,
 ) -> list[Tensor]:
     """Run the Triton kernel, or the reference for what the kernel does not take.
 
     Those are float32, a bias, lists of products, and sizes or strides that are not multiples of 16 bytes. The reference
-    synchronises with the device to read the group sizes.
+    synchronises with the device to read the group sizes. MXFP8 factors are dequantized to bfloat16 before.
     """
+    if scale:
+        dtype = OUTPUTS[others["output_dtype"]]
+        left, right = reference.dequantized_factors(
+            x[0], weight[0], scale[0], group_type=group_type, dtype=torch.bfloat16, **others
+        )
+        others = {name: value for name, value in others.items() if name not in MXFP8}
+        (y,) = cuda([left], [right], bias=None, group_type=group_type, scale=None, **others)
+        return [y.to(dtype)]
     arguments = {"x": x, "weight": weight, "bias": bias, "group_type": group_type, **others}
     if group_type == -1:
         return reference.npu_grouped_matmul(**arguments)
@@ -234,7 +294,7 @@ def product_flops(x: Tensor, weight: Tensor) -> int:
 
 
 LIMITS = (
-    Limit("x.dtype", lambda x, **_: x[0].dtype, NPU_FLOATS),
+    Limit("x.dtype", lambda x, **_: x[0].dtype, (*NPU_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)),
     Limit(
         "the number of groups",
         lambda group_list, **_: 1 if group_list is None else group_list.shape[0],

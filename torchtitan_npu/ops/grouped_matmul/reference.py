@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops.mxfp8.reference import OUTPUTS, dequantized, dequantized_groups
 
 
 def npu_grouped_matmul(
@@ -19,6 +20,9 @@ def npu_grouped_matmul(
     group_list: Tensor | None,
     group_type: int,
     group_list_type: int,
+    scale: list[Tensor] | None = None,
+    per_token_scale: list[Tensor] | None = None,
+    output_dtype: int | None = None,
     **_: Any,
 ) -> list[Tensor]:
     r"""Compute one matrix product for each group: :math:`y_i = x_i \, w_i + b_i`.
@@ -32,7 +36,23 @@ def npu_grouped_matmul(
 
     ``group_list`` (E) int64: the sizes of the groups, or their ends with ``group_list_type`` 0. Computes in float32, or
     in float64 for float64 input.
+
+    An MXFP8 product has float8 factors and their scale codes: ``per_token_scale`` [(T, ceil(K / 64), 2)] and ``scale``
+    [(E, ceil(K / 64), N, 2)], or with ``group_type`` 2 [(M, T // 64 + E, 2)] and [(T // 64 + E, N, 2)], as
+    ``npu_grouped_dynamic_mx_quant`` returns them. The factors are dequantized to float32, which is exact.
     """
+    if scale:
+        assert group_list is not None and per_token_scale is not None and output_dtype is not None
+        groups: dict[str, Any] = {
+            "group_list": group_list,
+            "group_type": group_type,
+            "group_list_type": group_list_type,
+        }
+        factors = dequantized_factors(
+            x[0], weight[0], scale[0], per_token_scale=per_token_scale, dtype=torch.float32, **groups
+        )
+        (y,) = npu_grouped_matmul([factors[0]], [factors[1]], bias=None, **groups)
+        return [y.to(OUTPUTS[output_dtype])]
     if group_type == -1:
         biases: Sequence[Tensor | None] = bias or [None] * len(x)
         return [_product(*matrices) for matrices in zip(x, weight, biases, strict=True)]
@@ -52,6 +72,26 @@ def npu_grouped_matmul(
         for group, (out, rows) in enumerate(zip(y.split(sizes), tokens.split(sizes), strict=True)):
             out.copy_(_product(rows, matrices[group], bias[0][group] if bias else None))
     return [y]
+
+
+def dequantized_factors(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    per_token_scale: list[Tensor],
+    group_list: Tensor,
+    group_type: int,
+    group_list_type: int,
+    dtype: torch.dtype,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of an MXFP8 product in ``dtype``, with their strides."""
+    if group_type == 0:
+        return dequantized(x, per_token_scale[0], -1, dtype), dequantized(weight, scale, 1, dtype)
+    ends = group_list if group_list_type == 0 else group_list.cumsum(0)
+    columns = dequantized_groups(x.t(), per_token_scale[0].transpose(0, 1), ends, dtype)
+    return columns.t(), dequantized_groups(weight, scale, ends, dtype)
 
 
 def npu_grouped_matmul_add_(

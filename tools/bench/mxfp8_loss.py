@@ -1,0 +1,218 @@
+#!/usr/bin/env python
+"""Loss curves of MXFP8 against bfloat16 on one GPU: four seeds, and which modules cost accuracy.
+
+    python tools/bench/mxfp8_loss.py --json FILE [--only deepseek_v32 qwen3] [--steps 200] [--seconds 660] [--tiny]
+    python tools/bench/mxfp8_loss.py --table FILE
+
+The models are DeepSeek-V3.2's 4-layer cut (671B_4layers: full width, one dense layer, 8 experts) and a 4-layer cut of
+Qwen3-30B-A3B (full width, 32 experts), both with the vocabulary of the shipped tokenizer. Weights and optimizer states
+are float32, products bfloat16 or MXFP8; the data is the shipped corpus. On a GPU the operators are this package's: the
+quantization is CANN's, bit by bit, and sums are in cuBLAS's order.
+
+Rows: ``bf16`` and ``mxfp8`` (the default recipe) with each seed; with the first seed also recipes and the default
+recipe without one group of modules. The file is written after each row, and a repeated call continues with the missing
+rows. ``--seconds`` ends the call after the row that exceeds them. ``--tiny`` trains debug models, for a test on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import CONFIGS, ONE_RANK, machine, rank_environment
+
+GIB = 1 << 30
+SEEDS = (0, 1, 2, 3)
+LAST = 20
+"""A row's loss is the mean over this many last steps."""
+COMMON = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
+NOT_QUANTIZED = ["output", "router.gate", "indexer"]
+
+
+def without(*names: str) -> list[str]:
+    return ["--mxfp8.filter_fqns", ",".join([*NOT_QUANTIZED, *names])]
+
+
+EXPERTS = {"without experts": ["--mxfp8.no-experts"], "only experts": ["--mxfp8.no-linear"]}
+RECIPES = {
+    "mxfp8_floor": ["--mxfp8.recipe_name", "mxfp8_floor"],
+    "mxfp8_rceil_wgrad_with_hp": ["--mxfp8.recipe_name", "mxfp8_rceil_wgrad_with_hp"],
+    "gradients in E5M2": ["--mxfp8.gradient_dtype", "float8_e5m2"],
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {
+        "config": "deepseek_v32_671b_4layers_4k.toml",
+        "converters": [*COMMON, "npu_dsa"],
+        "variants": {
+            "without attention": without("attention"),
+            "without shared experts": without("shared_experts"),
+            "without the dense layer": without("feed_forward"),
+            **EXPERTS,
+            **RECIPES,
+        },
+    },
+    "qwen3": {
+        "config": "qwen3_30b_a3b.toml",
+        "converters": [*COMMON, "npu_attention"],
+        "variants": {"without attention": without("attention"), **EXPERTS, **RECIPES},
+    },
+}
+
+
+def cut_models(tiny: bool) -> None:
+    """Change the flavors of the TOML files to the models of this benchmark."""
+    from torchtitan.models.qwen3 import qwen3_args
+
+    from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
+
+    vocabulary: dict[str, Any] = {"vocab_size": 2048}
+    deepseek = deepseekv32_args["debugmodel" if tiny else "671B_4layers"]
+    deepseekv32_args["671B_4layers"] = replace(deepseek, **vocabulary)
+    qwen3 = qwen3_args["debugmodel_moe" if tiny else "30B-A3B"]
+    experts = replace(qwen3.moe_args, num_experts=min(32, qwen3.moe_args.num_experts))
+    qwen3_args["30B-A3B"] = replace(qwen3, n_layers=4, moe_args=experts, **vocabulary)
+
+
+def train(model: str, quantized: bool, seed: int, options: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process. Return the loss of each step, the peak of memory and the time."""
+    import torch
+
+    import torchtitan_npu.trainer as trainer_module
+    from torchtitan_npu.config.parser import JobConfigManager
+
+    names = MODELS[model]["converters"] + (["npu_mxfp8"] if quantized else [])
+    arguments = ["--job.config_file", str(CONFIGS / MODELS[model]["config"]), *ONE_RANK]
+    arguments += ["--model.converters", ",".join(names), "--training.seq_len", str(args.seq_len)]
+    arguments += ["--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(args.batch)]
+    arguments += ["--lr_scheduler.warmup_steps", "20", "--training.steps", str(args.steps), "--metrics.log_freq", "1"]
+    arguments += ["--activation_checkpoint.mode", "none", "--debug.seed", str(seed), *options]
+    losses: list[float] = []
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        config = JobConfigManager().parse_args(arguments)
+        config.job.dump_folder, config.checkpoint.enable = folder, False
+        config.metrics.enable_tensorboard = False
+        trainer = trainer_module.Trainer(config)
+        trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
+        batches = trainer.batch_generator(trainer.dataloader)
+        start = time.perf_counter()
+        for step in range(1, args.steps + 1):
+            trainer.step = step
+            trainer.train_step(batches)
+            if on_gpu and step == 1:
+                torch.cuda.reset_peak_memory_stats()
+        seconds = time.perf_counter() - start
+        memory = torch.cuda.max_memory_allocated() if on_gpu else 0
+        trainer.close()
+    del trainer, batches
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return {"losses": losses, "memory": memory, "seconds": seconds}
+
+
+def rows_of(model: str) -> list[tuple[str, int, bool, list[str]]]:
+    """Return name, seed, whether MXFP8 is used, and options of each row, the most important first."""
+    both: list[tuple[str, int, bool, list[str]]] = [
+        (name, seed, name == "mxfp8", []) for seed in SEEDS for name in ("bf16", "mxfp8")
+    ]
+    return [*both, *((name, SEEDS[0], True, options) for name, options in MODELS[model]["variants"].items())]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return Markdown tables: the difference of losses over the seeds, and the variants of the first seed."""
+    found = {(row["model"], row["variant"], row["seed"]): row for row in rows}
+    text = ["| model | loss, bfloat16 | difference, MXFP8 | over the seeds | GiB, bfloat16 | GiB, MXFP8 |"]
+    text += ["|---|---|---|---|---|---|"]
+    for model in MODELS:
+        pairs = [
+            (found[model, "bf16", seed], found[model, "mxfp8", seed])
+            for seed in SEEDS
+            if (model, "bf16", seed) in found and (model, "mxfp8", seed) in found
+        ]
+        if not pairs:
+            continue
+        differences = [100 * (_loss(other) / _loss(plain) - 1) for plain, other in pairs]
+        plain_losses = [_loss(plain) for plain, _ in pairs]
+        spread = statistics.stdev(differences) if len(pairs) > 1 else 0.0
+        spread_of_plain = statistics.stdev(plain_losses) if len(pairs) > 1 else 0.0
+        listed = ", ".join(f"{value:+.2f}" for value in differences)
+        text.append(
+            f"| {model} | {statistics.mean(plain_losses):.4f} ± {spread_of_plain:.4f} "
+            f"| {statistics.mean(differences):+.2f} % ± {spread:.2f} % | {listed} | {pairs[0][0]['memory'] / GIB:.1f} "
+            f"| {pairs[0][1]['memory'] / GIB:.1f} |"
+        )
+    text += ["", "| model | variant | loss | difference to bfloat16 | GiB |", "|---|---|---|---|---|"]
+    for model in MODELS:
+        plain = found.get((model, "bf16", SEEDS[0]))
+        for name in ("mxfp8", *MODELS[model]["variants"]):
+            row = found.get((model, name, SEEDS[0]))
+            if plain is not None and row is not None:
+                difference = 100 * (_loss(row) / _loss(plain) - 1)
+                memory = row["memory"] / GIB
+                text.append(f"| {model} | {name} | {_loss(row):.4f} | {difference:+.2f} % | {memory:.1f} |")
+    return "\n".join(text)
+
+
+def _loss(row: dict[str, Any]) -> float:
+    return statistics.mean(row["losses"][-LAST:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=660.0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the tables of a file, and train nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())["rows"]))
+        return 0
+    if args.json is None:
+        parser.error("--json is needed")
+    os.environ.update(rank_environment())
+    import torch
+
+    from torchtitan_npu import platform
+
+    platform.prepare()
+    cut_models(args.tiny)
+    options = {key: getattr(args, key) for key in ("steps", "seq_len", "batch", "tiny")}
+    stored: dict[str, Any] = (
+        json.loads(args.json.read_text()) if args.json.exists() else {"options": options, "rows": []}
+    )
+    if stored["options"] != options:
+        parser.error(f"{args.json} has rows with other options: {stored['options']}")
+    stored |= {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "torch": torch.__version__}
+    rows, begin = stored["rows"], time.monotonic()
+    done = {(row["model"], row["variant"], row["seed"]) for row in rows}
+    for model in args.only:
+        for name, seed, quantized, chosen in rows_of(model):
+            if (model, name, seed) in done:
+                continue
+            if time.monotonic() - begin > args.seconds:
+                print("time is up; repeat the command for the other rows")
+                return 0
+            row = {"model": model, "variant": name, "seed": seed, **train(model, quantized, seed, chosen, args)}
+            rows.append(row)
+            args.json.write_text(json.dumps(stored, indent=1) + "\n")
+            print(f"{model:13} {name:28} seed {seed}  loss {_loss(row):.4f}  {row['seconds']:.0f} s", flush=True)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

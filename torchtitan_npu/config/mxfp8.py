@@ -1,0 +1,50 @@
+"""Section ``[mxfp8]``: options of the converter ``npu_mxfp8``."""
+
+# no `from __future__ import annotations`: TorchTitan and tyro read the field types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from torchtitan_npu.config.allowed import NAME, Allowed, ListOf
+from torchtitan_npu.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchtitan_npu.config.preflight import JobContext
+
+ALLOWED: dict[str, Allowed] = {"filter_fqns": ListOf(NAME)}
+
+
+@dataclass
+class Mxfp8:
+    """Quantization of matrix products by the converter `npu_mxfp8`."""
+
+    recipe_name: Literal["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp", "mxfp8_floor", "mxfp8_floor_wgrad_with_hp"] = (
+        "mxfp8_rceil"
+    )
+    """
+    The recipe, by torchao's names: `rceil` rounds scales up (`scale_alg` 1 of `npu_dynamic_mx_quant`), `floor` down
+    (`scale_alg` 0, the OCP specification). `wgrad_with_hp` computes the gradients of the weights in the training dtype.
+    """
+
+    linear: bool = True
+    """Quantize `nn.Linear` modules."""
+
+    experts: bool = True
+    """Quantize the experts of MoE layers, through the converter `npu_gmm`."""
+
+    filter_fqns: list[str] = field(default_factory=lambda: ["output", "router.gate", "indexer"])
+    """Do not quantize modules whose name contains one of these."""
+
+    gradient_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
+    """The element type of gradients of outputs. Inputs and weights are `float8_e4m3fn`."""
+
+    round_mode: Literal["rint"] = "rint"
+    """The rounding mode of elements. For float8 the NPU operators have only this one: to nearest, ties to even."""
+
+
+def check_mxfp8(job: "JobContext") -> None:
+    options = job.config.mxfp8
+    if "npu_mxfp8" not in job.config.model.converters:
+        if options != Mxfp8():
+            raise UsageError("section [mxfp8] is for the converter npu_mxfp8, which model.converters does not list")
+    elif not (options.linear or options.experts):
+        raise UsageError("mxfp8.linear or mxfp8.experts must be true with the converter npu_mxfp8")

@@ -1,0 +1,185 @@
+"""``npu_mxfp8``: matrix products of linear layers and experts in MXFP8, forward and backward.
+
+Weights, optimizer and checkpoints stay as they are: each product quantizes its factors when it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torchtitan.models.moe.moe import GroupedExperts
+
+from torchtitan_npu import platform
+from torchtitan_npu.chips import CHIPS
+from torchtitan_npu.config.job_config import mxfp8_options
+from torchtitan_npu.converters.base import Converter, register, retyped, summary
+from torchtitan_npu.converters.gmm import REPLACEMENTS, NpuGroupedExperts, product_dtype
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.mxfp8.function import Recipe, mx_linear
+from torchtitan_npu.ops.mxfp8.reference import BLOCK
+
+SERIES = "950"
+"""The chips for which CANN documents MXFP8."""
+
+
+class NpuMxLinear(nn.Linear):
+    """``nn.Linear`` with its three products in MXFP8, with the same parameters."""
+
+    operators = ("npu_dynamic_mx_quant", "npu_quant_matmul")
+    recipe: Recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x`` (..., in_features) by the transposed weight. Returns (..., out_features)."""
+        dtype = product_dtype(x, self.weight)
+        x, weight = x.to(dtype), self.weight.to(dtype)
+        y = sharded_linear(x, weight, self.recipe) if isinstance(weight, DTensor) else mx_linear(x, weight, self.recipe)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def sharded_linear(x: Tensor, weight: DTensor, recipe: Recipe) -> Tensor:
+    """Multiply on each tensor-parallel rank, as ``F.linear`` of DTensors does.
+
+    Blocks do not cross ranks: if a rank's part of a sharded dimension is no multiple of 32, its last block is shorter.
+    """
+    assert isinstance(x, DTensor), "tensor parallel passes DTensors to a module with sharded weights"
+    (placement,), last = weight.placements, x.ndim - 1
+    inputs: Placement
+    input_gradient: Placement
+    weight_gradient: Placement
+    output: Placement
+    if placement.is_shard(0):  # by output features
+        inputs, input_gradient, weight_gradient, output = Replicate(), Partial(), placement, Shard(last)
+    elif placement.is_shard(1):  # by input features
+        inputs, input_gradient, weight_gradient, output = Shard(last), Shard(last), placement, Partial()
+    else:
+        (inputs,) = x.placements
+        if inputs.is_partial() or inputs.is_shard(last):
+            inputs = Replicate()
+        input_gradient = output = inputs
+        weight_gradient = Partial() if inputs.is_shard() else Replicate()
+    x = x.redistribute(placements=[inputs])
+    y = mx_linear(
+        x.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient]), recipe
+    )
+    return DTensor.from_local(y, weight.device_mesh, [output], run_check=False)
+
+
+def chip_error(chip: str) -> str | None:
+    """Return why ``chip``, the name of an NPU, cannot run the operators, or ``None``."""
+    series = CHIPS[chip].series if chip in CHIPS else "unknown"
+    if series == SERIES:
+        return None
+    return f"MXFP8 needs a chip of the series {SERIES} (Atlas A5), and the series of {chip} is {series}"
+
+
+@register
+class Mxfp8Converter(Converter):
+    """Quantizes ``nn.Linear`` modules and the experts that ``npu_gmm`` replaces."""
+
+    name = "npu_mxfp8"
+    looks_for = "nn.Linear or experts that can be quantized"
+    operators = ("npu_dynamic_mx_quant", "npu_grouped_dynamic_mx_quant", "npu_grouped_matmul")
+    conflicts: ClassVar[dict[str, str]] = {
+        f"quantize.{products}.{kind}": "both quantize the same products"
+        for products in ("linear", "grouped_mm")
+        for kind in ("float8", "mx")
+    }
+
+    def job_error(self) -> str | None:
+        if error := super().job_error():
+            return error
+        if platform.backend() == "npu" and (error := chip_error(torch.get_device_module("npu").get_device_name())):
+            return f"{error}; remove {self.name} from model.converters"
+        return None
+
+    def recipe(self) -> Recipe:
+        """Return the recipe of the job's options."""
+        options = mxfp8_options(self.job_config)
+        return Recipe(
+            scale_alg=1 if "rceil" in options.recipe_name else 0,
+            round_mode=options.round_mode,
+            gradient_type=23 if options.gradient_dtype == "float8_e5m2" else 24,
+            weight_gradient=not options.recipe_name.endswith("wgrad_with_hp"),
+        )
+
+    def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(fqn, module) for fqn, module, reason in self.candidates(model) if reason is None]
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the targets, and log the candidates that are not among them. Raise if there are no targets."""
+        targets = super().found_targets(model)
+        by_reason: dict[str, list[tuple[str, nn.Module]]] = {}
+        for fqn, module, reason in self.candidates(model):
+            if reason is not None:
+                by_reason.setdefault(reason, []).append((fqn, module))
+        for reason, modules in by_reason.items():
+            log_on_first_rank(f"{self.name}: not quantized: {summary(modules)} ({_names(modules)}): {reason}")
+        if any(_is_experts(module) for _, module in targets) and "npu_gmm" not in self.job_config.model.converters:
+            raise UsageError(
+                f"model.converters: {self.name} quantizes experts through npu_gmm: list npu_gmm too, or set "
+                "mxfp8.experts = false"
+            )
+        return targets
+
+    def candidates(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+        """Yield name, module and the reason not to quantize it, or ``None``, of all linear layers and experts."""
+        options = mxfp8_options(self.job_config)
+        for fqn, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                wanted, known, sizes = options.linear, type(module) is nn.Linear, module.weight.shape
+                key = "linear"
+            elif isinstance(module, GroupedExperts) or type(module).forward in REPLACEMENTS:
+                wanted, known = options.experts, _is_experts(module)
+                key, sizes = "experts", next(module.parameters()).shape[1:]
+            else:
+                continue
+            parent, _, name = fqn.rpartition(".")
+            direct = getattr(model.get_submodule(parent), "weights_read_directly", ())
+            excluded = next((part for part in options.filter_fqns if part in fqn), None)
+            reason = None
+            if not wanted:
+                reason = f"mxfp8.{key} is false"
+            elif excluded is not None:
+                reason = f"mxfp8.filter_fqns has {excluded!r}"
+            elif not known:
+                reason = "its class has a forward of its own"
+            elif name in direct:
+                reason = "its weight is multiplied without a call of the module"
+            elif any(size % BLOCK for size in sizes):
+                reason = f"{' and '.join(map(str, sizes))} features are not both multiples of {BLOCK}"
+            yield fqn, module, reason
+
+    def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
+        if _is_experts(module):
+            experts: Any = retyped(module, type(module))
+            experts.mxfp8_recipe = self.recipe()
+            return experts
+        linear = retyped(module, NpuMxLinear)
+        linear.recipe = self.recipe()
+        return linear
+
+    def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
+        if _is_experts(module):
+            rows = torch.empty(1, BLOCK, dtype=self.compute_dtype(), device="meta")
+            return OPS["npu_grouped_dynamic_mx_quant"].limit_errors(x=rows)
+        linear, messages = cast(nn.Linear, module), []
+        for sequences, tokens in self.batches():
+            x = torch.empty(sequences * tokens, linear.in_features, dtype=torch.float8_e4m3fn, device="meta")
+            weight = torch.empty(linear.weight.shape, dtype=torch.float8_e4m3fn, device="meta")
+            messages += OPS["npu_quant_matmul"].limit_errors(x1=x, x2=weight.t())
+        return messages
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return type(module).forward in (GroupedExperts.forward, NpuGroupedExperts.forward)
+
+
+def _names(modules: list[tuple[str, nn.Module]]) -> str:
+    """Return the last parts of the names, each once: ``"gate, wk"``."""
+    return ", ".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn, _ in modules))
