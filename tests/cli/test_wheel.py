@@ -1,4 +1,4 @@
-"""The built wheel contains the shipped configs and assets, and finds them without the repository."""
+"""The built wheel, installed outside the checkout: its files, and the commands that a new user types first."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
-import zipfile
+import venv
 from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.cli.demo.command import CONVERTERS
 from torchtitan_npu.config import parser, shipped_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+WITHOUT_CHECKOUT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a wheel from a copy of the sources and unpack it."""
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a wheel from a copy of the sources and install it, with pip, into a new virtual environment.
+
+    The environment finds the installed dependencies by their path. A path in a ``.pth`` file does not activate the
+    ``.pth`` files there, so that this package's editable installation is not found.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+    source, environment = folder / "source", folder / "environment"
     for name in ("torchtitan_npu", "train_configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -29,8 +38,37 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = "import setuptools.build_meta as backend; backend.build_wheel('..')"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "unpacked")
-    return folder / "unpacked"
+    venv.create(environment)
+    packages_of(environment).joinpath("dependencies.pth").write_text(
+        "".join(f"{sysconfig.get_path(name)}\n" for name in ("purelib", "platlib"))
+    )
+    python = environment / "bin/python"
+    absent = subprocess.run(
+        [python, "-c", "import torchtitan_npu"], cwd=folder, env=WITHOUT_CHECKOUT, capture_output=True
+    )
+    assert b"No module named 'torchtitan_npu'" in absent.stderr
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, env=WITHOUT_CHECKOUT, check=True, capture_output=True)
+    shutil.rmtree(source)
+    return environment
+
+
+def packages_of(environment: Path) -> Path:
+    (packages,) = environment.glob("lib/python*/site-packages")
+    return packages
+
+
+@pytest.fixture(scope="module")
+def unpacked(environment: Path) -> Path:
+    return packages_of(environment)
+
+
+def run(environment: Path, folder: Path, *arguments: str) -> str:
+    """Run ``torchtitan-npu`` of the environment in ``folder``, and return its standard output."""
+    command = [environment / "bin/torchtitan-npu", *arguments]
+    result = subprocess.run(command, cwd=folder, env=WITHOUT_CHECKOUT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
@@ -51,22 +89,34 @@ def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
         assert copy.read_bytes() == path.read_bytes(), path
 
 
-def test_the_wheel_installs_the_command(unpacked: Path) -> None:
-    (entry_points,) = unpacked.glob("*.dist-info/entry_points.txt")
-    assert "torchtitan-npu = torchtitan_npu.cli.main:main" in entry_points.read_text()
-
-
-def test_list_configs_shows_files_of_the_wheel(unpacked: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "list", "configs"]
-    environment = os.environ | {"PYTHONPATH": str(unpacked)}
-    output = subprocess.run(
-        command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-    paths = [Path(line.split()[0]) for line in output.splitlines()]
+def test_list_configs_shows_files_of_the_wheel(environment: Path, tmp_path: Path) -> None:
+    paths = [Path(line.split()[0]) for line in run(environment, tmp_path, "list", "configs").splitlines()]
     assert {path.name for path in paths} == {path.name for path in (ROOT / "train_configs").glob("*.toml")}
     for path in paths:
-        assert path.is_relative_to(unpacked)
+        assert path.is_relative_to(environment)
         tomllib.loads(path.read_text())
+
+
+def test_the_doctor_of_the_wheel(environment: Path, tmp_path: Path) -> None:
+    output = run(environment, tmp_path, "doctor", "--only", "versions,devices,environment")
+    assert "loads" in output and output.splitlines()[-1].endswith(" 0 red")
+
+
+def test_the_job_of_the_demo_and_a_comparison(environment: Path, tmp_path: Path) -> None:
+    job = ["--job.config_file", "train_configs/deepseek_v32_debugmodel.toml", "--training.steps", "2"]
+    small = ["--model.converters", CONVERTERS, "--training.seq_len", "64", "--metrics.log_freq", "1"]
+    log = run(environment, tmp_path, "launch", *job, *small)
+    assert "step:  2" in log
+    (tmp_path / "a.log").write_text(log)
+    assert "loss: 2 steps, no difference" in run(environment, tmp_path, "compare", "a.log", "a.log")
+    assert (tmp_path / "outputs/compare/report.md").is_file()
+
+
+@pytest.mark.slow
+def test_the_demo(environment: Path, tmp_path: Path) -> None:
+    output = run(environment, tmp_path, "demo", "--steps", "2")
+    assert "loss: 2 steps" in output and (tmp_path / "outputs/demo/comparison.png").is_file()
+    assert f"next: torchtitan-npu launch --job.config_file {environment}" in output
 
 
 def test_a_job_finds_a_shipped_config(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
