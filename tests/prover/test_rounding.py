@@ -43,3 +43,10 @@ def test_integers_counts_and_other_dtypes_stay() -> None:
         tripled = doubles * 3
         assert torch.equal(torch.arange(5) * 3, torch.tensor([0, 3, 6, 9, 12]))
     assert torch.equal(tripled, doubles * 3)
+
+
+def test_equal_scores_are_ordered_either_way() -> None:
+    scores = torch.full((2, 100), 0.01)
+    with RandomRounding(0):
+        first, second = scores.sigmoid()
+    assert (first > second).any() and (first < second).any()

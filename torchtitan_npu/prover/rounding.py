@@ -29,9 +29,12 @@ ELEMENTWISE = {
 class RandomRounding(TorchDispatchMode):
     """Multiply each float32 result by ``1 + u·√n·x``: x uniform in [-1, 1], u half a unit in the last place.
 
-    n is the number of products that an element sums, and 1 for elementwise operators. √n·u is the size of the rounding
-    error of a sum of n terms if the errors of single additions are independent. Integers stay: positions and counts are
-    exact on every layout, and ``floor`` of a rounded one would be another position.
+    n is the number of products that an element sums. √n·u is the size of the rounding error of a sum of n terms if the
+    errors of single additions are independent. For elementwise operators n is 4: exp and sigmoid are off by up to a
+    whole unit, and less would often round back to the same number, so that two equal scores stay equal.
+
+    Integers stay: positions and counts are exact on every layout, and ``floor`` of a rounded one would be another
+    position.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +50,7 @@ class RandomRounding(TorchDispatchMode):
         elif func in ELEMENTWISE:
             for tensor in result if isinstance(result, (tuple, list)) else [result]:
                 if isinstance(tensor, Tensor):
-                    self._perturb(tensor, 1)
+                    self._perturb(tensor, 4)
         return result
 
     def _perturb(self, tensor: Tensor, terms: int) -> None:

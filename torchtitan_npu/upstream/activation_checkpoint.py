@@ -3,13 +3,15 @@
 Faults:
 
 - torch 2.13 requires that the recomputation of a block calls the same operators as its forward, each as often
-  (torch/utils/checkpoint.py). It counts the operators with which the profiler marks a range. Under expert parallel,
-  FSDP's hooks on the experts mark other ranges in the backward pass than in the forward pass: torch raises an error.
+  (torch/utils/checkpoint.py). Under expert parallel, FSDP's hooks on the experts run inside a block. They mark other
+  ranges for the profiler in the backward pass than in the forward pass, and in a pipeline they gather the parameters in
+  one of both only: torch raises an error.
 - TorchTitan 0.2.2 saves by lists of CUDA's operators (``_op_sac_save_list`` of a plan). On an NPU a linear layer calls
   ``aten.matmul`` instead of ``aten.mm``, attention is ``npu_fusion_attention_v3``, and a copy to the host is one from
   "npu". Without :func:`with_npu_operators` nearly everything would be recomputed there.
 
-Delete the first part when torch ignores the ``profiler`` namespace, the second when TorchTitan takes a policy.
+Delete the first part when torch ignores the operators of the profiler and of FSDP's hooks, the second when TorchTitan
+takes a policy.
 
 A block may also name operators whose results every mode saves (``saved_operators``).
 """
@@ -25,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_npu.ops.core.op import OPS
-from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper, with_policy
+from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper, hide_fsdp, with_policy
 from torchtitan_npu.upstream.hooks import with_checkpoint_wrapper
 
 Policy = Callable[..., CheckpointPolicy]
@@ -40,11 +42,23 @@ def corrected_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     saved = getattr(module, "saved_operators", ())
     if context_fn is not None:
-        kwargs["context_fn"] = lambda: with_policy(context_fn(), lambda it: saving(saved, with_npu_operators(it)))
+        kwargs["context_fn"] = _contexts(module, context_fn, lambda policy: saving(saved, with_npu_operators(policy)))
     elif saved and not kwargs.get("debug"):  # torch supports one of both
         full = functools.partial(create_selective_checkpoint_contexts, recompute)
-        kwargs["context_fn"] = lambda: with_policy(full(), functools.partial(saving, saved))
+        kwargs["context_fn"] = _contexts(module, full, functools.partial(saving, saved))
     return checkpoint_wrapper(module, **kwargs)
+
+
+def _contexts(
+    module: nn.Module, context_fn: Callable[[], tuple[Any, Any]], change: Callable[[Policy], Policy]
+) -> Callable[[], tuple[Any, Any]]:
+    """Return a function that ``module`` calls at the beginning of each forward pass."""
+
+    def contexts() -> tuple[Any, Any]:
+        hide_fsdp(module)  # here, because FSDP comes after activation checkpointing
+        return with_policy(context_fn(), change)
+
+    return contexts
 
 
 def recompute(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
