@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
+from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import PATH, Allowed, FilePath, ListOf, Number, OneOf
-from torchtitan_npu.config.check_helpers import check_not_on_cpu
 from torchtitan_npu.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ class Checkpoint(TitanCheckpoint):
 
 def check_checkpoint(job: "JobContext") -> None:
     checkpoint = job.config.checkpoint
-    pinned = checkpoint.async_mode == "async_with_pinned_mem"
-    check_not_on_cpu({'checkpoint.async_mode = "async_with_pinned_mem"': pinned})
+    if checkpoint.async_mode == "async_with_pinned_mem" and platform.job_backend() != "cuda":
+        raise UsageError(
+            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU: torch pins the memory of a checkpoint only '
+            'with CUDA; use "async"'
+        )
     if checkpoint.create_seed_checkpoint and job.world_size != 1:
         raise UsageError(f"checkpoint.create_seed_checkpoint needs one rank, not {job.world_size}")
     _check_requests(checkpoint)
