@@ -46,6 +46,7 @@ from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.models.documents import DOCUMENT_ENDS
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.torch_internals.pipelining import stage_modules
+from torchtitan_npu.upstream.batch_copies import without_waiting
 from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
 from torchtitan_npu.upstream.hooks import train_step_with, train_with, with_checkpoint_manager, with_peak_flops
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
@@ -162,7 +163,7 @@ class Trainer(TitanTrainer):
         if self.replay:
             self.replay.start_step(self.step)
         try:
-            self._run_step(self, self.checked_steps.start(data_iterator))
+            self._run_step(self, without_waiting(self.checked_steps.start(data_iterator), self.device))
         except NonfiniteStep as found:
             if self.replay:
                 self.replay.end_step()
