@@ -36,6 +36,7 @@ from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, Nonf
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.components.replay.install import start_session
 from torchtitan_npu.components.replay.replayer import Replayer
+from torchtitan_npu.components.triton_adamw.optimizer import clip_in_step
 from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs, takes_attention_masks
@@ -48,7 +49,13 @@ from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.torch_internals.pipelining import stage_modules
 from torchtitan_npu.upstream.batch_copies import without_waiting
 from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
-from torchtitan_npu.upstream.hooks import train_step_with, train_with, with_checkpoint_manager, with_peak_flops
+from torchtitan_npu.upstream.hooks import (
+    clip_grad_norm_with,
+    train_step_with,
+    train_with,
+    with_checkpoint_manager,
+    with_peak_flops,
+)
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 from torchtitan_npu.upstream.stop_checkpoint import save_before_stop
 
@@ -83,6 +90,7 @@ class Trainer(TitanTrainer):
         if isinstance(self.replay, Replayer):
             self.metrics_processor.replay = self.replay
         self._run_step = train_step_with(self._clip_and_check)
+        self._clip = clip_grad_norm_with(self._clip_in_update) if job_config.optimizer.triton else clip_grad_norm_
 
     def init_distributed(self) -> ParallelDims:
         job = self.job_config
@@ -182,9 +190,12 @@ class Trainer(TitanTrainer):
 
     def _clip_and_check(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip the gradients. Raise :class:`NonfiniteStep`, on every rank, if they or the loss are not finite."""
-        norm = clip_grad_norm_(*args, **kwargs)
+        norm = self._clip(*args, **kwargs)
         self.checked_steps.check(norm)
         return norm
+
+    def _clip_in_update(self, parameters: Any, max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
+        clip_in_step(self.optimizers.optimizers, max_norm, norm)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"nonfinite_steps": self.checked_steps.skipped}

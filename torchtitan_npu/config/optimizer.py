@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Optimizer as TitanOptimizer
 
+from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import PRINTABLE, Allowed, Number, Text
 from torchtitan_npu.config.check_helpers import check_adapted, check_known
 from torchtitan_npu.errors import UsageError
@@ -28,6 +29,13 @@ ALLOWED: dict[str, Allowed] = {
 
 @dataclass
 class Optimizer(TitanOptimizer):
+    triton: bool = False
+    """
+    Update the weights by a Triton kernel of this package, on an NVIDIA GPU. It is faster than torch's fused kernel for
+    bfloat16 weights, and clips the gradients in the same pass. For AdamW. See
+    [GPU kernels](gpu-kernels.md#optimizer).
+    """
+
     swap: bool = False
     """
     Keep Adam's moments in host memory, which frees 8 bytes of device memory per float32 parameter. Each step copies
@@ -52,6 +60,8 @@ def check_optimizer(job: "JobContext") -> None:
     config, optimizer = job.config, job.config.optimizer
     if job.has_titan_optimizers:
         check_known("optimizer.name", optimizer.name, ("Adam", "AdamW"))
+    if optimizer.triton:
+        _check_triton(job)
     if not optimizer.swap:
         return
     excluded = {
@@ -68,4 +78,26 @@ def check_optimizer(job: "JobContext") -> None:
         raise UsageError(
             "optimizer.swap must be false: the train spec's build_optimizers_fn does not use "
             "TorchTitan's OptimizersContainer"
+        )
+
+
+def _check_triton(job: "JobContext") -> None:
+    config, optimizer = job.config, job.config.optimizer
+    excluded = {
+        "optimizer.swap = true": optimizer.swap,
+        "optimizer.early_step_in_backward = true": optimizer.early_step_in_backward,
+        "training.enable_cpu_offload = true": config.training.enable_cpu_offload,
+        f"optimizer.name = {optimizer.name!r}: the kernel is for AdamW": optimizer.name != "AdamW",
+        f"optimizer.implementation = {optimizer.implementation!r}": optimizer.implementation != "fused",
+    }
+    for setting, is_set in excluded.items():
+        if is_set:
+            raise UsageError(f"optimizer.triton cannot be combined with {setting}")
+    if platform.job_backend() != "cuda":
+        raise UsageError(f"optimizer.triton needs an NVIDIA GPU; this job runs on the backend {platform.job_backend()}")
+    check_adapted(job, "optimizer.triton")
+    if not job.can_swap_optimizers:
+        raise UsageError(
+            "optimizer.triton must be false: the train spec's build_optimizers_fn does not use TorchTitan's "
+            "OptimizersContainer"
         )

@@ -1,4 +1,4 @@
-"""Optimizer builders of train specs, with states in host memory if the job sets ``optimizer.swap``."""
+"""Optimizer builders of train specs, with the job's ``optimizer.swap`` and ``optimizer.triton``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Optimizer as OptimizerConfig
@@ -13,13 +14,14 @@ from torchtitan.protocols.train_spec import OptimizersBuilder
 from torchtitan.tools.logging import logger
 
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
+from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW
 from torchtitan_npu.upstream.hooks import with_optimizers_container
 from torchtitan_npu.upstream.rebind import refers_to
 
 
 @dataclass(frozen=True)
 class SwappableOptimizers:
-    """Build optimizers with their states in host memory if ``optimizer.swap`` is set.
+    """Build optimizers with their states in host memory (``optimizer.swap``), or those of ``optimizer.triton``.
 
     With ``dry_run`` the parameters are fake tensors: see :class:`SwapContainer`.
     """
@@ -31,7 +33,17 @@ class SwappableOptimizers:
         self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
     ) -> OptimizersContainer:
         build = with_swap_if_enabled(self.build_optimizers, model_parts, optimizer_config, self.dry_run)
+        if getattr(optimizer_config, "triton", False):  # TorchTitan's own entry has a config without it
+            build = with_optimizers_container(build, triton_container)
         return build(model_parts, optimizer_config, *args, **kwargs)
+
+
+def triton_container(
+    model_parts: list[nn.Module], optimizer_cls: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]
+) -> OptimizersContainer:
+    """Return TorchTitan's container with :class:`TritonAdamW` in place of AdamW."""
+    assert optimizer_cls is torch.optim.AdamW
+    return OptimizersContainer(model_parts, TritonAdamW, optimizer_kwargs)
 
 
 def with_swap_if_enabled(
