@@ -18,9 +18,15 @@ ONE_MICROBATCH = {"training.global_batch_size": 2, "training.local_batch_size": 
 WIDE = "deepseek_v3_wide"
 """Its experts are as wide as the kernels of a GPU need."""
 layouts.TINY.setdefault(WIDE, ("deepseek_v3", "debugmodel", {"n_layers": 3, "n_heads": 4}))
+V32 = "deepseek_v32"
+"""Its blocks have an auxiliary loss, and experts as wide as those of the model above."""
+layouts.TINY.setdefault(V32, (V32, "debugmodel", {"n_layers": 2, "absorb": True}))
 
 
 def converted(model: str) -> dict[str, Any]:
+    if model == V32:  # its heads are too small for the NPU kernels of npu_dsa
+        dsa = ["npu_dsa"] if torch.cuda.is_available() else []
+        return {"model.converters": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm", *dsa]}
     return {"model.converters": layouts.FUSED["deepseek_v3" if model == WIDE else model]}
 
 
@@ -53,7 +59,7 @@ def differences(model: str, options: dict[str, Any]) -> list[str]:
     named = {f"weight {name}": (w, graphed.weights[name]) for name, w in plain.weights.items()}
     named |= {f"gradient {name}": (g, graphed.gradients[name]) for name, g in plain.gradients.items()}
     found = [name for name, (one, other) in named.items() if not torch.equal(one, other)]
-    for metric in ("losses", "norms", "validation"):
+    for metric in ("losses", "norms", "indexer_losses", "validation"):
         before, after = getattr(plain, metric), getattr(graphed, metric)
         found += [f"{metric}: {before} and {after}"] if before != after else []
     return found

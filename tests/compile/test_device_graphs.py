@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests._helpers import device_graph_training, layouts
-from tests._helpers.device_graph_training import GRAPHS, OPTIONS, WIDE, converted
+from tests._helpers.device_graph_training import GRAPHS, OPTIONS, V32, WIDE, converted
 from tests._helpers.multirank import RankError, run_on_ranks
 from torchtitan_npu import platform
 from torchtitan_npu.compile.device_graphs import Arguments, DeviceGraphs
@@ -57,12 +57,6 @@ def refusal(options: dict[str, Any], model: str = "llama3", ranks: int = 1) -> s
 )
 def test_a_job_that_cannot_be_captured_is_refused(options: dict[str, Any], ranks: int, reason: str) -> None:
     assert refusal(options, ranks=ranks).startswith(f"npu.device_graphs cannot be combined with {reason}")
-
-
-@pytest.mark.usefixtures("_for_gpu")
-def test_a_model_with_an_auxiliary_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(layouts.TINY, "deepseek_v32", ("deepseek_v32", "debugmodel", layouts.TINY_DEEPSEEK_V32))
-    assert "the auxiliary loss indexer_loss" in refusal({}, "deepseek_v32")
 
 
 def test_experts_of_titan_are_refused_on_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +143,12 @@ def test_converted_blocks_train_bit_identically(options: str) -> None:
 @pytest.mark.parametrize("options", ["accumulated", "compiled", "full"])
 def test_moe_blocks_train_bit_identically(options: str) -> None:
     assert not differences(WIDE, {**OPTIONS[options], **converted(WIDE), **DETERMINISTIC})
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("options", ["accumulated", "compiled", "selective op"])
+def test_blocks_with_an_auxiliary_loss_train_bit_identically(options: str) -> None:
+    assert not differences(V32, {**OPTIONS[options], **converted(V32), **DETERMINISTIC})
 
 
 @pytest.mark.device

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
+from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.rotary.tables import RotaryTables
 from torchtitan_npu.torch_internals.tensors import modification_count
@@ -202,8 +203,12 @@ class BlockGraphs:
         self.example = self.static
 
     def _warm_up(self) -> None:
-        """Run forward and backward passes on the stream of the capture. Buffers (token counts) keep their values."""
+        """Run forward and backward passes on the stream of the capture.
+
+        Buffers (token counts) and the sums of auxiliary losses keep their values.
+        """
         graphs, buffers = self.graphs, list(self.block.buffers())
+        buffers += [loss.total for loss in auxiliary_losses([self.block]) if loss.total is not None]
         before = [buffer.clone() for buffer in buffers]
         graphs.stream.wait_stream(graphs.device.current_stream())
         with graphs.device.stream(graphs.stream):
@@ -345,7 +350,7 @@ class Arguments:
                 if isinstance(part, Tensor):
                     (self.activations if part.requires_grad else self.others).append(part)
                     signature.append((key, tuple(part.shape), part.dtype, part.requires_grad))
-                elif part is None or isinstance(part, bool | int | float | str):
+                elif part is None or part == () or isinstance(part, bool | int | float | str):
                     signature.append((key, part))
                 else:
                     raise UsageError(

@@ -32,25 +32,29 @@ class AuxiliaryLoss(nn.Module):
         """True if only tokens with a label have this loss, like the main loss; otherwise all tokens have it."""
         self.rank_weight = 1.0
         """Weight of this rank's loss: less than 1 if the tensor-parallel ranks average theirs."""
+        # Both are written in place: device graphs read and write them at the addresses of the first step.
         self.tokens: Tensor | None = None
-        self.replicas = 1
         self.total: Tensor | None = None
+        self.replicas = 1
 
     def extra_repr(self) -> str:
         return f"{self.name}, weight={self.weight}"
 
     def start_step(self) -> None:
         """Reset the sum."""
-        self.total = None
+        if self.total is not None:
+            self.total.zero_()
 
     def start_batch(self, tokens: Tensor, replicas: int = 1) -> None:
         """Set the number of ``tokens`` in the global batch that have this loss.
 
         ``replicas`` is the number of ranks over which gradients will be averaged; they are scaled up by it.
         """
-        self.tokens, self.replicas = tokens, replicas
-        if self.total is None:
-            self.total = torch.zeros_like(tokens)
+        self.replicas = replicas
+        if self.tokens is None:
+            self.tokens, self.total = tokens.clone(), torch.zeros_like(tokens)
+        else:
+            self.tokens.copy_(tokens)
 
     def scale(self) -> Tensor:
         """Return the gradient of the mean loss over the global batch with respect to one token's loss."""

@@ -42,14 +42,9 @@ def check_device_graphs(job: JobContext) -> None:
 
 
 def check_device_graph_model(job: JobContext) -> None:
-    """Raise if the host takes part in each step of the model: it scales auxiliary losses, or counts experts' tokens."""
+    """Raise if the host takes part in each step of the model: without a fused operator it counts experts' tokens."""
     if not job.config.npu.device_graphs:
         return
-    if losses := job.auxiliary_losses:
-        raise UsageError(
-            f"npu.device_graphs cannot be combined with the auxiliary loss {losses[0]} of model.name "
-            f"{job.config.model.name!r}: the host sets its scale in each step"
-        )
     has_experts = any(isinstance(module, GroupedExperts) for module in job.model.modules())
     if has_experts and platform.job_backend() == "npu" and "npu_gmm" not in job.config.model.converters:
         raise UsageError(

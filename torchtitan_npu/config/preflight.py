@@ -18,7 +18,6 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.expert_balance import build_balancing_optimizers
 from torchtitan_npu.components.replay.install import header_of_model
@@ -200,11 +199,6 @@ class JobContext:
     @property
     def model_args(self) -> Any:
         return getattr(self.model, "model_args", None)
-
-    @property
-    def auxiliary_losses(self) -> list[str]:
-        """The names of the model's auxiliary losses."""
-        return [loss.name for loss in auxiliary_losses([self.model])]
 
     @property
     def n_layers(self) -> int:
