@@ -23,7 +23,8 @@ class HostTensor(Tensor):
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.as_subclass(Tensor).pin_memory().to(*args, **kwargs, non_blocking=True)
+        pinned: Any = self.as_subclass(Tensor).pin_memory()  # from other memory, a copy always waits
+        return pinned.to(*args, **kwargs, non_blocking=True)
 
 
 def without_waiting(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
