@@ -39,7 +39,7 @@ class NamesOfHuggingFace:
 class SmallJob:
     """Train a linear layer. Options are ``section__key``."""
 
-    def __init__(self, folder: Path, device: str = "cpu", **options: Any) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         config = JobConfig()
         config.job.dump_folder = str(folder)
         config.checkpoint.enable, config.checkpoint.interval = True, 1
@@ -50,7 +50,7 @@ class SmallJob:
             setattr(getattr(config, section), key, value)
         torch.manual_seed(0)
         self.config, self.step, self.ntokens_seen, self.loader = config, 0, 0, Loader()
-        self.model = nn.Linear(3, 2).to(device)
+        self.model = nn.Linear(3, 2)
         optimizer = {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay}
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, optimizer)
         self.schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
@@ -90,7 +90,7 @@ class SmallJob:
         while self.step < (stop or last):
             self.step += 1
             self.loader.position += 1
-            inputs = torch.full((1, 3), float(self.loader.position), device=self.model.weight.device)
+            inputs = torch.full((1, 3), float(self.loader.position))
             self.model(inputs).square().sum().backward()
             self.optimizers.step()
             self.schedulers.step()
@@ -102,5 +102,5 @@ class SmallJob:
     def values(self) -> list[float]:
         """Return everything that training changes."""
         moments = [state[name] for state in self.optimizers.optimizers[0].state.values() for name in sorted(state)]
-        tensors = torch.cat([t.detach().cpu().flatten() for t in [*self.model.parameters(), *moments]])
+        tensors = torch.cat([t.detach().flatten() for t in [*self.model.parameters(), *moments]])
         return [*tensors.tolist(), self.step, self.loader.position, self.lr]

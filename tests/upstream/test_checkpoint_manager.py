@@ -21,7 +21,6 @@ import torch.distributed as dist
 from tests._helpers.killed_saves import kill_ranks, kill_saves
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
-from torchtitan_npu import platform
 from torchtitan_npu.components.checkpoint import writer_lock
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, file_record
 from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem, PlainDataPlanner
@@ -121,22 +120,6 @@ def test_a_resumed_job_continues_exactly(job_folder: Path, tmp_path: Path) -> No
     assert resumed.step == 6
     straight = SmallJob(tmp_path / "straight", checkpoint__enable=False)
     assert resumed.train().values() == straight.train().values()
-
-
-@pytest.mark.device
-@pytest.mark.skipif(platform.backend() == "npu", reason="torch pins the memory of a checkpoint only with CUDA")
-def test_an_asynchronous_save_from_pinned_memory_is_resumed_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    options = {"checkpoint__interval": 2, "checkpoint__async_mode": "async_with_pinned_mem"}
-    SmallJob(tmp_path, device="cuda", **options).train(stop=6)
-    resumed = SmallJob(tmp_path, device="cuda", **options).resume()
-    assert resumed.step == 6
-    straight = SmallJob(tmp_path / "straight", device="cuda", checkpoint__enable=False)
-    assert resumed.train().values() == straight.train().values()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("files", [None, {"model.weight": 1, "model.bias": 2}], ids=["one file", "two files"])

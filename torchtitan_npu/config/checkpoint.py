@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 
 from torchtitan_npu import platform
@@ -33,14 +34,19 @@ class Checkpoint(TitanCheckpoint):
 
 def check_checkpoint(job: "JobContext") -> None:
     checkpoint = job.config.checkpoint
-    if checkpoint.async_mode == "async_with_pinned_mem" and platform.job_backend() != "cuda":
-        raise UsageError(
-            'checkpoint.async_mode = "async_with_pinned_mem" needs a GPU: torch pins the memory of a checkpoint only '
-            'with CUDA; use "async"'
-        )
+    if checkpoint.async_mode == "async_with_pinned_mem":
+        _check_pinned_memory()
     if checkpoint.create_seed_checkpoint and job.world_size != 1:
         raise UsageError(f"checkpoint.create_seed_checkpoint needs one rank, not {job.world_size}")
     _check_requests(checkpoint)
+
+
+def _check_pinned_memory() -> None:
+    mode = 'checkpoint.async_mode = "async_with_pinned_mem"'
+    if platform.job_backend() != "cuda":
+        raise UsageError(f'{mode} needs a GPU: torch pins the memory of a checkpoint only with CUDA; use "async"')
+    if torch.__version__ < "2.13":  # it closes the object that TorchTitan uses for all saves
+        raise UsageError(f'{mode} needs torch 2.13: with torch {torch.__version__} the second save fails; use "async"')
 
 
 def _check_requests(checkpoint: Checkpoint) -> None:
