@@ -17,6 +17,7 @@ rows. ``--seconds`` ends the call after the row that exceeds them. ``--tiny`` tr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -115,6 +116,7 @@ def train(model: str, quantized: bool, seed: int, options: list[str], args: argp
         memory = torch.cuda.max_memory_allocated() if on_gpu else 0
         trainer.close()
     del trainer, batches
+    gc.collect()  # a Trainer has reference cycles
     if on_gpu:
         torch.cuda.empty_cache()
     return {"losses": losses, "memory": memory, "seconds": seconds}
