@@ -22,7 +22,7 @@ from tests._helpers.recorded_calls import check_sampled
 from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.config.job_config import Dsa, JobConfig
-from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters import CONVERTERS, exact_converters
 from torchtitan_npu.converters.attention import VarlenDocuments
 from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
@@ -125,7 +125,7 @@ def matching(model: str) -> tuple[str, ...]:
     """Return the converters that have targets in ``model``."""
     config = job(model, (), {})
     whole = _build(config, model_args(model, config))
-    return tuple(name for name, converter in CONVERTERS.items() if converter(config, ONE_RANK).targets(whole))
+    return tuple(name for name, converter in exact_converters().items() if converter(config, ONE_RANK).targets(whole))
 
 
 def job(model: str, converters: tuple[str, ...], layout: dict[str, int]) -> JobConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,54 @@ def test_a_job_loads_the_checkpoint_and_its_own_is_exported(tmp_path: Path) -> N
         # The first step changes a weight by the learning rate, 8e-4, an expert bias by 1e-3. bfloat16 has 8 bits.
         moved = (value.float() - expected[name].float()).abs()
         assert (moved <= 1.01e-3 + expected[name].float().abs() * 2**-8).all(), name
+
+
+def test_fp8_weights_as_deepseek_releases_them(tmp_path: Path) -> None:
+    """Names, shapes and elements are the release's, values are within half a step, and a round trip keeps them."""
+    _, theirs = weights_of(RELEASED)
+    released, _ = quantised(theirs)
+    (tmp_path / "hf").mkdir()
+    write(theirs, tmp_path / "hf")
+    hf, dcp, fp8, dcp_again, again = (str(tmp_path / name) for name in ("hf", "dcp", "fp8", "dcp2", "again"))
+    assert main(["from-hf", hf, dcp, *options(RELEASED)]) == 0
+    assert main(["to-hf", dcp, fp8, "--dtype", "float8_e4m3fn", *options(RELEASED)]) == 0
+    exported = read_back(Path(fp8))
+    assert exported.keys() == released.keys()
+    for name, value in released.items():
+        assert exported[name].shape == value.shape, name
+        assert (exported[name].dtype == torch.float8_e4m3fn) == (value.dtype == torch.float8_e4m3fn), name
+    values = dequantised(exported)
+    for name, value in values.items():
+        error = (value - theirs[name].float()).abs()
+        smallest = scales_of(exported, name) * 2**-10  # half of the smallest element
+        assert (error <= torch.maximum(theirs[name].float().abs() * 2**-4, smallest)).all(), name
+    config = json.loads((Path(fp8) / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128] and config["dtype"] == "bfloat16"
+
+    assert main(["from-hf", fp8, dcp_again, "--quantized", *options(RELEASED)]) == 0
+    assert main(["to-hf", dcp_again, again, "--dtype", "float8_e4m3fn", *options(RELEASED)]) == 0
+    assert_same(dequantised(read_back(Path(again))), values)
+
+
+def scales_of(weights: dict[str, Tensor], name: str) -> Tensor:
+    """Return the scale of each element, a power of two."""
+    scales = weights[f"{name}_scale_inv"]
+    assert torch.equal(scales.frexp()[0], torch.full_like(scales, 0.5)), name
+    rows, columns = weights[name].shape
+    return scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+def dequantised(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values of the FP8 weights."""
+    names = [name.removesuffix("_scale_inv") for name in weights if name.endswith("_scale_inv")]
+    return {name: weights[name].float() * scales_of(weights, name) for name in names}
+
+
+def test_fp8_is_deepseeks_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dcp").mkdir()
+    command = ["to-hf", str(tmp_path / "dcp"), str(tmp_path / "back"), "--dtype", "float8_e4m3fn"]
+    assert main([*command, "--model", "llama3", "--flavor", "debugmodel"]) == 2
+    assert "--dtype float8_e4m3fn is DeepSeek's format, which llama3" in capsys.readouterr().err
 
 
 def test_conversion_takes_a_fraction_of_the_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

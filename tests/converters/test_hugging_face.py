@@ -22,7 +22,7 @@ from tests._helpers.deepseek_v32_training import SMALLER
 from tests._helpers.hugging_face_pairs import PAIRS, VOCABULARY, Pair
 from tests._helpers.layouts import TINY
 from tests._helpers.random_weights import randomise
-from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters import exact_converters
 
 TOLERANCE = 1e-5
 """Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about thirty sums of up to 128 terms, and
@@ -46,7 +46,7 @@ def build_on_meta(train_spec: str, args: BaseModelArgs) -> nn.Module:
 def applicable(train_spec: str, args: BaseModelArgs) -> tuple[str, ...]:
     """Return the converters that have targets in the model."""
     model, dims = build_on_meta(train_spec, args), ParallelDims(**LAYOUT)
-    return tuple(name for name, converter in CONVERTERS.items() if converter(job(), dims).targets(model))
+    return tuple(name for name, converter in exact_converters().items() if converter(job(), dims).targets(model))
 
 
 def lists_of_converters(pair: Pair) -> list[tuple[str, ...]]:

@@ -148,6 +148,35 @@ def test_any_layout_gives_one_ranks_loss_and_gradients(
     assert_equal_training(together(records), one_rank(model, options.get("model.converters") == FUSED[model]))
 
 
+@functools.cache
+def one_rank_in_mxfp8(model: str) -> Record:
+    (record,) = run_on_ranks(
+        1, train, model, {}, {"model.converters": [*FUSED[model], "npu_mxfp8"]}, process_group=False
+    )
+    return record
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "mode"),
+    [
+        ("tp2 ep2", "deepseek_v3", "selective"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("shard2", "deepseek_v3", "full"),
+                ("cp2", "deepseek_v3", "none"),
+                ("pp2", "deepseek_v3", "none"),
+                ("tp2", "qwen3", "none"),
+            )
+        ),
+    ],
+)
+def test_any_layout_gives_one_ranks_loss_and_gradients_in_mxfp8(text: str, model: str, mode: str) -> None:
+    options = {"model.converters": [*FUSED[model], "npu_mxfp8"], "activation_checkpoint.mode": mode}
+    records = run_on_ranks(2, train, model, layout(text), options, process_group=False)
+    assert_equal_training(together(records), one_rank_in_mxfp8(model))
+
+
 @pytest.mark.parametrize(
     "text", ["cp2", "pp2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("shard2", "replicate2 shard1", "tp2"))]
 )

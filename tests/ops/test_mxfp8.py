@@ -9,16 +9,14 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.mxfp8_values import ELEMENTS, both_elements, both_modes, random_values
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mxfp8 import reference
 
 quantize = torch.ops.npu.npu_dynamic_mx_quant
 quantize_groups = torch.ops.npu.npu_grouped_dynamic_mx_quant
-ELEMENTS = {24: torch.float8_e4m3fn, 23: torch.float8_e5m2}
 MODES = {0: ScaleCalculationMode.FLOOR, 1: ScaleCalculationMode.RCEIL}
-both_modes = pytest.mark.parametrize("scale_alg", MODES)
-both_elements = pytest.mark.parametrize("dst_type", ELEMENTS)
 
 
 def codes_of(x: Tensor) -> Tensor:
@@ -29,13 +27,6 @@ def torchao_cast(x: Tensor, dst_type: int, scale_alg: int) -> tuple[Tensor, Tens
     """Return elements and scale codes of torchao, for blocks along the last dimension."""
     scale, elements = to_mx(x.contiguous(), ELEMENTS[dst_type], 32, MODES[scale_alg])
     return elements, codes_of(scale)
-
-
-def random_values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return values whose magnitudes range over 80 powers of two."""
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-40, 40, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
 
 
 @both_modes

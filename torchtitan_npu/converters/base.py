@@ -43,6 +43,9 @@ class Converter(ABC):
     conflicts: ClassVar[dict[str, str]] = {}
     """Other names in ``model.converters`` that cannot be combined with this one, and why."""
 
+    exact: ClassVar[bool] = True
+    """The results differ by rounding in the dtypes of the job only."""
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         self.job_config = job_config
         self.parallel_dims = parallel_dims
@@ -142,6 +145,11 @@ def register(cls: ConverterClass) -> ConverterClass:
     register_model_converter(cls, cls.name)
     CONVERTERS[cls.name] = cls
     return cls
+
+
+def exact_converters() -> dict[str, type[Converter]]:
+    """Return the converters that change no result by more than rounding, by name."""
+    return {name: cls for name, cls in CONVERTERS.items() if cls.exact}
 
 
 def modules_of_type(model: nn.Module, cls: type[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
-from torchtitan_npu.config.job_config import mxfp8_options
+from torchtitan_npu.config.job_config import mxfp8_options, npu_options
 from torchtitan_npu.converters.base import Converter, register, retyped, summary
 from torchtitan_npu.converters.gmm import REPLACEMENTS, NpuGroupedExperts, product_dtype
 from torchtitan_npu.errors import UsageError
@@ -84,6 +84,7 @@ class Mxfp8Converter(Converter):
 
     name = "npu_mxfp8"
     looks_for = "nn.Linear or experts that can be quantized"
+    exact = False
     operators = ("npu_dynamic_mx_quant", "npu_grouped_dynamic_mx_quant", "npu_grouped_matmul")
     conflicts: ClassVar[dict[str, str]] = {
         f"quantize.{products}.{kind}": "both quantize the same products"
@@ -111,15 +112,19 @@ class Mxfp8Converter(Converter):
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(fqn, module) for fqn, module, reason in self.candidates(model) if reason is None]
 
-    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the targets, and log the candidates that are not among them. Raise if there are no targets."""
-        targets = super().found_targets(model)
+    def convert(self, model: nn.Module) -> None:
+        """Replace every target, and log the linear layers and experts that are none."""
         by_reason: dict[str, list[tuple[str, nn.Module]]] = {}
         for fqn, module, reason in self.candidates(model):
             if reason is not None:
                 by_reason.setdefault(reason, []).append((fqn, module))
+        super().convert(model)
         for reason, modules in by_reason.items():
             log_on_first_rank(f"{self.name}: not quantized: {summary(modules)} ({_names(modules)}): {reason}")
+
+    def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the targets. Raise if there are none, or if they are experts that ``npu_gmm`` does not replace."""
+        targets = super().found_targets(model)
         if any(_is_experts(module) for _, module in targets) and "npu_gmm" not in self.job_config.model.converters:
             raise UsageError(
                 f"model.converters: {self.name} quantizes experts through npu_gmm: list npu_gmm too, or set "
@@ -141,6 +146,8 @@ class Mxfp8Converter(Converter):
                 continue
             parent, _, name = fqn.rpartition(".")
             direct = getattr(model.get_submodule(parent), "weights_read_directly", ())
+            if npu_options(self.job_config).loss_chunk_tokens:
+                direct = (*direct, "output")
             excluded = next((part for part in options.filter_fqns if part in fqn), None)
             reason = None
             if not wanted:

@@ -20,7 +20,7 @@ from torchtitan_npu.config.model import check_model
 from torchtitan_npu.config.parser import JobConfigManager, import_module
 from torchtitan_npu.config.preflight import JobContext
 from torchtitan_npu.config.shipped_files import shipped
-from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.converters import exact_converters
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.prover.draws import DEGREES, Draw, Model
 from torchtitan_npu.prover.tiny_models import TINY, add_flavors
@@ -168,7 +168,7 @@ def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) ->
     if "dsa" in getattr(type(job.flavor_args), "config_sections", ()):
         documents = {"dsa.document_mask": True}
     needed = ["npu_attention"] if job.attention in ("flex", "varlen") else []
-    found = [one for one, converter in CONVERTERS.items() if converter(config, job.dims).targets(job.model)]
+    found = [one for one, converter in exact_converters().items() if converter(config, job.dims).targets(job.model)]
     has_experts = any(isinstance(module, MoE) for module in job.model.modules())
     model = Model(name, has_experts, bool(documents), SHORTEST.get(config.training.dataset, 1))
     return Subject(model, table, found, needed, documents)

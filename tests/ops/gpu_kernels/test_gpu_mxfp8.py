@@ -1,4 +1,4 @@
-"""MXFP8 quantization in Triton, bit by bit the reference; and the grouped product on the GPU."""
+"""MXFP8 quantization in Triton, bit by bit the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests._helpers.kernel_checks import has_strides_of, on
-from tests.ops.test_mxfp8 import both_elements, both_modes, random_values
+from tests._helpers.mxfp8_values import both_elements, both_modes, random_values
 from torchtitan_npu.ops import OPS
 
 QUANT, GROUPED = OPS["npu_dynamic_mx_quant"], OPS["npu_grouped_dynamic_mx_quant"]

@@ -20,7 +20,7 @@ from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu convert"
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 def build_parser() -> OneLineParser:
@@ -30,7 +30,7 @@ def build_parser() -> OneLineParser:
     from_hf = commands.add_parser("from-hf", help="convert to a checkpoint for checkpoint.initial_load_path")
     from_hf.add_argument("--quantized", action="store_true", help="dequantize the weights and write them in float32")
     to_hf = commands.add_parser("to-hf", help="convert to safetensors files")
-    to_hf.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: unchanged)")
+    to_hf.add_argument("--dtype", choices=DTYPES, help="of parameters (default: unchanged); float8: as DeepSeek's")
     to_hf.add_argument("--assets", type=Path, help="folder with the tokenizer: model.hf_assets_path of the job")
     to_hf.add_argument("--seq-len", type=int, help="training.seq_len of the job: the context of config.json, and YaRN")
     for command in (from_hf, to_hf):

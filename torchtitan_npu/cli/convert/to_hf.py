@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
+from torchtitan_npu.cli.convert.fp8_blocks import CONFIG, with_fp8_weights
 from torchtitan_npu.cli.convert.model_pieces import (
     Model,
     Piece,
@@ -38,11 +40,15 @@ FILE_BYTES = 5 * 10**9
 class ToHuggingFace:
     """Check the conversion of the folder ``source``. :meth:`write` runs it, with parameters cast to ``dtype``.
 
+    With float8_e4m3fn, the weights are those of DeepSeek's release (:mod:`torchtitan_npu.cli.convert.fp8_blocks`).
     ``assets`` is the folder with the tokenizer. ``config_problem`` says why the result has no config.json.
     """
 
     def __init__(self, source: Path, model: Model, dtype: torch.dtype | None, assets: Path | None) -> None:
-        self.model, self.dtype, self.assets = model, dtype, assets
+        self.fp8 = dtype == torch.float8_e4m3fn
+        if self.fp8 and not isinstance(model.adapter, DeepSeekV3StateDictAdapter):
+            raise UsageError(f"--dtype float8_e4m3fn is DeepSeek's format, which {model.name} does not have")
+        self.model, self.dtype, self.assets = model, torch.bfloat16 if self.fp8 else dtype, assets
         self.config: dict[str, Any] | None = None
         self.config_problem = ""
         try:
@@ -78,7 +84,8 @@ class ToHuggingFace:
         total = 0
         for piece in self.pieces:
             ours = {name: value.to(self._written_dtype(name)) for name, value in piece.ours.items()}
-            total += _nbytes(self.model.adapter.to_hf(ours))
+            theirs = self.model.adapter.to_hf(ours)
+            total += _nbytes(with_fp8_weights(theirs) if self.fp8 else theirs)
         return total
 
     def write(self, target: Path, progress: Callable[[int], None]) -> None:
@@ -92,7 +99,8 @@ class ToHuggingFace:
             self._write_piece(piece, files)
         files.finish()
         written = Counter(self._written_dtype(name) for name in self.model.parameters)
-        write_model_files(target, self.config, self.assets, written.most_common(1)[0][0])
+        config = self.config | CONFIG if self.fp8 and self.config is not None else self.config
+        write_model_files(target, config, self.assets, self.dtype or written.most_common(1)[0][0])
 
     def _write_piece(self, piece: Piece, files: Files) -> None:
         # Clone slices: a view would keep the complete stacked tensor in memory.
@@ -108,10 +116,16 @@ class ToHuggingFace:
             if dtype != value.dtype:
                 ours[name] = value.to(dtype)
                 check_finite(f"{self.file_of(name)}: {name} is too large for --dtype {dtype}: it gets", ours[name])
-        return self.model.adapter.to_hf(ours)
+        theirs = self.model.adapter.to_hf(ours)
+        return with_fp8_weights(theirs) if self.fp8 else theirs
 
     def _written_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype to write. Buffers keep theirs: a bfloat16 release has float32 expert biases, too."""
+        """Return the dtype to write. Buffers keep theirs: a bfloat16 release has float32 expert biases, too.
+
+        Matrices keep theirs until they are quantized: they are rounded once.
+        """
+        if self.fp8 and self.model.tensors[name].ndim > 1:
+            return self.dtypes[name]
         return self.dtype if self.dtype is not None and name in self.model.parameters else self.dtypes[name]
 
 

@@ -23,7 +23,7 @@ from torchtitan_npu.cli.parity.cases import MODELS  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import shipped  # noqa: E402
 from torchtitan_npu.config.preflight import build_on_meta, check_job  # noqa: E402
-from torchtitan_npu.converters import CONVERTERS  # noqa: E402
+from torchtitan_npu.converters import exact_converters  # noqa: E402
 from torchtitan_npu.trainer import Trainer  # noqa: E402
 
 FLAVOR = "parity"
@@ -70,7 +70,7 @@ def applicable_converters(name: str) -> list[str]:
     config = JobConfig()
     config.model.name, config.model.flavor = MODELS[name][0], FLAVOR
     model = build_on_meta(config)
-    return [one for one, converter in CONVERTERS.items() if converter(config, None).targets(model)]  # type: ignore[arg-type]
+    return [one for one, converter in exact_converters().items() if converter(config, None).targets(model)]  # type: ignore[arg-type]
 
 
 def job_config(name: str, converters: list[str], steps: int, seq_len: int, lr: float) -> JobConfig:
