@@ -72,6 +72,12 @@ QUOTES = [
     ),
     Quote("npu_grouped_matmul", "the innermost dimension of x", "InnerLimit为65536", [65535], [65536]),
     Quote("npu_grouped_matmul", "the innermost dimension of weight", "都应小于InnerLimit", [65535], [65536]),
+    Quote("npu_dynamic_mx_quant", "the number of dimensions of input", "支持1-7维", [1, 7], [0, 8]),
+    Quote("npu_dynamic_mx_quant", "the size of a float32 input along axis", "量化轴的维度不能小于32", [32], [31]),
+    Quote("npu_grouped_dynamic_mx_quant", "x.dtype", "数据类型支持float16、bfloat16", HALVES, [torch.float32]),
+    Quote("npu_quant_matmul", "the innermost dimension of x1", "shape大小不能超过65535", [65535], [65536]),
+    Quote("npu_quant_matmul", "the innermost dimension of x2", "shape大小不能超过65535", [65535], [65536]),
+    Quote("npu_quant_matmul", "the number of elements of x1", "传入的x1、x2、scale不能是空", [1], [0]),
     Quote("npu_moe_token_permute", "tokens.dtype", "数据类型支持float16、bfloat16、float32", FLOATS, [torch.float64]),
     Quote("npu_moe_token_permute", "the number of indices", "元素个数小于16777215", [16777214], [16777215]),
     Quote(
