@@ -185,6 +185,17 @@ def test_planned_memory_of_the_docs() -> None:
     assert planned_memory.table(stored) in planned_memory.PAGE.read_text()
 
 
+def test_the_table_of_the_docs() -> None:
+    """It has every file, the sum in its header, and its planned memory."""
+    stored = json.loads(planned_memory.STORED.read_text())
+    page = (planned_memory.PAGE.parents[1] / "reference/train-configs.md").read_text()
+    rows = re.findall(r"^\| `(\w+)\.toml` \| .* \| ([\d.]+)[^|]* \| ([\d.]+) \| [^|]* \|$", page, re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted(stored)
+    for name, states, planned in rows:
+        assert f" = {states} GiB per device" in (train_configs() / f"{name}.toml").read_text()
+        assert planned == f"{max(row['needed'] for row in stored[name]['stages']) / 2**30:.1f}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", planned_memory.STAGES)
 def test_planned_memory_is_current(name: str) -> None:

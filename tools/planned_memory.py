@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Plan the memory of the shipped files of 671B and 744B models and store it: python tools/planned_memory.py [FILE ...]
+"""Plan the memory of the shipped files and store it: python tools/planned_memory.py [FILE ...]
 
 Dry-runs one rank of each pipeline stage that may need the most, for some minutes. Writes the results to
 docs/benchmarks/planned_memory.json, to a line in the header of each file, and to a table of
@@ -27,6 +27,15 @@ STAGES: dict[str, tuple[int, ...]] = {
     "glm_moe_dsa_744b_4k_128": (0,),
     "glm_moe_dsa_744b_32k_64": (0,),
     "glm_moe_dsa_744b_32k_128": (0,),
+    "llama3_8b": (0,),
+    "deepseek_v3_16b": (0,),
+    "qwen3_30b_a3b": (0,),
+    "qwen3_235b_a22b": (0,),
+    "qwen3_vl_2b": (0,),
+    "qwen3_vl_8b": (0,),
+    "qwen3_vl_30b_a3b": (0,),
+    "deepseek_v32_671b_4layers_4k": (0,),
+    "deepseek_v32_671b_8layers_4k": (0,),
 }
 """Pipeline stages by file. In deepseek_v3_671b, stages 1 to 6 have equal layers, and stage 1 keeps most microbatches.
 Stage 0 has fewer expert parameters, and stage 7 the logits."""
