@@ -150,30 +150,28 @@ def test_any_layout_gives_one_ranks_loss_and_gradients(
 
 @functools.cache
 def one_rank_in_mxfp8(model: str) -> Record:
-    (record,) = run_on_ranks(
-        1, train, model, {}, {"model.converters": [*FUSED[model], "npu_mxfp8"]}, process_group=False
-    )
-    return record
+    return run_on_ranks(1, train, model, {}, {"model.converters": [*FUSED[model], "npu_mxfp8"]}, process_group=False)[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "model", "mode"),
-    [
-        ("tp2 ep2", "deepseek_v3", "selective"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("shard2", "deepseek_v3", "full"),
-                ("cp2", "deepseek_v3", "none"),
-                ("pp2", "deepseek_v3", "none"),
-                ("tp2", "qwen3", "none"),
-            )
-        ),
-    ],
-)
-def test_any_layout_gives_one_ranks_loss_and_gradients_in_mxfp8(text: str, model: str, mode: str) -> None:
-    options = {"model.converters": [*FUSED[model], "npu_mxfp8"], "activation_checkpoint.mode": mode}
-    records = run_on_ranks(2, train, model, layout(text), options, process_group=False)
+MXFP8 = [
+    ("tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "selective"}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("shard2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),
+            ("cp2", "deepseek_v3", {}),
+            ("pp2", "deepseek_v3", {}),
+            ("tp2", "qwen3", {}),
+            ("tp2", "llama3", {"compile.enable": True, "npu.bypass_codegen": "inductor"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "model", "options"), MXFP8, ids=name)
+def test_any_layout_gives_one_ranks_loss_and_gradients_in_mxfp8(text: str, model: str, options: dict[str, Any]) -> None:
+    converters = {"model.converters": [*FUSED[model], "npu_mxfp8"]}
+    records = run_on_ranks(2, train, model, layout(text), converters | options, process_group=False)
     assert_equal_training(together(records), one_rank_in_mxfp8(model))
 
 
