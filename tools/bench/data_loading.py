@@ -1,9 +1,10 @@
 """Measure how fast the user's own data becomes batches: tokens per second by format and worker processes, and memory.
 
-python -m tools.bench.data_loading [--mib 16] [--seconds 5] [--tokenizer FOLDER] [--workers 0,1,2] [--json FILE]
+    python -m tools.bench.data_loading [--mib 16] [--seconds 5] [--tokenizer FOLDER] [--workers 0,1,2] [--json FILE]
+    python -m tools.bench.data_loading --stream 64,1024,4096
 
-The files have the shipped texts and conversations, repeated. A larger ``--mib`` shows that memory does not grow with
-the file.
+The files have the shipped texts and conversations, repeated. The second form reads jsonl files of growing sizes, to
+show that memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ def write_files(folder: Path, mib: int) -> dict[str, tuple[str, Path]]:
     return {name: ("text", folder / file) for name, file in names.items()} | {"chat": ("chat", folder / "chat.jsonl")}
 
 
+def write_large_file(path: Path, mib: int) -> Path:
+    """Write a jsonl file of the shipped texts, without holding it in memory."""
+    block = (ASSETS / "corpus/corpus.jsonl").read_bytes()
+    with path.open("wb") as file:
+        while file.tell() < mib * 2**20:
+            file.write(block)
+    return path
+
+
 def measure(dataset: str, path: Path, tokenizer: str, workers: int, seconds: float) -> dict[str, float]:
     """Return tokens per second and per second of CPU time, and the memory that loading adds to this process."""
     config = JobConfig()
@@ -102,18 +112,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--tokenizer", default=str(ASSETS / "tokenizer"))
     parser.add_argument("--workers", default="0,1,2", help="numbers of worker processes")
+    parser.add_argument("--stream", help="MiB of jsonl files to read instead, each without worker processes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
+
+    def add_row(name: str, dataset: str, path: Path, workers: int) -> None:
+        measured = in_process(dataset, path, args.tokenizer, workers, args.seconds)
+        rows.append({"format": name, "workers": workers, **measured})
+        print(
+            f"{name:16} {workers} workers: {measured['tokens_per_s']:9,.0f} tokens/s, "
+            f"{measured['tokens_per_cpu_s']:9,.0f} per CPU second, {measured['memory_mib']:4.0f} MiB more",
+            flush=True,
+        )
+
     with tempfile.TemporaryDirectory() as folder:
-        for name, (dataset, path) in write_files(Path(folder), args.mib).items():
-            for workers in map(int, args.workers.split(",")):
-                measured = in_process(dataset, path, args.tokenizer, workers, args.seconds)
-                rows.append({"format": name, "workers": workers, **measured})
-                print(
-                    f"{name:16} {workers} workers: {measured['tokens_per_s']:9,.0f} tokens/s, "
-                    f"{measured['tokens_per_cpu_s']:9,.0f} per CPU second, {measured['memory_mib']:4.0f} MiB more"
-                )
+        if args.stream:
+            for mib in map(int, args.stream.split(",")):
+                path = write_large_file(Path(folder) / "large.jsonl", mib)
+                add_row(f"jsonl, {path.stat().st_size / 2**20:,.0f} MiB", "text", path, 0)
+        else:
+            for name, (dataset, path) in write_files(Path(folder), args.mib).items():
+                for workers in map(int, args.workers.split(",")):
+                    add_row(name, dataset, path, workers)
     if args.json:
         args.json.write_text(json.dumps({"mib": args.mib, "rows": rows}, indent=1) + "\n")
 

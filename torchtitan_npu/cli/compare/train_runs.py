@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -83,8 +84,12 @@ def train_all(runs: Runs, force: bool = False) -> list[Path]:
     # The training entry looks up train_configs/... and torchtitan_npu/... in the installed package.
     if not runs.config.is_file() and runs.config.parts[0] not in ("train_configs", "torchtitan_npu"):
         raise InputError(f"--config {runs.config}: no such file")
-    with Progress("checking the settings of every run"):
-        check_runs(runs)
+    logging.disable(logging.WARNING)  # models log while they are built, as they will in the runs
+    try:
+        with Progress("checking the settings of every run"):
+            check_runs(runs)
+    finally:
+        logging.disable(logging.NOTSET)
     prepare_out(runs, force)
     for name in runs.converters:
         with Progress(f"{name}: starts") as progress:
