@@ -166,7 +166,7 @@ h1.passed { color: var(--passed); }
 h1.failed { color: var(--failed); }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; border-bottom: 1px solid var(--line); padding-bottom: 0.25rem; }
 h3 { font-size: 1rem; margin: 1.25rem 0 0.5rem; }
-h1, h2, h3, p, li, td { overflow-wrap: anywhere; }
+h1, h2, h3, p, li, code { overflow-wrap: anywhere; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; margin: 0.75rem 0; }
 th, td { border: 1px solid var(--line); padding: 0.25rem 0.6rem; text-align: left; vertical-align: top; }

@@ -172,7 +172,8 @@ def _blocks(comparisons: list[Comparison], picture: bytes, environment: dict[str
 
 def _metric_row(name: str, metric: MetricComparison) -> list[Cell]:
     relative, step = metric.largest or (math.nan, None)
-    return [name, metric.name, len(metric.steps), f"{relative:.2e}", step, metric.first_diverging_step]
+    where = step if relative else None
+    return [name, metric.name, len(metric.steps), f"{relative:.2e}", where, metric.first_diverging_step]
 
 
 def _findings(name: str, comparison: Comparison) -> list[Block]:
