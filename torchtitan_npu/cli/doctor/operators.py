@@ -35,8 +35,8 @@ the output, and one of an intermediate result, such as attention weights. Sums a
 errors of a sum grow with the square root of its length."""
 WRONG = 16
 """A multiple of the expected error that rounding cannot explain."""
-OF_SEVERAL_RANKS = tuple(name for name, op in OPS.items() if op.sample is None)
-"""Operators with a collective, which one process cannot call."""
+NOT_CALLED = tuple(name for name, op in OPS.items() if op.sample is None)
+"""Operators that one process cannot call, because they have a collective, or that only some chips have."""
 OPERATOR_FAILS = 'see docs/how-to/doctor.md, "When an operator fails"'
 
 
@@ -71,9 +71,9 @@ def check_operators(backend: Backend) -> Iterator[Finding]:
     for op in OPS.values():
         if op.sample is not None:
             yield _registration(op, backend) or _numbers([_result(sample, backend) for sample in samples(op)])
-    for name in OF_SEVERAL_RANKS:
+    for name in NOT_CALLED:
         yield _registration(OPS[name], backend) or green(
-            name, "registered; not called, because it needs several devices"
+            name, "registered; not called, because it needs several devices or a certain chip"
         )
 
 

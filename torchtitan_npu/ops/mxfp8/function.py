@@ -52,22 +52,22 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
-        rows, x_scale = _quantized(x.flatten(0, -2).contiguous(), -1, recipe)
+        rows, x_scale = _quantized(_rows(x), -1, recipe)
         matrix, scale = _quantized(weight, -1, recipe)
         y = _matmul(rows, x_scale, matrix.t(), scale.transpose(0, 1), x.dtype)
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         recipe, dx, dw = ctx.recipe, None, None
-        rows = dy.flatten(0, -2).contiguous()
+        rows = _rows(dy)
         if ctx.needs_input_grad[0]:
             gradient, gradient_scale = _quantized(rows, -1, recipe, recipe.gradient_type)
-            dx = _matmul(gradient, gradient_scale, *_quantized(weight, 0, recipe), x.dtype).unflatten(0, x.shape[:-1])
+            dx = _matmul(gradient, gradient_scale, *_quantized(weight, 0, recipe), x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            inputs = x.flatten(0, -2).contiguous()
+            inputs = _rows(x)
             if recipe.weight_gradient:
                 gradient, gradient_scale = _quantized(rows, 0, recipe, recipe.gradient_type)
                 factors = _quantized(inputs, 0, recipe)
@@ -115,6 +115,10 @@ def _grouped_weight_gradient(x: Tensor, dy: Tensor, counts: Tensor, recipe: Reci
     gradient, gradient_scale = quantized(dy, recipe.gradient_type)
     inputs, scale = quantized(x, 24)
     return _grouped(gradient.t(), gradient_scale.transpose(0, 1), inputs, scale, counts, 2, x.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _quantized(x: Tensor, axis: int, recipe: Recipe, dst_type: int = 24) -> tuple[Tensor, Tensor]:
