@@ -1,4 +1,4 @@
-"""An argument parser that reports errors in one line, arguments that several commands have, and an exit code."""
+"""What commands have in common: a parser that reports errors in one line, arguments, an exit code."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import read_curve
 from torchtitan_npu.cli.compare.train_runs import Runs, train_all
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import one_line
 
 DEFAULTS = Tolerance()
@@ -142,9 +143,11 @@ def main(argv: list[str]) -> int:
             paths = train_all(runs, force=args.force)
         else:
             paths = [args.baseline, *args.candidate]
-        baseline, *candidates = (read_curve(path, columns) for path in paths)
-        comparisons = [compare(baseline, candidate, tolerance, args.allow_partial) for candidate in candidates]
-        write_report(comparisons, args.out, command)
+        with Progress("compare: reads the runs") as progress:
+            baseline, *candidates = (read_curve(path, columns) for path in paths)
+            comparisons = [compare(baseline, candidate, tolerance, args.allow_partial) for candidate in candidates]
+            progress.update("compare: writes the report")
+            write_report(comparisons, args.out, command)
     except (InputError, OSError) as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr)
         return 2
