@@ -38,6 +38,15 @@ def test_every_command_shows_its_usage(name: str, capsys: pytest.CaptureFixture[
     assert code == 0 and f"torchtitan-npu {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "launch"])  # its arguments are the job's
+def test_an_invalid_argument_is_exit_code_2_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-option"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchtitan-npu {name}: ")
+
+
 HEAVY = ("torch", "torchtitan", "transformers", "datasets", "matplotlib", "tensorboard", "pandas")
 """Packages that take seconds to import."""
 
