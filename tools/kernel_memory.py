@@ -2,7 +2,7 @@
 """Report the shared memory of each Triton kernel on GPUs of given compute capabilities.
 
     python tools/kernel_memory.py 80 89 90
-    python tools/kernel_memory.py 90 --gluon   # registers and spills of the sparse attention kernels for Hopper
+    python tools/kernel_memory.py 90 --gluon   # registers and spills of the kernels for Hopper
 
 Kernels are compiled at DeepSeek-V3.2's sizes in bfloat16 and not launched, so no GPU is needed.
 """
@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
+from torchtitan_npu.ops.indexer_kl_loss import gluon as indexer_kl_loss_gluon
 from torchtitan_npu.ops.indexer_kl_loss import triton as lightning_indexer_kl_loss
 from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
 from torchtitan_npu.ops.moe_gating import triton as moe_gating
@@ -85,6 +86,38 @@ def attention_inputs() -> tuple[Tensor, ...]:
     return *(zeros(1, 2, heads, size) for heads, size in sizes), torch.zeros(1, 2, 1, TOP_K, dtype=torch.int32)
 
 
+def loss_arguments(
+    query: Tensor,
+    key: Tensor,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    indices: Tensor,
+    highest: Tensor,
+    total: Tensor,
+) -> dict[str, Any]:
+    """Return the arguments of the indexer's loss for two tokens."""
+    return {
+        "query": query,
+        "key": key,
+        "query_index": zeros(1, 2, INDEX_HEADS, INDEX_SIZE),
+        "key_index": zeros(1, 2, 1, INDEX_SIZE),
+        "weights": zeros(1, 2, INDEX_HEADS),
+        "sparse_indices": indices,
+        "softmax_max": highest,
+        "softmax_sum": total,
+        "scale_value": 0.1,
+        "query_rope": query_rope,
+        "key_rope": key_rope,
+        "actual_seq_qlen": None,
+        "actual_seq_klen": None,
+        "layout": "BSND",
+        "sparse_mode": 3,
+        "pre_tokens": 0,
+        "next_tokens": 0,
+        "sinks": None,
+    }
+
+
 def call_gluon() -> None:
     query, key, query_rope, key_rope, indices = attention_inputs()
     out, highest, total = sparse_flash_attention_gluon.npu_sparse_flash_attention(
@@ -92,6 +125,9 @@ def call_gluon() -> None:
     )
     sparse_flash_attention_gluon_grad.npu_sparse_flash_attention_grad(
         query, key, None, indices, out, out, highest, total, 0.1, query_rope, key_rope, None, None, "BSND", 3
+    )
+    indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(
+        **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
     )
 
 
@@ -109,7 +145,6 @@ def call_attention() -> None:
     out, highest, total = sparse_flash_attention.npu_sparse_flash_attention(
         query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
     )
-    index = zeros(1, 2, INDEX_HEADS, INDEX_SIZE), zeros(1, 2, 1, INDEX_SIZE), zeros(1, 2, INDEX_HEADS)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         rest: tuple[Any, ...] = (0.1, query_rope, key_rope, None, None, "BSND", 3)
@@ -117,24 +152,7 @@ def call_attention() -> None:
             query, key, None, indices, out, out, highest, total, *rest
         )
         lightning_indexer_kl_loss.npu_sparse_lightning_indexer_grad_kl_loss(
-            query=query,
-            key=key,
-            query_index=index[0],
-            key_index=index[1],
-            weights=index[2],
-            sparse_indices=indices,
-            softmax_max=highest,
-            softmax_sum=total,
-            scale_value=0.1,
-            query_rope=query_rope,
-            key_rope=key_rope,
-            actual_seq_qlen=None,
-            actual_seq_klen=None,
-            layout="BSND",
-            sparse_mode=3,
-            pre_tokens=0,
-            next_tokens=0,
-            sinks=None,
+            **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
         )
     for keys in (4096, 131072):
         index = zeros(1, 16, INDEX_HEADS, INDEX_SIZE), zeros(1, keys, 1, INDEX_SIZE), zeros(1, 16, INDEX_HEADS)

@@ -325,6 +325,7 @@ class Program:
             where=elementwise(torch.where),
             maximum=elementwise(torch.maximum),
             exp2=elementwise(torch.exp2),
+            log2=elementwise(torch.log2),
             inline_asm_elementwise=_assembly,
             max=lambda value, axis: Value(_maximum(data_of(value), axis)),
             sum=lambda value, axis: Value(data_of(value).sum(axis)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -94,7 +94,9 @@ def test_gradients_agree_with_the_oracle(
     check_gradients(docs, oracles, dense, grads)
 
 
-def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Tensor]) -> dict[str, Any]:
+def arguments(
+    docs: Documents, parts: dict[str, list[Tensor]], indices: list[Tensor], scale: float = SCALE
+) -> dict[str, Any]:
     """Return the arguments of the loss, with statistics from sparse attention's reference."""
     tensors = dict.fromkeys(("query_rope", "key_rope")) | {name: docs.lay_out(part) for name, part in parts.items()}
     tensors["sparse_indices"] = docs.lay_out(indices, -1)
@@ -103,7 +105,7 @@ def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Ten
         tensors["key"],
         None,
         tensors["sparse_indices"],
-        SCALE,
+        scale,
         query_rope=tensors["query_rope"],
         key_rope=tensors["key_rope"],
         **docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv"),
@@ -113,16 +115,23 @@ def arguments(docs: Documents, parts: dict[str, list[Tensor]], indices: list[Ten
         return_softmax_lse=True,
     )
     ends = {"actual_seq_qlen": docs.ends(False), "actual_seq_klen": docs.ends(True)} if docs.layout == "TND" else {}
-    options = {"scale_value": SCALE, "layout": docs.layout, "sparse_mode": 3}
+    options = {"scale_value": scale, "layout": docs.layout, "sparse_mode": 3}
     lengths = dict.fromkeys(("actual_seq_qlen", "actual_seq_klen")) | ends
     return on_device(LOSS.complete(**tensors, softmax_max=maximum, softmax_sum=total, **options, **lengths))
 
 
 def make(
-    docs: Documents, top_k: int, heads: int, rope: int, weights: torch.dtype | None = None, size: int = 20
+    docs: Documents,
+    top_k: int,
+    heads: int,
+    rope: int,
+    weights: torch.dtype | None = None,
+    size: int = 20,
+    index: tuple[int, int] = (2, 5),
 ) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    sizes: dict[str, tuple[int, ...]] = {"query": (heads, size), "key": (1, size), "query_index": (2, 5)}
-    sizes |= {"key_index": (1, 5), "weights": (2,)}
+    """Return the tensors of each document by name, and its selected keys. ``index`` is the indexer's heads and size."""
+    sizes: dict[str, tuple[int, ...]] = {"query": (heads, size), "key": (1, size), "query_index": index}
+    sizes |= {"key_index": (1, index[1]), "weights": index[:1]}
     sizes |= {"query_rope": (heads, rope), "key_rope": (1, rope)} if rope else {}
     parts = {name: docs.random(of_key(name), *size) for name, size in sizes.items()}
     parts["weights"] = [part.to(weights or docs.dtype) for part in parts["weights"]]
@@ -148,18 +157,29 @@ def test_loss_agrees_with_the_oracle(docs: Documents, top_k: int, heads: int, ro
     The last example has more keys than a tile, and features for several iterations of the loop.
     """
     weights = torch.float32 if wide and docs.dtype != torch.float64 else docs.dtype
-    parts, indices = make(docs, top_k, heads, rope, weights, size)
-    *grads, loss = LOSS.cuda(**arguments(docs, parts, indices))
+    check_loss(LOSS.cuda, docs, *make(docs, top_k, heads, rope, weights, size))
+
+
+def check_loss(
+    run: Callable[..., Any],
+    docs: Documents,
+    parts: dict[str, list[Tensor]],
+    indices: list[Tensor],
+    scale: float = SCALE,
+) -> None:
+    *grads, loss = run(**arguments(docs, parts, indices, scale))
     assert loss.shape == (1,) and loss.dtype == torch.float32
-    assert [grad.dtype for grad in grads] == [docs.dtype, docs.dtype, weights]
+    assert [grad.dtype for grad in grads] == [parts[name][0].dtype for name in LEARNS]
     total, total_budget, u = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), docs.u
     oracles, d_scores = [], []
     for document, visible in enumerate(docs.visible()):
         part = {name: tensors[document] for name, tensors in parts.items()}
         mask = dense_mask(indices[document], visible)
-        q, k = (torch.cat([part[n], part[f"{n}_rope"]], -1) if rope else part[n] for n in ("query", "key"))
+        q, k = (
+            torch.cat([part[n], part[f"{n}_rope"]], -1) if "query_rope" in part else part[n] for n in ("query", "key")
+        )
         scores = Scores(part["query_index"], part["key_index"], part["weights"], u)
-        oracle = Loss(Attention(q, k, mask, SCALE, u), scores, mask, u)
+        oracle = Loss(Attention(q, k, mask, scale, u), scores, mask, u)
         total, total_budget = total + oracle.loss, total_budget + oracle.budget
         oracles.append(scores)
         d_scores.append((oracle.d_scores, oracle.d_budget, oracle.mass))

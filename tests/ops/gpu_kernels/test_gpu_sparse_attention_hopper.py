@@ -223,6 +223,7 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     ).stdout
     for kernel in ("gluon._attend", "gluon_grad_scores.differentiate", "gluon_grad_keys.add_to_keys"):
         assert f"sparse_flash_attention.{kernel}\n" in printed
+    assert "indexer_kl_loss.gluon._distributions\n" in printed
     assert "does not fit" not in printed
     assert printed.count("0 bytes spill stores, 0 bytes spill loads") == printed.count("bytes spill stores")
     assert "injected" not in printed  # ptxas adds a wait if it cannot tell that a register is not in flight

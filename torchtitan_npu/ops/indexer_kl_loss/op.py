@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Shard
 from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.sharding import Strategy
-from torchtitan_npu.ops.core.triton_kernel import kernel
+from torchtitan_npu.ops.core.triton_kernel import is_hopper, kernel
 from torchtitan_npu.ops.indexer_kl_loss import reference
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.lightning_indexer.op import WEIGHTS
@@ -121,6 +121,27 @@ call :func:`torchtitan_npu.ops.indexer_kl_loss.spans.loss_in_spans`.
 """
 
 
+in_triton = kernel(reference.npu_sparse_lightning_indexer_grad_kl_loss)
+in_gluon = kernel(reference.npu_sparse_lightning_indexer_grad_kl_loss, "gluon")
+
+
+def cuda(
+    query: Tensor, key: Tensor, query_rope: Tensor | None, query_index: Tensor, **others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the Gluon kernel on a Hopper GPU at the sizes it takes, and the Triton kernel otherwise."""
+    arguments = {"query": query, "key": key, "query_rope": query_rope, "query_index": query_index, **others}
+    hopper = is_hopper(query) and suits_gluon(query, query_rope, query_index)
+    return (in_gluon if hopper else in_triton)(**arguments)
+
+
+def suits_gluon(query: Tensor, query_rope: Tensor | None, query_index: Tensor) -> bool:
+    """Return whether the Gluon kernel takes these: half precision, and the features of DeepSeek-V3.2."""
+    if query.dtype not in HALVES or query_index.dtype != query.dtype:
+        return False
+    sizes = query.shape[-1], rope_size(query_rope), query_index.shape[-1]
+    return sizes == (512, 64, 128) and query.shape[-2] <= 128 and query_index.shape[-2] <= 64
+
+
 declare(
     Op(
         schema="npu::npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index, "
@@ -130,7 +151,7 @@ declare(
         "int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807, Tensor? sinks=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
         reference=reference.npu_sparse_lightning_indexer_grad_kl_loss,
-        cuda=kernel(reference.npu_sparse_lightning_indexer_grad_kl_loss),
+        cuda=cuda,
         fake=fake,
         checks=checks,
         sharding=sharding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.lightning_indexer.triton_grad import gradients
-from torchtitan_npu.ops.sparse_flash_attention.triton_rows import keys_at, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, tile
+
+Distributions = Callable[[IndexerLossInputs, Rows, Tensor, Tensor, Tensor], None]
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -21,15 +24,36 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
 
     An index that is not a key of its row is ignored, at any place: a check would synchronise with the device.
     """
-    x = IndexerLossInputs(**arguments)
+    return loss(IndexerLossInputs(**arguments), distributions)
+
+
+def loss(x: IndexerLossInputs, distributions: Distributions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients and the loss, given a function for the two distributions over the selected keys."""
     rows = rows_of(x.layout, x.sparse_mode, x.query, x.key, x.actual_seq_qlen, x.actual_seq_klen)
     tokens, top_k = rows.first.numel(), x.sparse_indices.shape[-1]
     indices = x.sparse_indices.contiguous()
+    target, scores = (torch.empty_like(indices, dtype=torch.float32) for _ in range(2))
+    distributions(x, rows, indices, target, scores)
+    losses = torch.empty(tokens, dtype=torch.float32, device=x.query.device)
+    slots = power_of_2(top_k)
+    # overwrites the scores with their gradients
+    _divergence[(tokens,)](
+        target, scores, indices, rows.visible, losses, TOP_K=top_k, SLOTS=slots, num_warps=8 if slots > 2048 else 4
+    )
+    grads = gradients(x.query_index, x.key_index, x.weights, indices, scores, rows)
+    return *grads, losses.sum(0, keepdim=True)
+
+
+def distributions(x: IndexerLossInputs, rows: Rows, indices: Tensor, target: Tensor, scores: Tensor) -> None:
+    """Write attention's softmax, summed over the heads, to ``target``, and the indexer's scores to ``scores``.
+
+    ``indices``, ``target`` and ``scores`` are (..., 1, K) and contiguous. Places without a key are not written.
+    """
+    tokens, top_k = rows.first.numel(), indices.shape[-1]
     queries = by_token(x.query)
     heads, size = x.query.shape[-2:]
     index_heads, index_size = x.query_index.shape[-2:]
     rope_size = 0 if x.query_rope is None else x.query_rope.shape[-1]
-    target, scores = (torch.empty_like(indices, dtype=torch.float32) for _ in range(2))
     tiles = tile_sizes(x.query.dtype)
     blocks = blocks_in(top_k, tiles["KEYS"])
     _distributions[(tokens * blocks,)](
@@ -63,14 +87,6 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
         INDEX_SIZE_BLOCK=block_size(index_size),
         **tiles,
     )
-    losses = torch.empty(tokens, dtype=torch.float32, device=x.query.device)
-    slots = power_of_2(top_k)
-    # overwrites the scores with their gradients
-    _divergence[(tokens,)](
-        target, scores, indices, rows.visible, losses, TOP_K=top_k, SLOTS=slots, num_warps=8 if slots > 2048 else 4
-    )
-    grads = gradients(x.query_index, x.key_index, x.weights, indices, scores, rows)
-    return *grads, losses.sum(0, keepdim=True)
 
 
 def block_size(size: int) -> int:

@@ -1,0 +1,46 @@
+"""The Gluon kernel of the indexer's loss, on a Hopper GPU or else in a simulator, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests._helpers.gluon_simulator import simulated
+from tests._helpers.kernel_checks import DEVICE
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
+from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_loss, make
+from torchtitan_npu.ops.core.triton_kernel import is_hopper
+from torchtitan_npu.ops.indexer_kl_loss import gluon, op
+
+SCALE = (512 + 64) ** -0.5
+CASES: dict[str, Any] = {
+    "several tiles of a program": ("TND", [(3, 150), (0, 2), (2, 3)], 130, (6, 3), "head by head"),
+    "all heads, several blocks": ("BSND", [(3, 300)], 200, (128, 64), "contiguous"),
+    "strided, some heads": ("BSND", [(2, 70)] * 2, 64, (72, 40), "strided"),
+}
+IN_SIMULATOR = ("several tiles of a program",)
+"""Cases of the default run."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_SIMULATOR)) for case in CASES]
+)
+def test_agrees_with_the_oracle(half: torch.dtype, case: str) -> None:
+    layout, sizes, top_k, (heads, index_heads), arranged = CASES[case]
+    name = "npu_sparse_lightning_indexer_grad_kl_loss"
+    run = getattr(gluon, name) if is_hopper(torch.empty(0, device=DEVICE)) else simulated(gluon, name)
+    docs = Documents(layout, sizes, True, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
+    check_loss(run, docs, *make(docs, top_k, heads, 64, torch.float32, 512, (index_heads, 128)), SCALE)
+
+
+@pytest.mark.parametrize(
+    ("heads", "index_heads", "index_size", "suits"),
+    [(128, 64, 128, True), (16, 8, 128, True), (129, 64, 128, False), (128, 65, 128, False), (128, 64, 64, False)],
+)
+def test_choice_of_the_kernel(heads: int, index_heads: int, index_size: int, suits: bool) -> None:
+    sizes = ((heads, 512), (heads, 64), (index_heads, index_size))
+    query, rope, index = (torch.zeros(1, 2, *size, dtype=torch.bfloat16) for size in sizes)
+    assert op.suits_gluon(query, rope, index) == suits
+    assert not op.suits_gluon(query.float(), rope.float(), index.float())
