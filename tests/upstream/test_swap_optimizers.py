@@ -52,6 +52,16 @@ def test_the_triton_kernel_replaces_adamw() -> None:
     assert type(optimizer) is TritonAdamW and optimizer.param_groups[0]["fused"]
 
 
+def test_the_triton_kernel_on_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = layouts.job_config("llama3", {"shard": 2}, {"optimizer.implementation": "fused", **TRITON})
+    with (
+        platform.job_for("cuda"),
+        pytest.raises(UsageError, match=r"optimizer\.triton cannot .* 2 ranks"),
+    ):
+        check_job(config, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "backend", "reason"),
     [

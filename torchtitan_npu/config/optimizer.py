@@ -32,8 +32,8 @@ class Optimizer(TitanOptimizer):
     triton: bool = False
     """
     Update the weights by a Triton kernel of this package, on an NVIDIA GPU. It is faster than torch's fused kernel for
-    bfloat16 weights, and clips the gradients in the same pass. For AdamW. See
-    [GPU kernels](gpu-kernels.md#optimizer).
+    bfloat16 weights, and clips the gradients in the same pass. For AdamW, in jobs of
+    one rank. See [GPU kernels](gpu-kernels.md#optimizer).
     """
 
     swap: bool = False
@@ -89,6 +89,7 @@ def _check_triton(job: "JobContext") -> None:
         "training.enable_cpu_offload = true": config.training.enable_cpu_offload,
         f"optimizer.name = {optimizer.name!r}: the kernel is for AdamW": optimizer.name != "AdamW",
         f"optimizer.implementation = {optimizer.implementation!r}": optimizer.implementation != "fused",
+        f"{job.world_size} ranks: it has run on one GPU only": job.world_size != 1,
     }
     for setting, is_set in excluded.items():
         if is_set:
