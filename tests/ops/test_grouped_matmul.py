@@ -121,13 +121,15 @@ def test_accumulates_in_place(case: Problem, group_list_type: int, rest: int) ->
     """Rows beyond the last group are ignored."""
     x, _, dy, counts = case
     oracle, budget = by_summed_dimension(x, dy, counts)
-    start = torch.randn(oracle.shape, dtype=compute(x.dtype))
+    start = torch.randn(oracle.shape, dtype=compute(x.dtype), generator=torch.Generator().manual_seed(0))
     x, dy = (torch.cat([rows, rows.new_full((rest, rows.shape[1]), torch.inf)]) for rows in (x, dy))
     total = start.clone()
     result = npu_grouped_matmul_add_(total, x, dy, group_list(counts, group_list_type), group_list_type=group_list_type)
     assert result is total
     oracle += start.double()
-    assert_within("sum", total, oracle, budget + rounding_budget(oracle, total.dtype))
+    # the oracle's own sum rounds too
+    budget = budget + rounding_budget(oracle, total.dtype) + rounding_budget(oracle, oracle.dtype)
+    assert_within("sum", total, oracle, budget)
 
 
 def test_without_groups() -> None:
