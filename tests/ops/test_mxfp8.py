@@ -171,6 +171,46 @@ def test_product(dtype: torch.dtype, k: int) -> None:
         assert_within("y", y, expected, budget + rounding_budget(expected, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("group_type", [0, 2])
+def test_grouped_product_on_a_gpu_rounds_its_output_only(group_type: int, dtype: torch.dtype) -> None:
+    """The GPU path of these outputs has no kernel of its own, so that it runs on the CPU."""
+    generator = torch.Generator().manual_seed(group_type)
+    counts = torch.tensor([40, 0, 24])
+    left, right = torch.randn(64, 96, generator=generator), torch.randn(64, 32, generator=generator)
+    if group_type == 0:
+        right = torch.randn(3, 96, 32, generator=generator)
+        x, x_scale = quantize(left, dst_type=24, scale_alg=1)
+        weight, scale = quantize(right, axis=1, dst_type=24, scale_alg=1)
+        factors, columns = _float64(x, x_scale, -1), _float64(weight, scale, 1)
+        expected = torch.cat([rows @ m for rows, m in zip(factors.split(counts.tolist()), columns, strict=True)])
+    else:
+        ends = counts.cumsum(0)
+        (x, x_scale), (weight, scale) = (
+            quantize_groups(rows, ends.int(), dst_type=24, scale_alg=1) for rows in (left, right)
+        )
+        factors, columns = (
+            reference.dequantized_groups(*rows, ends, torch.float64) for rows in ((x, x_scale), (weight, scale))
+        )
+        parts = zip(*(rows.split(counts.tolist()) for rows in (factors, columns)), strict=True)
+        expected = torch.stack([rows.t() @ m for rows, m in parts])
+        x, x_scale = x.t(), x_scale.transpose(0, 1)
+    (y,) = OPS["npu_grouped_matmul"].cuda(
+        x=[x],
+        weight=[weight],
+        bias=None,
+        scale=[scale],
+        per_token_scale=[x_scale],
+        group_list=counts,
+        group_type=group_type,
+        group_list_type=1,
+        output_dtype={value: key for key, value in reference.OUTPUTS.items()}[dtype],
+    )
+    assert y.dtype == dtype
+    sums = expected.abs().max() * 96 * unit_roundoff(torch.float32)
+    assert_within("y", y, expected, sums + rounding_budget(expected, dtype))
+
+
 def test_errors() -> None:
     x = torch.ones(2, 64)
     for options, message in (

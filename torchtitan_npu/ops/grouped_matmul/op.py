@@ -243,12 +243,18 @@ def cuda(
     """Run the Triton kernel, or the reference for what the kernel does not take.
 
     Those are float32, a bias, lists of products, and sizes or strides that are not multiples of 16 bytes. The reference
-    synchronises with the device to read the group sizes. MXFP8 factors are dequantized to bfloat16 before.
+    synchronises with the device to read the group sizes. MXFP8 factors are dequantized before, to bfloat16 for a bfloat16
+    output and to float32 for the others, which are rounded once.
     """
     if scale:
         dtype = OUTPUTS[others["output_dtype"]]
         left, right = reference.dequantized_factors(
-            x[0], weight[0], scale[0], group_type=group_type, dtype=torch.bfloat16, **others
+            x[0],
+            weight[0],
+            scale[0],
+            group_type=group_type,
+            dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
+            **others,
         )
         others = {name: value for name, value in others.items() if name not in MXFP8}
         (y,) = cuda([left], [right], bias=None, group_type=group_type, scale=None, **others)
