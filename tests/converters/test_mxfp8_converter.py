@@ -18,9 +18,10 @@ from tests._helpers.deepseek_v32_models import start_batch
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.config.mxfp8 import Mxfp8
+from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.gmm import NpuGroupedExperts
-from torchtitan_npu.converters.mxfp8 import NpuMxLinear, chip_error
+from torchtitan_npu.converters.mxfp8 import NpuMxLinear, chip_error, linear_limit_errors
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.mxfp8.function import Recipe, mx_linear
 
@@ -29,6 +30,7 @@ SIZES = {"n_layers": 2, "dim": 64, "inter_dim": 96, "moe_inter_dim": 32}
 
 def convert(model: nn.Module, *names: str, **options: Any) -> nn.Module:
     config: Any = job(names)
+    config.npu = Npu(loss_chunk_tokens=options.pop("loss_chunk_tokens", 0))
     config.mxfp8 = Mxfp8(**options)
     for name in names:
         CONVERTERS[name](config, ParallelDims(**LAYOUT)).convert(model)
@@ -90,6 +92,41 @@ def test_a_size_that_is_no_multiple_of_32_is_left_out(caplog: pytest.LogCaptureF
     convert(model, "npu_mxfp8")
     assert [type(module) for module in model] == [NpuMxLinear, nn.Linear]
     assert "40 and 32 features are not both multiples of 32" in caplog.text
+
+
+def test_chunked_loss_multiplies_by_the_models_output_only() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict({"output": nn.Linear(32, 64), "block": nn.ModuleDict({"output": nn.Linear(32, 64)})})
+
+    assert quantized(convert(model(), "npu_mxfp8", filter_fqns=[])) == {"output", "block.output"}
+    assert quantized(convert(model(), "npu_mxfp8", filter_fqns=[], loss_chunk_tokens=8)) == {"block.output"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "found"),
+    [
+        ((2048, 1024), 1, []),
+        # dx sums over 129280 features of dy, and dW has them as the rows of dy, transposed
+        ((2048, 129280), 1, ["npu_quant_matmul: the innermost dimension of x1 is 129280"]),
+        ((2048, 129280), 2, []),
+        ((131072, 32), 1, [f"npu_quant_matmul: the innermost dimension of x{i} is 131072" for i in (1, 2)]),
+    ],
+)
+def test_limits_of_all_products(sizes: tuple[int, int], tp: int, found: list[str]) -> None:
+    config: Any = job(("npu_mxfp8",))
+    config.mxfp8 = Mxfp8()
+    converter = CONVERTERS["npu_mxfp8"](config, ParallelDims(**{**LAYOUT, "tp": tp, "world_size": tp}))
+    errors = converter.limit_errors("layer", nn.Linear(*sizes, device="meta"))
+    assert [error.partition(";")[0] for error in errors] == found
+
+
+def test_limits_of_quantizations() -> None:
+    """float32 blocks have 32 values at least; a weight's gradient in float32 needs no quantization along the tokens."""
+    few = "npu_dynamic_mx_quant: the size of a float32 input along axis is 8"
+    for recipe, found in ((Recipe(), [few]), (Recipe(weight_gradient=False), [])):
+        errors = linear_limit_errors(32, 64, [8, 64], torch.float32, recipe)
+        assert [error.partition(";")[0] for error in errors] == found
+    assert linear_limit_errors(32, 64, [8], torch.bfloat16, Recipe()) == []
 
 
 def test_errors() -> None:
@@ -160,11 +197,11 @@ def test_every_product_of_sparse_attention_and_experts_is_quantized() -> None:
     models = [build("deepseek_v32", *names, *more, **SIZES) for more in ((), ("npu_mxfp8",))]
     for model in models:
         start_batch(model, BATCH * SEQUENCE, torch.float32)
-    plain, quantised = map(step, models)
-    assert quantised.grads.keys() == plain.grads.keys()
-    assert abs(quantised.loss / plain.loss - 1) < 1e-2
+    plain, converted = map(step, models)
+    assert converted.grads.keys() == plain.grads.keys()
+    assert abs(converted.loss / plain.loss - 1) < 1e-2
     for name, grad in plain.grads.items():
-        error = (quantised.grads[name] - grad).norm() / grad.norm()
+        error = (converted.grads[name] - grad).norm() / grad.norm()
         assert error < 0.25, f"{name}: {error}"
         if name.rpartition(".")[0].rpartition(".")[2] in ("wq_a", "wq_b", "wo", "experts", "w1", "w2", "w3"):
             assert "indexer" in name or error > 1e-3, f"{name}: {error}"

@@ -47,7 +47,8 @@ def sharded_linear(x: Tensor, weight: DTensor, recipe: Recipe) -> Tensor:
 
     Blocks do not cross ranks: if a rank's part of a sharded dimension is no multiple of 32, its last block is shorter.
     """
-    assert isinstance(x, DTensor), "tensor parallel passes DTensors to a module with sharded weights"
+    if not isinstance(x, DTensor):
+        raise UsageError("npu_mxfp8: the parallel plan shards a layer's weight, and must pass a DTensor to the layer")
     (placement,), last = weight.placements, x.ndim - 1
     inputs: Placement
     input_gradient: Placement
@@ -146,8 +147,7 @@ class Mxfp8Converter(Converter):
                 continue
             parent, _, name = fqn.rpartition(".")
             direct = getattr(model.get_submodule(parent), "weights_read_directly", ())
-            if npu_options(self.job_config).loss_chunk_tokens:
-                direct = (*direct, "output")
+            chunked = fqn == "output" and npu_options(self.job_config).loss_chunk_tokens > 0
             excluded = next((part for part in options.filter_fqns if part in fqn), None)
             reason = None
             if not wanted:
@@ -156,7 +156,7 @@ class Mxfp8Converter(Converter):
                 reason = f"mxfp8.filter_fqns has {excluded!r}"
             elif not known:
                 reason = "its class has a forward of its own"
-            elif name in direct:
+            elif chunked or name in direct:
                 reason = "its weight is multiplied without a call of the module"
             elif any(size % BLOCK for size in sizes):
                 reason = f"{' and '.join(map(str, sizes))} features are not both multiples of {BLOCK}"
@@ -172,15 +172,39 @@ class Mxfp8Converter(Converter):
         return linear
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
-        if _is_experts(module):
+        if _is_experts(module):  # npu_gmm checks the sizes
+            if not self.recipe().weight_gradient:
+                return []
             rows = torch.empty(1, BLOCK, dtype=self.compute_dtype(), device="meta")
             return OPS["npu_grouped_dynamic_mx_quant"].limit_errors(x=rows)
-        linear, messages = cast(nn.Linear, module), []
-        for sequences, tokens in self.batches():
-            x = torch.empty(sequences * tokens, linear.in_features, dtype=torch.float8_e4m3fn, device="meta")
-            weight = torch.empty(linear.weight.shape, dtype=torch.float8_e4m3fn, device="meta")
-            messages += OPS["npu_quant_matmul"].limit_errors(x1=x, x2=weight.t())
-        return messages
+        return linear_limit_errors(
+            *self.largest_features(cast(nn.Linear, module)),
+            [sequences * tokens for sequences, tokens in self.batches()],
+            self.compute_dtype(),
+            self.recipe(),
+        )
+
+    def largest_features(self, linear: nn.Linear) -> tuple[int, int]:
+        """Return (out_features, in_features) of a rank. Tensor parallel shards the larger one of a large layer."""
+        n, k = linear.weight.shape
+        return (n // self.parallel_dims.tp, k) if n > k else (n, k // self.parallel_dims.tp)
+
+
+def linear_limit_errors(n: int, k: int, rows: list[int], dtype: torch.dtype, recipe: Recipe) -> list[str]:
+    """Return the NPU limits that a layer (``n``, ``k``) exceeds in its products and their quantizations, each once."""
+    messages: list[str] = []
+    for m in rows:
+        x, weight, dy = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
+        products = [(x, -1, weight, -1), (dy, -1, weight, 0)]  # each factor with the axis of its blocks
+        if recipe.weight_gradient:
+            products.append((dy, 0, x, 0))
+        for left, left_axis, right, right_axis in products:
+            for factor, axis in ((left, left_axis), (right, right_axis)):
+                messages += OPS["npu_dynamic_mx_quant"].limit_errors(input=factor, axis=axis)
+            messages += OPS["npu_quant_matmul"].limit_errors(
+                x1=left if left_axis == -1 else left.t(), x2=right if right_axis == 0 else right.t()
+            )
+    return list(dict.fromkeys(messages))
 
 
 def _is_experts(module: nn.Module) -> bool:

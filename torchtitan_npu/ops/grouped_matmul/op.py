@@ -243,8 +243,8 @@ def cuda(
     """Run the Triton kernel, or the reference for what the kernel does not take.
 
     Those are float32, a bias, lists of products, and sizes or strides that are not multiples of 16 bytes. The reference
-    synchronises with the device to read the group sizes. MXFP8 factors are dequantized before, to bfloat16 for a bfloat16
-    output and to float32 for the others, which are rounded once.
+    synchronises with the device to read the group sizes. MXFP8 factors are dequantized before: to bfloat16 for a
+    bfloat16 output, and to float32 for the others, which are rounded once.
     """
     if scale:
         dtype = OUTPUTS[others["output_dtype"]]
