@@ -1,6 +1,7 @@
 # Sourced by test.sh: the virtual environment of the contract tests and of the emulator's, .venv-contract. It is .venv
 # plus the real torch_npu, which loads the emulator in place of CANN (docs/explanation/emulator.md). It is built once, and
 # again when its sources change. CONTRACT_VENV chooses another folder.
+[ "${BASH_SOURCE[0]}" != "$0" ] || { echo "source this file: . $0" >&2; exit 2; }
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 contract=$PWD/${CONTRACT_VENV:-.venv-contract}
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }

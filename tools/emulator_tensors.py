@@ -162,11 +162,12 @@ Ranks = dict[str, frozenset[int]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repositories", nargs="+", metavar="OWNER/NAME=PATH")
+    repositories = parser.parse_args().repositories
     prototypes = json.loads(PROTOTYPES.read_text())
     dtypes: dict[str, dict[str, Allowed]] = defaultdict(dict)
     ranks: dict[str, dict[str, Ranks]] = defaultdict(dict)
     sources: dict[str, str] = {}
-    for argument in parser.parse_args().repositories:
+    for argument in repositories:
         repository, _, path = argument.partition("=")
         for version, branch in VERSIONS.items():
             if not has_branch(path, branch):

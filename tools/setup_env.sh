@@ -1,6 +1,7 @@
 # Sourced by demo.sh and test.sh: create a virtual environment with this checkout installed, and activate it. It is
 # created again when pyproject.toml or constraints.txt changes. VENV (.venv) is its folder, PYTHON (python3) the
 # interpreter, EXTRA (dev,docs) the optional dependencies.
+[ "${BASH_SOURCE[0]}" != "$0" ] || { echo "source this file: . $0" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}

@@ -51,7 +51,11 @@ def script() -> str:
 def cases_of(command: str) -> Iterator[str]:
     """Yield shell cases for the word before the cursor: values of an option with choices, then all other words."""
     words: list[str] = []
-    parsers = [importlib.import_module(f"torchtitan_npu.cli.{command}.command").build_parser()]
+    build_parser = importlib.import_module(f"torchtitan_npu.cli.{command}.command").build_parser
+    parsers = [build_parser()]
+    if command == "compare":  # not a subparser: a baseline may stand in its place
+        words.append("run")
+        parsers.append(build_parser(run=True))
     for parser in parsers:  # grows by the parsers of subcommands
         for action in parser._actions:
             values = [str(value) for value in action.choices or () if " " not in str(value)]
