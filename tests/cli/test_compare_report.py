@@ -115,11 +115,13 @@ def test_many_equal_steps_are_a_line_on_the_bottom_edge(tmp_path: Path) -> None:
         assert (longest > 0.8 * picture.shape[1]) == is_line
 
 
-@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(("scheme", "page_colour"), [(0, (0x0D, 0x11, 0x17)), (1, (0xFF, 0xFF, 0xFF))])
 def test_a_browser_shows_it(scheme: int, page_colour: tuple[int, ...], report: Path, tmp_path: Path) -> None:
-    """In dark (0) and light (1) colours: the page, the verdict in red at the top, and the picture below."""
+    """In dark (0) and light (1) colours: the page, the verdict in red at the top, and the picture below.
+
+    Runs where Chromium is installed (Debian: ``apt-get install chromium``). The tests above need no browser.
+    """
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"]

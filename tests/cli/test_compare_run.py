@@ -18,6 +18,7 @@ from torchtitan_npu.cli.compare.train_runs import (
     train_all,
     train_command,
 )
+from torchtitan_npu.cli.demo.command import main as demo
 from torchtitan_npu.config.shipped_files import train_configs
 
 CONFIG = train_configs() / "llama3_debugmodel.toml"
@@ -150,7 +151,7 @@ def test_the_report_counts_flipped_choices(tmp_path: Path, monkeypatch, capsys) 
 
 def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*make_job(tmp_path, {"fail": True}), "--steps", "2", "--out", "o"]) == 2
+    assert main([*make_job(tmp_path, {"fail": True}), "--steps", "2", "--out", "o"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines()[-1] == (
@@ -158,6 +159,14 @@ def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeyp
         "see o/baseline.log"
     )
     assert not (tmp_path / "o" / "report.json").exists()
+
+
+def test_a_failed_run_of_the_demo_announces_no_picture(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_job(tmp_path, {"fail": True})
+    assert demo(["--steps", "1", "--out", "o"]) == 1
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 1 and "the baseline run failed" in printed.err
 
 
 def test_the_command_line_of_each_side() -> None:

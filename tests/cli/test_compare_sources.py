@@ -92,18 +92,19 @@ def test_recorded_values_are_exact(tmp_path: Path) -> None:
     [
         ("a.json", "", "not valid JSON"),
         ("a.json", "[1, 2]", "a list of records"),
-        ("a.json", '{"loss": [1]}', "expected lists under 'step' and 'loss'"),
+        ("a.json", '{"loss": [1]}', "no step in its keys: looked for 'step', 'global_step', "),
+        ("a.json", '{"step": 1, "loss": 8}', "expected a list under each of ['step', 'loss']"),
         ("a.json", '{"step": [1, 2], "loss": [1]}', "differ in length"),
         ("a.json", "[]", "no loss found"),
         ("a.json", '[{"step": 1, "loss": null}]', "no loss found"),
-        ("a.json", '[{"step": 1, "value": 8}]', "no loss in its records, which have ['step', 'value']; --column"),
+        ("a.json", '[{"step": 1, "value": 8}]', "in ['step', 'value']; choose a name with --column loss=NAME,"),
         ("a.json", '[{"loss": 8}]', "no step in its records"),
         ("a.json", '[{"step": 1, "loss": 8}, {"loss": 9}]', "record 2: step is None"),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: loss is True"),
         ("a.json", '[{"step": 1.5, "loss": 8}]', "step 1.5 is not an integer"),
         ("a.json", '[{"step": 1, "loss": 8}, {"step": 1, "loss": 9}]', "step 1 occurs twice"),
-        ("a.csv", "", "must name the columns"),
-        ("a.csv", "1,8.5\n", "must name the columns"),
+        ("a.csv", "", "no step in its first line"),
+        ("a.csv", "1,8.5\n", "no step in its first line"),
         ("a.csv", "step,loss\n", "no loss found"),
         ("a.csv", "step,loss\n1,\n", "no loss found"),
         ("a.csv", "step,loss\n1,high\n", "record 1: loss is 'high'"),
@@ -176,6 +177,8 @@ def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
     history[0]["loss"] = 8.1235
     rounded = read_curve(write(tmp_path / "trainer_state.json", json.dumps(state)))
     assert rounded.printed and rounded.metrics["loss"][10].resolution == 0.5e-4
+    (note,) = rounded.notes
+    assert note.startswith(f"{tmp_path}/trainer_state.json: ") and "rounded to 4 decimals" in note
 
 
 # --- --column ---
@@ -191,6 +194,24 @@ def test_columns_of_every_source(tmp_path: Path) -> None:
     for name in ("a.csv", "a.json", "a.jsonl", "a.log", "b.log"):
         curve = read_curve(tmp_path / name, columns)
         assert (values(curve), values(curve, "grad_norm")) == ({1: 8.5}, {1: 1.5}), name
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("a.csv", "step,loss\n1,8.5\n", "first line"),
+        ("a.json", '{"step": [1], "loss": [8.5]}', "keys"),
+        ("b.json", '[{"step": 1, "loss": 8.5}]', "records"),
+        ("a.jsonl", '{"step": 1, "loss": 8.5}\n', "records"),
+    ],
+)
+def test_the_error_names_the_column_that_is_missing(name: str, text: str, where: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        read_curve(write(tmp_path / name, text), parse_columns(["step=iteration", "step=iter"]))
+    assert str(raised.value) == (
+        f"{tmp_path}/{name}: no step in its {where}: looked for 'iteration', 'iter' in ['step', 'loss']; "
+        "choose a name with --column step=NAME, which may be repeated"
+    )
 
 
 def test_a_tensorboard_tag_by_name(tmp_path: Path) -> None:

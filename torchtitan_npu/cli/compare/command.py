@@ -6,7 +6,7 @@
                                [--steps N] [--replay] [-- EXTRA ...]
 
 Each run is a run folder (TensorBoard events), a .json, .jsonl or .csv file, or a console log. ``run`` trains them.
-Exit code 0: all candidates are within tolerance, 1: one is not, 2: invalid input.
+Exit code 0: all candidates are within tolerance, 1: one is not, or a training failed, 2: invalid input.
 See docs/how-to/compare-loss-curves.md.
 """
 
@@ -25,7 +25,7 @@ from torchtitan_npu.cli.compare.curves import InputError
 from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import read_curve
-from torchtitan_npu.cli.compare.train_runs import Runs, train_all
+from torchtitan_npu.cli.compare.train_runs import Runs, TrainingError, train_all
 from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import one_line
 
@@ -148,9 +148,9 @@ def main(argv: list[str]) -> int:
             comparisons = [compare(baseline, candidate, tolerance, args.allow_partial) for candidate in candidates]
             progress.update("compare: writes the report")
             write_report(comparisons, args.out, command)
-    except (InputError, OSError) as error:
+    except (InputError, OSError, TrainingError) as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, TrainingError) else 2
     print("\n".join(summary_lines(comparisons)))
     print(f"  report: {one_line(args.out / 'report.html')}")
     return 0 if all(comparison.passed for comparison in comparisons) else 1

@@ -45,7 +45,7 @@ class Comparison:
     def headline(self) -> str:
         """Return the verdict as a phrase."""
         if self.verdict == UNPROVEN:
-            return "not proven identical: the printed digits agree, but a console log cannot show bit equality"
+            return "not proven identical: the digits agree, but printed or rounded values cannot show bit equality"
         if self.verdict != DIVERGED:
             return self.verdict
         step = self.first_diverging_step
@@ -88,9 +88,7 @@ def compare(baseline: Curve, candidate: Curve, tolerance: Tolerance, allow_parti
         metrics.append(compare_metric(name, steps, baseline, candidate, tolerance))
     printed = baseline.printed or candidate.printed
     if printed:
-        notes.append(
-            "printed digits were compared: values within half a unit of the last digit of a console log count as equal"
-        )
+        notes.append("printed digits were compared: values within half a unit of the last printed digit count as equal")
     patterns = [pattern for metric in metrics for pattern in find_patterns(metric)]
     return Comparison(baseline, candidate, tolerance, metrics, patterns, _verdict(metrics, tolerance, printed), notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def read_json(path: Path, columns: Columns = NAMES) -> Curve:
         raise InputError(f"{path}: expected columns {{'step': [...], 'loss': [...]}} or a list of records")
     curve = _from_records(path, kind, content, columns)
     if kind != "JSON":
-        _note_rounding(curve)
+        _set_resolution_if_rounded(curve)
     return curve
 
 
@@ -87,13 +87,7 @@ def read_csv(path: Path, columns: Columns = NAMES) -> Curve:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
             header = [name.strip() for name in reader.fieldnames or []]
-            if find_column(str(path), columns[STEP], header) is None or (
-                find_column(str(path), columns[LOSS], header) is None
-            ):
-                raise InputError(
-                    f"{path}: the first line must name the columns step,loss[,grad_norm]; it reads {shown(header)}; "
-                    "--column chooses other names"
-                )
+            _find_columns(path, "first line", header, columns)
             reader.fieldnames = header
             return _from_records(path, "CSV", list(reader), columns)
     except (csv.Error, UnicodeDecodeError) as error:
@@ -102,10 +96,10 @@ def read_csv(path: Path, columns: Columns = NAMES) -> Curve:
 
 def _columns_to_records(path: Path, content: dict[str, Any], columns: Columns) -> list[dict[str, Any]]:
     """Convert columns of equal length to one record per step."""
-    found = {metric: find_column(str(path), columns[metric], content) for metric in (STEP, *METRICS)}
+    found = _find_columns(path, "keys", content, columns)
     known = {name: content[name] for name in found.values() if name is not None}
-    if None in (found[STEP], found[LOSS]) or not all(isinstance(column, list) for column in known.values()):
-        raise InputError(f"{path}: expected lists under 'step' and 'loss'; the keys are {shown(sorted(content))}")
+    if not all(isinstance(column, list) for column in known.values()):
+        raise InputError(f"{path}: expected a list under each of {shown(list(known))}")
     lengths = {name: len(column) for name, column in known.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"{path}: the columns differ in length: {lengths}")
@@ -115,13 +109,20 @@ def _columns_to_records(path: Path, content: dict[str, Any], columns: Columns) -
 def _from_records(path: Path, kind: str, records: list[dict[str, Any]], columns: Columns) -> Curve:
     """Build the curve of records, each with a step and some of the metrics."""
     present = dict.fromkeys(name for record in records for name in record)
-    found = {metric: find_column(str(path), columns[metric], present) for metric in (STEP, *METRICS)}
-    if records and (found[STEP] is None or found[LOSS] is None):
-        raise InputError(
-            f"{path}: no {'step' if found[STEP] is None else 'loss'} in its records, which have "
-            f"{shown(list(present))}; --column chooses other names"
-        )
+    found = _find_columns(path, "records", present, columns) if records else {}
     return build_curve(str(path), kind, _rows(path, records, found))
+
+
+def _find_columns(path: Path, where: str, present: Collection[str], columns: Columns) -> dict[str, str | None]:
+    """Return the name of the step and of each metric among ``present``. The step and the loss are required."""
+    found = {metric: find_column(str(path), columns[metric], present) for metric in (STEP, *METRICS)}
+    for metric in (STEP, LOSS):
+        if found[metric] is None:
+            raise InputError(
+                f"{path}: no {metric} in its {where}: looked for {', '.join(map(repr, columns[metric]))} in "
+                f"{shown(list(present))}; choose a name with --column {metric}=NAME, which may be repeated"
+            )
+    return found
 
 
 def _rows(path: Path, records: list[dict[str, Any]], found: dict[str, str | None]) -> Iterator[tuple[int, str, Point]]:
@@ -154,9 +155,13 @@ def _number(path: Path, number: int, name: str, given: Any) -> float:
     raise InputError(f"{path}: record {number}: {name} is {shown(given)}, not a number")
 
 
-def _note_rounding(curve: Curve) -> None:
-    """Treat losses as printed if all have four decimals, to which older versions of the Trainer round them."""
+def _set_resolution_if_rounded(curve: Curve) -> None:
+    """Treat the losses as printed if none has more than four decimals: older versions of the Trainer round them."""
     points = curve.metrics[LOSS]
     if all(round(point.value, _ROUNDED_DIGITS) == point.value for point in points.values()):
         half = 0.5 * 10.0**-_ROUNDED_DIGITS
         curve.metrics[LOSS] = {step: Point(point.value, half) for step, point in points.items()}
+        curve.notes.append(
+            f"{curve.source}: no loss has more than {_ROUNDED_DIGITS} decimals: treated as rounded to "
+            f"{_ROUNDED_DIGITS} decimals, as by older versions of the Trainer"
+        )

@@ -31,6 +31,10 @@ _ERROR_LINE = re.compile(r"(?:^|[\s.:])\w*(?:Error|Exception|error): ")
 _TORCHRUN = re.compile(r"ChildFailedError|torch/distributed/elastic/|error_file:|traceback :")
 
 
+class TrainingError(RuntimeError):
+    """A run failed while it trained. The user sees the message as one line (exit code 1)."""
+
+
 @dataclass(frozen=True)
 class Runs:
     """Hold the options of ``compare run``. All runs get the ``extra`` arguments."""
@@ -174,7 +178,9 @@ def _run(command: list[str], name: str, log: Path, progress: Progress, steps: in
             process.wait()
             raise
     if process.returncode != 0:
-        raise InputError(f"the {name} run failed (exit code {process.returncode}): {last_error_line(tail)}; see {log}")
+        raise TrainingError(
+            f"the {name} run failed (exit code {process.returncode}): {last_error_line(tail)}; see {log}"
+        )
 
 
 def last_error_line(lines: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
     torchtitan-npu demo [--model NAME] [--out DIR] [--steps N]
 
-Exit code 0: within tolerance, 1: not, 2: invalid input.
+Exit code 0: within tolerance, 1: not, or a training failed, 2: invalid input.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.cli.compare.command import main as compare
 from torchtitan_npu.cli.compare.command import positive
+from torchtitan_npu.cli.compare.report import PICTURE
 from torchtitan_npu.config.shipped_files import train_configs
 
 MODELS = ("deepseek_v32", "glm_moe_dsa")
@@ -41,7 +42,8 @@ def main(argv: list[str]) -> int:
         f"{args.model}: {args.steps} steps on two ranks, eager (baseline) and with converters (candidate)", flush=True
     )
     code = compare(["run", "--force", "--out", str(args.out), *size, *job, "--", "--training.seq_len", "64"])
-    if code != 2:
-        print(f"  plot: {args.out / 'comparison.png'}")
+    picture = args.out / PICTURE
+    if code != 2 and picture.is_file():  # a failed training has no picture
+        print(f"  plot: {picture}")
         print(f"  next: torchtitan-npu launch --job.config_file {config}")
     return code
