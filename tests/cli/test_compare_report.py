@@ -11,6 +11,7 @@ from xml.etree.ElementTree import Element
 import html5lib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from tests._helpers.browsers import BROWSERS
@@ -110,9 +111,49 @@ def test_many_equal_steps_are_a_line_on_the_bottom_edge(tmp_path: Path) -> None:
         path.write_text(json.dumps({"step": list(range(steps)), "loss": [1.0] * steps}))
         assert main([str(path), str(path), "--assert-equal", "--out", str(out)]) == 0
         picture = imread(out / "comparison.png")[..., :3]
-        drawn = np.abs(picture - np.array([0x3B, 0x3B, 0x6D]) / 255).max(axis=2) < 0.02
-        longest = max(max(map(len, "".join("#" if on else " " for on in row).split()), default=0) for row in drawn)
-        assert (longest > 0.8 * picture.shape[1]) == is_line
+        assert (bottom_line(picture) > 0.8 * picture.shape[1]) == is_line
+
+
+def bottom_line(picture: np.ndarray) -> int:
+    """Return the pixels of the longest horizontal line in the colour of the loss's difference."""
+    drawn = np.abs(picture - np.array([0x3B, 0x3B, 0x6D]) / 255).max(axis=2) < 0.02
+    return max(max(map(len, "".join("#" if on else " " for on in row).split()), default=0) for row in drawn)
+
+
+def test_equal_steps_among_thousands_are_visible(tmp_path: Path) -> None:
+    """Every second step is equal: less than a tenth of a pixel each."""
+    for name, difference in (("a", 0.0), ("b", 1e-4)):
+        loss = [1 + difference * (step % 2) for step in range(10_000)]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"step": list(range(10_000)), "loss": loss}))
+    assert main([f"{tmp_path}/a.json", f"{tmp_path}/b.json", "--out", str(tmp_path)]) == 0
+    picture = imread(tmp_path / "comparison.png")[..., :3]
+    assert bottom_line(picture[picture.shape[0] * 3 // 4 :]) > 0.8 * picture.shape[1]
+
+
+def test_the_legend_is_below_the_panels_and_has_every_line(tmp_path: Path, monkeypatch) -> None:
+    """One candidate has few equal steps and another one many: both signs are explained."""
+    base = [1.0] * 40
+    curves = [[1.0] * equal + [1.0001] * (40 - equal) for equal in (40, *(5,) * 12)]
+    paths = []
+    for number, loss in enumerate([base, *curves]):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps({"step": list(range(40)), "loss": loss}))
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kw: (figures.append(figure), save(figure, *args, **kw))
+    )
+    assert main([*map(str, paths), "--out", str(tmp_path)]) == 0
+    (figure,) = figures
+    (legend,) = figure.legends
+    names = ["baseline", *(f"candidate {number}" for number in range(1, 14))]
+    signs = ["tolerance", "no difference", "no difference, many steps"]
+    assert [text.get_text() for text in legend.get_texts()] == names + signs
+    lowest = figure.axes[-1].xaxis.label.get_window_extent()
+    box = legend.get_window_extent()
+    assert box.y0 >= 0 and box.y1 <= lowest.y0 and box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    lines = figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(names)
 
 
 @pytest.mark.browser

@@ -16,16 +16,23 @@ from .curves import AUXILIARY, GRAD_NORM, LOSS, METRICS
 from .metrics import MetricComparison, Tolerance
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # All lengths in inches. The fixed layout keeps a series of plots comparable.
 DPI = 100
-WIDTH, LEFT, RIGHT, TOP, BOTTOM, GAP = 9.0, 0.85, 0.25, 0.8, 0.55, 0.38
+WIDTH, LEFT, RIGHT, TOP, BOTTOM, GAP = 9.0, 0.85, 0.25, 0.8, 0.65, 0.25
+LEGEND_COLUMNS, LEGEND_ROW = 4, 0.2
 HEIGHTS = {LOSS: 2.5, GRAD_NORM: 1.5, **dict.fromkeys(AUXILIARY, 1.5), "difference": 1.9}
 
 _BASELINE = "#4c78a8"
-_CANDIDATES = ("#e4572e", "#4c9f70", "#8e5ea2", "#c49a3a", "#2a9d9d", "#3b3b6d")
+_CANDIDATES = (
+    *("#e4572e", "#4c9f70", "#8e5ea2", "#c49a3a", "#2a9d9d", "#3b3b6d"),
+    *("#e377c2", "#7a4a21", "#9acd32", "#111111", "#8c8c8c", "#3fa7ff"),
+)
+# More candidates than colours differ in their markers and the length of their dashes.
+_SHAPES = (("o", 4.0), ("s", 1.5), ("^", 8.0))
 _DIFFERENCE = {LOSS: "#3b3b6d", GRAD_NORM: "#4c9f70", "indexer_loss": "#b07aa1", "mtp_loss": "#c49a3a"}
 _LABELS = {LOSS: "loss", GRAD_NORM: "gradient norm", "indexer_loss": "indexer loss", "mtp_loss": "MTP loss"}
 _MARKERS = {LOSS: "o", GRAD_NORM: "s", "indexer_loss": "D", "mtp_loss": "^"}
@@ -36,6 +43,8 @@ DECADES = 100.0
 # With more steps, markers would overlap.
 _MOST_MARKERS = 60
 _MOST_EDGE_MARKERS = 20
+# Shortest line on the bottom edge: one equal step of thousands would be invisible.
+_SHORTEST_LINE = 0.03
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,14 @@ class Series:
     marker: str
     order: int
     metric: MetricComparison
+    dash: float = 4.0
 
 
 def draw(comparisons: list[Comparison]) -> bytes:
     """Return the plot as PNG: a panel per metric with all runs, and below them the differences from the baseline.
 
-    The differences of one candidate share a panel. Those of several candidates have a panel per metric.
+    The differences of one candidate share a panel. Those of several candidates have a panel per metric. The legend of
+    all panels is at the bottom.
     """
     # Imported here: this takes a second, which reading and comparing do not need. A Figure without pyplot sets no
     # backend and no global state.
@@ -64,29 +75,35 @@ def draw(comparisons: list[Comparison]) -> bytes:
     else:
         differences = {f"{_LABELS[name]}, rel. diff.": series for name, series in by_metric.items()}
     heights = [*(HEIGHTS[name] for name in by_metric), *([HEIGHTS["difference"]] * len(differences))]
-    height = TOP + sum(heights) + GAP * (len(heights) - 1) + BOTTOM
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI)
+    figure = Figure(dpi=DPI)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    figure.subplots_adjust(
-        left=LEFT / WIDTH,
-        right=1 - RIGHT / WIDTH,
-        top=1 - TOP / height,
-        bottom=BOTTOM / height,
-        hspace=GAP / (sum(heights) / len(heights)),
-    )
+    steps = np.concatenate([metric.steps for each in comparisons for metric in each.metrics])
+    panels[-1].set_xlim(steps.min() - 1, steps.max() + 1)
     for panel, (name, series) in zip(panels, by_metric.items(), strict=False):
         _draw_curves(panel, name, series)
     tolerance = comparisons[0].tolerance
     for panel, (label, series) in zip(panels[len(by_metric) :], differences.items(), strict=True):
         _draw_difference(panel, series, tolerance)
         panel.set_ylabel(label)
-    steps = np.concatenate([metric.steps for each in comparisons for metric in each.metrics])
-    panels[-1].set_xlim(steps.min() - 1, steps.max() + 1)
     panels[-1].set_xlabel("step")
     for panel in panels:
         _style(panel, {step for each in comparisons if (step := each.first_diverging_step) is not None})
+    legend: dict[str, Artist] = {}
+    for panel in panels:
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            legend.setdefault(label, line)
+    bottom = BOTTOM + LEGEND_ROW * math.ceil(len(legend) / LEGEND_COLUMNS)
+    height = TOP + sum(heights) + GAP * (len(heights) - 1) + bottom
+    figure.set_size_inches(WIDTH, height)
+    figure.subplots_adjust(
+        left=LEFT / WIDTH,
+        right=1 - RIGHT / WIDTH,
+        top=1 - TOP / height,
+        bottom=bottom / height,
+        hspace=GAP / (sum(heights) / len(heights)),
+    )
     figure.align_ylabels(panels)
-    panels[0].legend(loc="upper right", frameon=False)
+    _draw_legend(figure, legend)
     _write_title(figure, comparisons, height)
     png = io.BytesIO()
     # Without the version in the metadata, equal comparisons give equal bytes.
@@ -97,17 +114,18 @@ def draw(comparisons: list[Comparison]) -> bytes:
 def _metrics(comparison: Comparison) -> list[Series]:
     """Return a line per metric of one candidate."""
     return [
-        Series(_LABELS[metric.name], _DIFFERENCE[metric.name], _MARKERS[metric.name], order, metric)
+        Series(f"{_LABELS[metric.name]}, rel. diff.", _DIFFERENCE[metric.name], _MARKERS[metric.name], order, metric)
         for order, metric in enumerate(comparison.metrics)
     ]
 
 
 def _candidates(name: str, comparisons: list[Comparison]) -> list[Series]:
     """Return a line per candidate with the metric ``name``."""
-    styles = zip(candidate_names(comparisons), itertools.cycle(_CANDIDATES), itertools.count(), strict=False)
+    styles = ((shape, colour) for shape in itertools.cycle(_SHAPES) for colour in _CANDIDATES)
+    named = zip(comparisons, candidate_names(comparisons), strict=True)
     return [
-        Series(label, colour, "o", order, metric)
-        for comparison, (label, colour, order) in zip(comparisons, styles, strict=False)
+        Series(label, colour, marker, order, metric, dash)
+        for order, ((comparison, label), ((marker, dash), colour)) in enumerate(zip(named, styles, strict=False))
         for metric in comparison.metrics
         if metric.name == name
     ]
@@ -120,13 +138,16 @@ def _draw_curves(panel: Axes, name: str, candidates: list[Series]) -> None:
         for series in candidates
         for step, value in zip(series.metric.steps, series.metric.baseline, strict=True)
     }
-    marker = "o" if len(baseline) <= _MOST_MARKERS else None
+    few = len(baseline) <= _MOST_MARKERS
     steps = np.array(sorted(baseline))
     values = _drawable(np.array([baseline[step] for step in sorted(baseline)]))
-    panel.plot(steps, values, color=_BASELINE, alpha=0.5, linewidth=4, marker=marker, ms=5, label="baseline")
+    panel.plot(
+        steps, values, color=_BASELINE, alpha=0.5, linewidth=4, marker="o" if few else None, ms=5, label="baseline"
+    )
     for series in candidates:
         # the gaps of one candidate show the next one
-        dashes, values = (series.order * 3, (4, 2.5)), _drawable(series.metric.candidate)
+        dashes, values = (series.order * 3, (series.dash, 2.5)), _drawable(series.metric.candidate)
+        marker = series.marker if few else None
         style: dict[str, Any] = {"color": series.colour, "linestyle": dashes, "marker": marker, "ms": 2.5}
         panel.plot(series.metric.steps, values, label=series.label, **style)
     panel.set_ylabel(_LABELS[name])
@@ -175,13 +196,31 @@ def _draw_difference(panel: Axes, lines: list[Series], tolerance: Tolerance) -> 
             panel.plot(around, [limit[0], *limit, limit[-1]], color=colour, **_DOTTED)
     if not tolerance.assert_equal:
         panel.plot([], [], color=_GREY, label="tolerance", **_DOTTED)
+    if zero_marker:
+        hollow: dict[str, Any] = {"marker": "o", "markerfacecolor": "white", "linestyle": "none"}
+        panel.plot([], [], color=_GREY, label="no difference", **hollow)
+    if zero_line:
+        panel.plot([], [], color=_GREY, label="no difference, many steps", lw=4)
     if zero_marker or zero_line:
-        style = {"lw": 2.5} if zero_line else {"marker": "o", "markerfacecolor": "white", "linestyle": "none"}
-        panel.plot([], [], color=_GREY, label="no difference", **style)
         panel.annotate("0", (0, 0), (-6, 0), "axes fraction", textcoords="offset points", ha="right", va="center")
     if infinite:
         panel.plot([], [], color=_GREY, marker="X", linestyle="none", label="NaN or infinite")
-    panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.04), ncols=5, frameon=False, fontsize=8.5, borderaxespad=0)
+
+
+def _draw_legend(figure: Figure, lines: dict[str, Artist]) -> None:
+    """Draw the legend below the panels."""
+    width = 1 - (LEFT + RIGHT) / WIDTH
+    figure.legend(
+        list(lines.values()),
+        list(lines),
+        loc="lower left",
+        bbox_to_anchor=(LEFT / WIDTH, 0.0, width, 0.0),
+        mode="expand",
+        ncols=LEGEND_COLUMNS,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=3,
+    )
 
 
 def _plot_level(panel: Axes, steps: np.ndarray, level: float, **style: Any) -> None:
@@ -190,9 +229,14 @@ def _plot_level(panel: Axes, steps: np.ndarray, level: float, **style: Any) -> N
 
 
 def _plot_runs(panel: Axes, steps: np.ndarray, selected: np.ndarray, level: float, **style: Any) -> None:
-    """Draw a line at one height through each run of ``selected`` steps, half a step longer on both sides."""
+    """Draw a line at one height through each run of ``selected`` steps, to the middle of its neighbours or longer."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], selected.astype(np.int8), [0]])))
-    starts, stops = steps[edges[::2]] - 0.5, steps[edges[1::2] - 1] + 0.5
+    middles = np.concatenate([[steps[0] - 0.5], (steps[1:] + steps[:-1]) / 2, [steps[-1] + 0.5]])
+    starts, stops = middles[edges[::2]], middles[edges[1::2]]
+    left, right = panel.get_xlim()
+    shortest = _SHORTEST_LINE * (right - left) / (WIDTH - LEFT - RIGHT)
+    missing = np.maximum(shortest - (stops - starts), 0) / 2
+    starts, stops = starts - missing, stops + missing
     panel.hlines(np.full(len(starts), level), starts, stops, capstyle="butt", **style)
 
 
