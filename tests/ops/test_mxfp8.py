@@ -137,6 +137,38 @@ def test_blocks_of_a_group_hold_its_rows_only() -> None:
     torch.library.opcheck(quantize_groups.default, (x, torch.tensor(ends, dtype=torch.int32)), {"dst_type": 24})
 
 
+def test_groups_must_cover_all_rows() -> None:
+    for ends in ([64, 99], [64, 101], []):
+        with pytest.raises(UsageError, match="group_index must end at the 100 rows of x"):
+            quantize_groups(torch.ones(100, 8), torch.tensor(ends, dtype=torch.int32), dst_type=24)
+
+
+@both_elements
+def test_lower_bound_of_the_largest_magnitude(dst_type: int) -> None:
+    """A block of smaller values has the scale of the bound, and one of zeros the code 0."""
+    blocks = torch.stack([torch.full((32,), value) for value in (1e-4, 0.5, 3.0, 0.0)])
+    y, scale = quantize(blocks, dst_type=dst_type, scale_alg=1, max_low_bound=0.5)
+    plain, plain_scale = quantize(blocks, dst_type=dst_type, scale_alg=1)
+    bound = plain_scale[1, 0, 0].item()
+    assert scale[:, 0, 0].tolist() == [bound, bound, plain_scale[2, 0, 0].item(), 0]
+    assert torch.equal(codes_of(y[1:]), codes_of(plain[1:]))
+    expected = (blocks[0].double() * 2.0 ** (127 - bound)).to(ELEMENTS[dst_type])
+    assert torch.equal(codes_of(y[0]), codes_of(expected))
+
+
+@both_elements
+def test_bfloat16_holds_the_values_from_a_scale_on(dst_type: int) -> None:
+    element, exact = ELEMENTS[dst_type], []
+    values = torch.arange(256, dtype=torch.uint8).view(element)
+    values = values[values.float().isfinite()][:224].view(-1, 32)  # all magnitudes are in the first half
+    for code in range(16):
+        scale = torch.full((len(values), 1, 2), code, dtype=torch.uint8)
+        rounded = reference.dequantized(values, scale, -1, torch.bfloat16)
+        exact.append(torch.equal(rounded.double(), reference.dequantized(values, scale, -1, torch.float64)))
+    first = 3 if element == torch.float8_e4m3fn else 10
+    assert exact == [code >= first for code in range(16)]
+
+
 def matmul(left: Tensor, right: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return the MXFP8 product, and both factors as float64."""
     x1, scale1 = quantize(left, axis=-1, dst_type=24, scale_alg=1)

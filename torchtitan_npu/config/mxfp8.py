@@ -21,8 +21,9 @@ class Mxfp8:
         "mxfp8_rceil"
     )
     """
-    The recipe, by torchao's names: `rceil` rounds scales up (`scale_alg` 1 of `npu_dynamic_mx_quant`), `floor` down
-    (`scale_alg` 0, the OCP specification). `wgrad_with_hp` computes the gradients of the weights in the training dtype.
+    The recipe. `rceil`, by torchao's names, rounds scales up (`scale_alg` 1 of `npu_dynamic_mx_quant`). `floor`, by
+    names of this package, rounds them down (`scale_alg` 0, the OCP specification). `wgrad_with_hp` computes the
+    gradients of the weights in the training dtype.
     """
 
     linear: bool = True

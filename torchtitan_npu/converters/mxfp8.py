@@ -22,7 +22,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mxfp8.function import Recipe, mx_linear
-from torchtitan_npu.ops.mxfp8.reference import BLOCK
+from torchtitan_npu.ops.mxfp8.reference import BLOCK, E4M3, E5M2
 
 SERIES = "950"
 """The chips for which CANN documents MXFP8."""
@@ -106,7 +106,7 @@ class Mxfp8Converter(Converter):
         return Recipe(
             scale_alg=1 if "rceil" in options.recipe_name else 0,
             round_mode=options.round_mode,
-            gradient_type=23 if options.gradient_dtype == "float8_e5m2" else 24,
+            gradient_type=E5M2 if options.gradient_dtype == "float8_e5m2" else E4M3,
             weight_gradient=not options.recipe_name.endswith("wgrad_with_hp"),
         )
 

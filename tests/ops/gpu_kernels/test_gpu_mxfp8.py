@@ -49,6 +49,25 @@ def test_groups(device: str, ends: list[int]) -> None:
     assert_bits((y, codes), GROUPED.reference(x, index, **options))
 
 
+def test_rows_after_the_last_group_are_zero(device: str) -> None:
+    x, options = random_values(200, 40, dtype=torch.float32), {"dst_type": 24, "scale_alg": 1}
+    for ends in ([33, 130], [64, 150, 150], [0, 0]):
+        index, end = torch.tensor(ends, dtype=torch.int32), ends[-1]
+        y, codes = GROUPED.cuda(x=on(device, x), group_index=index.to(device), **options)
+        expected = GROUPED.reference(x[:end], index, **options)
+        assert_bits((y[:end], codes[: len(expected[1])]), expected)
+        assert not y[end:].view(torch.uint8).any() and codes[len(expected[1]) :].eq(127).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_lower_bound_of_the_largest_magnitude(device: str, axis: int) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    x[:32, :32] *= 1e-3
+    x[32:, 32:] = 0
+    options = {"axis": axis, "dst_type": 24, "scale_alg": 1, "max_low_bound": 0.5}
+    assert_bits(QUANT.cuda(input=on(device, x), **options), QUANT.reference(x, **options))
+
+
 def test_strides(device: str) -> None:
     x = torch.randn(64, 40, device=device).t()
     y, codes = QUANT.cuda(input=x, axis=-1, dst_type=24, scale_alg=1, max_low_bound=0.0)

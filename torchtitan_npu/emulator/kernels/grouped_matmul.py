@@ -1,8 +1,9 @@
-"""Grouped matrix products, without quantisation or in MXFP8."""
+"""Grouped matrix products, without quantization or in MXFP8."""
 
 import torch
 
 from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
+from torchtitan_npu.emulator.kernels.mxfp8 import E8M0, NUMBERS, codes
 
 
 @fused(
@@ -16,7 +17,7 @@ from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
 def grouped_matmul(
     x, weight, bias, group_list, split_item, group_type=None, group_list_type=0, y=None, out=None, **rest
 ):
-    without(**{name: rest.get(name) for name in QUANTISED}, act_type=rest.get("act_type") or None)
+    without(**{name: rest.get(name) for name in QUANTIZED}, act_type=rest.get("act_type") or None)
     group_list = or_none(group_list)
     if isinstance(group_list, list):  # V1 and V2
         group_list = torch.tensor(group_list)
@@ -36,19 +37,13 @@ def grouped_matmul(
     }
     if scale := or_none(rest.get("scale")):
         scales = {"scale": scale, "per_token_scale": or_none(rest["per_token_scale"]) or []}
-        if any(one.dtype != torch.float8_e8m0fnu for one in (*scale, *scales["per_token_scale"])):
-            raise NotImplementedError("the emulator has quantized products in MXFP8 only")
-        arguments |= {name: [one.view(torch.uint8) for one in listed] for name, listed in scales.items()}
+        arguments |= {name: [codes(one) for one in listed] for name, listed in scales.items()}
         arguments |= {f"{name}_dtype": E8M0 for name in scales}
         arguments["output_dtype"] = NUMBERS[outputs[0].dtype]
     return arguments, outputs
 
 
-E8M0 = 293
-"""torch_npu's number of the scales' type."""
-NUMBERS = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
-"""PyTorch's numbers of the types of a product."""
-QUANTISED = (
+QUANTIZED = (
     *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset"),
 )

@@ -45,8 +45,11 @@ def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, counts: Tensor) -> T
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    return torch.ops.npu.npu_grouped_matmul([x], [weight], **group_arguments(counts, group_type))[0]
+
+
+def group_arguments(counts: Tensor, group_type: int) -> dict[str, Any]:
+    """Return the arguments of ``npu_grouped_matmul`` for groups with these ``counts`` of rows."""
     # An NPU does not take a list of one size, but it takes a list of one end, and for one group they are equal.
     group_list_type = 0 if counts.shape == (1,) else 1
-    return torch.ops.npu.npu_grouped_matmul(
-        [x], [weight], group_list=counts, split_item=3, group_type=group_type, group_list_type=group_list_type
-    )[0]
+    return {"group_list": counts, "split_item": 3, "group_type": group_type, "group_list_type": group_list_type}

@@ -28,11 +28,11 @@ MAX_GROUPS = 1024
 INNER_LIMIT = 65536
 """The innermost dimension of each matrix is smaller."""
 
-QUANTISED = (
+QUANTIZED = (
     *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "act_type", "x_dtype", "weight_dtype"),
 )
-"""Arguments of quantised products that are not MXFP8, which this package does not implement."""
+"""Arguments of quantized products that are not MXFP8, which this package does not implement."""
 MXFP8 = ("scale", "per_token_scale", "output_dtype", "scale_dtype", "per_token_scale_dtype")
 """Arguments of MXFP8 products: all or none of them."""
 
@@ -65,9 +65,9 @@ def checks(
 ) -> Iterator[str]:
     if group_type not in (-1, 0, 2):
         yield f"group_type must be -1 (no groups), 0 (rows of x) or 2 (the summed dimension), not {group_type}"
-    for name in QUANTISED:
+    for name in QUANTIZED:
         if rest.get(name):
-            yield f"{name} must not be given: only torch_npu has quantised products other than MXFP8"
+            yield f"{name} must not be given: only torch_npu has quantized products other than MXFP8"
     if not x or not weight:
         yield f"x and weight must each hold a tensor, not {len(x)} and {len(weight)}"
         return
@@ -100,7 +100,7 @@ def _check_mxfp8(
     if not scale or not per_token_scale or (scale_dtype, per_token_scale_dtype) != (E8M0, E8M0):
         yield (
             f"scale and per_token_scale must be given, and their dtypes be {E8M0} (float8_e8m0fnu): only torch_npu has "
-            "quantised products other than MXFP8"
+            "quantized products other than MXFP8"
         )
         return
     if group_type not in (0, 2) or group_list is None or bias:
@@ -300,7 +300,12 @@ def product_flops(x: Tensor, weight: Tensor) -> int:
 
 
 LIMITS = (
-    Limit("x.dtype", lambda x, **_: x[0].dtype, (*NPU_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)),
+    Limit("x.dtype", lambda x, scale=None, **_: torch.bfloat16 if scale else x[0].dtype, NPU_FLOATS),
+    Limit(
+        "x.dtype with scale (on a chip of the series 950 only)",
+        lambda x, scale=None, **_: x[0].dtype if scale else torch.float8_e4m3fn,
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+    ),
     Limit(
         "the number of groups",
         lambda group_list, **_: 1 if group_list is None else group_list.shape[0],

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtitan_npu.ops.mxfp8.reference import BLOCK, E8M0, OUTPUTS
+from torchtitan_npu.ops.grouped_matmul.function import group_arguments
+from torchtitan_npu.ops.mxfp8.reference import BLOCK, E4M3, E8M0, OUTPUTS
 
 _NUMBERS = {dtype: number for number, dtype in OUTPUTS.items()}
 
@@ -27,7 +28,7 @@ class Recipe:
     """Of ``npu_dynamic_mx_quant``: 0 (OCP, torchao's FLOOR) or 1 (cuBLAS, torchao's RCEIL)."""
     round_mode: str = "rint"
     """Of ``npu_dynamic_mx_quant``."""
-    gradient_type: int = 24
+    gradient_type: int = E4M3
     """The element type of dy, as ``dst_type``: 24 (E4M3) or 23 (E5M2). Inputs and weights are E4M3."""
     weight_gradient: bool = True
     """Compute dW in MXFP8. If false, in the dtype of the layer."""
@@ -104,7 +105,7 @@ class _Grouped(torch.autograd.Function):
 def _grouped_weight_gradient(x: Tensor, dy: Tensor, counts: Tensor, recipe: Recipe) -> Tensor:
     """Return dyᵀ x of each group, (E, N, K)."""
     if not recipe.weight_gradient:
-        return torch.ops.npu.npu_grouped_matmul([dy.t()], [x], **_groups(counts, 2))[0]
+        return torch.ops.npu.npu_grouped_matmul([dy.t()], [x], **group_arguments(counts, 2))[0]
     ends = counts.cumsum(0).int()
 
     def quantized(rows: Tensor, dst_type: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def _grouped_weight_gradient(x: Tensor, dy: Tensor, counts: Tensor, recipe: Reci
         )
 
     gradient, gradient_scale = quantized(dy, recipe.gradient_type)
-    inputs, scale = quantized(x, 24)
+    inputs, scale = quantized(x, E4M3)
     return _grouped(gradient.t(), gradient_scale.transpose(0, 1), inputs, scale, counts, 2, x.dtype)
 
 
@@ -121,7 +122,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _quantized(x: Tensor, axis: int, recipe: Recipe, dst_type: int = 24) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, axis: int, recipe: Recipe, dst_type: int = E4M3) -> tuple[Tensor, Tensor]:
     return torch.ops.npu.npu_dynamic_mx_quant(
         x, axis=axis, round_mode=recipe.round_mode, dst_type=dst_type, scale_alg=recipe.scale_alg
     )
@@ -151,11 +152,5 @@ def _grouped(
         output_dtype=_NUMBERS[dtype],
         scale_dtype=E8M0,
         per_token_scale_dtype=E8M0,
-        **_groups(counts, group_type),
+        **group_arguments(counts, group_type),
     )[0]
-
-
-def _groups(counts: Tensor, group_type: int) -> dict[str, Any]:
-    # An NPU does not take a list of one size, but it takes a list of one end, and for one group they are equal.
-    group_list_type = 0 if counts.shape == (1,) else 1
-    return {"group_list": counts, "split_item": 3, "group_type": group_type, "group_list_type": group_list_type}

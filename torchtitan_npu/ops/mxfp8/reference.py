@@ -22,9 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_npu.errors import UsageError
+
 BLOCK = 32
 """Elements that share a scale."""
-ELEMENTS = {23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 291: torch.float8_e5m2, 292: torch.float8_e4m3fn}
+E5M2, E4M3 = 23, 24
+"""PyTorch's numbers of the element types, as ``dst_type``."""
+ELEMENTS = {E5M2: torch.float8_e5m2, E4M3: torch.float8_e4m3fn, 291: torch.float8_e5m2, 292: torch.float8_e4m3fn}
 """Element types by ``dst_type``: PyTorch's numbers, and torch_npu's."""
 E8M0 = 293
 """torch_npu's number of the scales' type, ``torch_npu.float8_e8m0fnu``."""
@@ -55,12 +59,15 @@ def npu_grouped_dynamic_mx_quant(
     """Quantize blocks of 32 rows of ``x`` (T, N); a block holds rows of one group, which end at ``group_index`` (E).
 
     Returns the elements (T, N) and the scale codes (T // 64 + E, N, 2). The codes of group i begin in row
-    ends[i - 1] // 64 + i. The second code of a last, single block is 0, and rows between two groups hold 127 (scale 1).
+    ends[i - 1] // 64 + i. The last group ends at T. The second code of a last, single block is 0, and rows
+    between two groups hold 127 (scale 1).
     """
     y = torch.empty_like(x, dtype=ELEMENTS[dst_type])
     codes = x.new_full((len(x) // 64 + len(group_index), x.shape[1], 2), 127, dtype=torch.uint8)
-    start = 0
-    for group, end in enumerate(group_index.tolist()):
+    start, ends = 0, group_index.tolist()
+    if (ends or [0])[-1] != len(x):
+        raise UsageError(f"npu_grouped_dynamic_mx_quant: group_index must end at the {len(x)} rows of x, not be {ends}")
+    for group, end in enumerate(ends):
         if end > start:
             rows, pairs = npu_dynamic_mx_quant(
                 x[start:end], axis=0, dst_type=dst_type, scale_alg=scale_alg, max_low_bound=0.0
@@ -126,7 +133,8 @@ def quantized(
 def dequantized(data: Tensor, scale: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
     """Return the values of ``data`` (any shape) with the ``scale`` codes of :func:`npu_dynamic_mx_quant`.
 
-    bfloat16 holds them exactly if the scale code is 10 or more, so that no value is subnormal.
+    bfloat16 holds them exactly if the scale code is at least 3 (E4M3) or 10 (E5M2): then the smallest element, 2^-9 or
+    2^-16, times the scale is not below 2^-133, the smallest subnormal bfloat16.
     """
     axis %= data.dim()
     codes = scale.movedim(axis, -2).flatten(-2)  # (..., blocks), the blocked dimension last

@@ -52,7 +52,7 @@ def npu_grouped_dynamic_mx_quant(
     if codes.numel():
         grid = (2 * codes.shape[0], blocks_in(width, COLUMNS))
         config |= {"COLUMNS": COLUMNS, "GROUPS": power_of_2(groups)}
-        _by_groups[grid](x.contiguous(), group_index.contiguous(), y, codes, width, groups, **config)
+        _by_groups[grid](x.contiguous(), group_index.contiguous(), y, codes, rows, width, groups, **config)
     return in_strides_of(x, y), codes
 
 
@@ -149,6 +149,7 @@ def _by_groups(
     ends,
     y,
     codes,
+    rows,
     width,
     groups,
     COLUMNS: tl.constexpr,
@@ -173,7 +174,9 @@ def _by_groups(
     offset = token.to(tl.int64)[:, None] * width + column[None, :]
     values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     scaled, code = _quantized(values, 0.0, 0, EMAX, LARGEST, SCALE_ALG)
-    tl.store(y + offset, scaled.to(y.dtype.element_ty), mask=inside)
+    # rows after the last group are 0
+    stored = token < tl.where(group == groups - 1, rows, end)
+    tl.store(y + offset, scaled.to(y.dtype.element_ty), mask=stored[:, None] & (column < width)[None, :])
     # between two groups the scale is 1; the second code of a group's last, single block is 0
     used = tl.cdiv(end - start, BLOCK)
     code = tl.where(block < used + used % 2, code, 127).to(tl.uint8)
