@@ -82,10 +82,17 @@ def test_a_group_is_a_linear_layer() -> None:
         start += count
 
 
-def test_compiles() -> None:
+@pytest.mark.parametrize("counts", [None, [20, 0, 44]], ids=["linear", "grouped"])
+def test_compiles(counts: list[int] | None) -> None:
     x, weight = random(64, 32).requires_grad_(), random(96, 32, seed=1).requires_grad_()
-    compiled = torch.compile(lambda a, b: mx_linear(a, b, Recipe()), backend="aot_eager", fullgraph=True)
+
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        if counts is None:
+            return mx_linear(rows, matrix, Recipe())
+        return mx_grouped_matmul(rows, matrix.unflatten(0, (3, 32)), torch.tensor(counts), Recipe())
+
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(
-        results(compiled(x, weight), x, weight), results(mx_linear(x, weight, Recipe()), x, weight), strict=True
+        results(compiled(x, weight), x, weight), results(product(x, weight), x, weight), strict=True
     ):
         assert torch.equal(ours, theirs)
