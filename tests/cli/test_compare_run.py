@@ -79,7 +79,7 @@ def test_two_runs_and_their_comparison(tmp_path: Path, monkeypatch, capsys) -> N
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0] == "within tolerance"
     for side in ("baseline", "candidate"):
-        assert f"{side}: step 5 of 5, loss " in printed.err
+        assert f"compare: training {side}, step 5 of 5, loss " in printed.err
 
     out = tmp_path / "outputs" / "compare"
     report = json.loads((out / "report.json").read_text())

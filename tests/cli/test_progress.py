@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import pty
 import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from torchtitan_npu.cli import progress
+from torchtitan_npu.cli.main import COMMANDS
 from torchtitan_npu.cli.progress import Progress, waiting_for
 
 
@@ -45,6 +49,44 @@ def test_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
         pass
     assert list(waiting_for([1, 2], "work", 3)) == [1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_many_short_items_print_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The interval does not begin again with each item."""
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.05)
+    items = (time.sleep(0.001) for _ in range(2000))
+    shown = next((line for _ in waiting_for(items, "work", 2000) if (line := capsys.readouterr().err)), "")
+    assert re.fullmatch(r"work, \d+ of 2000 done \(\d s\)\n", shown)
+
+
+def test_a_hidden_line_is_not_drawn() -> None:
+    log = io.StringIO()
+    with Progress("work", log, interval_s=0.001) as shown:
+        wait_for(log, "work")
+        with shown.hidden():
+            before = log.getvalue()
+            time.sleep(0.01)
+            assert log.getvalue() == before
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Yield the constant beginning of each text that a module shows."""
+    for call in ast.walk(ast.parse(path.read_text())):
+        if isinstance(call, ast.Call):
+            name = ast.unparse(call.func)
+            if name in ("Progress", "progress.update", "waiting_for"):
+                text = call.args[name == "waiting_for"]
+                first = text.values[0] if isinstance(text, ast.JoinedStr) else text
+                yield first.value if isinstance(first, ast.Constant) else ast.unparse(text)
+
+
+def test_texts_have_one_form() -> None:
+    """The command, then what it is doing: ``plan: checking the job``."""
+    package = Path(progress.__file__).parents[1]
+    files = [*package.glob("planner/*.py"), *package.glob("cli/*/*.py")]
+    texts = [text for file in files for text in texts_of(file)]
+    form = re.compile(rf"({'|'.join(COMMANDS)}): (\w+ing\b.*)?")
+    assert len(texts) > 20 and [text for text in texts if not form.fullmatch(text)] == []
 
 
 def test_only_rank_0_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

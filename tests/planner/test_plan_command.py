@@ -72,8 +72,8 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert plan(*options, "--training.local_batch_size", "2", "--model.flavor", "two_layers", *ANY_BATCH) == 0
     shown, lines = capsys.readouterr()
     assert "reference kernels" in shown
-    for line in ("plan: dry run of rank 0, 1 of 2", "plan: dry run of rank 2, 2 of 2"):
-        assert re.search(rf"^{line} \(\d+ s\)$", lines, re.MULTILINE)
+    for line in ("plan: running the dry run of rank 0, 1 of 2", "plan: running the dry run of rank 2, 2 of 2"):
+        assert re.search(rf"^{line} \(\d+ s(, about \d+ s left)?\)$", lines, re.MULTILINE)
     report = json.loads(out.read_text())
     assert (report["layout"], report["world_size"], report["backend"]) == ("PP2 FSDP2", 4, "cpu")
     first, last = report["ranks"]

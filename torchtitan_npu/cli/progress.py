@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
 from typing import TextIO, TypeVar
@@ -24,10 +25,11 @@ class Progress:
     """Show what is done, and for how long, until the ``with`` block ends.
 
     On a terminal it is one line with a spinner, which the end removes. Elsewhere, such as in a log file, it is a line
-    every ten seconds. Only rank 0 shows it. The block must not print: its output would be mixed with the line.
+    every ten seconds. Only rank 0 shows it. The block may print in :meth:`hidden` only: its output would be mixed with
+    the line.
 
     Args:
-        text: what is done. :meth:`update` replaces it, from any thread
+        text: what is done, as ``plan: checking the job``. :meth:`update` replaces it, from any thread
         stream: standard error by default
         interval_s: seconds between two lines, or two pictures of the spinner
     """
@@ -40,6 +42,7 @@ class Progress:
         self.interval_s = interval_s or (REDRAW_INTERVAL_S if self.is_terminal else LINE_INTERVAL_S)
         self.start = time.monotonic()
         self._drawn = 0
+        self._writing = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
@@ -53,6 +56,13 @@ class Progress:
         left = f", about {seconds / self.fraction - seconds:.0f} s left" if 0 < self.fraction < 1 else ""
         return f"{self.text} ({seconds:.0f} s{left})"
 
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Remove the line while the caller prints. The clock runs on."""
+        with self._writing:
+            self._erase()
+            yield
+
     def __enter__(self) -> Progress:
         if os.environ.get("RANK", "0") == "0":
             self._thread.start()
@@ -64,18 +74,25 @@ class Progress:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._drawn and self.is_terminal:
-            self._write("\r\x1b[K")
+        self._erase()
 
     def _show(self) -> None:
         while not self._ended.wait(self.interval_s):
-            line = self.line()
-            if self.is_terminal:
-                columns = os.get_terminal_size(self.stream.fileno()).columns or 80
-                self._write(f"\r\x1b[K{SPINNER[self._drawn % len(SPINNER)]} {line[: columns - 3]}")
-            else:
-                self._write(line + "\n")
-            self._drawn += 1
+            with self._writing:
+                self._draw()
+
+    def _draw(self) -> None:
+        line = self.line()
+        if self.is_terminal:
+            columns = os.get_terminal_size(self.stream.fileno()).columns or 80
+            self._write(f"\r\x1b[K{SPINNER[self._drawn % len(SPINNER)]} {line[: columns - 3]}")
+        else:
+            self._write(line + "\n")
+        self._drawn += 1
+
+    def _erase(self) -> None:
+        if self._drawn and self.is_terminal:
+            self._write("\r\x1b[K")
 
     def _write(self, text: str) -> None:
         self.stream.write(text)
@@ -84,8 +101,8 @@ class Progress:
 
 def waiting_for(items: Iterable[T], text: str, total: int) -> Iterator[T]:
     """Yield the ``items``, at most ``total``. Show ``text`` and their number while the next one is awaited."""
-    waiting = iter(items)
-    for number in range(total):
-        with Progress(f"{text}: {number} of {total}"):
-            following = list(islice(waiting, 1))
-        yield from following
+    with Progress(f"{text}, 0 of {total} done") as progress:
+        for number, item in enumerate(islice(items, total), 1):
+            with progress.hidden():
+                yield item
+            progress.update(f"{text}, {number} of {total} done")

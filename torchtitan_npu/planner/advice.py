@@ -101,18 +101,19 @@ def advise(config: JobConfig, world_size: int, runs: list[DryRun], expert_load: 
     by_memory = sorted(runs, key=lambda one: -one.needed)
     job = _Job(world_size, [one.rank for one in by_memory], expert_load, device_memory)
     tried, helping = [], []
-    for change in CHANGES:
-        changed = copy.deepcopy(config)
-        if (name := change(changed)) is not None:
-            tried.append(job.attempt(name, changed))
-            if tried[-1].peak is not None and tried[-1].peak < by_memory[0].needed:
-                helping.append(change)
-    if _full in helping and _selective in helping:
-        helping.remove(_selective)
-    if len(helping) > 1:
-        together = copy.deepcopy(config)
-        names = [name for change in helping if (name := change(together)) is not None]
-        tried.append(job.attempt("; ".join(names), together))
+    with Progress("plan: trying changes") as progress:
+        for change in CHANGES:
+            changed = copy.deepcopy(config)
+            if (name := change(changed)) is not None:
+                tried.append(job.attempt(name, changed, progress))
+                if tried[-1].peak is not None and tried[-1].peak < by_memory[0].needed:
+                    helping.append(change)
+        if _full in helping and _selective in helping:
+            helping.remove(_selective)
+        if len(helping) > 1:
+            together = copy.deepcopy(config)
+            names = [name for change in helping if (name := change(together)) is not None]
+            tried.append(job.attempt("; ".join(names), together, progress))
     return tried
 
 
@@ -126,15 +127,15 @@ class _Job:
     expert_load: str
     device_memory: int
 
-    def attempt(self, change: str, config: JobConfig) -> Tried:
+    def attempt(self, change: str, config: JobConfig, progress: Progress) -> Tried:
         """Return the most that a rank needs with ``config``. Stop at the first rank that does not fit."""
         most, most_rank = 0, self.ranks[0]
         try:
             check_job(config, self.world_size)
             for rank in self.ranks:
                 load = assumed_load(self.expert_load, config, rank)
-                with Progress(f"plan: tries {change}, rank {rank}"):
-                    result = attempt(partial(dry_run_truncated, config, self.world_size, rank, load), rank)
+                progress.update(f"plan: trying {change}, rank {rank}")
+                result = attempt(partial(dry_run_truncated, config, self.world_size, rank, load), rank)
                 if isinstance(result, Failure):
                     return Tried(change, None, rank, str(result))
                 if result.without_gradient:

@@ -61,8 +61,11 @@ def dry_run_ranks(
     """Dry-run one step of each of ``ranks``, with the busiest experts on that rank. Call :func:`check_job` first."""
     loads = {rank: assumed_load(expert_load, config, rank) for rank in ranks}
     found = []
-    for number, (rank, load) in enumerate(loads.items(), 1):
-        with Progress(f"plan: dry run of rank {rank}, {number} of {len(ranks)}"):
+    with Progress("plan: running dry runs") as progress:
+        for number, (rank, load) in enumerate(loads.items()):
+            progress.update(
+                f"plan: running the dry run of rank {rank}, {number + 1} of {len(ranks)}", number / len(ranks)
+            )
             found.append(attempt(partial(dry_run_rank, config, world_size, rank, load), rank))
     return found
 

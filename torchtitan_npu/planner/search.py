@@ -134,13 +134,13 @@ def search(
     """Estimate all layouts, dry-run the job's own and the ``top`` best that may fit, and return all, best first."""
     own = own_layout(config, world_size)
     console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
-    with Progress("plan: dry runs of few layers, for the estimate"):
+    with Progress("plan: running dry runs of few layers, for the estimate"):
         estimator = attempt(partial(Estimator.of, own), 0)
     if isinstance(estimator, Failure):
         raise UsageError(f"{layout_name(own)}, truncated to few layers: {estimator}")
     args = estimator.args
     found, refused = [], 0
-    with Progress("plan: estimates layouts") as progress:
+    with Progress("plan: estimating layouts") as progress:
         for layout in dividing(config, world_size, args, estimator.experts):
             changed = with_layout(config, layout)
             try:
@@ -151,7 +151,7 @@ def search(
                 refused += 1
                 continue
             found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
-            progress.update(f"plan: estimated {len(found)} layouts")
+            progress.update(f"plan: estimating layouts, {len(found)} done")
     if not any(degrees(one.config) == degrees(own) for one in found):  # beyond LARGEST
         estimate = estimator.of_layout(own, modules_per_rank(own, args.n_layers), rates, expert_load)
         found.append(Layout(own, estimate))
@@ -169,7 +169,7 @@ def search(
         if fitting == top and one not in first:
             break
         text = f"dry run of {one.name}, estimated {max(one.estimate.memory) / GIB:.1f} GiB"
-        with Progress(f"plan: {text}"):
+        with Progress(f"plan: running the {text}"):
             _dry_run(one, world_size, expert_load)
         seconds = sum(run.seconds for run in one.dry_runs)
         result = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"

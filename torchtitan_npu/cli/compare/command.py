@@ -143,10 +143,10 @@ def main(argv: list[str]) -> int:
             paths = train_all(runs, force=args.force)
         else:
             paths = [args.baseline, *args.candidate]
-        with Progress("compare: reads the runs") as progress:
+        with Progress("compare: reading the runs") as progress:
             baseline, *candidates = (read_curve(path, columns) for path in paths)
             comparisons = [compare(baseline, candidate, tolerance, args.allow_partial) for candidate in candidates]
-            progress.update("compare: writes the report")
+            progress.update("compare: writing the report")
             write_report(comparisons, args.out, command)
     except (InputError, OSError, TrainingError) as error:
         print(f"{PROG}: {one_line(error)}", file=sys.stderr)

@@ -90,13 +90,13 @@ def train_all(runs: Runs, force: bool = False) -> list[Path]:
         raise InputError(f"--config {runs.config}: no such file")
     logging.disable(logging.WARNING)  # models log while they are built, as they will in the runs
     try:
-        with Progress("checking the settings of every run"):
+        with Progress("compare: checking the settings of every run"):
             check_runs(runs)
     finally:
         logging.disable(logging.NOTSET)
     prepare_out(runs, force)
     for name in runs.converters:
-        with Progress(f"{name}: starts") as progress:
+        with Progress(f"compare: training {name}") as progress:
             _run(train_command(runs, name), name, runs.out / f"{name}.log", progress, runs.steps)
         print(progress.line(), file=sys.stderr)
     return [runs.out / name for name in runs.converters]
@@ -168,8 +168,8 @@ def _run(command: list[str], name: str, log: Path, progress: Progress, steps: in
                 tail.append(line)
                 step = parse_step_line(line)
                 if step is not None and not is_placeholder(step.metrics[LOSS].value):
-                    text = f"{name}: step {step.step} of {steps}, loss {step.metrics[LOSS].value:.5f}"
-                    progress.update(text, step.step / steps)
+                    text = f"step {step.step} of {steps}, loss {step.metrics[LOSS].value:.5f}"
+                    progress.update(f"compare: training {name}, {text}", step.step / steps)
         except (
             KeyboardInterrupt,
             OSError,

@@ -75,13 +75,14 @@ def convert(args: argparse.Namespace) -> None:
         raise UsageError(f"{partial.parent} has {free / 1e9:.1f} GB free; {target.name} needs {needed / 1e9:.1f} GB")
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with Progress(f"{target.name}: starts") as progress:
+        with Progress(f"convert: writing {target.name}") as progress:
             written = 0
 
             def advance(nbytes: int) -> None:
                 nonlocal written
                 written += nbytes
-                progress.update(f"{target.name}: {written / 1e9:.1f} of {needed / 1e9:.1f} GB", written / needed)
+                done = f"{written / 1e9:.1f} of {needed / 1e9:.1f} GB"
+                progress.update(f"convert: writing {target.name}, {done}", written / needed)
 
             conversion.write(partial, advance)
         partial.rename(target)

@@ -76,7 +76,7 @@ def show_rows(args: argparse.Namespace, options: list[str]) -> int:
     section, loader = getattr(config, name), rows_of(job, name)
     print(f"{name}.dataset: {loader.source}")
     number = 0
-    for number, (inputs, labels) in enumerate(waiting_for(loader, "data: rows", args.show), 1):
+    for number, (inputs, labels) in enumerate(waiting_for(loader, "data: reading rows", args.show), 1):
         print("\n".join([f"row {number}: {len(labels[0])} tokens", *describe_row(inputs, labels, job.tokenizer)]))
     if number < args.show:
         print(f"the data has {number} rows of {section.seq_len} tokens", file=sys.stderr)

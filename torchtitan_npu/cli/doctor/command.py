@@ -35,7 +35,7 @@ COLORS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[31m"}
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    with other_output_to_stderr(), Progress("doctor: import torch") as progress:
+    with other_output_to_stderr(), Progress("doctor: checking the machine") as progress:
         lines = list(examine(args.backend, args.only or list(CHECKS), progress))
     if args.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
@@ -91,7 +91,7 @@ def examine(backend: Backend | None, wanted: list[str], progress: Progress) -> I
     machine = Machine(backend)
     for name, check in CHECKS.items():
         if name in wanted:
-            progress.update(f"doctor: {name}")
+            progress.update(f"doctor: checking {name}")
             yield from check(machine)
 
 

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     try:
         check_output_folders(args)
         machine_variables = machine.variables()
-        with Progress("emulate: starts") as progress:
+        with Progress("emulate: starting") as progress:
             home = build(lambda text: progress.update(f"emulate: {text}"), args.cann)
         with temporary_folder() as folder, tempfile.TemporaryDirectory(prefix="npu_emulator_") as records:
             environment = {

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_npu.cli.arguments import OneLineParser, checkpoint_parser, read_utf8
+from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, one_line
 
 PROG = "torchtitan-npu evaluate"
@@ -100,12 +101,14 @@ def measure(args: argparse.Namespace, config: Any, text: str) -> dict[str, Any]:
     eager: Perplexity | None = None
     if args.converters is not None:
         config.model.converters = []
-        model = load_model(config, args.checkpoint)
+        with Progress(f"evaluate: loading {args.checkpoint}"):
+            model = load_model(config, args.checkpoint)
         eager = Perplexity.of(model, tokens_of(model, text, args.text), args.batch)
         results["perplexity"] = {"no converters": row_of(eager)}
         config.model.converters = [name for name in args.converters.split(",") if name]
         del model  # its memory is needed
-    model = load_model(config, args.checkpoint)
+    with Progress(f"evaluate: loading {args.checkpoint}"):
+        model = load_model(config, args.checkpoint)
     if args.text:
         found = Perplexity.of(model, tokens_of(model, text, args.text), args.batch)
         row = row_of(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,19 @@ class HarnessModel(TemplateLM):
         return [(one.total, one.is_greedy) for one in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        totals = []
+        texts = []
         for request in requests:
             tokens = [self.prefix_token_id, *self.tok_encode(request.args[0], add_special_tokens=False)]
-            pairs = list(windows(tokens, self.model.longest))
-            totals.append(sum(one.total for one in score(self.model, pairs, self.batch)))
-        return totals
+            texts.append(list(windows(tokens, self.model.longest)))
+        scores = iter(score(self.model, [pair for pairs in texts for pair in pairs], self.batch))
+        return [sum(one.total for one in islice(scores, len(pairs))) for pairs in texts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         texts = []
-        for number, request in enumerate(requests, 1):
-            with Progress(f"evaluate: text {number} of {len(requests)}"):
+        with Progress("evaluate: generating texts") as progress:
+            for number, request in enumerate(requests):
+                done = number / len(requests)
+                progress.update(f"evaluate: generating text {number + 1} of {len(requests)}", done)
                 texts.append(self._generate(*request.args))
         return texts
 

@@ -32,9 +32,9 @@ def score(model: InferenceModel, pairs: list[tuple[list[int], list[int]]], batch
     A pair that is longer than the model's sequences loses the beginning of its context.
     """
     scores = []
-    with Progress("evaluate: scores") as progress:
+    with Progress("evaluate: scoring sequences") as progress:
         for first in range(0, len(pairs), batch):
-            progress.update(f"evaluate: sequence {first + 1} of {len(pairs)}", first / len(pairs))
+            progress.update(f"evaluate: scoring sequence {first + 1} of {len(pairs)}", first / len(pairs))
             rows = pairs[first : first + batch]
             texts = [(context + continuation)[-model.longest - 1 :] for context, continuation in rows]
             inputs = [text[:-1] for text in texts]

@@ -94,7 +94,8 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
     from torchtitan_npu.cli.generate.loading import load_model, quiet_session, read_config
 
     with quiet_session():
-        model = load_model(read_config(args.config, options), args.checkpoint)
+        with Progress(f"generate: loading {args.checkpoint}"):
+            model = load_model(read_config(args.config, options), args.checkpoint)
         return continue_texts(args, model, texts)
 
 
@@ -112,7 +113,7 @@ def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> in
         batch = prompts[first : first + args.batch]
         if args.benchmark:
             try:
-                with Progress("generate: measures"):
+                with Progress("generate: measuring"):
                     line = benchmark(model, batch, sampling)
             except Refused as reason:
                 if is_first_rank:
@@ -121,7 +122,7 @@ def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> in
             if is_first_rank:
                 print(f"{platform.backend()}, {model.dtype}, {line}")
             continue
-        with Progress(f"generate: prompt {first + 1} of {len(prompts)}") as progress:
+        with Progress(f"generate: continuing prompt {first + 1} of {len(prompts)}") as progress:
             result = generate(model, batch, sampling, first, use_cache=not args.no_cache, progress=progress)
         for prompt, tokens in zip(texts[first:], result.tokens, strict=False):
             if is_first_rank:

@@ -86,7 +86,7 @@ def generate(
         clock = now
         if progress:
             done = f"{step + 1} of {sampling.max_new_tokens} tokens"
-            progress.update(f"generate: prompt {first + 1}, {done}", (step + 1) / sampling.max_new_tokens)
+            progress.update(f"generate: continuing prompt {first + 1}, {done}", (step + 1) / sampling.max_new_tokens)
         if eos is not None:
             ended |= chosen == eos
             if ended.all():

@@ -20,7 +20,6 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 
 from torchtitan_npu.cli.generate.kv_cache import CachedTokens, attach_caches
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
 from torchtitan_npu.components.checkpoint.source import Source
 from torchtitan_npu.config.checkpoint_files import check_source
@@ -153,14 +152,13 @@ def load_model(config: JobConfig, checkpoint: Path, capacity: int | None = None)
         model: Any = spec.model_cls(args)
     build_model_converters(config, dims).convert(model)
     tokens = attach_caches(model)
-    with Progress(f"loads {checkpoint}"):
-        model = spec.parallelize_fn(model, dims, config)
-        model.to_empty(device=device.type)
-        with torch.no_grad():
-            model.init_weights(buffer_device=None)
-        model.eval()
-        adapter = spec.state_dict_adapter(args, None) if spec.state_dict_adapter else None
-        load_weights(model, source, adapter, config.checkpoint.initial_load_in_hf_quantized)
+    model = spec.parallelize_fn(model, dims, config)
+    model.to_empty(device=device.type)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.eval()
+    adapter = spec.state_dict_adapter(args, None) if spec.state_dict_adapter else None
+    load_weights(model, source, adapter, config.checkpoint.initial_load_in_hf_quantized)
     assert job.tokenizer is not None
     loaded = InferenceModel(model, args, job.tokenizer, dims, device, tokens, config.training.mixed_precision_param)
     tokens.capacity = (capacity or loaded.longest) + dims.tp  # and the padding of tensor parallel

@@ -62,5 +62,5 @@ def from_float32(curves: list[Curve], exact: Curve) -> list[float]:
 def run(name: str, converters: list[str], dtype: str, args: argparse.Namespace, perturbation: int = 0) -> Curve:
     config = job_config(name, converters, args.steps, args.seq_len, args.lr)
     config.training.mixed_precision_param = dtype  # type: ignore[assignment]
-    with Progress(f"parity: {name} trains {args.steps} steps with {', '.join(converters) or 'no converters'}"):
+    with Progress(f"parity: training {name}, {args.steps} steps with {', '.join(converters) or 'no converters'}"):
         return train(config, perturbation=perturbation)

@@ -82,7 +82,7 @@ def run(name: str, layout: str, converters: list[str], args: argparse.Namespace)
     # As with torchrun, the parent opens the store: a free port could be taken before rank 0 opens it.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        with Progress(f"parity: {name} trains {args.steps} steps on {layout or 'one rank'}"):
+        with Progress(f"parity: training {name}, {args.steps} steps on {layout or 'one rank'}"):
             start_processes(_rank, (name, config, ranks, store.port, folder), ranks, start_method="forkserver")
         curves = [Curve(**json.loads(file.read_text())) for file in Path(folder).iterdir()]
         # Only the last pipeline stage has the loss, the others report -1. NaN counts as a loss.

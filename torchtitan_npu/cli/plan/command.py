@@ -153,7 +153,7 @@ def dry_run(
     from torchtitan_npu.planner.layout import layout_name
     from torchtitan_npu.planner.representative_ranks import selected_ranks
 
-    with Progress("plan: checks the job"):
+    with Progress("plan: checking the job"):
         check_job(config, world_size)
     names = selected_ranks(args.rank, config, world_size)
     results = dict(zip(names.values(), dry_run_ranks(config, world_size, list(names), args.expert_load), strict=True))
@@ -231,10 +231,10 @@ def search_layouts(
     from torchtitan_npu.planner.search import own_layout, print_layouts, search
 
     own = own_layout(config, world_size)
-    with Progress("plan: checks the job"):
+    with Progress("plan: checking the job"):
         check_job(own, world_size)  # a mistake in the file would only exclude layouts
     assumed_load(args.expert_load, own)
-    with Progress("plan: counts parameters"):
+    with Progress("plan: counting parameters"):
         size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
     numbers = report["arithmetic"] = arithmetic(
         size, config.training.dtype, degrees(config), world_size, args.device_memory

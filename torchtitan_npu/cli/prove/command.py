@@ -161,7 +161,7 @@ def prove_all(args: argparse.Namespace, prover: Prover, draws: Mapping[int, Draw
     pool = ThreadPoolExecutor(args.parallel)
     try:
         numbers = {pool.submit(prove, draw): number for number, draw in draws.items()}
-        for future in waiting_for(as_completed(numbers), "prove: draws done", len(numbers)):
+        for future in waiting_for(as_completed(numbers), "prove: running draws", len(numbers)):
             if (outcome := future.result()) is not None:
                 yield numbers[future], outcome
     finally:
@@ -175,16 +175,17 @@ def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Dr
 
     def still_fails(candidate: Draw) -> bool:
         nonlocal outcome
-        with Progress("prove: shrinking"):
-            found = prover.prove(candidate)
-        say(prover, f"  shrinking: {found.status}: {describe(candidate)}")
+        found = prover.prove(candidate)
+        with progress.hidden():
+            say(prover, f"  shrinking: {found.status}: {describe(candidate)}")
         if same := (found.status, found.kind) == (outcome.status, outcome.kind):
             outcome = found
         return same
 
     complete = True
     if not args.no_shrink:
-        draw, complete = shrink(draw, prover.subjects[draw["model"]].model, still_fails)
+        with Progress("prove: shrinking the draw") as progress:
+            draw, complete = shrink(draw, prover.subjects[draw["model"]].model, still_fails)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"draw{number}.toml"
     lines = [f"# {describe(draw)}: {outcome.status}"]
