@@ -101,10 +101,11 @@ def test_a_terminal_shows_one_line_and_removes_it() -> None:
     ours, theirs = pty.openpty()
     with open(theirs, "w") as terminal:
         with Progress("work" * 100, terminal, interval_s=0.001):
-            shown = os.read(ours, 1000).decode()
-        while not shown.endswith("\r\x1b[K"):
-            shown += os.read(ours, 1000).decode()
+            written = os.read(ours, 1000)
+        while not written.endswith(b"\r\x1b[K"):
+            written += os.read(ours, 1000)
     os.close(ours)
+    shown = written.decode()
     pictures = shown.split("\r\x1b[K")
     assert pictures[1].startswith(progress.SPINNER[0] + " work")
     assert max(map(len, pictures)) < 80 and "\n" not in shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_npu.errors import UsageError
 
@@ -15,6 +15,15 @@ EXIT_INTERRUPTED = 130
 
 class OneLineParser(argparse.ArgumentParser):
     """Report an invalid argument in one line, without the usage text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.actions: list[argparse.Action] = []
+        """What was added. argparse itself does not tell."""
+        super().__init__(*args, **kwargs)
+
+    def _add_action(self, action: Any) -> Any:
+        self.actions.append(action)
+        return super()._add_action(action)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")

@@ -57,12 +57,12 @@ def cases_of(command: str) -> Iterator[str]:
         words.append("run")
         parsers.append(build_parser(run=True))
     for parser in parsers:  # grows by the parsers of subcommands
-        for action in parser._actions:
+        for action in parser.actions:
             values = [str(value) for value in action.choices or () if " " not in str(value)]
             words += action.option_strings or values
             if values and action.option_strings:
                 pattern = "|".join(f'"{command} {option}"' for option in action.option_strings)
                 yield f'{pattern}) words="{" ".join(values)}" ;;'
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
+            if isinstance(action.choices, dict):  # maybe subcommands and their parsers
+                parsers += [value for value in action.choices.values() if isinstance(value, OneLineParser)]
     yield f'"{command} "*) words="{" ".join(dict.fromkeys(words))}" ;;'

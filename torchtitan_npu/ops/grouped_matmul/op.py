@@ -237,7 +237,7 @@ def cuda(
     weight: list[Tensor],
     bias: list[Tensor] | None,
     group_type: int,
-    scale: list[Tensor] | None,
+    scale: list[Tensor] | None = None,
     **others: Any,
 ) -> list[Tensor]:
     """Run the Triton kernel, or the reference for what the kernel does not take.
@@ -257,7 +257,7 @@ def cuda(
             **others,
         )
         others = {name: value for name, value in others.items() if name not in MXFP8}
-        (y,) = cuda([left], [right], bias=None, group_type=group_type, scale=None, **others)
+        (y,) = cuda([left], [right], bias=None, group_type=group_type, **others)
         return [y.to(dtype)]
     arguments = {"x": x, "weight": weight, "bias": bias, "group_type": group_type, **others}
     if group_type == -1:
