@@ -25,6 +25,10 @@ class OneLineParser(argparse.ArgumentParser):
         self.actions.append(action)
         return super()._add_action(action)
 
+    def add_subparsers(self, **kwargs: Any) -> Any:  # does not call _add_action
+        self.actions.append(super().add_subparsers(**kwargs))
+        return self.actions[-1]
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")
 
