@@ -17,7 +17,6 @@ from torchtitan_npu.cli.generate.generation import Generated, Sampling, generate
 from torchtitan_npu.cli.generate.loading import InferenceModel, for_inference, load_model
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
-from torchtitan_npu.errors import UsageError
 
 VOCABULARY = 2048
 NEW = 10
@@ -193,10 +192,11 @@ def test_bad_arguments_are_one_line(
     assert code == 2 and message in error and error.count("\n") == 1, error
 
 
-@pytest.mark.parametrize("key", ["pipeline_parallel_degree", "context_parallel_degree"])
-def test_layouts_without_a_cache_are_refused(key: str) -> None:
+@pytest.mark.parametrize(("shard", "expected"), [(3, 12), (-1, -1)])
+def test_stages_and_parts_of_sequences_shard_the_weights(shard: int, expected: int) -> None:
     config = job("llama3")
-    setattr(config.parallelism, key, 2)
-    with pytest.raises(UsageError, match=f"{key} must be 1"):
-        for_inference(config, world_size=2)
-    assert getattr(for_inference(config, world_size=1).parallelism, key) == 1
+    config.parallelism.data_parallel_shard_degree = shard
+    config.parallelism.pipeline_parallel_degree = config.parallelism.context_parallel_degree = 2
+    found = for_inference(config, world_size=12).parallelism
+    assert found.data_parallel_shard_degree == expected
+    assert found.pipeline_parallel_degree == found.context_parallel_degree == 1

@@ -20,10 +20,11 @@ from torchtitan_npu.prover import tiny_models
 
 SEQ_LEN = 64
 Layouts = list[tuple[str, dict[str, int]]]
-LAYOUTS: Layouts = [("llama3", {"tp": 2}), ("deepseek_v32", {})]
+LAYOUTS: Layouts = [("llama3", {"tp": 2}), ("deepseek_v32", {}), ("llama3", {"pp": 2})]
 """Tiny models and degrees. The rest of the two ranks is data parallel: FSDP."""
 MORE_LAYOUTS: Layouts = [
     ("llama3", {}),
+    ("deepseek_v32", {"cp": 2}),
     ("qwen3_moe", {"tp": 2}),
     ("qwen3_moe", {"ep": 2}),
     ("deepseek_v3", {"tp": 2}),
@@ -52,7 +53,7 @@ def texts(layouts: Layouts, folder: Path) -> list[list[list[int]]]:
     return [generate(load_model(job(*layout), folder / layout[0]), prompts, sampling).tokens for layout in layouts]
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["two", "more"])
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_two_ranks_generate_the_text_of_one(layouts: Layouts, tmp_path: Path) -> None:
     for flavor in {flavor for flavor, _ in layouts}:
         config = job(flavor, {})

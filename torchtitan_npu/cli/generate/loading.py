@@ -166,7 +166,7 @@ def load_model(config: JobConfig, checkpoint: Path, capacity: int | None = None)
 
 
 def for_inference(config: JobConfig, world_size: int) -> JobConfig:
-    """Return ``config`` without what only training needs. Raise for a layout that has no cache."""
+    """Return ``config`` without what only training needs, for as many ranks. Raise for a model that has no cache."""
     config = copy.deepcopy(config)
     if config.model.name not in MODELS:
         raise UsageError(
@@ -178,14 +178,11 @@ def for_inference(config: JobConfig, world_size: int) -> JobConfig:
             setattr(parallelism, f"{name}_degree", 1)
         parallelism.data_parallel_shard_degree = -1
         parallelism.expert_tensor_parallel_degree = 1
-    if parallelism.pipeline_parallel_degree > 1:
-        raise UsageError(
-            "parallelism.pipeline_parallel_degree must be 1: a training schedule runs whole sequences, not one token"
-        )
-    if parallelism.context_parallel_degree > 1:
-        raise UsageError(
-            "parallelism.context_parallel_degree must be 1: one token cannot be split; use tensor or data parallel"
-        )
+    # stages and parts of a sequence cannot compute one token together: their ranks shard the weights as FSDP's do
+    if parallelism.data_parallel_shard_degree > 0:  # else it follows from the others
+        parallelism.data_parallel_shard_degree *= parallelism.pipeline_parallel_degree
+        parallelism.data_parallel_shard_degree *= parallelism.context_parallel_degree
+    parallelism.pipeline_parallel_degree = parallelism.context_parallel_degree = 1
     parallelism.disable_loss_parallel = True  # every rank gets all logits
     parallelism.enable_async_tensor_parallel = False  # needs compile
     config.training.local_batch_size, config.training.global_batch_size = 1, -1
