@@ -238,7 +238,8 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
             if own in (1, -6, -9) and all_named and "has not responded for" in lines[0] and shows_stack:
                 return "the others name and kill the rank, which shows its stack"
         case "hang":
-            if all_named and own in (1, -6, -9) and "time.sleep(1000)" in logs:
+            # native threads of a process that is being killed may crash first (-11 was seen)
+            if all_named and own != 0 and "time.sleep(1000)" in logs:
                 return "the others name the rank and show its stack"
         case "slow rank":
             return "finished" if finished else ""
