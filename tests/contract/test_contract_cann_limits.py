@@ -60,6 +60,10 @@ UNDOCUMENTED = {
     ("npu_moe_token_unpermute_grad_v2", "the dtype of grad_unpermuted_tokens, permuted_tokens and probs"): NAN,
     ("npu_grouped_matmul", "whether x (with group_type 2: x.t()) is contiguous"): COPIED,
     ("npu_grouped_matmul", "whether weight (or, but with group_type 2, its transpose) is contiguous"): COPIED,
+    (
+        "npu_grouped_matmul",
+        "x.dtype with scale (on a chip of the series 950 only)",
+    ): "only CANN's code has these factors",
     ("npu_swiglu", "the number of dimensions of input"): "tensors of CANN have at most 8 dimensions",
 }
 """Our limits that neither CANN's documents nor torch_npu's have, with their reasons."""

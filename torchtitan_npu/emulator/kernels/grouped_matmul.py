@@ -3,7 +3,7 @@
 import torch
 
 from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
-from torchtitan_npu.emulator.kernels.mxfp8 import E8M0, NUMBERS, codes
+from torchtitan_npu.emulator.kernels.mx_scales import E8M0, NUMBERS, codes
 
 
 @fused(

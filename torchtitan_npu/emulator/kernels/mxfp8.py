@@ -3,13 +3,10 @@
 import torch
 
 from torchtitan_npu.emulator.kernels.fused import fused, without
+from torchtitan_npu.emulator.kernels.mx_scales import E8M0, NUMBERS, codes
 
 ELEMENTS = {35: 23, 36: 24}
 """PyTorch's numbers of float8_e5m2 and float8_e4m3fn by ACL's."""
-E8M0 = 293
-"""torch_npu's number of the scales' type."""
-NUMBERS = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
-"""PyTorch's numbers of the types of a product."""
 
 
 @fused("npu_dynamic_mx_quant", "aclnnDynamicMxQuant", "aclnnDynamicMxQuantV2", "aclnnDynamicMxQuantV3")
@@ -72,10 +69,3 @@ def quant_matmul(x1, x2, x1_scale, x2_scale, bias, group_size, out, **rest):
         "group_sizes": [group_size >> 32, group_size >> 16 & 0xFFFF, group_size & 0xFFFF],
     }
     return arguments, (out,)
-
-
-def codes(scale):
-    """Return the bytes of E8M0 scales."""
-    if scale.dtype != torch.float8_e8m0fnu:
-        raise NotImplementedError("the emulator has quantized products in MXFP8 only")
-    return scale.view(torch.uint8)
