@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -341,6 +342,9 @@ class TestStall:
         assert Limits(start=303, train=7200).of_call("training", others_wait=False) == 7200
 
 
+SLEEPS = "import sys, time; print('ready', file=sys.stderr, flush=True); time.sleep(100)"
+
+
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_the_process_of_another_rank(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_pidfd:
@@ -360,3 +364,13 @@ def test_the_process_of_another_rank(has_pidfd: bool, monkeypatch: pytest.Monkey
         assert child.wait() == -signal.SIGABRT
     assert process.has_ended() and process.state() == ""
     process.close()
+
+
+def test_a_process_that_waits_for_a_disk_may_show_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State D lasts an instant where a page is read. To see it here, the state is replaced; the signals are real."""
+    monkeypatch.setattr(RankProcess, "state", lambda _: "D")
+    with subprocess.Popen([sys.executable, "-X", "faulthandler", "-c", SLEEPS], stderr=subprocess.PIPE) as child:
+        assert child.stderr is not None and child.stderr.readline() == b"ready\n"
+        RankProcess(child.pid).kill()
+        assert b'File "<string>"' in child.stderr.read()
+        assert child.wait() == -signal.SIGABRT

@@ -52,17 +52,17 @@ class RankProcess:
             return ""
 
     def kill(self) -> None:
-        """Kill a process that hangs. If it can run, SIGABRT lets it show its stack first (faulthandler)."""
-        state = self.state()
-        if state == "T" or state not in STOPPED_STATES:
-            self._send(signal.SIGABRT)
-            if state == "T":  # its main thread takes the pending SIGABRT before it runs anything else
-                self._send(signal.SIGCONT)
-            deadline = time.monotonic() + STACK_S
-            while time.monotonic() < deadline:
-                if self.has_ended():
-                    return
-                time.sleep(0.05)
+        """Kill a process that hangs. SIGABRT lets it show its stack first (faulthandler).
+
+        Its state is no reason to skip that: a process that reads a page from a disk is in state D for an instant.
+        """
+        self._send(signal.SIGABRT)
+        self._send(signal.SIGCONT)  # if it is stopped: its main thread takes the pending SIGABRT before anything else
+        deadline = time.monotonic() + STACK_S
+        while time.monotonic() < deadline:
+            if self.has_ended():
+                return
+            time.sleep(0.05)
         self._send(signal.SIGKILL)
 
     def close(self) -> None:
