@@ -170,11 +170,8 @@ def _run(command: list[str], name: str, log: Path, progress: Progress, steps: in
                 if step is not None and not is_placeholder(step.metrics[LOSS].value):
                     text = f"step {step.step} of {steps}, loss {step.metrics[LOSS].value:.5f}"
                     progress.update(f"compare: training {name}, {text}", step.step / steps)
-        except (
-            KeyboardInterrupt,
-            OSError,
-        ):  # OSError: the log cannot be written. Never leave a training process behind.
-            process.terminate()
+        except (KeyboardInterrupt, OSError):  # OSError: the log cannot be written
+            process.terminate()  # never leave a training process behind
             process.wait()
             raise
     if process.returncode != 0:

@@ -12,11 +12,18 @@ from torch import Tensor
 NPU_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*NPU_FLOATS, torch.float64)
 """Floating dtypes that the reference kernels take: float64, which an NPU does not take, is for oracles."""
+MATRIX_INNER_LIMIT = 65536
+"""The innermost dimension of each matrix of the NPU's products is smaller."""
 
 
 def longest_document(ends: Sequence[int]) -> int:
     """Return the length of the longest document, given their ends."""
     return max(end - start for start, end in pairwise((0, *ends)))
+
+
+def inner_size(tensor: Tensor) -> int:
+    """Return the size of the innermost dimension: the last one or, in a transposed view, the one before it."""
+    return tensor.shape[-1 if tensor.is_contiguous() else -2]
 
 
 def check_dim(name: str, tensor: Tensor, *allowed: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is
+from torchtitan_npu.ops.core.checks import FLOATS, MATRIX_INNER_LIMIT, NPU_FLOATS, check_dtype, check_is, inner_size
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import HIDDEN, TOKENS, randn
 from torchtitan_npu.ops.core.sharding import Strategy
@@ -25,9 +25,6 @@ from torchtitan_npu.ops.grouped_matmul import reference
 from torchtitan_npu.ops.mxfp8.reference import E8M0, OUTPUTS
 
 MAX_GROUPS = 1024
-INNER_LIMIT = 65536
-"""The innermost dimension of each matrix is smaller."""
-
 QUANTIZED = (
     *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "act_type", "x_dtype", "weight_dtype"),
@@ -202,11 +199,6 @@ def sharding(x: Any, bias: Any, group_type: int | None, scale: Any, **_: Any) ->
         yield [Partial()] * products, {"x": Partial()}
 
 
-def _inner(tensor: Tensor) -> int:
-    """Return the size of the innermost dimension: the last one or, in a transposed view, the one before it."""
-    return tensor.shape[-1 if tensor.is_contiguous() else -2]
-
-
 def is_tiled(*matrices: Tensor) -> bool:
     """Return whether the GPU's tensor descriptors take the ``matrices``: 16-bit, contiguous, rows of 16-byte steps."""
     return all(
@@ -318,8 +310,10 @@ LIMITS = (
         range(2, MAX_GROUPS + 1),
     ),
     Limit("the number of tensors in x", lambda x, **_: len(x), range(1, 129)),
-    Limit("the innermost dimension of x", lambda x, **_: max(map(_inner, x)), range(INNER_LIMIT)),
-    Limit("the innermost dimension of weight", lambda weight, **_: max(map(_inner, weight)), range(INNER_LIMIT)),
+    Limit("the innermost dimension of x", lambda x, **_: max(map(inner_size, x)), range(MATRIX_INNER_LIMIT)),
+    Limit(
+        "the innermost dimension of weight", lambda weight, **_: max(map(inner_size, weight)), range(MATRIX_INNER_LIMIT)
+    ),
     Limit(
         "whether x (with group_type 2: x.t()) is contiguous",
         lambda x, group_type, **_: all((one.t() if group_type == 2 else one).is_contiguous() for one in x),
@@ -427,8 +421,8 @@ declare(
         limits=(
             Limit("x.dtype", lambda x, **_: x.dtype, (torch.float16, torch.bfloat16)),
             Limit("the number of groups", lambda group_list, **_: group_list.shape[0], range(1, MAX_GROUPS + 1)),
-            Limit("the last dimension of x", lambda x, **_: x.shape[1], range(INNER_LIMIT)),
-            Limit("the last dimension of weight", lambda weight, **_: weight.shape[1], range(INNER_LIMIT)),
+            Limit("the last dimension of x", lambda x, **_: x.shape[1], range(MATRIX_INNER_LIMIT)),
+            Limit("the last dimension of weight", lambda weight, **_: weight.shape[1], range(MATRIX_INNER_LIMIT)),
         ),
         sample=add_sample,
         flops=lambda x, weight, **_: product_flops(x, weight),

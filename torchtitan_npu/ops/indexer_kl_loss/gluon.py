@@ -24,7 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, multiprocessors
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.indexer_kl_loss.triton import loss
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import ROPE, SIZE, aligned, count_places, keys_of
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
+    PIECE,
+    PIECES,
+    ROPE,
+    SIZE,
+    aligned,
+    count_places,
+    keys_of,
+)
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
@@ -33,8 +41,6 @@ INDEX_HEADS = gl.constexpr(64)
 INDEX_SIZE = gl.constexpr(128)
 HALF_KEYS = gl.constexpr(64)
 BLOCK_KEYS = gl.constexpr(128)
-PIECE = gl.constexpr(64)  # columns
-PIECES = gl.constexpr(8)  # of a key without its rope, which is another piece
 ALL_PIECES = gl.constexpr(11)
 SLOTS = gl.constexpr(4)
 REGISTERS = {"CONSUMER_REGISTERS": 184, "PRODUCER_REGISTERS": 136}
@@ -112,9 +118,8 @@ def _distributions(
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q = gl.allocate_shared_memory(dtype, [PIECES + 1, HEADS, PIECE], layout)  # the last one is the rope
     q_index = gl.allocate_shared_memory(dtype, [2, INDEX_HEADS, PIECE], layout)
-    k = gl.allocate_shared_memory(
-        dtype, [2 * SLOTS, HALF_KEYS, PIECE], layout
-    )  # keys of consumer w of slot s at 2 s + w
+    # the keys of consumer w in slot s are at 2 s + w
+    k = gl.allocate_shared_memory(dtype, [2 * SLOTS, HALF_KEYS, PIECE], layout)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(bars.index(FULL + slot), count=128)  # threads of the producer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from torchtitan_npu.ops.core.checks import NPU_FLOATS, check_dtype, check_is
+from torchtitan_npu.ops.core.checks import MATRIX_INNER_LIMIT, NPU_FLOATS, check_dtype, check_is, inner_size
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.core.triton_kernel import kernel
@@ -20,8 +20,6 @@ from torchtitan_npu.ops.mxfp8 import reference
 from torchtitan_npu.ops.mxfp8.reference import BLOCK, E8M0, ELEMENTS, OUTPUTS
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-INNER_LIMIT = 65536
-"""The innermost dimension of each matrix is smaller."""
 
 
 def _check_format(round_mode: str, dst_type: int, block_size: int, scale_alg: int | None) -> Iterator[str]:
@@ -194,14 +192,15 @@ def matmul_cuda(
     (see ``dequantized``). Other factors are float32.
     """
     plain = bias is None and OUTPUTS[output_dtype] == torch.bfloat16
-    dtype = torch.bfloat16 if plain else torch.float32
-    y = reference.dequantized(x1, pertoken_scale, -1, dtype) @ reference.dequantized(x2, scale, 0, dtype)
-    return (y if bias is None else y + bias).to(OUTPUTS[output_dtype])
-
-
-def _inner(tensor: Tensor) -> int:
-    """Return the size of the innermost dimension: the last one or, in a transposed view, the one before it."""
-    return tensor.shape[-1 if tensor.is_contiguous() else -2]
+    return reference.npu_quant_matmul(
+        x1,
+        x2,
+        scale,
+        pertoken_scale=pertoken_scale,
+        bias=bias,
+        output_dtype=output_dtype,
+        factors=torch.bfloat16 if plain else torch.float32,
+    )
 
 
 declare(
@@ -216,8 +215,8 @@ declare(
         checks=matmul_checks,
         sharding=matmul_sharding,
         limits=(
-            Limit("the innermost dimension of x1", lambda x1, **_: _inner(x1), range(1, INNER_LIMIT)),
-            Limit("the innermost dimension of x2", lambda x2, **_: _inner(x2), range(1, INNER_LIMIT)),
+            Limit("the innermost dimension of x1", lambda x1, **_: inner_size(x1), range(1, MATRIX_INNER_LIMIT)),
+            Limit("the innermost dimension of x2", lambda x2, **_: inner_size(x2), range(1, MATRIX_INNER_LIMIT)),
             Limit("the number of elements of x1", lambda x1, **_: x1.numel(), range(1, 2**63)),
         ),
         flops=lambda x1, x2, **_: 2 * x1.numel() * x2.shape[1],

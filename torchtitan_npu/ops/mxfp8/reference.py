@@ -87,15 +87,16 @@ def npu_quant_matmul(
     pertoken_scale: Tensor,
     bias: Tensor | None,
     output_dtype: int,
+    factors: torch.dtype = torch.float32,
     **_: Any,
 ) -> Tensor:
     """Multiply ``x1`` (M, K) by ``x2`` (K, N), quantized along K with the codes ``pertoken_scale`` and ``scale``.
 
-    The codes are (M, ceil(K / 64), 2) and (ceil(K / 64), N, 2). Both factors are dequantized to float32, which is
-    exact, and so are their products. The sums are float32, in the order of torch's matmul: CANN documents sums over
-    blocks of 32, and no order within them.
+    The codes are (M, ceil(K / 64), 2) and (ceil(K / 64), N, 2). Both are dequantized to ``factors``; float32 is
+    exact, and so are then their products. The sums are float32, in the order of torch's matmul: CANN documents sums
+    over blocks of 32, and no order within them.
     """
-    y = dequantized(x1, pertoken_scale, -1, torch.float32) @ dequantized(x2, scale, 0, torch.float32)
+    y = dequantized(x1, pertoken_scale, -1, factors) @ dequantized(x2, scale, 0, factors)
     return (y if bias is None else y + bias).to(OUTPUTS[output_dtype])
 
 

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchtitan_npu.ops.core.triton_launch import LOG2_E
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
+    PIECE,
+    PIECES,
     ROPE,
     SIZE,
     keys_of,
@@ -29,8 +31,6 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
 )
 
 BLOCK_KEYS = gl.constexpr(128)
-PIECE = gl.constexpr(64)  # columns
-PIECES = gl.constexpr(8)  # of a key without its rope, which is another piece
 SLOTS = gl.constexpr(5)
 REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""

@@ -14,6 +14,8 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at
 
 SIZE = gl.constexpr(512)
 ROPE = gl.constexpr(64)
+PIECE = gl.constexpr(64)  # columns
+PIECES = gl.constexpr(8)  # of a key without its rope, which is another piece
 HALF = gl.constexpr(256)
 BLOCK_HEADS = gl.constexpr(64)
 
