@@ -39,6 +39,7 @@ def test_transformers_loads_the_folder(model: str, tmp_path: Path) -> None:
     ours, folder = exported(MODELS[model].train_spec, MODELS[model].args, tmp_path)
     theirs, report = AutoModelForCausalLM.from_pretrained(folder, **PLAIN, output_loading_info=True)
     assert not any(report.values()), report  # no missing, unexpected or mismatched weights
+    assert GenerationConfig.from_pretrained(folder).eos_token_id is not None
     tokens = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     assert_equal_logits(ours(tokens), theirs(tokens).logits)
 
@@ -49,6 +50,7 @@ def test_transformers_loads_qwen3_vl(moe: bool, tmp_path: Path) -> None:
     ours, folder = exported("qwen3_vl", qwen3_vl_models.model_args(moe), tmp_path)
     theirs, report = AutoModelForImageTextToText.from_pretrained(folder, **PLAIN, output_loading_info=True)
     assert not any(report.values()), report
+    assert GenerationConfig.from_pretrained(folder).eos_token_id is not None
     batch = qwen3_vl_models.make_batch(3, ("ivi", "", "v"))
     assert_equal_logits(ours(**batch.ours())[batch.mask], theirs(**batch.theirs()).logits[batch.mask])
 
