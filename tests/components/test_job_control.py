@@ -267,6 +267,41 @@ def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.Monke
             assert child.wait(30) == -signal.SIGABRT
 
 
+COUNTS = """
+import os, signal, time
+signal.signal(signal.SIGABRT, lambda *_: os.write(2, b"received "))
+os.write(2, b"ready\\n")
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.usefixtures("exit_codes")
+def test_a_hung_rank_gets_one_sigabrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """faulthandler leaves the next one to the kernel, which would end the process while it writes its stack."""
+    store = HashStore()
+    monkeypatch.setattr(rank_process, "STACK_S", 0.2)
+    with subprocess.Popen([sys.executable, "-c", COUNTS], stderr=subprocess.PIPE) as child:
+        assert child.stderr is not None and child.stderr.readline() == b"ready\n"
+        hung = Heartbeat(1, "host", child.pid)
+        store.set("beat/1", hung.to_json())
+        with (
+            closing(RankMonitor(store, 0, 3, [0, 1, 2], LIMITS)) as one,
+            closing(RankMonitor(store, 2, 3, [0, 1, 2], LIMITS)) as other,
+        ):
+            wait_until(lambda: 1 in one._processes and 1 in other._processes)
+            threads = [
+                threading.Timer(delay, monitor._kill_if_hanging, [hung.failure("hangs", hangs=True)])
+                for monitor, delay in ((one, 0.0), (other, 0.05))
+            ]
+            for thread in threads:
+                thread.start()
+            assert child.stderr.read() == b"received "
+            for thread in threads:
+                thread.join()
+        assert child.wait() == -signal.SIGKILL
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("waits", [False, True])
 def test_an_exception_in_the_monitor_thread_ends_the_rank(waits: bool, start: Start) -> None:

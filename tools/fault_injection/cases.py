@@ -215,6 +215,11 @@ def ends(ranks: EntryRanks, seconds: float = LIMIT_S) -> list[int | None]:
     return codes
 
 
+KILLED = (1, -6, -9, -11)
+"""Exit codes of a rank that hangs. It is killed with SIGABRT, and faulthandler then reads the stacks of all threads
+while some of them run, which may be a segmentation fault. Python prints the main thread's stack last."""
+
+
 def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
     """Return the name of the ending, or an empty string if it is not one that the documentation promises."""
     others = [code for rank, code in enumerate(codes) if rank != case.rank]
@@ -235,11 +240,10 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
             return "all killed" if set(codes) == {-9} else ""
         case "SIGSTOP":
             shows_stack = "Fatal Python error: Aborted" in ranks.log(case.rank)
-            if own in (1, -6, -9) and all_named and "has not responded for" in lines[0] and shows_stack:
+            if own in KILLED and all_named and "has not responded for" in lines[0] and shows_stack:
                 return "the others name and kill the rank, which shows its stack"
         case "hang":
-            # native threads of a process that is being killed may crash first (-11 was seen)
-            if all_named and own != 0 and "time.sleep(1000)" in logs:
+            if all_named and own in KILLED and "time.sleep(1000)" in logs:
                 return "the others name the rank and show its stack"
         case "slow rank":
             return "finished" if finished else ""

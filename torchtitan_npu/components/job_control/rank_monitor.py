@@ -323,7 +323,11 @@ class RankMonitor:
     def _kill_if_hanging(self, failure: RankFailure) -> None:
         process = self._processes.get(failure.rank)
         if failure.hangs and process:
-            process.kill()
+            try:
+                is_first = self._store.add("killed", 1) == 1
+            except DistError:  # the launcher of node 0 has ended
+                is_first = True
+            process.kill(shows_stack=is_first)
 
     def _await_end(self) -> None:
         """Give the rank that recorded the failure time to print it, until torchrun signals this one."""

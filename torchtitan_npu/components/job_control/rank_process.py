@@ -12,7 +12,7 @@ from pathlib import Path
 STOPPED_STATES = {
     "T": "the process is stopped (SIGSTOP); its log ends with its stack",
     "t": "the process is stopped by a debugger",
-    "D": "the process waits in the kernel for a device or a file system; it cannot show its stack",
+    "D": "the process waits in the kernel for a device or a file system; until it returns, it cannot show its stack",
 }
 """Hints by the state of a process in /proc."""
 STACK_S = 4.0
@@ -51,13 +51,15 @@ class RankProcess:
         except OSError:
             return ""
 
-    def kill(self) -> None:
+    def kill(self, shows_stack: bool = True) -> None:
         """Kill a process that hangs. SIGABRT lets it show its stack first (faulthandler).
 
         Its state is no reason to skip that: a process that reads a page from a disk is in state D for an instant.
+        ``shows_stack`` is false if another process has sent SIGABRT: a second one would end it at once.
         """
-        self._send(signal.SIGABRT)
-        self._send(signal.SIGCONT)  # if it is stopped: its main thread takes the pending SIGABRT before anything else
+        if shows_stack:
+            self._send(signal.SIGABRT)
+            self._send(signal.SIGCONT)  # if it is stopped: its main thread takes the SIGABRT before anything else
         deadline = time.monotonic() + STACK_S
         while time.monotonic() < deadline:
             if self.has_ended():
