@@ -82,6 +82,14 @@ def test_an_invalid_option_is_one_line(environment: dict[str, str], error: str, 
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: {error}")
 
 
+@pytest.mark.parametrize("argument", ["--nproc=2", "--nproc_per_node", "-m"])
+def test_an_option_of_torchrun_is_one_line(argument: str, tmp_path: Path) -> None:
+    result = launch(tmp_path, argument)
+    assert result.returncode == 2 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"launch: error: {argument.partition('=')[0]}: arguments are keys of the job")
+
+
 def test_a_failed_rendezvous_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as other:  # not a launcher
         other.bind(("127.0.0.1", 0))

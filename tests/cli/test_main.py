@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,16 @@ def listed(what: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     assert main(["list", what]) == 0
     lines = capsys.readouterr().out.splitlines()
     return {name: text.strip() for name, _, text in (line.partition(" ") for line in lines)}
+
+
+def test_a_closed_output_is_no_traceback() -> None:
+    """As with ``| head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "list", "configs"]
+    ran = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

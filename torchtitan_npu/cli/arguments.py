@@ -12,6 +12,9 @@ from torchtitan_npu.errors import UsageError
 EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C: 128 and the number of SIGINT, as a shell reports it."""
 
+EXIT_OUTPUT_CLOSED = 141
+"""The reader of the output has ended, as in ``| head``: 128 and the number of SIGPIPE."""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Report an invalid argument in one line, without the usage text."""

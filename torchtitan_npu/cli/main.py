@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED
+from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED
 
 COMMANDS = {
     "demo": "train a small model with and without converters, and compare",
@@ -55,10 +56,26 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         # Imported only now: the doctor must run where torch does not load.
-        return importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
+        code = importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print(f"torchtitan-npu {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        return EXIT_OUTPUT_CLOSED
+
+
+def _output_is_closed() -> bool:
+    """Return whether the reader of the output has ended, such as ``head``. The rest of the output is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return True
+    return False
 
 
 if __name__ == "__main__":

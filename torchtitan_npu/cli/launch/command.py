@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -60,11 +61,12 @@ def build_parser() -> OneLineParser:
 
 def main(argv: list[str]) -> int:
     """Launch the job with the arguments ``argv`` and return the exit code."""
-    if argv[:1] in (["-h"], ["--help"]):
+    if "-h" in argv or "--help" in argv:
         build_parser().parse_args(["--help"])
     for number in SIGNALS:  # until torchrun installs its own handlers
         signal.signal(number, interrupt)
     try:
+        check_arguments(argv)
         options = read_options(os.environ)
         folder = prepare_logs(options)
         try:
@@ -82,6 +84,17 @@ def main(argv: list[str]) -> int:
         (number,) = ended.args
         print(f"launch: ended by {number.name}", file=sys.stderr)
         return 128 + number
+
+
+def check_arguments(argv: list[str]) -> None:
+    """Raise :class:`UsageError` for an option that is no key of a job: torchrun would take it for its own."""
+    for argument in argv:
+        option = argument.partition("=")[0]
+        if re.match("--?[a-z]", option) and "." not in option:
+            raise UsageError(
+                f"{option}: arguments are keys of the job, --section.key value; ranks and nodes are environment "
+                "variables: NPROC=8 torchtitan-npu launch ... (docs/how-to/launch.md)"
+            )
 
 
 def interrupt(number: int, _: FrameType | None) -> NoReturn:
