@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.distributed import ParallelDims
@@ -50,6 +51,23 @@ def test_the_triton_kernel_replaces_adamw() -> None:
     assert type(container) is OptimizersContainer
     (optimizer,) = container
     assert type(optimizer) is TritonAdamW and optimizer.param_groups[0]["fused"]
+
+
+class OtherContainer(OptimizersContainer):
+    """A container of a user's model, which :class:`SwappableOptimizers` does not replace."""
+
+
+@pytest.mark.parametrize("cls", [OptimizersContainer, OtherContainer])
+def test_another_optimizer_with_the_triton_kernel_is_an_error(cls: type[OptimizersContainer]) -> None:
+    """It would not be clipped."""
+
+    def build(parts: list[nn.Module], config: Optimizer) -> OptimizersContainer:
+        if cls is OptimizersContainer:
+            return OptimizersContainer(parts, torch.optim.SGD, {})
+        return OtherContainer(parts, torch.optim.AdamW, {})
+
+    with pytest.raises(UsageError, match=r"optimizer\.triton must be false: .* makes a (SGD|AdamW)"):
+        SwappableOptimizers(build)([nn.Linear(3, 3)], Optimizer(triton=True))  # type: ignore[arg-type]
 
 
 def test_the_triton_kernel_on_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

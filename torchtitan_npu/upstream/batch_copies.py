@@ -28,7 +28,10 @@ class HostTensor(Tensor):
 
 
 def without_waiting(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield ``batches``, whose tensors ``Trainer.train_step`` then copies to ``device`` without waiting for it."""
+    """Yield ``batches``, whose tensors ``Trainer.train_step`` then copies to ``device`` without waiting for it.
+
+    Other tensors than plain ones in host memory, which a user's data loader may return, are copied as before.
+    """
     for inputs, labels in batches:
         if device.type == "cpu":
             yield inputs, labels
@@ -37,4 +40,6 @@ def without_waiting(batches: Iterator[Batch], device: torch.device) -> Iterator[
 
 
 def _on_host(value: Any) -> Any:
-    return value.as_subclass(HostTensor) if isinstance(value, Tensor) else value
+    """Return ``value``, as a :class:`HostTensor` if it is a plain tensor in host memory: others cannot be pinned."""
+    is_plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
+    return value.as_subclass(HostTensor) if is_plain else value

@@ -15,6 +15,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.upstream.hooks import with_optimizers_container
 from torchtitan_npu.upstream.rebind import refers_to
 
@@ -33,17 +34,30 @@ class SwappableOptimizers:
         self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
     ) -> OptimizersContainer:
         build = with_swap_if_enabled(self.build_optimizers, model_parts, optimizer_config, self.dry_run)
-        if getattr(optimizer_config, "triton", False):  # TorchTitan's own entry has a config without it
-            build = with_optimizers_container(build, triton_container)
-        return build(model_parts, optimizer_config, *args, **kwargs)
+        if not getattr(optimizer_config, "triton", False):  # TorchTitan's own entry has a config without it
+            return build(model_parts, optimizer_config, *args, **kwargs)
+        container = with_optimizers_container(build, triton_container)(model_parts, optimizer_config, *args, **kwargs)
+        check_triton(container)
+        return container
 
 
 def triton_container(
     model_parts: list[nn.Module], optimizer_cls: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]
 ) -> OptimizersContainer:
     """Return TorchTitan's container with :class:`TritonAdamW` in place of AdamW."""
-    assert optimizer_cls is torch.optim.AdamW
-    return OptimizersContainer(model_parts, TritonAdamW, optimizer_kwargs)
+    return OptimizersContainer(
+        model_parts, TritonAdamW if optimizer_cls is torch.optim.AdamW else optimizer_cls, optimizer_kwargs
+    )
+
+
+def check_triton(container: OptimizersContainer) -> None:
+    """Raise if a model's own builder made another optimizer, which would not clip the gradients."""
+    for optimizer in container:
+        if not isinstance(optimizer, TritonAdamW):
+            raise UsageError(
+                f"optimizer.triton must be false: the train spec's build_optimizers_fn makes a "
+                f"{type(optimizer).__name__}, and the kernel is for torch.optim.AdamW"
+            )
 
 
 def with_swap_if_enabled(
