@@ -109,12 +109,14 @@ def listed(what: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {name: text.strip() for name, _, text in (line.partition(" ") for line in lines)}
 
 
-def test_a_closed_output_is_no_traceback() -> None:
-    """As with ``| head``."""
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_closed_output_is_no_traceback(buffered: bool) -> None:
+    """As with ``| head``: a print fails, or the last flush."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "torchtitan_npu.cli.main", "list", "configs"]
-    ran = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 
 from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED
@@ -63,19 +64,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"torchtitan-npu {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if not _output_is_closed():
+        if not _output_is_closed():  # another pipe of the command
             raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end
         return EXIT_OUTPUT_CLOSED
 
 
 def _output_is_closed() -> bool:
-    """Return whether the reader of the output has ended, such as ``head``. The rest of the output is then dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
-        return True
-    return False
+    """Return whether the reader of the output has ended, such as ``head``."""
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poller.poll(0))
 
 
 if __name__ == "__main__":
