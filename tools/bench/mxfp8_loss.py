@@ -40,10 +40,6 @@ COMMON = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
 NOT_QUANTIZED = ["output", "router.gate", "indexer"]
 
 
-def without(*names: str) -> list[str]:
-    return ["--mxfp8.filter_fqns", ",".join([*NOT_QUANTIZED, *names])]
-
-
 EXPERTS = {"without experts": ["--mxfp8.no-experts"], "only experts": ["--mxfp8.no-linear"]}
 RECIPES = {
     "mxfp8_floor": ["--mxfp8.recipe_name", "mxfp8_floor"],
@@ -54,20 +50,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         "config": "deepseek_v32_671b_4layers_4k.toml",
         "converters": [*COMMON, "npu_dsa"],
-        "variants": {
-            "without attention": without("attention"),
-            "without shared experts": without("shared_experts"),
-            "without the dense layer": without("feed_forward"),
-            **EXPERTS,
-            **RECIPES,
-        },
+        "linear": {"attention": "attention", "shared experts": "shared_experts", "the dense layer": "feed_forward"},
     },
     "qwen3": {
         "config": "qwen3_30b_a3b.toml",
         "converters": [*COMMON, "npu_attention"],
-        "variants": {"without attention": without("attention"), **EXPERTS, **RECIPES},
+        "linear": {"attention": "attention"},
     },
 }
+"""``linear``: groups of linear layers, and the part of their names."""
+
+
+def filtered(*names: str) -> list[str]:
+    """Return the option not to quantize modules whose name contains one of ``names``."""
+    return ["--mxfp8.filter_fqns", ",".join(names)]
+
+
+def leave_one_out(model: str) -> dict[str, list[str]]:
+    """Return the options of the rows in which one group of modules, or all but the experts, stay in bfloat16."""
+    linear = {f"without {group}": filtered(*NOT_QUANTIZED, part) for group, part in MODELS[model]["linear"].items()}
+    return linear | EXPERTS
+
+
+def variants(model: str) -> dict[str, list[str]]:
+    return leave_one_out(model) | RECIPES
 
 
 def cut_models(tiny: bool) -> None:
@@ -84,11 +90,8 @@ def cut_models(tiny: bool) -> None:
     qwen3_args["30B-A3B"] = replace(qwen3, n_layers=4, moe_args=experts, **vocabulary)
 
 
-def train(model: str, quantized: bool, seed: int, options: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Train in this process. Return the loss of each step, the peak of memory and the time."""
-    import torch
-
-    import torchtitan_npu.trainer as trainer_module
+def job_config(model: str, quantized: bool, options: list[str], args: argparse.Namespace, folder: str) -> Any:
+    """Return the job of a row. Its only files are in ``folder``."""
     from torchtitan_npu.config.parser import JobConfigManager
 
     names = MODELS[model]["converters"] + (["npu_mxfp8"] if quantized else [])
@@ -96,13 +99,32 @@ def train(model: str, quantized: bool, seed: int, options: list[str], args: argp
     arguments += ["--model.converters", ",".join(names), "--training.seq_len", str(args.seq_len)]
     arguments += ["--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(args.batch)]
     arguments += ["--lr_scheduler.warmup_steps", "20", "--training.steps", str(args.steps), "--metrics.log_freq", "1"]
-    arguments += ["--activation_checkpoint.mode", "none", "--debug.seed", str(seed), *options]
+    arguments += ["--activation_checkpoint.mode", "none", *options]
+    config = JobConfigManager().parse_args(arguments)
+    config.job.dump_folder, config.checkpoint.enable = folder, False
+    config.metrics.enable_tensorboard = False
+    return config
+
+
+def free_memory() -> None:
+    """Free the memory of a Trainer to which there are no references. It has reference cycles."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def train(model: str, quantized: bool, seed: int, options: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process. Return the loss of each step, the peak of memory and the time."""
+    import torch
+
+    import torchtitan_npu.trainer as trainer_module
+
     losses: list[float] = []
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
-        config = JobConfigManager().parse_args(arguments)
-        config.job.dump_folder, config.checkpoint.enable = folder, False
-        config.metrics.enable_tensorboard = False
+        config = job_config(model, quantized, ["--debug.seed", str(seed), *options], args, folder)
         trainer = trainer_module.Trainer(config)
         trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
         batches = trainer.batch_generator(trainer.dataloader)
@@ -116,9 +138,7 @@ def train(model: str, quantized: bool, seed: int, options: list[str], args: argp
         memory = torch.cuda.max_memory_allocated() if on_gpu else 0
         trainer.close()
     del trainer, batches
-    gc.collect()  # a Trainer has reference cycles
-    if on_gpu:
-        torch.cuda.empty_cache()
+    free_memory()
     return {"losses": losses, "memory": memory, "seconds": seconds}
 
 
@@ -127,7 +147,7 @@ def rows_of(model: str) -> list[tuple[str, int, bool, list[str]]]:
     both: list[tuple[str, int, bool, list[str]]] = [
         (name, seed, name == "mxfp8", []) for seed in SEEDS for name in ("bf16", "mxfp8")
     ]
-    return [*both, *((name, SEEDS[0], True, options) for name, options in MODELS[model]["variants"].items())]
+    return [*both, *((name, SEEDS[0], True, options) for name, options in variants(model).items())]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -156,7 +176,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     text += ["", "| model | variant | loss | difference to bfloat16 | GiB |", "|---|---|---|---|---|"]
     for model in MODELS:
         plain = found.get((model, "bf16", SEEDS[0]))
-        for name in ("mxfp8", *MODELS[model]["variants"]):
+        for name in ("mxfp8", *variants(model)):
             row = found.get((model, name, SEEDS[0]))
             if plain is not None and row is not None:
                 difference = 100 * (_loss(row) / _loss(plain) - 1)

@@ -1,0 +1,317 @@
+#!/usr/bin/env python
+"""Errors of gradients in MXFP8 against float32: which modules and recipes cost accuracy.
+
+    python tools/bench/mxfp8_gradients.py --json FILE [--only deepseek_v32 qwen3] [--steps 100] [--batches 4] [--tiny]
+    python tools/bench/mxfp8_gradients.py --table FILE
+
+Losses of single runs differ by more than MXFP8 costs (``mxfp8_loss.py``). Gradients of the same weights and batches do
+not: on a CPU the rows are bit-identical if they are repeated.
+
+The models are those of ``mxfp8_loss.py``; ``--tiny`` has debug models, for a CPU. They are measured with their initial
+weights and after ``--steps`` of training in bfloat16, on batches that follow the training's. Each row has the gradients
+of the same ``--batches``, without an update. All rows replay the experts and keys that the float32 run has selected, so
+that errors are those of arithmetic, and count the choices that they would have flipped. The rows "own choices" do not.
+
+The file is written after each row, and a repeated call continues with the missing rows. It reads the trained weights
+from FILE's name with the model's name and ``.pt``. The host holds the float32 gradients of all batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import machine, rank_environment
+from mxfp8_loss import (
+    EXPERTS,
+    MODELS,
+    NOT_QUANTIZED,
+    RECIPES,
+    cut_models,
+    filtered,
+    free_memory,
+    job_config,
+    leave_one_out,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS = ("initial", "trained")
+FLOAT32 = ["--training.mixed_precision_param", "float32"]
+UNFILTERED = {"deepseek_v32": ("output",), "qwen3": ("output", "router.gate")}
+"""Parts of the default filter that are quantized without it. An indexer never is, nor a router of 8 experts."""
+OWN_CHOICES = ", own choices"
+INDEXER = "indexer"
+
+Gradients = dict[str, "Tensor"]
+
+
+def rows_of(model: str) -> dict[str, tuple[bool, list[str]]]:
+    """Return by name whether a row uses MXFP8, and its options."""
+    linear: dict[str, str] = MODELS[model]["linear"]
+    rows: dict[str, list[str]] = {"mxfp8": []}
+    for group in linear:
+        others = [part for other, part in linear.items() if other != group]
+        rows[f"only {group}"] = ["--mxfp8.no-experts", *filtered(*NOT_QUANTIZED, *others)]
+    # of two groups, one without the other is the other
+    rows |= leave_one_out(model) if len(linear) > 1 else {"only experts": EXPERTS["only experts"]}
+    rows |= RECIPES
+    for part in UNFILTERED[model]:
+        rows[f"also {part}"] = filtered(*(other for other in NOT_QUANTIZED if other != part))
+    rows[f"mxfp8{OWN_CHOICES}"] = []
+    plain: dict[str, tuple[bool, list[str]]] = {"bf16": (False, []), f"bf16{OWN_CHOICES}": (False, [])}
+    return plain | {name: (True, options) for name, options in rows.items()}
+
+
+def parameter_group(model: str, name: str) -> str:
+    """Return the group of a parameter by its name."""
+    parts = {INDEXER: "indexer", "router": "router", **MODELS[model]["linear"], "experts": "experts"}
+    return next((group for group, part in parts.items() if f".{part}." in name), "embedding, output and norms")
+
+
+def train_weights(model: str, args: argparse.Namespace) -> dict[str, Tensor]:
+    """Train in bfloat16. Return the weights and buffers."""
+    from torchtitan_npu.trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(job_config(model, False, ["--debug.seed", "0"], args, folder))
+        batches = trainer.batch_generator(trainer.dataloader)
+        for step in range(1, args.steps + 1):
+            trainer.step = step
+            trainer.train_step(batches)
+        trainer.close()
+    state = {name: tensor.cpu() for name, tensor in trainer.model_parts[0].state_dict().items()}
+    del trainer, batches
+    free_memory()
+    return state
+
+
+def run(
+    model: str,
+    quantized: bool,
+    options: list[str],
+    weights: dict[str, Tensor] | None,
+    args: argparse.Namespace,
+    visit: Callable[[Gradients], None],
+) -> dict[str, Any]:
+    """Compute the gradients of each batch and pass them to ``visit``. Return the losses and the flipped choices.
+
+    Without ``weights``, the model has its initial ones.
+    """
+    from torchtitan.components.loss import IGNORE_INDEX
+
+    from torchtitan_npu.components.replay.replayer import Replayer
+    from torchtitan_npu.trainer import Trainer
+
+    losses: list[float] = []
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--debug.seed", "0", "--training.steps", str(args.batches), *options]
+        trainer = Trainer(job_config(model, quantized, options, args, folder))
+        part = trainer.model_parts[0]
+        if weights is not None:
+            part.load_state_dict(weights)
+        batches = trainer.batch_generator(trainer.dataloader)
+        for _ in range(args.steps):
+            next(batches)
+        for step in range(1, args.batches + 1):
+            inputs, labels = next(batches)
+            inputs, labels = {name: x.to(trainer.device) for name, x in inputs.items()}, labels.to(trainer.device)
+            trainer.step = step
+            trainer.optimizers.zero_grad()
+            if trainer.replay:
+                trainer.replay.start_step(step)
+            loss = trainer.forward_backward_step(
+                input_dict=inputs, labels=labels, global_valid_tokens=(labels != IGNORE_INDEX).sum().float()
+            )
+            if trainer.replay:
+                trainer.replay.end_step()
+            losses.append(loss.item())
+            visit({name: x.grad for name, x in part.named_parameters() if x.grad is not None})
+        choices = trainer.replay.metrics() if isinstance(trainer.replay, Replayer) else {}
+        trainer.close()
+    del trainer, part, batches
+    free_memory()
+    flips = {name.removeprefix("replay/"): number for name, number in choices.items() if "layer" not in name}
+    return {"losses": losses, "choices": flips, "seconds": time.perf_counter() - start}
+
+
+def squares(model: str, gradients: Gradients, minus: Gradients | None = None) -> dict[str, float]:
+    """Return the sum of squares of ``gradients``, or of their differences, by group of parameters."""
+    sums: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        values = gradient.double() if minus is None else gradient.double() - minus[name].to(gradient.device)
+        group = parameter_group(model, name)
+        sums[group] = sums.get(group, 0.0) + values.square().sum().item()
+    return sums
+
+
+class Reference:
+    """The float32 run of a model: its gradients, and its choices in ``folder``."""
+
+    def __init__(self, model: str, weights: dict[str, Tensor] | None, args: argparse.Namespace, folder: str) -> None:
+        self.model, self.weights, self.args = model, weights, args
+        self.folder = f"{folder}/choices"
+        self.gradients: list[Gradients] = []
+        self.result = run(model, False, [*FLOAT32, "--replay.record", self.folder], weights, args, self._keep)
+        self.squares = [squares(model, gradients) for gradients in self.gradients]
+
+    def _keep(self, gradients: Gradients) -> None:
+        self.gradients.append({name: gradient.cpu().clone() for name, gradient in gradients.items()})
+
+    def row(self) -> dict[str, Any]:
+        return self.result | {"squares": self.squares}
+
+    def compare(self, quantized: bool, options: list[str], replay: bool = True) -> dict[str, Any]:
+        """Run a variant on the same batches. Return its row, with the squared error of each group of parameters."""
+        errors: list[dict[str, float]] = []
+
+        def visit(gradients: Gradients) -> None:
+            expected = self.gradients[len(errors)]
+            if gradients.keys() != expected.keys():
+                raise RuntimeError(f"gradients of other parameters: {sorted(gradients.keys() ^ expected.keys())}")
+            errors.append(squares(self.model, gradients, expected))
+
+        choices = ["--replay.replay", self.folder] if replay else []
+        return run(self.model, quantized, [*options, *choices], self.weights, self.args, visit) | {"squares": errors}
+
+
+def relative_errors(row: dict[str, Any], reference: dict[str, Any], group: str = "") -> list[float]:
+    """Return the relative error of the gradient of each batch.
+
+    It is that of a ``group`` of parameters, or of all but the indexers, which have a loss of their own.
+    """
+
+    def total(sums: dict[str, float]) -> float:
+        return sum(value for name, value in sums.items() if (name == group if group else name != INDEXER))
+
+    pairs = zip(row["squares"], reference["squares"], strict=True)
+    return [math.sqrt(total(ours) / total(theirs)) for ours, theirs in pairs]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return Markdown tables of each model: the errors of its rows, and errors by group of parameters."""
+    text: list[str] = []
+    for model in MODELS:
+        measured: dict[str, dict[str, Any]] = {weights: {} for weights in WEIGHTS}
+        for row in rows:
+            if row["model"] == model:
+                measured[row["weights"]][row["variant"]] = row
+        if all(of_weights.keys() >= {"float32", "bf16", "mxfp8"} for of_weights in measured.values()):
+            text += [*errors_of_rows(model, measured), "", *errors_by_group(model, measured), ""]
+    return "\n".join(text)
+
+
+def errors_of_rows(model: str, measured: dict[str, dict[str, Any]]) -> list[str]:
+    text = [f"| {model} | initial weights | share | trained weights | share | loss | flipped experts | flipped keys |"]
+    text += ["|---|---|---|---|---|---|---|---|"]
+    for name in rows_of(model):
+        if not all(name in of_weights for of_weights in measured.values()):
+            continue
+        cells = [name]
+        for of_weights in measured.values():
+            error, low, high = (
+                relative_errors(of_weights[row], of_weights["float32"]) for row in (name, "bf16", "mxfp8")
+            )
+            shares = [(a**2 - b**2) / (c**2 - b**2) for a, b, c in zip(error, low, high, strict=True)]
+            cells += [mean_and_spread(error, ".2f"), f"{100 * statistics.mean(shares):.0f} %"]
+        row, reference = measured["trained"][name], measured["trained"]["float32"]
+        cells += [mean_and_spread([a / b - 1 for a, b in zip(row["losses"], reference["losses"], strict=True)], "+.3f")]
+        for kind in ("experts", "keys"):
+            choices = row["choices"]
+            cells += [f"{100 * choices[f'flipped_{kind}'] / choices[kind]:.2f} %" if kind in choices else ""]
+        text.append(f"| {' | '.join(cells)} |")
+    return text
+
+
+def errors_by_group(model: str, measured: dict[str, dict[str, Any]]) -> list[str]:
+    groups = list(measured["trained"]["float32"]["squares"][0])
+    text = [f"| {model}, trained weights | {' | '.join(groups)} |", "|---" * (len(groups) + 1) + "|"]
+    for name, row in measured["trained"].items():
+        if name in ("bf16", "mxfp8", *RECIPES):
+            errors = (relative_errors(row, measured["trained"]["float32"], group) for group in groups)
+            text.append(f"| {name} | {' | '.join(f'{100 * statistics.mean(error):.2f} %' for error in errors)} |")
+    return text
+
+
+def mean_and_spread(values: list[float], form: str) -> str:
+    """Return mean and standard deviation in percent."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{100 * statistics.mean(values):{form}} ± {100 * spread:{form.lstrip('+')}} %"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a batch")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the tables of a file, and compute nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())["rows"]))
+        return 0
+    if args.json is None:
+        parser.error("--json is needed")
+    os.environ.update(rank_environment())
+    import torch
+
+    from torchtitan_npu import platform
+
+    platform.prepare()
+    cut_models(args.tiny)
+    options = {key: getattr(args, key) for key in ("steps", "batches", "seq_len", "batch", "tiny")}
+    stored: dict[str, Any] = (
+        json.loads(args.json.read_text()) if args.json.exists() else {"options": options, "rows": []}
+    )
+    if stored["options"] != options:
+        parser.error(f"{args.json} has rows with other options: {stored['options']}")
+    stored |= {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "torch": torch.__version__}
+    rows = stored["rows"]
+
+    def add(model: str, weights: str, name: str, row: dict[str, Any]) -> None:
+        rows.append({"model": model, "weights": weights, "variant": name, **row})
+        args.json.write_text(json.dumps(stored, indent=1) + "\n")
+        print(f"{model:13} {weights:8} {name:28} {row['seconds']:.0f} s", flush=True)
+
+    for model in args.only:
+        file = args.json.with_suffix(f".{model}.pt")
+        for weights in WEIGHTS:
+            done = {row["variant"] for row in rows if (row["model"], row["weights"]) == (model, weights)}
+            missing = {name: row for name, row in rows_of(model).items() if name not in done}
+            if not missing:
+                continue
+            state = None
+            if weights == "trained":
+                if not file.exists():
+                    if done:
+                        parser.error(f"{args.json} has rows of trained weights, but {file} does not exist")
+                    torch.save(train_weights(model, args), file)
+                state = torch.load(file, mmap=True)
+            with tempfile.TemporaryDirectory() as folder:
+                reference = Reference(model, state, args, folder)
+                if "float32" not in done:
+                    add(model, weights, "float32", reference.row())
+                for name, (quantized, chosen) in missing.items():
+                    add(model, weights, name, reference.compare(quantized, chosen, OWN_CHOICES not in name))
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
