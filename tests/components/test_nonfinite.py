@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ MODULES = {"llama3": MODULE, "deepseek_v3": "layers.1.attention.wo"}
 def plant(trainer: Any, fault: str, steps: set[int], module: str = MODULE) -> None:
     """Let the last rank that has ``module`` compute nan in ``steps``: in its output, its gradient, or once only."""
     found = [m for part in trainer.model_parts for name, m in part.named_modules() if plain_name(name) == module]
-    if not found or os.environ["RANK"] != "1":
+    if not found or os.environ["RANK"] != str(int(os.environ["WORLD_SIZE"]) - 1):
         return
 
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -253,3 +254,27 @@ def test_skipped_steps_are_counted_and_leave_no_trace(tmp_path: Path) -> None:
     assert f"The last checkpoint before step 4 is {checkpoints / 'step-3'}:" in report  # the first of two in a row
     assert {path.parent.name for path in checkpoints.glob("*/keep")} == {"step-1", "step-3"}
     assert run_on_ranks(2, skip_after_a_restart, tmp_path) == [[3], [3]]  # step 4 and its count are in a checkpoint
+
+
+def skip_the_first_step(folder: Path, swap: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of the steps up to 3, from the newest checkpoint on, and the weights."""
+    options = {"training.skip_nonfinite_steps": True, "training.max_nonfinite_steps": 2, "training.steps": 10}
+    options |= {"checkpoint.enable": True, "checkpoint.interval": 1, "job.dump_folder": str(folder)}
+    with recording((swapping_config if swap else job_config)("llama3", {}, options)) as (trainer, record):
+        plant(trainer, "forward", {1})
+        if trainer.step == 0:
+            train_until(trainer, 1)
+            counts = [state["step"] for optimizer in trainer.optimizers for state in optimizer.state.values()]
+            assert counts and not any(counts)
+        train_until(trainer, 3)
+        return record.losses[-2:], state(trainer.model_parts)
+
+
+@pytest.mark.parametrize("swap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_job_resumes_before_its_first_update(swap: bool, tmp_path: Path) -> None:
+    ((losses, weights),) = run_on_ranks(1, skip_the_first_step, tmp_path, swap, process_group=False)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
+    ((resumed, after),) = run_on_ranks(1, skip_the_first_step, tmp_path, swap, process_group=False)
+    assert len(losses) == 2 and resumed == losses
+    assert all(torch.equal(weights[name], after[name]) for name in weights)

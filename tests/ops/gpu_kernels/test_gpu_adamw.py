@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torchtitan.components.optimizer import OptimizersContainer
 
 from tests._helpers.error_budget import assert_within, rounding_budget
+from torchtitan_npu.components.nonfinite.checked_steps import create_states
 from torchtitan_npu.components.triton_adamw import triton as kernels
 from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW, clip_in_step
 from torchtitan_npu.errors import UsageError
@@ -123,3 +125,17 @@ def test_clipping_in_the_update_is_that_of_torch(device: str, max_norm: float) -
             b.grad = gradient.clone()
     for a, b in zip(ours, torchs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_factor_of_a_skipped_step_has_no_effect(device: str) -> None:
+    """A checkpoint after a first step that was skipped creates the states, by an update with gradients of zero."""
+    model = nn.Linear(3, 2, device=device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizers = OptimizersContainer([model], TritonAdamW, {"lr": 1e-2, "fused": True})
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    clip_in_step(optimizers, 1.0, torch.tensor(float("nan"), device=device))
+    create_states(optimizers)
+    assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before, strict=True))
+    for state in optimizers.optimizers[0].state.values():
+        assert state["step"] == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any()

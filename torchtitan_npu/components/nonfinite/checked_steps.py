@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import MODEL
+from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_npu.components.expert_balance import reset_token_counts
 from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
@@ -105,6 +106,7 @@ class CheckedSteps:
             log_on_first_rank(self._checkpoint(step), logging.WARNING)
         trainer.metrics_processor.logger.log({"nonfinite_steps": self.skipped}, step)
         reset_token_counts(trainer.model_parts)
+        create_states(trainer.optimizers)
         trainer.lr_schedulers.step()  # the learning rate stays that of the step
 
     def _stop(self, found: NonfiniteStep) -> None:
@@ -192,6 +194,18 @@ class CheckedSteps:
             failed, (cause, _) = next(iter(error.failures.items()))
             return f"The batch is in {folder}; the weights could not be saved: rank {failed}: {cause}"
         return f"The weights, and the batch and random states of each rank, are in {folder}."
+
+
+def create_states(optimizers: OptimizersContainer) -> None:
+    """Create optimizer states of zero before the first update: no job can resume from a checkpoint without them."""
+    optimizers.zero_grad()
+    if any(optimizer.state for optimizer in optimizers):
+        return
+    states = optimizers.state_dict()  # torch creates them by an update that changes no weight, and counts it
+    for name, value in states.items():
+        if name.endswith(".step"):
+            value.zero_()
+    optimizers.load_state_dict(states)
 
 
 def _eager_mode(compiles: bool) -> AbstractContextManager[Any]:

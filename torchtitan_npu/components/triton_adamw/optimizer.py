@@ -48,6 +48,10 @@ class TritonAdamW(torch.optim.AdamW):
         self.gradient_factor = None
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.gradient_factor = None  # of gradients that no step has used, because they were not finite
+
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of ``parameter``, which begins as torch's fused AdamW begins it."""
         state = self.state[parameter]
