@@ -14,6 +14,7 @@ from torch import nn
 
 from tests._helpers import device_graph_training, layouts
 from tests._helpers.device_graph_training import GRAPHS, OPTIONS, V32, WIDE, converted
+from tests._helpers.layouts import add_flavor
 from tests._helpers.multirank import RankError, run_on_ranks
 from torchtitan_npu import platform
 from torchtitan_npu.compile.device_graphs import Arguments, DeviceGraphs
@@ -21,6 +22,7 @@ from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.rotary.tables import RotaryTables
 
+SHARED = "shared_indexer"
 DETERMINISTIC = {"debug.deterministic": True, "debug.deterministic_warn_only": True}
 
 
@@ -57,6 +59,20 @@ def refusal(options: dict[str, Any], model: str = "llama3", ranks: int = 1) -> s
 )
 def test_a_job_that_cannot_be_captured_is_refused(options: dict[str, Any], ranks: int, reason: str) -> None:
     assert refusal(options, ranks=ranks).startswith(f"npu.device_graphs cannot be combined with {reason}")
+
+
+@pytest.mark.usefixtures("_for_gpu")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dsa.document_mask": True}, "dsa.document_mask = true"),
+        ({"mtp.layers": 1}, "mtp.layers = 1"),
+        ({"model.flavor": SHARED}, f"model.flavor '{SHARED}': its layers pass selected keys"),
+    ],
+)
+def test_layers_with_several_results_are_refused(options: dict[str, Any], reason: str) -> None:
+    add_flavor(V32, SHARED, {"n_layers": 2, "index_topk_pattern": "FS"})
+    assert refusal(options, V32).startswith(f"npu.device_graphs cannot be combined with {reason}")
 
 
 def test_experts_of_titan_are_refused_on_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:

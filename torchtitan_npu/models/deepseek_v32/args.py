@@ -15,7 +15,7 @@ from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options
 from torchtitan_npu.config.model import JobChecks
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32.checks import check_parallelism
+from torchtitan_npu.models.deepseek_v32.checks import check_device_graphs, check_parallelism
 
 INDEX = ("index_q", "index_k", "index_weights")
 """What an indexer computes, in the order of the arguments of ``SparseAttention.forward``."""
@@ -31,7 +31,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     config_sections: ClassVar[tuple[str, ...]] = ("dsa", "mtp")
     """Sections of the job's config that apply to this model."""
 
-    job_checks: ClassVar[JobChecks] = (check_parallelism,)
+    job_checks: ClassVar[JobChecks] = (check_parallelism, check_device_graphs)
     """Called before the start with these arguments and the job's config."""
 
     norm_eps: float = 1e-6
