@@ -14,6 +14,7 @@ from tests._helpers.hugging_face_pairs import EXPORTED, exported
 from torchtitan_npu.cli.evaluate.command import main
 from torchtitan_npu.cli.evaluate.scoring import windows
 from torchtitan_npu.config.shipped_files import shipped
+from torchtitan_npu.errors import UsageError
 
 TEXT = "To be, or not to be, that is the question.\nWhether 'tis nobler in the mind to suffer the slings and arrows."
 SEQ_LEN = 16
@@ -135,12 +136,18 @@ def test_the_harness_interface(checkpoint: Path) -> None:
     expected = [log_probabilities(checkpoint, whole)[len(context) - 1 :].sum().item()]
     expected.append(log_probabilities(checkpoint, tokens_of("that is")).sum().item())  # after the bos token
     assert [total for total, _ in scored[:2]] == pytest.approx(expected, abs=10 * LOGITS)
-    rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT,)))
-    parts = [log_probabilities(checkpoint, a + b).sum().item() for a, b in windows(tokens_of(TEXT), SEQ_LEN)]
-    assert rolling == pytest.approx([sum(parts)], abs=100 * LOGITS)
+    texts = (TEXT, "that is", TEXT[:200])  # of several windows, of one, and of some whose last is padded
+    rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in texts)))
+    expected = [
+        sum(log_probabilities(checkpoint, a + b).sum().item() for a, b in windows(tokens_of(text), SEQ_LEN))
+        for text in texts
+    ]
+    assert rolling == pytest.approx(expected, abs=100 * LOGITS)
     options = {"until": ["\n\n"], "max_gen_toks": 4}
     text = harness.generate_until(requests("generate_until", ("To be", options)))
     assert text == [model.tokenizer.decode(generate(model, [context], Sampling(4)).tokens[0])]
+    with pytest.raises(UsageError, match="max_gen_toks"):
+        harness.generate_until(requests("generate_until", ("To be", {"max_gen_toks": SEQ_LEN})))
 
 
 @pytest.mark.parametrize(

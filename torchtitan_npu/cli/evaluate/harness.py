@@ -64,6 +64,11 @@ class HarnessModel(TemplateLM):
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         new = options.get("max_gen_toks", MAX_NEW_TOKENS)
+        if new >= self.model.longest:
+            raise UsageError(
+                f"a task generates {new} tokens (max_gen_toks): training.seq_len is {self.model.longest}, and must be "
+                "larger; choose it with --training.seq_len"
+            )
         temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
         # a prompt that is too long loses its beginning, as in the harness's own models
         prompt = self.tok_encode(context)[new - self.model.longest :]
