@@ -92,6 +92,7 @@ class SmallJob:
             self.loader.position += 1
             inputs = torch.full((1, 3), float(self.loader.position))
             self.model(inputs).square().sum().backward()
+            self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.schedulers.step()
             self.optimizers.zero_grad()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
 from torchtitan_npu import platform
 from torchtitan_npu.components.replay.record_files import write_header
 from torchtitan_npu.config import preflight
+from torchtitan_npu.config.checkpoint import check_checkpoint
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import check_job, check_start
+from torchtitan_npu.config.preflight import JobContext, check_job, check_start
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 
@@ -538,3 +541,17 @@ def test_older_torch_sends_no_indices_between_stages(monkeypatch: pytest.MonkeyP
         check_job(job(**fields), world_size=2)
     parts = [["tok_embeddings", *(f"layers.{n}" for n in range(4))], ["layers.4", "layers.5", "norm", "output"]]
     check_job(job(**fields, parallelism__module_fqns_per_model_part=parts), world_size=2)
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("2.9.1", True), ("2.12.0", True), ("2.13.0+cu130", False)])
+def test_saves_from_pinned_memory_need_a_torch_that_keeps_the_stager(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = JobConfig()
+    config.checkpoint.enable, config.checkpoint.async_mode = True, "async_with_pinned_mem"
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    refused = pytest.raises(
+        UsageError, match=f"needs torch 2.13: with torch {re.escape(version)} the second save fails"
+    )
+    with platform.job_for("cuda"), refused if is_refused else nullcontext():
+        check_checkpoint(JobContext(config, 1))

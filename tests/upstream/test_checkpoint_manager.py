@@ -10,13 +10,14 @@ import pickle
 import resource
 import shutil
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests._helpers.killed_saves import kill_ranks, kill_saves
 from tests._helpers.multirank import run_on_ranks
@@ -120,6 +121,33 @@ def test_a_resumed_job_continues_exactly(job_folder: Path, tmp_path: Path) -> No
     assert resumed.step == 6
     straight = SmallJob(tmp_path / "straight", checkpoint__enable=False)
     assert resumed.train().values() == straight.train().values()
+
+
+class ThreadStager(DefaultStager):
+    """Stage in a thread as for ``async_with_pinned_mem``, in memory that is not pinned: that needs CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__(StagingOptions(False, True, False, False))
+        self.pool = ThreadPoolExecutor(1)
+
+    def stage(self, state_dict: Any, **kwargs: Any) -> Any:
+        return self.pool.submit(super().stage, state_dict, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="async_with_pinned_mem is refused: torch closes the stager")
+def test_a_save_in_another_process_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    options = {"checkpoint__interval": 2, "checkpoint__async_mode": "async_with_pinned_mem"}
+    job = SmallJob(tmp_path, **options)
+    job.checkpointer.stager = ThreadStager()
+    job.train(stop=6)
+    resumed = SmallJob(tmp_path, checkpoint__interval=2).resume()
+    assert resumed.step == 6
+    straight = SmallJob(tmp_path / "straight", checkpoint__enable=False)
+    assert resumed.train().values() == straight.train().values()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("files", [None, {"model.weight": 1, "model.bias": 2}], ids=["one file", "two files"])
