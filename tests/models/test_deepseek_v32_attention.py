@@ -284,6 +284,8 @@ def test_layouts_that_are_not_supported_are_an_error(key: str, monkeypatch: pyte
     config.model.flavor = "not_absorbed"
     with pytest.raises(UsageError, match=f"parallelism.{key} must be 1 for a flavor with absorb=False"):
         check_job(config, 2)
+    config.dsa.stage = "warmup"  # which never absorbs
+    check_job(config, 2)
 
 
 @pytest.mark.parametrize(

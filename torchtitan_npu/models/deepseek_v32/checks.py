@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def check_parallelism(args: DeepSeekV32ModelArgs, job_config: JobConfig) -> None:
+    warmup = dsa_options(job_config).stage == "warmup"  # args do not have the job's options yet
     for key in ("tensor_parallel_degree", "context_parallel_degree"):
-        if getattr(job_config.parallelism, key) > 1 and not (args.absorb or args.warmup):
+        if getattr(job_config.parallelism, key) > 1 and not (args.absorb or warmup):
             raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")
 
 
