@@ -61,16 +61,18 @@ Gradients = dict[str, "Tensor"]
 def rows_of(model: str) -> dict[str, tuple[bool, list[str]]]:
     """Return by name whether a row uses MXFP8, and its options."""
     linear: dict[str, str] = MODELS[model]["linear"]
-    rows: dict[str, list[str]] = {"mxfp8": []}
+    rows: dict[str, list[str]] = {"mxfp8": [], f"mxfp8{OWN_CHOICES}": []}
     for group in linear:
         others = [part for other, part in linear.items() if other != group]
         rows[f"only {group}"] = ["--mxfp8.no-experts", *filtered(*NOT_QUANTIZED, *others)]
-    # of two groups, one without the other is the other
-    rows |= leave_one_out(model) if len(linear) > 1 else {"only experts": EXPERTS["only experts"]}
+    rows["only experts"] = EXPERTS["only experts"]
+    if len(linear) > 1:  # of two groups, one without the other is the other
+        rows |= leave_one_out(model)
     rows |= RECIPES
     for part in UNFILTERED[model]:
         rows[f"also {part}"] = filtered(*(other for other in NOT_QUANTIZED if other != part))
-    rows[f"mxfp8{OWN_CHOICES}"] = []
+        if part == "router.gate":  # its error matters most where it flips a choice
+            rows[f"also {part}{OWN_CHOICES}"] = rows[f"also {part}"]
     plain: dict[str, tuple[bool, list[str]]] = {"bf16": (False, []), f"bf16{OWN_CHOICES}": (False, [])}
     return plain | {name: (True, options) for name, options in rows.items()}
 

@@ -38,8 +38,6 @@ LAST = 20
 """A row's loss is the mean over this many last steps."""
 COMMON = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
 NOT_QUANTIZED = ["output", "router.gate", "indexer"]
-
-
 EXPERTS = {"without experts": ["--mxfp8.no-experts"], "only experts": ["--mxfp8.no-linear"]}
 RECIPES = {
     "mxfp8_floor": ["--mxfp8.recipe_name", "mxfp8_floor"],
@@ -85,7 +83,9 @@ def cut_models(tiny: bool) -> None:
     vocabulary: dict[str, Any] = {"vocab_size": 2048}
     deepseek = deepseekv32_args["debugmodel" if tiny else "671B_4layers"]
     deepseekv32_args["671B_4layers"] = replace(deepseek, **vocabulary)
-    qwen3 = qwen3_args["debugmodel_moe" if tiny else "30B-A3B"]
+    qwen3 = qwen3_args["30B-A3B"]
+    if tiny:
+        qwen3 = replace(qwen3_args["debugmodel_moe"], n_heads=8, n_kv_heads=4, head_dim=64, moe_inter_dim=256)
     experts = replace(qwen3.moe_args, num_experts=min(32, qwen3.moe_args.num_experts))
     qwen3_args["30B-A3B"] = replace(qwen3, n_layers=4, moe_args=experts, **vocabulary)
 
