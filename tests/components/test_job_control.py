@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import subprocess
@@ -250,6 +252,27 @@ def test_a_usage_error_is_recorded_without_a_stack(start: Start, capsys: pytest.
     assert RankFailure.from_json(store.get("failure")).what.endswith("UsageError: some.key: wrong")
     errors = capsys.readouterr().err
     assert "torchtitan_npu: error: rank 0: some.key: wrong\n" in errors and "Traceback" not in errors
+
+
+def test_nothing_is_logged_after_the_last_line(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread goes on until the process has ended, which takes a while here."""
+    stream, ended = io.StringIO(), []
+
+    def end_thread(code: int) -> None:
+        time.sleep(0.05)
+        ended.append(stream.getvalue())
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", end_thread)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(stream)])
+    monitor = start(HashStore())
+    thread = threading.Thread(target=monitor._end, args=[RankFailure(1, "host", 7, "ended")])
+    thread.start()
+    while not ended:
+        logging.warning("the main thread is busy")
+    thread.join()
+    assert ended[0].splitlines()[-1].startswith("torchtitan_npu: first failure: rank 1")
 
 
 def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:

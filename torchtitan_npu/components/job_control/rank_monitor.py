@@ -15,6 +15,7 @@ failure in their last line and end.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -23,7 +24,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.distributed import DistError, Store
@@ -315,10 +317,11 @@ class RankMonitor:
             self._closing = True
             return
         try:
-            _print_last(first)
             write_error_file(first.report, EXIT_FAILED, first, later=True)
         finally:  # also if the disk is full
-            os._exit(EXIT_FAILED)
+            with _logging_stopped():
+                _print_last(first)
+                os._exit(EXIT_FAILED)
 
     def _kill_if_hanging(self, failure: RankFailure) -> None:
         process = self._processes.get(failure.rank)
@@ -343,6 +346,18 @@ def _beat_key(rank: int) -> str:
 
 def _print_last(failure: RankFailure) -> None:
     details = [f"  {line}" for line in failure.details.splitlines()]
-    print(*details, f"torchtitan_npu: first failure: {failure}", sep="\n", file=sys.stderr)
     sys.stdout.flush()
+    sys.stderr.write("\n".join([*details, f"torchtitan_npu: first failure: {failure}\n"]))
     sys.stderr.flush()
+
+
+@contextmanager
+def _logging_stopped() -> Iterator[None]:
+    """Let no other thread log. The main thread may still run, and its message would follow the last line."""
+    locks = [handler.lock for handler in logging.getLogger().handlers if handler.lock]
+    held = [lock for lock in locks if lock.acquire(timeout=1.0)]  # a thread may block while it writes a message
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
