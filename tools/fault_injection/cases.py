@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -210,7 +211,8 @@ def ends(ranks: EntryRanks, seconds: float = LIMIT_S) -> list[int | None]:
     while None in (codes := ranks.codes()) and time.monotonic() < deadline:
         if codes[0] == 2 and "first failure" not in ranks.log(0):
             for pid in (ranks.pid(rank) for rank, code in enumerate(codes) if code is None):
-                os.kill(pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it has just ended itself
+                    os.kill(pid, signal.SIGTERM)
         time.sleep(0.05)
     return codes
 
