@@ -17,6 +17,7 @@ from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
 import mxfp8_gradients as bench
+from mxfp8_loss import cut_models
 
 MODEL = "deepseek_v32"
 PARTS = ("only attention", "only shared experts", "only the dense layer", "only experts")
@@ -24,7 +25,7 @@ PARTS = ("only attention", "only shared experts", "only the dense layer", "only 
 
 def measure() -> list[dict[str, Any]]:
     """Return rows of a debug model with two layers, some of them twice."""
-    bench.cut_models(tiny=True)
+    cut_models(tiny=True)
     deepseekv32_args["671B_4layers"] = replace(deepseekv32_args["671B_4layers"], n_layers=2)
     args = argparse.Namespace(steps=1, batches=1, seq_len=64, batch=1)
     with tempfile.TemporaryDirectory() as folder:

@@ -135,7 +135,6 @@ class ThreadStager(DefaultStager):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="async_with_pinned_mem is refused: torch closes the stager")
 def test_a_save_in_another_process_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

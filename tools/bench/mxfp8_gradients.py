@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -32,17 +31,16 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import machine, rank_environment
 from mxfp8_loss import (
     EXPERTS,
     MODELS,
     NOT_QUANTIZED,
     RECIPES,
-    cut_models,
     filtered,
     free_memory,
     job_config,
     leave_one_out,
+    prepare,
 )
 
 if TYPE_CHECKING:
@@ -268,22 +266,9 @@ def main() -> int:
     if args.table:
         print(table(json.loads(args.table.read_text())["rows"]))
         return 0
-    if args.json is None:
-        parser.error("--json is needed")
-    os.environ.update(rank_environment())
+    stored = prepare(parser, args, "batches")
     import torch
 
-    from torchtitan_npu import platform
-
-    platform.prepare()
-    cut_models(args.tiny)
-    options = {key: getattr(args, key) for key in ("steps", "batches", "seq_len", "batch", "tiny")}
-    stored: dict[str, Any] = (
-        json.loads(args.json.read_text()) if args.json.exists() else {"options": options, "rows": []}
-    )
-    if stored["options"] != options:
-        parser.error(f"{args.json} has rows with other options: {stored['options']}")
-    stored |= {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "torch": torch.__version__}
     rows = stored["rows"]
 
     def add(model: str, weights: str, name: str, row: dict[str, Any]) -> None:

@@ -189,6 +189,26 @@ def _loss(row: dict[str, Any]) -> float:
     return statistics.mean(row["losses"][-LAST:])
 
 
+def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: str) -> dict[str, Any]:
+    """Prepare this process and the models. Return what ``--json`` has: the options ``keys`` must be the same."""
+    if args.json is None:
+        parser.error("--json is needed")
+    os.environ.update(rank_environment())
+    import torch
+
+    from torchtitan_npu import platform
+
+    platform.prepare()
+    cut_models(args.tiny)
+    options = {key: getattr(args, key) for key in ("steps", *keys, "seq_len", "batch", "tiny")}
+    stored: dict[str, Any] = (
+        json.loads(args.json.read_text()) if args.json.exists() else {"options": options, "rows": []}
+    )
+    if stored["options"] != options:
+        parser.error(f"{args.json} has rows with other options: {stored['options']}")
+    return stored | {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "torch": torch.__version__}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
@@ -203,22 +223,7 @@ def main() -> int:
     if args.table:
         print(table(json.loads(args.table.read_text())["rows"]))
         return 0
-    if args.json is None:
-        parser.error("--json is needed")
-    os.environ.update(rank_environment())
-    import torch
-
-    from torchtitan_npu import platform
-
-    platform.prepare()
-    cut_models(args.tiny)
-    options = {key: getattr(args, key) for key in ("steps", "seq_len", "batch", "tiny")}
-    stored: dict[str, Any] = (
-        json.loads(args.json.read_text()) if args.json.exists() else {"options": options, "rows": []}
-    )
-    if stored["options"] != options:
-        parser.error(f"{args.json} has rows with other options: {stored['options']}")
-    stored |= {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "torch": torch.__version__}
+    stored = prepare(parser, args)
     rows, begin = stored["rows"], time.monotonic()
     done = {(row["model"], row["variant"], row["seed"]) for row in rows}
     for model in args.only:
