@@ -24,7 +24,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, file_record
-from torchtitan_npu.components.checkpoint.storage import ChecksumFileSystem, PlainDataPlanner
+from torchtitan_npu.components.checkpoint.storage import LARGE, ChecksumFileSystem, PlainDataPlanner
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError, file_error
@@ -192,13 +192,21 @@ def test_a_full_disk_is_one_line_on_every_rank(mode: str, tmp_path: Path) -> Non
     assert "cannot be written: File too large" in first
 
 
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    """Small writes are added in the thread that writes, large ones in another."""
+    files, path = ChecksumFileSystem(), tmp_path / "f"
+    with files.create_stream(path, "wb") as file:
+        torch.save([torch.arange(LARGE // 8 + count) for count in (-1, 0, 1, 3 * LARGE)], file)
+    assert files.records == {"f": file_record(path)}
+
+
 def test_a_disk_that_fills_within_a_tensor_is_the_error_of_the_file_system(tmp_path: Path) -> None:
     """torch.save raises an error about positions in its zip format then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.raises(OSError, match="File too large"), ChecksumFileSystem().create_stream(tmp_path / "f", "wb") as f:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
         try:
-            torch.save(torch.zeros(1 << 16), f)
+            torch.save(torch.zeros(LARGE, dtype=torch.uint8), f)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

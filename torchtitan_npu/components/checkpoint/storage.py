@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,10 @@ def without_zip_checksums() -> Iterator[None]:
         set_crc32_options(before)
 
 
+LARGE = 1 << 18
+"""Bytes from which on a checksum takes longer than to pass it to a thread."""
+
+
 @dataclass
 class ChecksumFileSystem(FileSystem):
     """Compute the size and checksum of each file while it is written."""
@@ -110,8 +115,9 @@ class ChecksumFileSystem(FileSystem):
                 if "w" not in mode:
                     yield stream
                     return
-                with_checksum = ChecksumStream(stream)
-                yield with_checksum
+                with ThreadPoolExecutor(max_workers=1) as thread:
+                    with_checksum = ChecksumStream(stream, thread)
+                    yield with_checksum
         except RuntimeError as error:  # after an error of the stream, such as a full disk, torch.save raises its own
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
@@ -124,15 +130,22 @@ class ChecksumFileSystem(FileSystem):
 
 
 class ChecksumStream:
-    """A binary stream for writing that computes the checksum of its bytes. It cannot seek."""
+    """A binary stream for writing. While it writes, a thread computes the checksum of the bytes. It cannot seek."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.checksum, self.size = stream, new_checksum(), 0
+    def __init__(self, stream: Any, thread: Executor) -> None:
+        self.stream, self.thread, self.checksum, self.size = stream, thread, new_checksum(), 0
         self.flush, self.fileno, self.close = stream.flush, stream.fileno, stream.close
 
     def write(self, data: Any) -> int:
-        self.checksum.update(data)
-        written = self.stream.write(data)
+        if memoryview(data).nbytes < LARGE:
+            self.checksum.update(data)
+            written = self.stream.write(data)
+        else:
+            added = self.thread.submit(self.checksum.update, data)
+            try:
+                written = self.stream.write(data)
+            finally:
+                added.result()  # the memory may be freed after this call
         self.size += written
         return written
 
