@@ -181,13 +181,16 @@ class Scores:
 class Attention:
     """Attention of one document under a dense mask (queries, N2, keys), with its statistics.
 
-    ``rounded`` is the error of the softmax and its gradient if a kernel rounds them before a product.
+    ``rounded`` is the error of the softmax and its gradient if a kernel rounds them before a product, ``added`` that of
+    a row's contributions to its keys if it rounds them before it sums them.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, mask: Tensor, scale: float, u: float, rounded: float = 0.0):
+    def __init__(
+        self, q: Tensor, k: Tensor, mask: Tensor, scale: float, u: float, rounded: float = 0.0, added: float = 0.0
+    ):
         heads = k.shape[1]
         self.q, self.k, self.scale, self.u = q.double().unflatten(1, (heads, -1)), k.double(), scale, u
-        self.rounded = rounded
+        self.rounded, self.added = rounded, added
         self.mask = mask[:, :, None]
         self.any = self.mask.any(-1)
         logits = einsum("qngd,snd->qngs", self.q, self.k) * scale
@@ -225,6 +228,7 @@ class Attention:
         bound = bound * abs(self.scale)
         # given the statistics, the softmax has the errors of its exponential and of their rounding
         relative = 2 * self.relative + (keys + size + 8) * u + self.rounded
+        of_sums = relative + self.added + (rows + 2) * u
 
         def of_query(weight: float) -> Tensor:
             return einsum("qngs,snd->qngd", bound * self.p_error(relative + weight * u), self.k.abs())
@@ -233,11 +237,11 @@ class Attention:
             "query": (einsum("qngs,snd->qngd", ds, self.k).flatten(1, 2), of_query(keys + 2).flatten(1, 2)),
             "key": (
                 einsum("qngs,qngd->snd", ds, self.q),
-                einsum("qngs,qngd->snd", bound * self.p_error(relative + (rows + 2) * u), self.q.abs()),
+                einsum("qngs,qngd->snd", bound * self.p_error(of_sums), self.q.abs()),
             ),
             "value": (
                 einsum("qngs,qngd->snd", self.p, d_out),
-                einsum("qngs,qngd->snd", self.p_error(relative + (rows + 2) * u), d_out.abs()),
+                einsum("qngs,qngd->snd", self.p_error(of_sums), d_out.abs()),
             ),
         }
 

@@ -193,22 +193,38 @@ def _consume(
     d_key, d_key_rope = results
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    # A thread has 4 adjacent columns and 8 threads have 32: reductions of 128 adjacent bytes have the full rate. A warp
-    # keeps the rows that it has in the accumulator.
-    added: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [1, 0], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-    added_rope: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 32],
-    )
+    # A warp keeps the rows that it has in the accumulator. To add, a thread has 4 adjacent columns and 8 threads have
+    # 32: reductions of 128 adjacent bytes have the full rate. To store, a thread has 8.
+    if ATOMIC:
+        added: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [1, 0], [8, 0]],
+            lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 256],
+        )
+        added_rope: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0]],
+            lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 32],
+        )
+    else:
+        added: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 256],
+        )
+        added_rope: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
+            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 32],
+        )
     of_rope: gl.constexpr = gl.SliceLayout(1, added_rope)
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, added))[None, :]
     rope_columns = gl.arange(0, HALF_ROPE, layout=gl.SliceLayout(0, added_rope))[None, :]
@@ -250,8 +266,8 @@ def _consume(
 
                 # Both are rearranged before the first addition. A rearrangement in shared memory would otherwise wait
                 # for the additions that were issued before it.
-                columns_to_add = gl.convert_layout(total, added)
-                rope_to_add = gl.convert_layout(rope, added_rope)
+                columns_to_add = gl.convert_layout(total.to(d_key.dtype.element_ty), added)
+                rope_to_add = gl.convert_layout(rope.to(d_key.dtype.element_ty), added_rope)
                 to_columns = d_key + (half + part) * HALF + ((to * SIZE)[:, None] + columns)
                 _send(to_columns, columns_to_add, there, ATOMIC)
                 in_rope = gl.convert_layout(to, of_rope, assert_trivial=True)

@@ -100,11 +100,13 @@ class Backward:
         slots = heads * max(2 * self.top_k, 0 if contiguous else size) * self.queries.element_size()
         # elements of a row's contributions to its keys, for the deterministic sum
         added = self.key_heads * self.top_k * (size + self.shape["ROPE"]) if self.deterministic else 0
-        chunk = min(tokens, max(1, WORKSPACE // (slots + 4 * added)))
+        dtype = contribution_dtype(self.queries.dtype)
+        workspace = 2 * WORKSPACE if self.deterministic else WORKSPACE
+        chunk = min(tokens, max(1, workspace // (slots + dtype.itemsize * added)))
         self.weights = self.queries.new_empty(chunk, heads, self.top_k)
         self.d_scores = torch.empty_like(self.weights)
         self.d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=self.queries.device)
-        self.contributions = self.d_out_out.new_empty(chunk * added)
+        self.contributions = self.d_out_out.new_empty(chunk * added, dtype=dtype)
         copy = None if contiguous else self.queries.new_empty(chunk, heads, size)
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)
@@ -170,6 +172,15 @@ class Backward:
             return None
         keys = self.key.numel() // self.key.shape[-1]
         return segments_of(self.sparse_indices, self.rows, start, count, keys)
+
+
+def contribution_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the contributions that deterministic sums read, given that of the queries.
+
+    A contribution sums products with a softmax that is rounded to bfloat16, and gets one more rounding of that size.
+    float16 could overflow.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 @triton.jit

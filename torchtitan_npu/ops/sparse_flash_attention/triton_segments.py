@@ -30,7 +30,9 @@ def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys
     """Return the segments of ``count`` rows from ``start`` on. ``keys`` is the number of keys times their heads."""
     key_heads, top_k = sparse_indices.shape[-2:]
     places = count * key_heads * top_k
-    slots = torch.empty(places, dtype=torch.int32, device=sparse_indices.device)
+    # 16 bits are sorted in half the time
+    dtype = torch.int16 if keys <= torch.iinfo(torch.int16).max else torch.int32
+    slots = torch.empty(places, dtype=dtype, device=sparse_indices.device)
     _slots[(blocks_in(places, PLACES),)](
         *(sparse_indices.contiguous(), rows.first, rows.visible, slots, start, places, keys),
         KEY_HEADS=key_heads,
@@ -38,12 +40,12 @@ def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys
         BLOCK=PLACES,
     )
     sorted_slots, order = slots.sort(stable=True)
-    of_keys = torch.arange(keys, dtype=torch.int32, device=slots.device)
+    of_keys = torch.arange(keys, dtype=dtype, device=slots.device)
     return Segments(order, torch.searchsorted(sorted_slots, of_keys, right=True, out_int32=True))
 
 
 def add_segments(contributions: Tensor, segments: Segments, target: Tensor) -> None:
-    """Add ``contributions`` (rows, N2, K, width) to the selected keys in ``target`` (keys, N2, width), both float32.
+    """Add ``contributions`` (rows, N2, K, width) to the selected keys in ``target`` (keys, N2, width), float32.
 
     Places without a key are not read.
     """
