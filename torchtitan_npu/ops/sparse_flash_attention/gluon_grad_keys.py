@@ -28,6 +28,45 @@ BLOCK_KEYS = gl.constexpr(64)
 REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
+# In these layouts a warp keeps the rows that it has in the accumulator. To add, a thread has 4 adjacent columns and 8
+# threads have 32: reductions of 128 adjacent bytes have the full rate. To store, a thread has 8.
+ADDED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [1, 0], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+ADDED_ROPE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+)
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+STORED_ROPE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
+)
+
 # indices of barriers; the first two have one barrier per slot
 FULL = gl.constexpr(0)
 FREE = gl.constexpr(2)
@@ -193,38 +232,8 @@ def _consume(
     d_key, d_key_rope = results
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    # A warp keeps the rows that it has in the accumulator. To add, a thread has 4 adjacent columns and 8 threads have
-    # 32: reductions of 128 adjacent bytes have the full rate. To store, a thread has 8.
-    if ATOMIC:
-        added: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [1, 0], [8, 0]],
-            lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 256],
-        )
-        added_rope: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0]],
-            lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 32],
-        )
-    else:
-        added: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 256],
-        )
-        added_rope: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
-            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            warp_bases=[[16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 32],
-        )
+    added: gl.constexpr = ADDED if ATOMIC else STORED
+    added_rope: gl.constexpr = ADDED_ROPE if ATOMIC else STORED_ROPE
     of_rope: gl.constexpr = gl.SliceLayout(1, added_rope)
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, added))[None, :]
     rope_columns = gl.arange(0, HALF_ROPE, layout=gl.SliceLayout(0, added_rope))[None, :]
