@@ -69,6 +69,8 @@ class Compiler:
         # torchtitan_npu.ops.lightning_indexer.triton_top_k -> lightning_indexer_top_k
         module = ".".join(function.fn.__module__.split(".")[-2:]).replace(".triton", "")
         name = f"{module}.{function.fn.__name__}"
+        if options.get("QUERIES", 1) > 1:
+            name += f", {options['QUERIES']} queries in a block"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
         self.assembly[name] = compiled.asm["ptx"]
 
@@ -80,10 +82,10 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def attention_inputs() -> tuple[Tensor, ...]:
-    """Return query, key, query_rope, key_rope and the selected keys of two tokens."""
-    sizes = ((HEADS, LATENT), (1, LATENT), (HEADS, ROPE), (1, ROPE))
-    return *(zeros(1, 2, heads, size) for heads, size in sizes), torch.zeros(1, 2, 1, TOP_K, dtype=torch.int32)
+def attention_inputs(heads: int = HEADS, queries: int = 2, keys: int = 2) -> tuple[Tensor, ...]:
+    """Return query, key, query_rope, key_rope and the selected keys."""
+    sizes = ((queries, heads, LATENT), (keys, 1, LATENT), (queries, heads, ROPE), (keys, 1, ROPE))
+    return *(zeros(1, *size) for size in sizes), torch.zeros(1, queries, 1, TOP_K, dtype=torch.int32)
 
 
 def loss_arguments(
@@ -118,14 +120,24 @@ def loss_arguments(
     }
 
 
-def call_gluon() -> None:
-    query, key, query_rope, key_rope, indices = attention_inputs()
+def call_gluon_attention(
+    query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call both passes and return the softmax statistics."""
     out, highest, total = sparse_flash_attention_gluon.npu_sparse_flash_attention(
         query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
     )
     sparse_flash_attention_gluon_grad.npu_sparse_flash_attention_grad(
         query, key, None, indices, out, out, highest, total, 0.1, query_rope, key_rope, None, None, "BSND", 3
     )
+    return highest, total
+
+
+def call_gluon() -> None:
+    # few heads, as on a rank of tensor parallel 8, for which several queries are a block
+    call_gluon_attention(*attention_inputs(heads=16, queries=8, keys=TOP_K))
+    query, key, query_rope, key_rope, indices = attention_inputs()
+    highest, total = call_gluon_attention(query, key, query_rope, key_rope, indices)
     indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(
         **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
     )

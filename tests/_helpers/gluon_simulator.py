@@ -80,7 +80,7 @@ def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Cal
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):
     _plain = _name.rstrip("_")
     setattr(Value, f"__{_plain}__", _operator(getattr(operator, _name)))
     setattr(Value, f"__r{_plain}__", _operator(getattr(operator, _name), swapped=True))

@@ -26,8 +26,11 @@ CASES = {
     "two key heads, a strided batch": ("BSND", [(2, 66)] * 2, False, (144, 2), 64, "tokens first"),
     "several blocks": ("BSND", [(3, 600)], False, (64, 1), 576, "contiguous"),
     "128 heads": ("BSND", [(5, 300)], True, (128, 1), 320, "strided"),
+    "eight queries in a row, of two documents": ("TND", [(3, 70), (13, 40)], True, (4, 1), 64, "contiguous"),
+    "four queries in a row": ("BSND", [(4, 300), (12, 200)], True, (32, 1), 256, "head by head"),
+    "two queries in a row, of 64 heads": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
 }
-IN_SIMULATOR = ("documents of a batch, some shorter",)
+IN_SIMULATOR = ("documents of a batch, some shorter", "eight queries in a row, of two documents")
 """Cases of the default run."""
 
 

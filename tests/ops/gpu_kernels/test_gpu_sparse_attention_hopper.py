@@ -36,6 +36,11 @@ CASES = {
     "two key heads, heads that do not fill a tile": ("BSND", [(2, 66)], False, (144, 2), 65, "tokens first"),
     "more places than keys": ("BSND", [(2, 3)], False, (32, 1), 300, "strided"),
     "five blocks": ("BSND", [(1, 300)], False, (64, 1), 320, "contiguous"),
+    "two queries in a tile, rows that see no key": ("TND", [(5, 2), (3, 150)], True, (32, 1), 150, "contiguous"),
+    "four queries in a tile, of two documents": ("TND", [(3, 70), (5, 40)], True, (16, 1), 48, "contiguous"),
+    "four queries in a tile, some of padding": ("BSND", [(4, 150), (2, 7)], True, (12, 1), 100, "tokens first"),
+    "eight queries in a tile": ("BSND", [(8, 200)] * 2, False, (8, 1), 96, "head by head"),
+    "queries that tiles do not divide": ("BSND", [(3, 70)] * 2, True, (16, 1), 64, "contiguous"),
 }
 
 
@@ -113,10 +118,11 @@ def test_equal_values_average_to_themselves(hopper: Any) -> None:
     assert torch.equal(out, given["key"][:, :1].expand_as(out))
 
 
+@pytest.mark.parametrize("heads", [64, 16], ids=["", "two queries in a tile"])
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_numbers_that_are_not_finite(hopper: Any, number: float) -> None:
+def test_numbers_that_are_not_finite(hopper: Any, number: float, heads: int) -> None:
     """The row and the heads that the reference makes NaN are NaN, and no others."""
-    given = inputs(2, 100)
+    given = inputs(2, 100, heads)
     given["query"][0, 0, 3, 5] = number
     given["key_rope"][0, 70, 0, 1] = number
     given["sparse_indices"][0, 1, 0, 70] = 99  # the second row does not select that key
@@ -210,7 +216,7 @@ def module_of(source: str, folder: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.slow  # compiles for 15 s
+@pytest.mark.slow  # compiles for 30 s
 def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     printed = subprocess.run(
@@ -221,8 +227,10 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
         check=True,
         timeout=300,
     ).stdout
-    for kernel in ("gluon._attend", "gluon_grad_scores.differentiate", "gluon_grad_keys.add_to_keys"):
+    kernels = {"gluon._attend": 4, "gluon_grad_scores.differentiate": 8, "gluon_grad_keys.add_to_keys": 8}
+    for kernel, queries in kernels.items():
         assert f"sparse_flash_attention.{kernel}\n" in printed
+        assert f"sparse_flash_attention.{kernel}, {queries} queries in a block\n" in printed
     assert "indexer_kl_loss.gluon._distributions\n" in printed
     assert "does not fit" not in printed
     assert printed.count("0 bytes spill stores, 0 bytes spill loads") == printed.count("bytes spill stores")

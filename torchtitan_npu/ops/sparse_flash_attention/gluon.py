@@ -1,10 +1,11 @@
 """Attention over selected keys on Hopper GPUs, in Gluon: one persistent kernel with three warp groups.
 
-A tile is 64 heads of a query row. Its keys come in blocks of 64, in two slots of shared memory: even blocks in slot 0,
-odd blocks in slot 1. A third warp group gathers the keys by asynchronous copies. Consumer ``w``, 0 or 1, computes the
-scores and the softmax of the blocks in slot ``w``, and accumulates half ``w`` of the 512 columns of the output over all
-blocks. Both consumers therefore need the exponentials of every block, and pass them on in shared memory, in the place
-of the block's rope. The steps of a consumer for its block ``k``:
+A tile is 64 heads of a query row, or of a block of neighbouring rows with fewer heads. Its keys come in blocks of 64,
+in two slots of shared memory: even blocks in slot 0, odd blocks in slot 1. A third warp group gathers the keys by
+asynchronous copies. Consumer ``w``, 0 or 1, computes the scores and the softmax of the blocks in slot ``w``, and
+accumulates half ``w`` of the 512 columns of the output over all blocks. Both consumers therefore need the exponentials
+of every block, and pass them on in shared memory, in the place of the block's rope. The steps of a consumer for its
+block ``k``:
 
 1. Start the product of the queries with half ``w`` of the keys, its own half, which is refilled first.
 2. Wait for the exponentials of block ``k - 1``, rescale the output and start their product with the values.
@@ -33,18 +34,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors
-from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
+from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length, statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
     HALF,
     ROPE,
     SIZE,
     aligned,
-    count_places,
+    chosen_by,
     keys_of,
     place_of_statistics,
+    places_of_heads,
     tile_of_heads,
 )
+from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Tiles, select
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
@@ -52,6 +55,9 @@ BLOCK_KEYS = gl.constexpr(64)
 MARGIN = gl.constexpr(8.0)
 REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
+
+TILES = Tiles(heads=64, time_per_key=1.0, time_per_head=0.0)
+"""All tiles take the same time, whatever number of heads is used."""
 
 # indices of barriers; the first five have one barrier per slot
 OWN_FULL = gl.constexpr(0)
@@ -88,7 +94,7 @@ def npu_sparse_flash_attention(
     check_size(key, key_rope)
     rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv)
     tokens, heads = rows.first.numel(), query.shape[-2]
-    key_heads, top_k = sparse_indices.shape[-2:]
+    key_heads = sparse_indices.shape[-2]
     key, key_rope, sparse_indices = (
         aligned(key.contiguous()),
         aligned(key_rope.contiguous()),
@@ -102,16 +108,20 @@ def npu_sparse_flash_attention(
     softmax_max = torch.empty(statistics_shape(query, key), dtype=torch.float32, device=query.device)
     softmax_sum = torch.empty_like(softmax_max)
 
-    places = count_places(sparse_indices, rows)
-    group = heads // key_heads
+    sequence = tokens if layout_query == "TND" else query.shape[1]
+    lengths = sequence_length(query, actual_seq_lengths_query), sequence_length(key, actual_seq_lengths_kv)
+    selection = select(sparse_indices, rows, key, heads, sequence, (*lengths, sparse_mode == 3), TILES)
+    block = selection.queries
+    group, tokens, sequence = heads // key_heads * block, tokens // block, sequence // block
     tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)
     _attend[(min(tiles, multiprocessors(query.device)),)](
-        *(queries, query_ropes, key, key_rope, sparse_indices, *rows, places, out, softmax_max, softmax_sum),
-        *(scale, tokens, tokens if layout_query == "TND" else query.shape[1]),
+        *(queries, query_ropes, key, key_rope, selection.keys, *selection.rows, selection.counts, selection.chosen),
+        *(out, softmax_max, softmax_sum, scale, tokens, sequence),
         *(*queries.stride()[:2], *query_ropes.stride()[:2]),
         GROUP=group,
         KEY_HEADS=key_heads,
-        TOP_K=top_k,
+        TOP_K=selection.keys.shape[-1],
+        QUERIES=block,
         **REGISTERS,
         num_warps=4,
     )
@@ -130,6 +140,7 @@ def _attend(
     first_key,
     visible_keys,
     places,
+    chosen,
     out,
     softmax_max,
     softmax_sum,
@@ -143,6 +154,7 @@ def _attend(
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -176,9 +188,9 @@ def _attend(
     inputs = (query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head)
     gl.warp_specialize(
         [
-            (_consume, (shared, selection, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, 0)),
-            (_consume, (shared, selection, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, 1)),
-            (_produce, (shared, selection, inputs, GROUP, KEY_HEADS, TOP_K)),
+            (_consume, (shared, selection, chosen, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, QUERIES, 0)),
+            (_consume, (shared, selection, chosen, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, QUERIES, 1)),
+            (_produce, (shared, selection, inputs, GROUP, KEY_HEADS, TOP_K, QUERIES)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -195,7 +207,15 @@ def _tile(tile, places, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(shared, selection, inputs, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
+def _produce(
+    shared,
+    selection,
+    inputs,
+    GROUP: gl.constexpr,
+    KEY_HEADS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
+):
     """Copy the queries of each tile, and its selected keys block by block, zero where a place holds no key."""
     q, q_rope, k, k_rope, bars = shared[0], shared[1], shared[2], shared[3], shared[6]
     indices, visible_keys, places, tokens = selection
@@ -217,9 +237,10 @@ def _produce(shared, selection, inputs, GROUP: gl.constexpr, KEY_HEADS: gl.const
 
         mbarrier.wait(bars.index(QUERY_FREE), (turn & 1) ^ 1)
         head = (key_head * GROUP + first_head).to(gl.int64)
-        heads = (head + in_block)[:, None]  # 64 bits: times a stride it may be large
-        queries = query + of_row * query_row + (heads * query_head + columns)
-        ropes = query_rope + of_row * rope_row + (heads * rope_head + rope_columns)
+        heads = head + in_block  # 64 bits: times a stride it may be large
+        queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
+        at_rope = places_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
+        ropes = query_rope + (at_rope + rope_columns)
         real = (first_head + in_block < GROUP)[:, None]
         async_copy.async_copy_global_to_shared(q.index(0), queries, real)
         async_copy.async_copy_global_to_shared(q.index(1), queries + HALF, real)
@@ -249,12 +270,14 @@ def _produce(shared, selection, inputs, GROUP: gl.constexpr, KEY_HEADS: gl.const
 def _consume(
     shared,
     selection,
+    chosen,
     results,
     scale,
     sequence,
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     W: gl.constexpr,
 ):
     """Attend to the blocks of slot ``W``, and compute half ``W`` of the output."""
@@ -281,7 +304,8 @@ def _consume(
         turn = tile // gl.num_programs(0)
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
-        block_of = (selected, gl.load(visible_keys + row), without_gap, blocks, scale)
+        visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
+        block_of = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
         total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         origin = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)
         highest = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)  # of the consumer's own blocks
@@ -291,7 +315,7 @@ def _consume(
         mbarrier.wait(bars.index(QUERY_FULL), turn & 1)
         if W == 0:
             total, origin, highest, added, rounded = _attend_block(
-                shared, block_of, 0, used, used_other, total, origin, highest, added, rounded, TOP_K, W, True
+                shared, block_of, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
             )
         else:
             # ptxas would otherwise wait in the loop for the first product with the keys before it rescales the total
@@ -299,7 +323,7 @@ def _consume(
             mbarrier.arrive(bars.index(QUERY_FREE), pred=blocks == 1)
         for block in range(2 - W, blocks, 2):
             total, origin, highest, added, rounded = _attend_block(
-                shared, block_of, block, used, used_other, total, origin, highest, added, rounded, TOP_K, W, False
+                shared, block_of, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
             total, origin, factor = _add_other_block(shared, total, origin, used_other + (blocks - 1) // 2, W)
@@ -341,20 +365,20 @@ def _attend_block(
     shared,
     block_of,
     block,
-    used,
-    used_other,
     total,
     origin,
     highest,
     added,
     rounded,
+    GROUP: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     W: gl.constexpr,
     FIRST: gl.constexpr,
 ):
     """Add the exponentials of the other consumer's block before ``block``, if any, and those of ``block``."""
     q, q_rope, k, k_rope, origins, _, bars, ones = shared
-    selected, visible, without_gap, blocks, scale = block_of
+    selected, chosen, visible, without_gap, blocks, scale, used, used_other = block_of
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     wide: gl.constexpr = total.type.layout
     # A zero that the compiler cannot know. Otherwise it keeps 80 descriptors of shared memory in registers, and spills.
@@ -366,6 +390,9 @@ def _attend_block(
     fence_async_shared()
     scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
     scores = warpgroup_mma(q.index(W + zero), own.permute((1, 0)), scores, use_acc=False, is_async=True)
+    at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
+    if QUERIES > 1:
+        bits = gl.load(chosen + at)  # long before they are needed
     if not FIRST:
         total, origin, factor = _add_other_block(shared, total, origin, used_other + (block - 1) // 2, W)
         added, rounded = _scaled(added, factor), _scaled(rounded, factor)
@@ -380,8 +407,10 @@ def _attend_block(
     if block + 2 >= blocks:
         mbarrier.arrive(bars.index(QUERY_FREE))
 
-    if (block + 1) * BLOCK_KEYS > without_gap:
-        at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
+    if QUERIES > 1:
+        heads = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, narrow))
+        scores = gl.where(chosen_by(bits, heads, GROUP, QUERIES), scores, float("-inf"))
+    elif (block + 1) * BLOCK_KEYS > without_gap:
         there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
         scores = gl.where(there[None, :], scores, float("-inf"))
     block_highest = gl.max(scores, 1) * scale

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import HALF, ROPE, SIZE, keys_of
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import HALF, ROPE, SIZE, keys_of, places_of_heads
 
 HALF_ROPE = gl.constexpr(32)
 BLOCK_KEYS = gl.constexpr(64)
@@ -86,6 +86,7 @@ def add_to_keys(
     first_key,
     visible_keys,
     places,
+    active,
     d_key,
     d_key_rope,
     first_row,
@@ -99,6 +100,7 @@ def add_to_keys(
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     BLOCK_HEADS: gl.constexpr,
     HALVES: gl.constexpr,
     ATOMIC: gl.constexpr,
@@ -125,14 +127,17 @@ def add_to_keys(
 
     shared = (q, do, q_rope, p, ds, bars)
     selection = (indices, first_key, visible_keys, places, first_row, rows)
-    inputs = (weights, d_scores, query, query_rope, d_out)
+    inputs = (weights, d_scores, query, query_rope, d_out, active)
     strides = (query_row, query_head, rope_row, rope_head, out_row, out_head)
     results = (d_key, d_key_rope)
     gl.warp_specialize(
         [
             (_consume, (shared, selection, results, KEY_HEADS, TOP_K, HALVES, ATOMIC, STAGGERED, 0)),
             (_consume, (shared, selection, results, KEY_HEADS, TOP_K, HALVES, ATOMIC, STAGGERED, 1)),
-            (_produce, (shared, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, HALVES, STAGGERED)),
+            (
+                _produce,
+                (shared, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, QUERIES, BLOCK_HEADS, HALVES, STAGGERED),
+            ),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -159,14 +164,15 @@ def _produce(
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     BLOCK_HEADS: gl.constexpr,
     HALVES: gl.constexpr,
     STAGGERED: gl.constexpr,
 ):
     """Copy the queries and output gradients of each tile, and block by block the weights and their gradients."""
     q, do, q_rope, p, ds, bars = shared
-    rows = selection[5]
-    weights, d_scores, query, query_rope, d_out = inputs
+    first_row, rows = selection[4], selection[5]
+    weights, d_scores, query, query_rope, d_out, active = inputs
     query_row, query_head, rope_row, rope_head, out_row, out_head = strides
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of 4 rows
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))[None, :]
@@ -183,15 +189,25 @@ def _produce(
         turn = tile // gl.num_programs(0)
         of_row = row.to(gl.int64)
         head = (key_head * GROUP).to(gl.int64)
-        heads = (head + in_group)[:, None]  # 64 bits: times a stride it may be large
-        real = (in_group < GROUP)[:, None]
-        rope_heads = (head + in_group_of_rope)[:, None]
-        real_rope = (in_group_of_rope < GROUP)[:, None]
+        heads = head + in_group  # 64 bits: times a stride it may be large
+        rope_heads = head + in_group_of_rope
+        real, real_rope = in_group < GROUP, in_group_of_rope < GROUP
+        if QUERIES > 1:
+            # Queries without keys, such as padding, may be NaN, which times a weight of 0 would be added to the keys of
+            # the others.
+            per_query: gl.constexpr = GROUP // QUERIES
+            of_block = gl.load(active + first_row + row)
+            real = real & ((of_block >> in_group // per_query & 1) != 0)
+            real_rope = real_rope & ((of_block >> in_group_of_rope // per_query & 1) != 0)
+        real, real_rope = real[:, None], real_rope[:, None]
 
         mbarrier.wait(bars.index(ROWS_FREE), (turn & 1) ^ 1)
-        queries = query + of_row * query_row + half * HALF + (heads * query_head + columns)
-        d_outs = d_out + of_row * out_row + half * HALF + (heads * out_head + columns)
-        ropes = query_rope + of_row * rope_row + half * HALF_ROPE + (rope_heads * rope_head + rope_columns)
+        at_query = places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None]
+        at_d_out = places_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None]
+        at_rope = places_of_heads(of_row, rope_heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
+        queries = query + half * HALF + (at_query + columns)
+        d_outs = d_out + half * HALF + (at_d_out + columns)
+        ropes = query_rope + half * HALF_ROPE + (at_rope + rope_columns)
         for part in gl.static_range(HALVES):
             async_copy.async_copy_global_to_shared(q.index(part), queries + part * HALF, real)
             async_copy.async_copy_global_to_shared(do.index(part), d_outs + part * HALF, real)

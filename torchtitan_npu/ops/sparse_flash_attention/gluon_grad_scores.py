@@ -25,8 +25,10 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     PIECES,
     ROPE,
     SIZE,
+    chosen_by,
     keys_of,
     place_of_statistics,
+    places_of_heads,
     tile_of_heads,
 )
 
@@ -55,6 +57,7 @@ def differentiate(
     first_key,
     visible_keys,
     places,
+    chosen,
     d_out_out,
     softmax_max,
     softmax_sum,
@@ -75,6 +78,7 @@ def differentiate(
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -102,9 +106,15 @@ def differentiate(
     results = (weights, d_scores)
     gl.warp_specialize(
         [
-            (_consume, (shared, selection, of_heads, results, scale, scale_2, GROUP, KEY_HEADS, TOP_K, 0)),
-            (_consume, (shared, selection, of_heads, results, scale, scale_2, GROUP, KEY_HEADS, TOP_K, 1)),
-            (_produce, (shared, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K)),
+            (
+                _consume,
+                (shared, selection, chosen, of_heads, results, scale, scale_2, GROUP, KEY_HEADS, TOP_K, QUERIES, 0),
+            ),
+            (
+                _consume,
+                (shared, selection, chosen, of_heads, results, scale, scale_2, GROUP, KEY_HEADS, TOP_K, QUERIES, 1),
+            ),
+            (_produce, (shared, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, QUERIES)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -112,7 +122,16 @@ def differentiate(
 
 
 @gluon.jit
-def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
+def _produce(
+    shared,
+    selection,
+    inputs,
+    strides,
+    GROUP: gl.constexpr,
+    KEY_HEADS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
+):
     """Copy the queries and output gradients of each tile, and its selected keys in pieces of 64 columns."""
     q, do, k, bars = shared
     indices, first_key, visible_keys, places, first_row, rows, tokens = selection
@@ -136,11 +155,12 @@ def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, KEY_HEADS:
 
         mbarrier.wait(bars.index(QUERY_FREE), (turn & 1) ^ 1)
         head = (key_head * GROUP + first_head).to(gl.int64)  # 64 bits: times a stride it may be large
-        heads = (head + in_heads)[:, None]
+        heads = head + in_heads
         real = (first_head + in_heads < GROUP)[:, None]
-        queries = query + of_row * query_row + (heads * query_head + columns)
-        d_outs = d_out + of_row * out_row + (heads * out_head + columns)
-        query_ropes = query_rope + of_row * rope_row + (heads * rope_head + columns)
+        queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
+        d_outs = d_out + (places_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None] + columns)
+        at_rope = places_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
+        query_ropes = query_rope + (at_rope + columns)
         for piece in gl.static_range(PIECES):
             async_copy.async_copy_global_to_shared(q.index(piece), queries + piece * PIECE, real)
             async_copy.async_copy_global_to_shared(do.index(piece), d_outs + piece * PIECE, real)
@@ -167,6 +187,7 @@ def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, KEY_HEADS:
 def _consume(
     shared,
     selection,
+    chosen,
     of_heads,
     results,
     scale,
@@ -174,6 +195,7 @@ def _consume(
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    QUERIES: gl.constexpr,
     W: gl.constexpr,
 ):
     """Compute the softmax and its gradient for every other block of keys."""
@@ -248,11 +270,17 @@ def _consume(
             mbarrier.arrive(bars.index(QUERY_FREE), pred=block + 2 >= blocks)
 
             p = gl.exp2(scores * scale_2 - highest[:, None]) * divisor[:, None]
-            if (block + 1) * BLOCK_KEYS > without_gap:
-                at = block * BLOCK_KEYS + in_block
-                there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
-                p = gl.where(there[None, :], p, 0.0)
-            ds = p * (dp - delta[:, None]) * scale
+            at = block * BLOCK_KEYS + in_block
+            if QUERIES > 1:
+                there = chosen_by(gl.load(chosen + of_row * TOP_K + at), heads, GROUP, QUERIES)
+                p = gl.where(there, p, 0.0)
+                # a query without keys, such as padding, may be NaN
+                ds = gl.where(there, p * (dp - delta[:, None]) * scale, 0.0)
+            else:
+                if (block + 1) * BLOCK_KEYS > without_gap:
+                    there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
+                    p = gl.where(there[None, :], p, 0.0)
+                ds = p * (dp - delta[:, None]) * scale
             kept = (first_head + stored_heads < GROUP)[:, None]
             if TOP_K % BLOCK_KEYS:
                 kept = kept & (block * BLOCK_KEYS + stored_places < TOP_K)

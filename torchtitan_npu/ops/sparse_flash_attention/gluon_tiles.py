@@ -94,6 +94,22 @@ def keys_of(selected, at, first, visible, key_head, KEY_HEADS: gl.constexpr, TOP
 
 
 @gluon.jit
+def places_of_heads(row, heads, of_row, of_head, GROUP: gl.constexpr, QUERIES: gl.constexpr):
+    """Return the offsets of heads of a row, or of a block of rows in which each has an equal part of the group."""
+    if QUERIES == 1:
+        return row * of_row + heads * of_head
+    per_query: gl.constexpr = GROUP // QUERIES
+    return (row * QUERIES + heads // per_query) * of_row + heads % per_query * of_head
+
+
+@gluon.jit
+def chosen_by(bits, heads, GROUP: gl.constexpr, QUERIES: gl.constexpr):
+    """Return whether the queries of the ``heads`` of a block selected the keys with these ``bits``: (heads, keys)."""
+    of_query = 1 << heads // (GROUP // QUERIES)
+    return (bits.to(gl.int32)[None, :] & of_query[:, None]) != 0
+
+
+@gluon.jit
 def place_of_statistics(row, key_head, sequence, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
     """Return the place of a group's first head in the softmax statistics, (batch, key heads, sequence, group)."""
     return ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP

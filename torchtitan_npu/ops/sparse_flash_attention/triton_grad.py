@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, power_of_2
-from torchtitan_npu.ops.sparse_flash_attention.triton_rows import count_of, keys_at, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import Segments, add_segments, segments_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
     WORKSPACE,
@@ -70,12 +71,14 @@ class Backward:
     ):
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         check_size(key, key_rope)
-        self.rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
+        rows = rows_of(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen)
         self.scale = scale_value
-        self.sequence = self.rows.first.numel() if layout == "TND" else query.shape[1]
-        self.key_heads, self.top_k = sparse_indices.shape[-2:]
+        self.sequence = query.shape[-3]  # queries of a sequence (BSND) or of the batch (TND)
+        lengths = sequence_length(query, actual_seq_qlen), sequence_length(key, actual_seq_kvlen)
+        self.document = (*lengths, sparse_mode == 3)
+        self.key_heads = sparse_indices.shape[-2]
         self.queries, self.d_outs, self.outs = by_token(query), by_token(d_out), by_token(out).contiguous()
-        self.key, self.sparse_indices = key.contiguous(), sparse_indices.contiguous()
+        self.key = key.contiguous()
         self.value, query_rope, self.key_rope = (
             None if t is None else t.contiguous() for t in (value, query_rope, key_rope)
         )
@@ -87,10 +90,17 @@ class Backward:
             query.new_empty(0, dtype=torch.float32) if t is None else torch.zeros_like(t, dtype=torch.float32)
             for t in (self.key, self.value, self.key_rope)
         )
-        self.shape = shape_of(query, query_rope, self.key_heads, self.top_k)
+        self.shape = shape_of(query, query_rope, self.key_heads, sparse_indices.shape[-1])
+        self.select(sparse_indices.contiguous(), rows)
+
+    def select(self, sparse_indices: Tensor, rows: Rows, block: int = 1) -> None:
+        """Set the selected keys of each row of the kernels, which is a block of neighbouring queries."""
+        self.sparse_indices, self.rows, self.block = sparse_indices, rows, block
+        self.top_k = sparse_indices.shape[-1]
+        self.shape |= {"GROUP": self.shape["GROUP"] * block, "TOP_K": self.top_k}
         self.products = product_shape(self.shape)
-        self.places = (self.sparse_indices, *self.rows)
-        self.staggered = key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys
+        self.places = (sparse_indices, *rows)
+        self.staggered = self.key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys
 
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         tokens, (heads, size) = len(self.queries), self.queries.shape[1:]
@@ -102,11 +112,12 @@ class Backward:
         added = self.key_heads * self.top_k * (size + self.shape["ROPE"]) if self.deterministic else 0
         dtype = contribution_dtype(self.queries.dtype)
         workspace = 2 * WORKSPACE if self.deterministic else WORKSPACE
-        chunk = min(tokens, max(1, workspace // (slots + dtype.itemsize * added)))
+        rows = min(tokens // self.block, max(1, workspace // (slots * self.block + dtype.itemsize * added)))
+        chunk = rows * self.block
         self.weights = self.queries.new_empty(chunk, heads, self.top_k)
         self.d_scores = torch.empty_like(self.weights)
         self.d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=self.queries.device)
-        self.contributions = self.d_out_out.new_empty(chunk * added, dtype=dtype)
+        self.contributions = self.d_out_out.new_empty(rows * added, dtype=dtype)
         copy = None if contiguous else self.queries.new_empty(chunk, heads, size)
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)
@@ -118,9 +129,10 @@ class Backward:
                 BLOCK=power_of_2(size),
             )
             d_out = self.d_outs[here] if copy is None else copy
-            self.differentiate(start, count, d_out)
-            self.add_to_queries(start, count)
-            self.add_to_keys(start, count, d_out)
+            place = start // self.block, count // self.block
+            self.differentiate(*place, d_out)
+            self.add_to_queries(*place)
+            self.add_to_keys(*place, d_out)
         d_key, d_value, d_key_rope = (t.to(self.key.dtype) for t in (self.d_key, self.d_value, self.d_key_rope))
         return self.d_query, d_key, d_value, self.d_query_rope, d_key_rope
 
