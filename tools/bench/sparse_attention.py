@@ -148,13 +148,14 @@ def check(heads: int) -> Iterator[Row]:
 
     There are several blocks of keys, and the workspace is filled several times.
     """
+    before = kernels.WORKSPACE, of_gradient.WORKSPACE
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**26
     cases = [distances(tensors(1500, 600, heads)), distances(tensors(1500, 1000, heads, by_head=True))]
     for name in cases[0]:
         error = max(case[name] for case in cases)
         assert error < 1e-2, f"{name}: {error} is above bfloat16 rounding"
         yield {"what": name, "error": error}
-    kernels.WORKSPACE = of_gradient.WORKSPACE = 2**29
+    kernels.WORKSPACE, of_gradient.WORKSPACE = before
 
 
 def distances(given: dict[str, Tensor]) -> dict[str, float]:
