@@ -3,6 +3,7 @@
 
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--heads 128] [--triton] [--json FILE]
     python tools/bench/sparse_attention.py --peers DIR   # only a comparison with public kernels that are in DIR
+    python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries and blocks of queries
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
 random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
@@ -22,22 +23,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import sparse_attention_peers
 import torch
 from harness import (
     Machine,
     Row,
     compiled,
+    forward_ms,
     mask_of,
     measure_machine,
     need_gpu,
     of_peer,
+    peak_bytes,
     show,
     size,
     timed,
@@ -47,9 +52,10 @@ from harness import (
 )
 from torch import Tensor
 
-from torchtitan_npu.ops.sparse_flash_attention import op
+from torchtitan_npu.ops.sparse_flash_attention import gluon, gluon_grad, op
 from torchtitan_npu.ops.sparse_flash_attention import triton as kernels
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as of_gradient
+from torchtitan_npu.ops.sparse_flash_attention import triton_query_blocks as query_blocks
 
 HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
 SCALE = (SIZE + ROPE) ** -0.5
@@ -219,6 +225,41 @@ def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
         yield of_peer(timed_backward, *arguments, what=f"small ops backward{name}", length=length)
 
 
+def block_rows(machine: Machine) -> Iterator[Row]:
+    """Time single queries and the largest blocks of neighbouring queries in turns, with 16, 32 and 64 heads."""
+    for heads, (name, first) in product((16, 32, 64), (("causal", 0), ("full rows", sparse_attention_peers.QUERIES))):
+        case = sparse_attention_peers.Case(heads, first)
+        operations = sparse_attention_peers.FORWARD, sparse_attention_peers.BACKWARD
+        for index, (run, tiles) in enumerate(zip(case.ours(), (gluon.TILES, gluon_grad.TILES), strict=True)):
+            sizes = (1, min(tiles.heads // heads, query_blocks.MOST_QUERIES))
+            if sizes[1] == 1:
+                continue
+            flops = case.pairs * operations[index]
+            shape = (heads, case.query.shape[1], case.query.shape[1], case.keys, TOP_K, True, tiles)
+            chosen = query_blocks.queries_per_block(*shape)
+            what = f"{('forward', 'backward')[index]}, {heads} heads, {name}"
+            runs = {str(queries): partial(with_block, queries, run) for queries in sizes}
+            times = forward_ms(runs)
+            for queries, of_size in runs.items():
+                yield {
+                    "what": f"{what}, {queries} queries{' (chosen)' if queries == str(chosen) else ''}",
+                    "length": case.query.shape[1],
+                    "ms": times[queries],
+                    "tflops": flops / times[queries] / 1e9,
+                    "peak_mib": peak_bytes(of_size) / 2**20,
+                    "limit_ms": machine.limit_ms(0, flops),
+                }
+
+
+def with_block(queries: int, run: Callable[[], object]) -> object:
+    """Run with blocks of ``queries``."""
+    choose, query_blocks.queries_per_block = query_blocks.queries_per_block, lambda *_: queries
+    try:
+        return run()
+    finally:
+        query_blocks.queries_per_block = choose
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048 << n for n in range(7)])
@@ -228,6 +269,7 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=Path, help="folder of public kernels, as sparse_attention_peers.py describes it"
     )
+    parser.add_argument("--query-blocks", action="store_true", help="compare single queries with blocks of queries")
     args = parser.parse_args()
     need_gpu()
     if args.triton:
@@ -237,10 +279,10 @@ def main() -> None:
     parts = (check(args.heads), *(times(length, args.heads, machine) for length in args.lengths))
     about: dict[str, Any] = machine.rates()
     if args.peers:
-        import sparse_attention_peers
-
         about |= {"peers": sparse_attention_peers.versions(args.peers)}
         parts = (sparse_attention_peers.rows(machine),)
+    elif args.query_blocks:
+        parts = (block_rows(machine),)
     rows: list[Row] = []
     for of_length in parts:
         for row in of_length:
