@@ -57,6 +57,9 @@ class Value:
     def reshape(self, shape: list[int]) -> Value:
         return Value(self.data.reshape(shape))
 
+    def permute(self, order: tuple[int, ...]) -> Value:
+        return Value(self.data.permute(order))
+
     def __getitem__(self, index: Any) -> Value:
         return Value(self.data[index])
 
@@ -324,6 +327,7 @@ class Program:
             atomic_add=_atomic_add,
             where=elementwise(torch.where),
             maximum=elementwise(torch.maximum),
+            minimum=elementwise(torch.minimum),
             exp2=elementwise(torch.exp2),
             log2=elementwise(torch.log2),
             inline_asm_elementwise=_assembly,
@@ -357,7 +361,7 @@ def _range(*bounds: Any) -> Iterator[Value]:
 
 def _maximum(data: Tensor, axis: int) -> Tensor:
     """Return the maximum without regard to NaN, as a GPU computes it."""
-    return torch.where(data.isnan(), -torch.inf, data).amax(axis)
+    return (torch.where(data.isnan(), -torch.inf, data) if data.is_floating_point() else data).amax(axis)
 
 
 def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: torch.dtype, **_: Any) -> Value:
@@ -389,7 +393,7 @@ class Kernel:
         self.module, self.name, self.seed = module, name, seed
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             given = [_flat(value) if isinstance(value, Tensor) else value for value in arguments]
             on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in given]
             for program in range(grid[0]):
@@ -422,8 +426,11 @@ def _rebind(names: dict[str, Any]) -> None:
             names[name] = value.value
 
 
-def simulated(module: ModuleType, function: str, seed: int = 0) -> Callable[..., Any]:
-    """Return ``function`` of a copy of ``module``, which launches Gluon kernels, with these kernels run in Python."""
+def simulated(module: ModuleType, function: str, seed: int = 0, **others: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` of a copy of ``module``, which launches Gluon kernels, with these kernels run in Python.
+
+    ``others`` replace names of the copy: imported functions that launch kernels of another module.
+    """
     spec = module.__spec__
     assert spec is not None and spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
@@ -432,4 +439,5 @@ def simulated(module: ModuleType, function: str, seed: int = 0) -> Callable[...,
         if isinstance(value, GluonJITFunction):
             of_kernel = module if value.fn.__module__ == module.__name__ else sys.modules[value.fn.__module__]
             setattr(copy, name, Kernel(of_kernel, name, seed))
+    vars(copy).update(others)
     return getattr(copy, function)

@@ -74,16 +74,27 @@ def test_gradients_agree_with_the_oracle(
     layout: str, heads: tuple[int, int], dtype: torch.dtype, in_order: bool
 ) -> None:
     docs = three(dtype, layout)
-    query, key = docs.random(False, heads[0], 20), docs.random(True, heads[1], 20)
-    weights, indices = docs.random(False, heads[0]), docs.select(67, heads[1], docs.visible())
-    dy = [torch.randn(chosen.shape, generator=docs.generator).to(dtype) for chosen in indices]
+    indices = docs.select(67, heads[1], docs.visible())
+    call, grads = check_gradients_of_scores(GRADIENT.cuda, docs, heads, 20, indices)
+    if in_order:
+        assert all(map(torch.equal, grads, GRADIENT.cuda(**call)))
+
+
+def check_gradients_of_scores(
+    run: Callable[..., Any], docs: Documents, heads: tuple[int, int], size: int, indices: list[Tensor]
+) -> tuple[dict[str, Any], Any]:
+    """Check ``run`` on random inputs and gradients of the selected scores. Return its arguments and results."""
+    query, key, weights = (
+        docs.random(False, heads[0], size),
+        docs.random(True, heads[1], size),
+        docs.random(False, heads[0]),
+    )
+    dy = [torch.randn(chosen.shape, generator=docs.generator).to(docs.dtype) for chosen in indices]
     call: dict[str, Any] = {"query": query, "key": key, "weights": weights, "dy": dy}
     call = {name: docs.lay_out(part) for name, part in call.items()} | {"sparse_indices": docs.lay_out(indices, -1)}
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
-    call |= dict.fromkeys(names) | docs.lengths(*names) | {"layout": layout, "sparse_mode": 3}
-    grads = GRADIENT.cuda(**on_device(call))
-    if in_order:
-        assert all(map(torch.equal, grads, GRADIENT.cuda(**on_device(call))))
+    call |= dict.fromkeys(names) | docs.lengths(*names) | {"layout": docs.layout, "sparse_mode": docs.sparse_mode}
+    call = on_device(call)
     oracles = [Scores(*part, docs.u) for part in zip(query, key, weights, strict=True)]
     dense = []
     for oracle, chosen, gradient in zip(oracles, indices, dy, strict=True):
@@ -91,7 +102,9 @@ def test_gradients_agree_with_the_oracle(
         if whole.numel():
             whole.scatter_add_(-1, chosen.clamp_min(0).long(), gradient.double().masked_fill(chosen < 0, 0))
         dense.append((whole, torch.zeros_like(whole), whole.abs()))
+    grads = run(**call)
     check_gradients(docs, oracles, dense, grads)
+    return call, grads
 
 
 def arguments(

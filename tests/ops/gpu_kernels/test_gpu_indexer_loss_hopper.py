@@ -1,4 +1,4 @@
-"""The Gluon kernel of the indexer's loss, on a Hopper GPU or else in a simulator, against the oracle."""
+"""The Gluon kernels of the indexer's loss, on a Hopper GPU or else in a simulator, against the oracle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_loss, make
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.indexer_kl_loss import gluon, op
+from torchtitan_npu.ops.lightning_indexer import gluon_grad
 
 SCALE = (512 + 64) ** -0.5
 CASES: dict[str, Any] = {
@@ -30,7 +31,9 @@ IN_SIMULATOR = ("several tiles of a program",)
 def test_agrees_with_the_oracle(half: torch.dtype, case: str) -> None:
     layout, sizes, top_k, (heads, index_heads), arranged = CASES[case]
     name = "npu_sparse_lightning_indexer_grad_kl_loss"
-    run = getattr(gluon, name) if is_hopper(torch.empty(0, device=DEVICE)) else simulated(gluon, name)
+    run = getattr(gluon, name)
+    if not is_hopper(torch.empty(0, device=DEVICE)):
+        run = simulated(gluon, name, gradients=simulated(gluon_grad, "gradients"))
     docs = Documents(layout, sizes, True, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
     check_loss(run, docs, *make(docs, top_k, heads, 64, torch.float32, 512, (index_heads, 128)), SCALE)
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, multiprocessors
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.indexer_kl_loss.triton import loss
+from torchtitan_npu.ops.lightning_indexer.gluon_grad import gradients
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     PIECE,
     PIECES,
@@ -59,7 +60,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
 
     Takes half precision, at most 128 heads of 512 + 64 features and at most 64 heads of the indexer of 128 features.
     """
-    return loss(IndexerLossInputs(**arguments), distributions)
+    return loss(IndexerLossInputs(**arguments), distributions, gradients)
 
 
 def distributions(x: IndexerLossInputs, rows: Rows, indices: Tensor, target: Tensor, scores: Tensor) -> None:

@@ -17,6 +17,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at,
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, tile
 
 Distributions = Callable[[IndexerLossInputs, Rows, Tensor, Tensor, Tensor], None]
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], tuple[Tensor, Tensor, Tensor]]
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -24,11 +25,16 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
 
     An index that is not a key of its row is ignored, at any place: a check would synchronise with the device.
     """
-    return loss(IndexerLossInputs(**arguments), distributions)
+    return loss(IndexerLossInputs(**arguments), distributions, gradients)
 
 
-def loss(x: IndexerLossInputs, distributions: Distributions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients and the loss, given a function for the two distributions over the selected keys."""
+def loss(
+    x: IndexerLossInputs, distributions: Distributions, gradients: Gradients
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients and the loss.
+
+    Takes a function for the two distributions over the selected keys, and one for the gradients of the scores.
+    """
     rows = rows_of(x.layout, x.sparse_mode, x.query, x.key, x.actual_seq_qlen, x.actual_seq_klen)
     tokens, top_k = rows.first.numel(), x.sparse_indices.shape[-1]
     indices = x.sparse_indices.contiguous()

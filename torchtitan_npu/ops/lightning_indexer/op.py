@@ -18,7 +18,7 @@ from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.samples import randn
 from torchtitan_npu.ops.core.sharding import Strategy
-from torchtitan_npu.ops.core.triton_kernel import kernel
+from torchtitan_npu.ops.core.triton_kernel import is_hopper, kernel
 from torchtitan_npu.ops.lightning_indexer import reference
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
     HALVES,
@@ -255,6 +255,23 @@ def grad_sharding(layout: str, sparse_mode: int, actual_seq_lengths_query: Any, 
         )  # every row adds to the gradients of its keys
 
 
+grad_in_triton = kernel(reference.npu_lightning_indexer_grad, "triton_grad")
+grad_in_gluon = kernel(reference.npu_lightning_indexer_grad, "gluon_grad")
+
+
+def grad_cuda(query: Tensor, key: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the Gluon kernel on a Hopper GPU at the sizes it takes, and the Triton kernel otherwise."""
+    hopper = is_hopper(query) and suits_gluon(query, key)
+    return (grad_in_gluon if hopper else grad_in_triton)(query=query, key=key, **others)
+
+
+def suits_gluon(query: Tensor, key: Tensor) -> bool:
+    """Return whether the Gluon kernel of the gradients takes these: half precision, and the sizes of DeepSeek-V3.2."""
+    if query.dtype not in HALVES or key.dtype != query.dtype:
+        return False
+    return query.shape[-1] == 128 and query.shape[-2] <= 64 and key.shape[-2] == 1
+
+
 def grad_sample(**_: Any) -> dict[str, Any]:
     selection = sample_selection("BSND")
     return {**sample_inputs(WEIGHTS, "BSND"), "sparse_indices": selection, "dy": randn(*selection.shape)}
@@ -267,7 +284,7 @@ declare(
         'str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, '
         "int? next_tokens=9223372036854775807) -> (Tensor, Tensor, Tensor)",
         reference=reference.npu_lightning_indexer_grad,
-        cuda=kernel(reference.npu_lightning_indexer_grad, "triton_grad"),
+        cuda=grad_cuda,
         fake=grad_fake,
         checks=grad_checks,
         sharding=grad_sharding,
