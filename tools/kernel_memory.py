@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
 from torchtitan_npu.ops.indexer_kl_loss import gluon as indexer_kl_loss_gluon
 from torchtitan_npu.ops.indexer_kl_loss import triton as lightning_indexer_kl_loss
+from torchtitan_npu.ops.lightning_indexer import gluon as lightning_indexer_gluon
 from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
 from torchtitan_npu.ops.moe_gating import triton as moe_gating
 from torchtitan_npu.ops.moe_permute import triton as moe_permute
@@ -120,6 +121,21 @@ def loss_arguments(
     }
 
 
+def indexer_arguments(keys: int) -> dict[str, Any]:
+    """Return the arguments of the indexer for 16 tokens."""
+    return {
+        "query": zeros(1, 16, INDEX_HEADS, INDEX_SIZE),
+        "key": zeros(1, keys, 1, INDEX_SIZE),
+        "weights": zeros(1, 16, INDEX_HEADS),
+        "actual_seq_lengths_query": None,
+        "actual_seq_lengths_key": None,
+        "layout_query": "BSND",
+        "sparse_count": TOP_K,
+        "sparse_mode": 3,
+        "return_value": False,
+    }
+
+
 def call_gluon_attention(
     query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -141,6 +157,7 @@ def call_gluon() -> None:
     indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(
         **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
     )
+    lightning_indexer_gluon.npu_lightning_indexer(**indexer_arguments(4096))
 
 
 def ptxas_report(assembly: str) -> str:
@@ -167,8 +184,7 @@ def call_attention() -> None:
             **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
         )
     for keys in (4096, 131072):
-        index = zeros(1, 16, INDEX_HEADS, INDEX_SIZE), zeros(1, keys, 1, INDEX_SIZE), zeros(1, 16, INDEX_HEADS)
-        lightning_indexer.npu_lightning_indexer(*index, None, None, "BSND", TOP_K, 3, False)
+        lightning_indexer.npu_lightning_indexer(**indexer_arguments(keys))
 
 
 def call_others(norm_width: int) -> None:

@@ -51,8 +51,13 @@ class Value:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
-    def to(self, dtype: torch.dtype) -> Value:
-        return Value(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        if not bitcast:
+            return Value(self.data.to(dtype))
+        data = self.data
+        if data.is_floating_point():  # arithmetic on a GPU has one NaN
+            data = torch.where(data.isnan(), torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32), data)
+        return Value(data.view(dtype))
 
     def reshape(self, shape: list[int]) -> Value:
         return Value(self.data.reshape(shape))
@@ -71,6 +76,9 @@ class Value:
 
     def __invert__(self) -> Value:
         return Value(~self.data)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
 
 
 def _operator(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Value, Any], Any]:
@@ -99,7 +107,8 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=storage.dtype)
 
     def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.storage, self.offsets + data_of(other))
+        offset = data_of(other)
+        return Pointer(self.storage, self.offsets + (offset.long() if isinstance(offset, Tensor) else offset))
 
     def selected(self, mask: Any) -> Tensor:
         """Return the offsets at which ``mask`` is set, and 0 elsewhere."""
@@ -306,7 +315,7 @@ class Program:
 
     def language(self) -> SimpleNamespace:
         def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
-            return lambda *values: Value(function(*(torch.as_tensor(data_of(value)) for value in values)))
+            return lambda *values, **_: Value(function(*_tensors(values)))
 
         layouts = ("NVMMASharedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DistributedLinearLayout")
         layouts += ("BlockedLayout", "SliceLayout", "DotOperandLayout")
@@ -316,9 +325,9 @@ class Program:
             allocate_shared_memory=self.allocate_shared_memory,
             warp_specialize=self.warp_specialize,
             static_range=range,
-            program_id=lambda axis: Value(self.ids[0]),
-            num_programs=lambda axis: Value(self.ids[1]),
-            arange=lambda start, end, layout=None: Value(torch.arange(start, end)),
+            program_id=lambda axis: Value(self.ids[0], torch.int32),
+            num_programs=lambda axis: Value(self.ids[1], torch.int32),
+            arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
             zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
             full=lambda shape, value, dtype, layout=None: Value(torch.full(shape, value, dtype=dtype)),
             convert_layout=lambda value, layout, assert_trivial=False: Value(data_of(value)),
@@ -328,11 +337,12 @@ class Program:
             where=elementwise(torch.where),
             maximum=elementwise(torch.maximum),
             minimum=elementwise(torch.minimum),
-            exp2=elementwise(torch.exp2),
-            log2=elementwise(torch.log2),
+            **{name: elementwise(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt")},
             inline_asm_elementwise=_assembly,
             max=lambda value, axis: Value(_maximum(data_of(value), axis)),
-            sum=lambda value, axis: Value(data_of(value).sum(axis)),
+            min=lambda value, axis: Value(data_of(value).amin(axis)),
+            sum=lambda value, axis: Value(data_of(value).sum(axis, dtype=value.dtype)),
+            associative_scan=_scan,
         )
 
     def names(self) -> dict[str, Any]:
@@ -356,12 +366,25 @@ class Program:
 
 
 def _range(*bounds: Any) -> Iterator[Value]:
-    return (Value(index) for index in range(*map(int, bounds)))
+    return (Value(index, torch.int32) for index in range(*map(int, bounds)))
+
+
+def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    """Return ``values`` as tensors. A Python number has the dtype of the tensor beside it."""
+    given = [data_of(value) for value in values]
+    dtypes = [data.dtype for data in given if isinstance(data, Tensor) and data.dtype != torch.bool]
+    return [data if isinstance(data, Tensor) else torch.tensor(data, dtype=(dtypes or [None])[0]) for data in given]
 
 
 def _maximum(data: Tensor, axis: int) -> Tensor:
     """Return the maximum without regard to NaN, as a GPU computes it."""
     return (torch.where(data.isnan(), -torch.inf, data) if data.is_floating_point() else data).amax(axis)
+
+
+def _scan(value: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
+    """Return the sums up to each element, the only scan that is simulated."""
+    assert combine(Value(2), Value(5)).data == 7
+    return Value(data_of(value).cumsum(axis, dtype=value.dtype))
 
 
 def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: torch.dtype, **_: Any) -> Value:
@@ -414,7 +437,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _argument(value: Any) -> Any:
-    return Pointer(value, torch.tensor(0)) if isinstance(value, Tensor) else Value(value)
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return Pointer(value, torch.tensor(0))
+    return Value(value, torch.int32 if isinstance(value, int) and abs(value) < 2**31 else None)
 
 
 def _rebind(names: dict[str, Any]) -> None:

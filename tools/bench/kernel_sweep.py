@@ -163,7 +163,8 @@ def select_rows() -> Iterator[Row]:
                 continue
             top_k.SEGMENT, top_k.WARP_VALUES = segment, warp_values
             what = f"top 2048 of {count} rows, {segment} values at a time, {warp_values} a warp"
-            yield timed(lambda: top_k.select_top_k(values, held, 1, places, None), what=what, length=length)  # noqa: B023
+            run = partial(top_k.select_top_k, values, held, 1, places, None, length)
+            yield timed(run, what=what, length=length)
     top_k.SEGMENT, top_k.WARP_VALUES = before
 
 

@@ -72,5 +72,5 @@ def test_places_without_a_key_are_ignored(half: torch.dtype) -> None:
 )
 def test_choice_of_the_kernel(heads: int, key_heads: int, size: int, suits: bool) -> None:
     query, key = torch.zeros(1, 2, heads, size).bfloat16(), torch.zeros(1, 2, key_heads, size).bfloat16()
-    assert op.suits_gluon(query, key) == suits
-    assert not op.suits_gluon(query.float(), key.float())
+    assert op.grad_suits_gluon(query, key) == suits
+    assert not op.grad_suits_gluon(query.float(), key.float())

@@ -32,10 +32,10 @@ def parts_of(docs: Documents, heads: tuple[int, int], size: int) -> list[list[Te
     return [docs.random(False, query_heads, size), docs.random(True, key_heads, size), docs.random(False, query_heads)]
 
 
-def check(docs: Documents, parts: list[list[Tensor]], top_k: int) -> None:
+def check(docs: Documents, parts: list[list[Tensor]], top_k: int, run: Any = INDEXER.cuda) -> None:
     """Check the best keys of each row, ascending, up to the error of the scores; with and without scores."""
-    indices, values = (tensor.cpu() for tensor in INDEXER.cuda(**arguments(docs, parts, top_k)))
-    only_indices, nothing = INDEXER.cuda(**arguments(docs, parts, top_k, return_value=False))
+    indices, values = (tensor.cpu() for tensor in run(**arguments(docs, parts, top_k)))
+    only_indices, nothing = run(**arguments(docs, parts, top_k, return_value=False))
     assert torch.equal(only_indices.cpu(), indices) and nothing.shape == (0,) and nothing.dtype == docs.dtype
     assert (indices.dtype, values.dtype) == (torch.int32, docs.dtype)
     assert (docs.padding(indices, False) == -1).all() and (docs.padding(values, False) == -torch.inf).all()

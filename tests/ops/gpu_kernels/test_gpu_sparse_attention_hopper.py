@@ -234,6 +234,7 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
         assert f"sparse_flash_attention.{kernel}, {queries} queries in a block\n" in printed
     assert "indexer_kl_loss.gluon._distributions\n" in printed
     assert "lightning_indexer.gluon_grad._gradients\n" in printed
+    assert "lightning_indexer.gluon._score\n" in printed and "lightning_indexer.gluon_top_k._select\n" in printed
     assert "does not fit" not in printed
     # the indexer's gradients spill up to four registers outside of their loops
     assert sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", printed)) <= 16

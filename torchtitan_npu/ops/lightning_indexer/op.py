@@ -168,14 +168,25 @@ def fits_triton(keys: int, count: int) -> bool:
     return keys <= SEGMENT or 2 * count <= SEGMENT
 
 
-fused = kernel(reference.npu_lightning_indexer)
+in_triton = kernel(reference.npu_lightning_indexer)
+in_gluon = kernel(reference.npu_lightning_indexer, "gluon")
 
 
-def cuda(key: Tensor, layout_query: str, sparse_count: int, **others: Any) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel, or the reference for a selection that the kernel cannot make."""
-    fits = fits_triton(key.shape[0 if layout_query == "TND" else 1], sparse_count)
-    chosen = fused if fits else reference.npu_lightning_indexer
-    return chosen(key=key, layout_query=layout_query, sparse_count=sparse_count, **others)
+def cuda(query: Tensor, key: Tensor, layout_query: str, sparse_count: int, **others: Any) -> tuple[Tensor, Tensor]:
+    """Run the Gluon kernel on a Hopper GPU at the sizes it takes, and the Triton kernel otherwise.
+
+    The reference makes a selection that neither can make.
+    """
+    arguments = {"query": query, "key": key, "layout_query": layout_query, "sparse_count": sparse_count, **others}
+    if not fits_triton(key.shape[0 if layout_query == "TND" else 1], sparse_count):
+        return reference.npu_lightning_indexer(**arguments)
+    return (in_gluon if is_hopper(query) and suits_gluon(query, key) else in_triton)(**arguments)
+
+
+def suits_gluon(query: Tensor, key: Tensor) -> bool:
+    """Return whether the Gluon kernel takes these: half precision, 128 features, at most 64 heads per key head."""
+    half = query.dtype in HALVES and key.dtype == query.dtype
+    return half and query.shape[-1] == 128 and query.shape[-2] <= 64 * key.shape[-2]
 
 
 declare(
@@ -261,11 +272,11 @@ grad_in_gluon = kernel(reference.npu_lightning_indexer_grad, "gluon_grad")
 
 def grad_cuda(query: Tensor, key: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run the Gluon kernel on a Hopper GPU at the sizes it takes, and the Triton kernel otherwise."""
-    hopper = is_hopper(query) and suits_gluon(query, key)
+    hopper = is_hopper(query) and grad_suits_gluon(query, key)
     return (grad_in_gluon if hopper else grad_in_triton)(query=query, key=key, **others)
 
 
-def suits_gluon(query: Tensor, key: Tensor) -> bool:
+def grad_suits_gluon(query: Tensor, key: Tensor) -> bool:
     """Return whether the Gluon kernel of the gradients takes these: half precision, and the sizes of DeepSeek-V3.2."""
     if query.dtype not in HALVES or key.dtype != query.dtype:
         return False

@@ -1,5 +1,9 @@
 """The lightning indexer in Triton: the scores of a chunk of rows, then the selection of the best keys of each row."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +24,32 @@ def keys_of_a_row(key: Tensor, layout: str) -> int:
     return key.shape[0] if layout == "TND" else key.shape[1]
 
 
-def npu_lightning_indexer(
+def keys_before(stop: int, sequence: int, start: int, keys: int) -> int:
+    """Return an upper bound of the keys of the rows from ``start`` to ``stop``, in causal sequences of equal length."""
+    last = stop - 1 - start // sequence * sequence
+    return max(0, keys - max(0, sequence - 1 - last))
+
+
+def npu_lightning_indexer(query: Tensor, key: Tensor, layout_query: str, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Select the ``sparse_count`` keys with the highest scores for each query row, as the reference does.
+
+    The keys of a row come in ascending order, which suits the gather that follows; torch_npu specifies no order. The
+    selection is exact for the computed scores: products of the inputs, summed in float32. It needs :data:`WORKSPACE`
+    scores of memory beside the outputs. A row with no more than ``sparse_count`` keys gets them all, and its scores are
+    computed only for ``return_value``. The values of the lengths are not checked.
+    """
+    key_heads, size = key.shape[-2:]
+    tiles = tile_sizes(query.dtype, query.shape[-2] // key_heads)
+    # if the rows of a program span several sequences, their keys may be any of the batch
+    together = layout_query == "BSND" and query.shape[1] % tiles["QUERIES"] == 0
+    most = key.shape[1] if together else key.numel() // (key_heads * size)
+    score_part = partial(score, most=most, tiles=tiles)
+    return best_keys(score_part, select_top_k, query, key, layout_query=layout_query, **arguments)
+
+
+def best_keys(
+    score: Callable[[Tensor, Tensor, Tensor, Rows, Tensor, int], None],
+    select: Callable[[Tensor, Tensor, int, Tensor, Tensor | None, int], None],
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -32,14 +61,7 @@ def npu_lightning_indexer(
     return_value: bool,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """Select the ``sparse_count`` keys with the highest scores for each query row, as the reference does.
-
-    The keys of a row come in ascending order, which suits the gather that follows; torch_npu specifies no order. The
-    selection is exact for the computed scores: products of the inputs, summed in float32. It needs :data:`WORKSPACE`
-    scores of memory beside the outputs. A row with no more than ``sparse_count`` keys gets them all, and its scores are
-    computed only for ``return_value``. The values of the lengths are not checked.
-    """
-    heads, size = query.shape[-2:]
+    """Select keys by ``score`` and ``select``, functions like :func:`score` and :func:`select_top_k`."""
     key_heads, keys = key.shape[-2], keys_of_a_row(key, layout_query)
     rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
     shape = (*query.shape[:-2], key_heads, sparse_count)
@@ -52,17 +74,17 @@ def npu_lightning_indexer(
     width = blocks_in(keys, 16) * 16
     # the second dimension of a grid is at most 65535
     step = min(2**15, max(16, WORKSPACE // (width * key_heads) // 16 * 16))
-    scores = torch.empty(min(step, tokens) * key_heads, width, dtype=torch.float32, device=query.device)
-    tiles = tile_sizes(query.dtype, heads // key_heads)
-    # if the rows of a program span several sequences, their keys may be any of the batch
-    together = layout_query == "BSND" and query.shape[1] % tiles["QUERIES"] == 0
-    most = keys if together else k.numel() // (key_heads * size)
+    scored = min(step, tokens) if keys > known else 0
+    scores = torch.empty(scored * key_heads, width, dtype=torch.float32, device=query.device)
+    causal = layout_query == "BSND" and sparse_mode == 3 and actual_seq_lengths_query is None
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
+        most = keys_before(start + part[2], query.shape[1], start, keys) if causal else keys
         its = Rows(part_of(rows.first, *part), part_of(rows.visible, *part))
-        score(part_of(q, *part), k, part_of(w, *part), its, scores, known, most, tiles)
+        if most > known:
+            score(part_of(q, *part), k, part_of(w, *part), its, scores, known)
         best = part_of(values, *part) if return_value else None
-        select_top_k(scores, its.visible, key_heads, part_of(indices, *part), best)
+        select(scores, its.visible, key_heads, part_of(indices, *part), best, max(1, most))
     return indices, values
 
 

@@ -13,31 +13,31 @@ WARP_VALUES = 1024
 """Values per warp: 32 per thread."""
 
 
-def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None) -> None:
+def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None, most: int) -> None:
     """Write the places of the highest values of each row to ``places`` (rows · heads, count) int32, ascending, then -1.
 
-    ``values`` (rows · heads or more, width) float32; row r has ``held[r // heads]`` of them, ``held`` (rows,) int32.
-    ``best``, if given, gets the values, then -inf. Among equal values the lower place is preferred. A NaN is above all
-    values, as in ``torch.sort``. A row with no more than ``count`` values is taken entirely, read only for ``best``.
+    ``values`` (rows · heads or more, width) float32; row r has ``held[r // heads]`` of them, ``held`` (rows,) int32, at
+    most ``most``. ``best``, if given, gets the values, then -inf. Among equal values the lower place is preferred. A
+    NaN is above all values, as in ``torch.sort``. A row with no more than ``count`` values is taken entirely, read only
+    for ``best``.
     """
     rows = held.numel() * heads
     count = places.numel() // rows
     source: Tensor | None = None
     while True:
-        width = values.shape[1]
-        segments = blocks_in(width, SEGMENT)
+        segments = blocks_in(most, SEGMENT)
         last = segments == 1
         shape = (rows, segments * count)
         to_places = places if last else torch.empty(shape, dtype=torch.int32, device=values.device)
         to_best = best if last else torch.empty(shape, dtype=torch.float32, device=values.device)
-        block = power_of_2(min(width, SEGMENT))
+        block = power_of_2(min(most, SEGMENT))
         _select[(rows, segments)](
             values,
             source,
             held,
             to_places,
             to_best,
-            width,
+            values.shape[1],
             heads,
             COUNT=count,
             SLOTS=power_of_2(count),
@@ -47,7 +47,7 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best:
         if last:
             return
         assert to_best is not None
-        values, source = to_best, to_places
+        values, source, most = to_best, to_places, segments * count
 
 
 @triton.jit

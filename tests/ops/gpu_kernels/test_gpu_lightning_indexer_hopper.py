@@ -1,0 +1,58 @@
+"""The Gluon kernel of the indexer's scores, on a Hopper GPU or else in a simulator, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests._helpers.gluon_simulator import simulated
+from tests._helpers.kernel_checks import DEVICE
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
+from tests.ops.gpu_kernels.test_gpu_lightning_indexer import arguments, check, parts_of
+from torchtitan_npu.ops.core.triton_kernel import is_hopper
+from torchtitan_npu.ops.lightning_indexer import gluon, gluon_top_k, op
+
+CASES: dict[str, Any] = {
+    "several row blocks of a program": ("TND", [(30, 150), (0, 2), (3, 40), (9, 3)], 20, (64, 1), "contiguous"),
+    "several key heads, some heads": ("BSND", [(5, 200)] * 2, 64, (40, 2), "strided"),
+    "few heads": ("BSND", [(70, 300)], 130, (6, 1), "contiguous"),
+}
+IN_SIMULATOR = ("several row blocks of a program", "several key heads, some heads")
+"""Cases of the default run."""
+
+
+def kernel() -> Any:
+    if is_hopper(torch.empty(0, device=DEVICE)):
+        return gluon.npu_lightning_indexer
+    run = simulated(gluon, "npu_lightning_indexer")
+    run.__globals__["select_top_k"] = simulated(gluon_top_k, "select_top_k")
+    return run
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_SIMULATOR)) for case in CASES]
+)
+def test_agrees_with_the_oracle(half: torch.dtype, case: str) -> None:
+    layout, sizes, top_k, heads, arranged = CASES[case]
+    docs = Documents(layout, sizes, True, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
+    check(docs, parts_of(docs, heads, 128), top_k, kernel())
+
+
+def test_nan_is_selected() -> None:
+    docs = Documents("BSND", [(1, 70)], False, torch.bfloat16, torch.Generator().manual_seed(0))
+    parts = parts_of(docs, (64, 1), 128)
+    parts[1][0][66] = torch.nan
+    indices, values = (tensor.flatten().cpu() for tensor in kernel()(**arguments(docs, parts, 2)))
+    assert 66 in indices.tolist() and values[indices == 66].isnan().all() and values.isnan().sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "suits"),
+    [(64, 1, 128, True), (8, 1, 128, True), (128, 2, 128, True), (65, 1, 128, False), (64, 1, 64, False)],
+)
+def test_choice_of_the_kernel(heads: int, key_heads: int, size: int, suits: bool) -> None:
+    query, key = (torch.zeros(1, 2, n, size, dtype=torch.bfloat16) for n in (heads, key_heads))
+    assert op.suits_gluon(query, key) == suits
+    assert not op.suits_gluon(query.float(), key.float())
