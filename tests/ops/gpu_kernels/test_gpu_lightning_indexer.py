@@ -85,6 +85,13 @@ def test_chunk_sizes_do_not_affect_the_result(layout: str, monkeypatch: pytest.M
     check(docs, parts_of(docs, (2, 1), 20), 5)
 
 
+def test_chunks_of_causal_sequences_without_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is searched up to the last key that its chunk of 16 rows sees: in the first chunk 17, one more than 16."""
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton.WORKSPACE", 0)
+    docs = Documents("BSND", [(20, 21)] * 2, True, torch.float32, torch.Generator().manual_seed(0))
+    check(docs, parts_of(docs, (1, 1), 5), 16)
+
+
 def test_sizes_of_deepseek_v32(half: torch.dtype) -> None:
     docs = Documents("BSND", [(3, 133)] * 2, True, half, torch.Generator().manual_seed(0))
     check(docs, parts_of(docs, (64, 1), 128), 64)

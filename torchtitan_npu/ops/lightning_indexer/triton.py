@@ -24,10 +24,13 @@ def keys_of_a_row(key: Tensor, layout: str) -> int:
     return key.shape[0] if layout == "TND" else key.shape[1]
 
 
-def keys_before(stop: int, sequence: int, start: int, keys: int) -> int:
-    """Return an upper bound of the keys of the rows from ``start`` to ``stop``, in causal sequences of equal length."""
-    last = stop - 1 - start // sequence * sequence
-    return max(0, keys - max(0, sequence - 1 - last))
+def most_visible(start: int, stop: int, queries: int, keys: int) -> int:
+    """Return the most keys that a row from ``start`` to ``stop`` sees, in causal sequences of ``queries`` rows each.
+
+    The last query of a sequence sees all keys, each query before it one key less.
+    """
+    following = (start // queries + 1) * queries - stop  # rows of the first sequence; negative if it ends before stop
+    return max(0, keys - max(0, following))
 
 
 def npu_lightning_indexer(query: Tensor, key: Tensor, layout_query: str, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -79,7 +82,7 @@ def best_keys(
     causal = layout_query == "BSND" and sparse_mode == 3 and actual_seq_lengths_query is None
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
-        most = keys_before(start + part[2], query.shape[1], start, keys) if causal else keys
+        most = most_visible(start, start + part[2], query.shape[1], keys) if causal else keys
         its = Rows(part_of(rows.first, *part), part_of(rows.visible, *part))
         if most > known:
             score(part_of(q, *part), k, part_of(w, *part), its, scores, known)
