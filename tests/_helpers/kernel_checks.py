@@ -21,6 +21,10 @@ def dtype_on(device: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
 
 
+HALF_TYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+"""The half-precision types that the kernels compute here."""
+
+
 def kernel_documents(causal: bool | None = None, uneven: bool = True) -> st.SearchStrategy[Documents]:
     """Draw ``documents`` with float32 in place of float64, for which the reference runs."""
 

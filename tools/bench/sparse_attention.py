@@ -28,6 +28,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -253,11 +254,8 @@ def block_rows(machine: Machine) -> Iterator[Row]:
 
 def with_block(queries: int, run: Callable[[], object]) -> object:
     """Run with blocks of ``queries``."""
-    choose, query_blocks.queries_per_block = query_blocks.queries_per_block, lambda *_: queries
-    try:
+    with mock.patch.object(query_blocks, "queries_per_block", return_value=queries):
         return run()
-    finally:
-        query_blocks.queries_per_block = choose
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests._helpers.gluon_simulator import simulated
+from tests._helpers.kernel_checks import HALF_TYPES
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_gradients_of_scores
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
@@ -43,10 +44,11 @@ def ascending(docs: Documents, top_k: int, same: int) -> list[Tensor]:
     return selected
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_the_oracle(half: torch.dtype, case: str) -> None:
+def test_agrees_with_the_oracle(dtype: torch.dtype, case: str) -> None:
     layout, sizes, top_k, heads, same, arranged = CASES[case]
-    docs = Documents(layout, sizes, True, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
+    docs = Documents(layout, sizes, True, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
     check_gradients_of_scores(run, docs, (heads, 1), 128, ascending(docs, top_k, same))
 
 
@@ -64,6 +66,14 @@ def test_places_without_a_key_are_ignored(half: torch.dtype) -> None:
     call["dy"][indices >= 69] = torch.nan
     for one, other in zip(run(**call), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)  # sums in another order, then rounded
+
+
+def test_blocks_of_places_may_be_empty(half: torch.dtype) -> None:
+    """Of two rows of a program, one has a key in the first block only and the other in the last."""
+    docs = Documents("BSND", [(4, 300)], True, half, torch.Generator().manual_seed(0))
+    selected = torch.full((4, 1, 256), -1, dtype=torch.int32)
+    selected[[0, 3], 0, 0], selected[[1, 2], 0, 192] = 5, 7
+    check_gradients_of_scores(run, docs, (64, 1), 128, [selected])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests._helpers.gluon_simulator import simulated
-from tests._helpers.kernel_checks import DEVICE
+from tests._helpers.kernel_checks import DEVICE, HALF_TYPES
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from tests.ops.gpu_kernels.test_gpu_lightning_indexer import arguments, check, parts_of
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
@@ -26,17 +26,16 @@ IN_SIMULATOR = ("several row blocks of a program", "several key heads, some head
 def kernel() -> Any:
     if is_hopper(torch.empty(0, device=DEVICE)):
         return gluon.npu_lightning_indexer
-    run = simulated(gluon, "npu_lightning_indexer")
-    run.__globals__["select_top_k"] = simulated(gluon_top_k, "select_top_k")
-    return run
+    return simulated(gluon, "npu_lightning_indexer", select_top_k=simulated(gluon_top_k, "select_top_k"))
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_SIMULATOR)) for case in CASES]
 )
-def test_agrees_with_the_oracle(half: torch.dtype, case: str) -> None:
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_agrees_with_the_oracle(dtype: torch.dtype, case: str) -> None:
     layout, sizes, top_k, heads, arranged = CASES[case]
-    docs = Documents(layout, sizes, True, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
+    docs = Documents(layout, sizes, True, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
     check(docs, parts_of(docs, heads, 128), top_k, kernel())
 
 

@@ -236,6 +236,8 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     assert "lightning_indexer.gluon_grad._gradients\n" in printed
     assert "lightning_indexer.gluon._score\n" in printed and "lightning_indexer.gluon_top_k._select\n" in printed
     assert "does not fit" not in printed
-    # the indexer's gradients spill up to four registers outside of their loops
-    assert sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", printed)) <= 16
+    reports = re.findall(r"^(\w+\..*)\nptxas(?:.*\n)*?.* (\d+) bytes spill stores", printed, re.MULTILINE)
+    spills = {kernel: int(size) for kernel, size in reports}
+    assert spills.pop("lightning_indexer.gluon_grad._gradients") <= 16  # outside of its loops
+    assert not any(spills.values())
     assert "injected" not in printed  # ptxas adds a wait if it cannot tell that a register is not in flight

@@ -98,7 +98,7 @@ def without_zip_checksums() -> Iterator[None]:
 
 
 LARGE = 1 << 18
-"""Bytes from which on a checksum takes longer than to pass it to a thread."""
+"""Bytes of a write from which a thread computes its checksum. For fewer, the hand-over takes longer."""
 
 
 @dataclass

@@ -170,7 +170,7 @@ def _count_blocks(selected_0, selected_1, TOP_K: gl.constexpr):
     blocks_0 = (end_0 + KEYS - 1) // KEYS
     blocks_1 = (end_1 + KEYS - 1) // KEYS
     common = gl.where(differs > 0, (TOP_K - differs) // KEYS, blocks_1)
-    return gl.minimum(common, blocks_1), blocks_0, blocks_1
+    return gl.minimum(common, gl.minimum(blocks_0, blocks_1)), blocks_0, blocks_1
 
 
 @gluon.jit

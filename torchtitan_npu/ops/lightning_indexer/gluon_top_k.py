@@ -7,16 +7,14 @@ their ranks within a warp need no barrier, and no layout has to be converted for
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
+from torchtitan_npu.ops.core.triton_launch import power_of_2
 from torchtitan_npu.ops.lightning_indexer.op import SEGMENT
+from torchtitan_npu.ops.lightning_indexer.triton_top_k import WARP_VALUES, Results, select_in_rounds
 
-WARP_VALUES = 1024
-"""Values per warp: 32 per thread."""
 STEP = 512
 """Values of a warp that are ranked at a time."""
 REGISTERS = {4096: 80, 32768: 64}
@@ -27,19 +25,13 @@ HIGHEST = gl.constexpr(2**31 - 1)  # of NaN
 
 def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None, most: int) -> None:
     """Write the places of the highest values as the function of the same name in Triton does."""
-    rows = held.numel() * heads
-    count = places.numel() // rows
-    source: Tensor | None = None
-    while True:
-        segments = blocks_in(most, SEGMENT)
-        last = segments == 1
-        shape = (rows, segments * count)
-        to_places = places if last else torch.empty(shape, dtype=torch.int32, device=values.device)
-        to_best = best if last else torch.empty(shape, dtype=torch.float32, device=values.device)
-        block = max(STEP, power_of_2(min(most, SEGMENT)))
+    count = places.numel() // (held.numel() * heads)
+
+    def launch(values: Tensor, source: Tensor | None, to: Results, segments: int, block: int) -> None:
+        block = max(STEP, block)
         warps = max(1, block // WARP_VALUES)
-        _select[(rows * segments,)](
-            *(values, source, held, to_places, to_best, values.shape[1], heads, segments),
+        _select[(held.numel() * heads * segments,)](
+            *(values, source, held, *to, values.shape[1], heads, segments),
             COUNT=count,
             SLOTS=power_of_2(count),
             WARPS=warps,
@@ -49,10 +41,8 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best:
             num_warps=warps,
             maxnreg=next(registers for size, registers in REGISTERS.items() if block <= size),
         )
-        if last:
-            return
-        assert to_best is not None
-        values, source, most = to_best, to_places, segments * count
+
+    select_in_rounds(values, places.view(-1, count), best, most, SEGMENT, launch)
 
 
 @gluon.jit
@@ -186,6 +176,7 @@ def _search(
             enough = above + _total(((order == low) & (offset < middle)).to(gl.int32)) >= COUNT
             begin = gl.where(enough, begin, middle + 1)
             cut = gl.where(enough, middle, cut)
+    cut = gl.where(count > 0, cut, 0)  # without values, low is NOTHING
     taken = gl.sum(((order > low) | ((order == low) & (offset < cut))).to(gl.int32), 1)
     return low, cut, gl.minimum(count, COUNT), taken
 

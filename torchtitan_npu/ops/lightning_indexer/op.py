@@ -160,11 +160,11 @@ SIZES = (
 )
 
 SEGMENT = 32768
-"""The number of scores from which the Triton kernel selects at a time."""
+"""The number of scores from which a kernel selects at a time."""
 
 
-def fits_triton(keys: int, count: int) -> bool:
-    """Return whether the Triton kernel can select ``count`` of ``keys``: every round must reduce the candidates."""
+def can_select(keys: int, count: int) -> bool:
+    """Return whether the kernels can select ``count`` of ``keys``: every round must reduce the candidates."""
     return keys <= SEGMENT or 2 * count <= SEGMENT
 
 
@@ -178,7 +178,7 @@ def cuda(query: Tensor, key: Tensor, layout_query: str, sparse_count: int, **oth
     The reference makes a selection that neither can make.
     """
     arguments = {"query": query, "key": key, "layout_query": layout_query, "sparse_count": sparse_count, **others}
-    if not fits_triton(key.shape[0 if layout_query == "TND" else 1], sparse_count):
+    if not can_select(key.shape[0 if layout_query == "TND" else 1], sparse_count):
         return reference.npu_lightning_indexer(**arguments)
     return (in_gluon if is_hopper(query) and suits_gluon(query, key) else in_triton)(**arguments)
 

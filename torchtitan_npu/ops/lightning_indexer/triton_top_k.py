@@ -1,5 +1,7 @@
 """Exact top-k of rows of different lengths, in Triton: the places of the highest values, in ascending order."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,9 @@ from torchtitan_npu.ops.lightning_indexer.op import SEGMENT
 
 WARP_VALUES = 1024
 """Values per warp: 32 per thread."""
+Results = tuple[Tensor, Tensor | None]
+"""The tensors for the selected places and their values."""
+Launch = Callable[[Tensor, Tensor | None, Results, int, int], None]
 
 
 def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None, most: int) -> None:
@@ -21,32 +26,39 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best:
     NaN is above all values, as in ``torch.sort``. A row with no more than ``count`` values is taken entirely, read only
     for ``best``.
     """
-    rows = held.numel() * heads
-    count = places.numel() // rows
-    source: Tensor | None = None
-    while True:
-        segments = blocks_in(most, SEGMENT)
-        last = segments == 1
-        shape = (rows, segments * count)
-        to_places = places if last else torch.empty(shape, dtype=torch.int32, device=values.device)
-        to_best = best if last else torch.empty(shape, dtype=torch.float32, device=values.device)
-        block = power_of_2(min(most, SEGMENT))
-        _select[(rows, segments)](
-            values,
-            source,
-            held,
-            to_places,
-            to_best,
-            values.shape[1],
-            heads,
+    count = places.numel() // (held.numel() * heads)
+
+    def launch(values: Tensor, source: Tensor | None, to: Results, segments: int, block: int) -> None:
+        _select[(held.numel() * heads, segments)](
+            *(values, source, held, *to, values.shape[1], heads),
             COUNT=count,
             SLOTS=power_of_2(count),
             BLOCK=block,
             num_warps=min(32, max(4, block // WARP_VALUES)),
         )
-        if last:
+
+    select_in_rounds(values, places.view(-1, count), best, most, SEGMENT, launch)
+
+
+def select_in_rounds(
+    values: Tensor, places: Tensor, best: Tensor | None, most: int, segment: int, launch: Launch
+) -> None:
+    """Select from each ``segment`` of a row, then from what was selected, until one segment is left.
+
+    ``launch`` gets the values, their places in the row (None in the first round), the tensors for the results, the
+    number of segments and the size of a segment.
+    """
+    rows, count = places.shape
+    source: Tensor | None = None
+    while True:
+        segments = blocks_in(most, segment)
+        block = power_of_2(min(most, segment))
+        if segments == 1:
+            launch(values, source, (places, best), segments, block)
             return
-        assert to_best is not None
+        to_places = torch.empty(rows, segments * count, dtype=torch.int32, device=values.device)
+        to_best = torch.empty_like(to_places, dtype=torch.float32)
+        launch(values, source, (to_places, to_best), segments, block)
         values, source, most = to_best, to_places, segments * count
 
 

@@ -40,6 +40,7 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     HALF,
     ROPE,
     SIZE,
+    STORED,
     aligned,
     chosen_by,
     keys_of,
@@ -288,14 +289,6 @@ def _consume(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     per_head: gl.constexpr = gl.SliceLayout(1, narrow)
-    # a thread stores 8 adjacent columns, and a warp keeps the rows that it has in the accumulator
-    stored: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
 
     used = 0  # blocks that went through this consumer's slot
     used_other = 0
@@ -346,9 +339,9 @@ def _consume(
 
         heads = (of_row * KEY_HEADS + key_head) * GROUP
         divisor = gl.convert_layout(gl.where(rounded == 0, 1.0, rounded), gl.SliceLayout(1, wide))
-        average = gl.convert_layout((total * (1 / divisor)[:, None]).to(out.dtype.element_ty), stored)
-        at = first_head + gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, stored))
-        columns = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, stored))
+        average = gl.convert_layout((total * (1 / divisor)[:, None]).to(out.dtype.element_ty), STORED)
+        at = first_head + gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, STORED))
+        columns = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, STORED))
         gl.store(out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :]), average, mask=(at < GROUP)[:, None])
         if W == 0:
             at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
@@ -408,7 +401,7 @@ def _attend_block(
         mbarrier.arrive(bars.index(QUERY_FREE))
 
     if QUERIES > 1:
-        heads = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, narrow))
+        heads = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, narrow))  # all heads of a block are in one tile
         scores = gl.where(chosen_by(bits, heads, GROUP, QUERIES), scores, float("-inf"))
     elif (block + 1) * BLOCK_KEYS > without_gap:
         there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]

@@ -21,7 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import HALF, ROPE, SIZE, keys_of, places_of_heads
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
+    HALF,
+    ROPE,
+    SIZE,
+    STORED,
+    keys_of,
+    places_of_heads,
+)
 
 HALF_ROPE = gl.constexpr(32)
 BLOCK_KEYS = gl.constexpr(64)
@@ -29,7 +36,7 @@ REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
 # In these layouts a warp keeps the rows that it has in the accumulator. To add, a thread has 4 adjacent columns and 8
-# threads have 32: reductions of 128 adjacent bytes have the full rate. To store, a thread has 8.
+# threads have 32: reductions of 128 adjacent bytes have the full rate. To store, a thread has 8, as in STORED.
 ADDED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [1, 0], [8, 0]],
@@ -46,15 +53,6 @@ ADDED_ROPE = gl.constexpr(
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, 32],
-    )
-)
-STORED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
     )
 )
 STORED_ROPE = gl.constexpr(

@@ -18,6 +18,16 @@ PIECE = gl.constexpr(64)  # columns
 PIECES = gl.constexpr(8)  # of a key without its rope, which is another piece
 HALF = gl.constexpr(256)
 BLOCK_HEADS = gl.constexpr(64)
+# A layout to store (64, HALF): a thread has 8 adjacent columns, and a warp keeps the rows of its accumulator.
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
 
 
 def aligned(tensor: Tensor) -> Tensor:

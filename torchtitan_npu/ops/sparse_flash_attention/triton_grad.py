@@ -32,7 +32,8 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
 )
 
 WORKSPACE = 2**30
-"""Bytes of the workspace. With half of it, the kernels over more and smaller chunks take 2 % longer."""
+"""Bytes of the workspace, twice as many with deterministic algorithms. With half of it the chunks of rows are smaller,
+and take 2 % longer."""
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
 QUERIES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 256, "num_warps": 8, "num_stages": 5}
 KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
@@ -98,7 +99,7 @@ class Backward:
         """Set the selected keys of each row of the kernels, which is a block of neighbouring queries."""
         self.sparse_indices, self.rows, self.block = sparse_indices, rows, block
         self.top_k = sparse_indices.shape[-1]
-        self.shape |= {"GROUP": self.shape["GROUP"] * block, "TOP_K": self.top_k}
+        self.shape |= {"GROUP": self.queries.shape[1] // self.key_heads * block, "TOP_K": self.top_k}
         self.products = product_shape(self.shape)
         self.places = (sparse_indices, *rows)
         self.staggered = self.key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys

@@ -7,6 +7,7 @@ which queries selected it.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in, multiprocessors
+from torchtitan_npu.ops.core.triton_launch import blocks_in, multiprocessors, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import count_places
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at
 
@@ -58,6 +59,7 @@ class Selection(NamedTuple):
     """If bit i is set, query i of the block selected any key: (blocks,) int32. Not read without blocks."""
 
 
+@cache
 def queries_per_block(heads: int, tokens: int, queries: int, keys: int, top_k: int, causal: bool, tiles: Tiles) -> int:
     """Return the number of neighbouring queries per block that takes the least time if queries select random keys.
 
@@ -107,7 +109,8 @@ def unite(sparse_indices: Tensor, rows: Rows, queries: int, sequence: int, keys:
     """Return the selection of blocks of ``queries``, which may attend to ``sequence`` of all ``keys``."""
     top_k = sparse_indices.shape[-1]
     blocks = rows.first.numel() // queries
-    places = blocks_in(min(queries * top_k, sequence), PLACES) * PLACES
+    # a power of 2, because the kernels are compiled for it
+    places = blocks_in(min(queries * top_k, power_of_2(sequence)), PLACES) * PLACES
     lists = torch.empty(blocks, 1, places, dtype=torch.int32, device=sparse_indices.device)
     chosen = torch.empty(blocks, places, dtype=torch.int8, device=lists.device)
     of_blocks = torch.empty(5, blocks, dtype=torch.int32, device=lists.device)
