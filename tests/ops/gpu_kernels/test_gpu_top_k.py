@@ -60,6 +60,12 @@ def test_gluon_agrees_with_a_stable_sort(
     check(gluon, difficult(8, 3000), [3, 0, 1200, 2998], 2, count)
 
 
+def test_gluon_selects_in_rounds_of_several_warps(gluon: Select, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row without values writes nothing but -1 and -inf. Threads that wrote other values would race on a GPU."""
+    monkeypatch.setitem(gluon.__globals__, "SEGMENT", 4096)  # type: ignore[attr-defined]
+    check(gluon, difficult(2, 9000), [0, 8999], 1, 1100)
+
+
 def test_gluon_finds_the_threshold_of_any_distribution(gluon: Select) -> None:
     """The search starts from a normal distribution."""
     normal = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0))

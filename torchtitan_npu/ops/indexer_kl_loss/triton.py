@@ -12,12 +12,11 @@ from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
-from torchtitan_npu.ops.lightning_indexer.triton_grad import gradients
+from torchtitan_npu.ops.lightning_indexer.triton_grad import Gradients, gradients
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, tile
 
 Distributions = Callable[[IndexerLossInputs, Rows, Tensor, Tensor, Tensor], None]
-Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], tuple[Tensor, Tensor, Tensor]]
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,6 +15,8 @@ its gradient without the weight is the gradient of the weight.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchtitan_npu.ops.core.triton_launch import blocks_in
 from torchtitan_npu.ops.lightning_indexer import triton_grad
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned, keys_of
-from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, rows_of
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import check_size
 
 HEADS = gl.constexpr(64)
@@ -45,21 +47,9 @@ FULL = gl.constexpr(0)
 FREE = gl.constexpr(2)
 
 
-def npu_lightning_indexer_grad(
-    query: Tensor,
-    key: Tensor,
-    dy: Tensor,
-    sparse_indices: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    layout: str,
-    sparse_mode: int,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def npu_lightning_indexer_grad(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as the Triton kernel does. Takes what :func:`gradients` takes."""
-    rows = rows_of(layout, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
-    return gradients(query, key, weights, sparse_indices, dy, rows)
+    return triton_grad.of_operator(gradients, **arguments)
 
 
 def gradients(

@@ -18,7 +18,7 @@ from torchtitan_npu.ops.lightning_indexer.triton_top_k import WARP_VALUES, Resul
 STEP = 512
 """Values of a warp that are ranked at a time."""
 REGISTERS = {4096: 80, 32768: 64}
-"""The most registers per thread, by the number of values: fewer let more rows run at a time."""
+"""The most registers per thread, by the number of values: with few, more rows run at a time, and some values spill."""
 NOTHING = gl.constexpr(-(2**31))  # the order of no value: below that of all
 HIGHEST = gl.constexpr(2**31 - 1)  # of NaN
 

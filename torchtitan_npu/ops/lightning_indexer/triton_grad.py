@@ -1,5 +1,8 @@
 """The gradients of the lightning indexer's selected scores, in Triton."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +16,21 @@ WORKSPACE = 2**26
 """The number of contributions to keys in memory at once in deterministic mode: 256 MiB in float32."""
 
 
-def npu_lightning_indexer_grad(
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], tuple[Tensor, Tensor, Tensor]]
+"""The type of :func:`gradients`."""
+
+
+def npu_lightning_indexer_grad(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients as the reference does.
+
+    An index that is not a key of its row is ignored, at any place. The reference raises for -1 before a key; a check
+    here would synchronise with the device.
+    """
+    return of_operator(gradients, **arguments)
+
+
+def of_operator(
+    gradients: Gradients,
     query: Tensor,
     key: Tensor,
     dy: Tensor,
@@ -25,11 +42,7 @@ def npu_lightning_indexer_grad(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients as the reference does.
-
-    An index that is not a key of its row is ignored, at any place. The reference raises for -1 before a key; a check
-    here would synchronise with the device.
-    """
+    """Return what the operator returns, given its arguments and a function like :func:`gradients`."""
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
     return gradients(query, key, weights, sparse_indices, dy, rows)
 
