@@ -16,6 +16,7 @@ from torchtitan_npu.ops import OPS
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
 import harness
+import indexer_kernels
 import run
 import step_profile
 
@@ -48,6 +49,32 @@ def test_the_permutation_test_of_curves() -> None:
         fused = {f"fused {place}": [loss + shift for loss in losses] for place, losses in enumerate(eager.values())}
         (line,) = run.permutation_test(eager | fused, list(fused))
         assert line.startswith(f"Of the 35 divisions of these runs into two halves, {divisions} have"), line
+
+
+def test_fp8_inputs_of_the_indexer_have_exact_bfloat16_values() -> None:
+    """So our scores can be compared with those of a kernel that takes FP8, without a difference by rounding."""
+    torch.manual_seed(0)
+    shapes = {"query": (1, 5, 64, 128), "key": (1, 5, 1, 128), "weights": (1, 5, 64)}
+    tensors = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    given = indexer_kernels.in_fp8(**tensors)
+    rounded = indexer_kernels.from_fp8(given)
+    exact = {
+        "query": given["q"].double(),
+        "key": (given["kv"].double() * given["kv_scales"].double()[:, None])[:, None],
+    }
+    for name, values in exact.items():
+        assert torch.equal(rounded[name][0].double(), values)
+        # e4m3 rounds to 3 bits after the leading one, and values below its smallest normal number to a multiple.
+        distance = (values - tensors[name][0].double()).abs()
+        assert (distance <= tensors[name][0].double().abs() * 2.0**-4 + 2.0**-10).all()
+    assert torch.equal(rounded["weights"], tensors["weights"])
+    assert given["ke"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_missing_peer_has_a_row() -> None:
+    row = harness.of_peer(indexer_kernels.deep_gemm_error, {}, {}, 1.0, what="scores", length=4)
+    assert row["failed"].startswith("ModuleNotFoundError") and row["length"] == 4
+    assert harness.rated(row, 1.0, 1.0) == row
 
 
 def test_a_wrong_result_ends_a_benchmark() -> None:

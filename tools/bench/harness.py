@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,13 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def peers_in(folder: Path, modules: Mapping[str, str]) -> dict[str, str]:
+    """Make ``folder`` importable and return the versions of the peers in it, whose ``modules`` are given by name."""
+    sys.path.insert(0, str(folder))
+    found = {name: import_module(module) for name, module in modules.items() if find_spec(module)}
+    return {name: getattr(module, "__version__", "from source") for name, module in found.items()}
 
 
 def partial_file(file: Path) -> Path:
@@ -304,6 +313,11 @@ def error(actual: Tensor, oracle: Tensor) -> float:
     return ratio
 
 
+def difference(one: Tensor, other: Tensor) -> float:
+    """Return the L2 norm of the difference, relative to ``other``."""
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
 def compare(ours: Callable[..., Any], oracle: Callable[..., Any], *tensors: Tensor) -> float:
     """Return the largest error of ``ours`` and its gradients against ``oracle`` in float64."""
     results = []
@@ -327,6 +341,29 @@ def of_peer(measure: Callable[..., Row], *arguments: Any, **row: Any) -> Row:
         return measure(*arguments, **row)
     except (ImportError, RuntimeError, TypeError, ValueError, triton.TritonError) as problem:
         return row | {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
+
+
+def in_turns(builds: Mapping[str, Callable[[], Run]], **row: Any) -> list[Row]:
+    """Return a row with time and memory for each of ``builds``, measured in turns by :func:`device_ms`.
+
+    A build returns the function to measure. A peer that is missing or fails has a row with its error.
+    """
+    runs: dict[str, Run] = {}
+
+    def prepare(build: Callable[[], Run], what: str, **row: Any) -> Row:
+        run = build()
+        peak = peak_bytes(run)
+        runs[what] = run
+        return row | {"what": what, "peak_mib": peak / 2**20}
+
+    rows = [of_peer(prepare, build, what=what, **row) for what, build in builds.items()]
+    times = forward_ms(runs)
+    return [row | {"ms": times[row["what"]]} if row["what"] in times else row for row in rows]
+
+
+def rated(row: Row, flops: float, limit_ms: float) -> Row:
+    """Return a row of :func:`in_turns` with its rate and its limit, if it has a time."""
+    return row | {"tflops": flops / row["ms"] / 1e9, "limit_ms": limit_ms} if "ms" in row else row
 
 
 def mask_of(indices: Tensor) -> Tensor:

@@ -1,11 +1,16 @@
 #!/usr/bin/env python
 """Check and measure the lightning indexer's kernels on an NVIDIA GPU.
 
-    python tools/bench/indexer_kernels.py [--only check indexer loss] [--json FILE]
+    python tools/bench/indexer_kernels.py [--only check indexer loss peers] [--peers DIR] [--json FILE]
 
 ``check`` compares bfloat16 with float64 on small shapes. ``indexer`` times 64 heads of 128 and the top 2048 keys of one
 causal sequence of 2k to 128k tokens, with ``attn_gym`` if it is installed, and eager code. ``loss`` times the indexer's
 loss with its gradients (128 heads of attention, 512 + 64), and the gradients alone, with eager and compiled code.
+
+``peers`` runs with ``--peers``, on a Hopper GPU. It times our scores and our indexer in turns with public kernels:
+``fp8_mqa_logits`` of DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), if DIR has a module ``deep_gemm_mqa`` with
+this function, and ``attn_gym``. DeepGEMM computes the scores alone, from queries and keys in FP8 (e4m3). Its limit is
+the rate of a large FP8 matmul. Casts to FP8 are not timed.
 
 Times are medians on the device, replayed from a CUDA graph. Rates count the necessary matmuls. The limit is these at
 the rate of a large matmul, or the bytes of arguments and results at the rate of a copy, both measured in the same run.
@@ -18,7 +23,9 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +37,15 @@ from harness import (
     Row,
     Run,
     compiled,
+    difference,
+    in_turns,
+    installed,
     mask_of,
     measure_machine,
     need_gpu,
     of_peer,
+    peers_in,
+    rated,
     show,
     size,
     timed,
@@ -41,14 +53,18 @@ from harness import (
     write_partial,
 )
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.ops.lightning_indexer import gluon
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 
 HEADS, SIZE, TOP_K = 64, 128, 2048
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 SMALL_OPS = 4096
 PEER_LENGTHS = (4096, 8192)
 LOSS_LENGTHS = (4096, 32768)
+SCORE_LENGTHS = (4096, 32768)
 ATTENTION = {"heads": 128, "size": 512, "rope": 64}
 
 
@@ -161,7 +177,7 @@ def _is_float(value: object) -> bool:
 
 def _error(got: Tensor, expected: Tensor) -> float:
     """Return the relative L2 error."""
-    error = ((got.double() - expected).norm() / expected.norm()).item()
+    error = difference(got, expected)
     assert error < 1e-2, f"{error} is above bfloat16 rounding"
     return error
 
@@ -171,15 +187,20 @@ def pairs(length: int, known: int = TOP_K) -> int:
     return sum(range(min(known, length) + 1, length + 1))
 
 
+def indexer_limit(machine: Machine, tensors: dict[str, Tensor]) -> float:
+    """Return the limit of the indexer. A row that sees at most TOP_K keys selects all of them and needs no scores."""
+    length = tensors["query"].shape[1]
+    scored = max(0, length - TOP_K) / length
+    moved = scored * size(tensors["query"], tensors["weights"]) + size(tensors["key"]) + 4 * length * TOP_K
+    return machine.limit_ms(moved, 2 * HEADS * SIZE * pairs(length))
+
+
 def indexer_rows(machine: Machine) -> Iterator[Row]:
     for length in LENGTHS:
         tensors = inputs(length)
         flops = 2 * HEADS * SIZE * pairs(length)
         out = 4 * length * TOP_K
-        # A row that sees at most TOP_K keys selects all of them and needs no scores.
-        scored = max(0, length - TOP_K) / length
-        moved = scored * size(tensors["query"], tensors["weights"]) + size(tensors["key"]) + out
-        limit = machine.limit_ms(moved, flops)
+        limit = indexer_limit(machine, tensors)
         yield timed(lambda: indexer(tensors), flops, what="indexer", length=length, limit_ms=limit)  # noqa: B023
         if length == SMALL_OPS:
             every = 2 * HEADS * SIZE * pairs(length, 0)
@@ -253,31 +274,123 @@ def loss_rows(machine: Machine) -> Iterator[Row]:
         torch.use_deterministic_algorithms(False)
 
 
+def in_fp8(query: Tensor, key: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of ``fp8_mqa_logits`` for one causal sequence, with a power of 2 as the scale of each key.
+
+    Queries have no scale: those of :func:`inputs` are in the range of FP8.
+    """
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = key[0, :, 0].abs().amax(-1).float().div(largest).log2().ceil().exp2()
+    starts = torch.zeros(query.shape[1], dtype=torch.int32, device=query.device)
+    return {
+        "q": query[0].to(torch.float8_e4m3fn),
+        "kv": (key[0, :, 0] / scales[:, None]).to(torch.float8_e4m3fn),
+        "kv_scales": scales,
+        "weights": weights[0].float(),
+        "ks": starts,
+        "ke": starts + torch.arange(1, query.shape[1] + 1, dtype=torch.int32, device=query.device),
+    }
+
+
+def from_fp8(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of :func:`in_fp8` in bfloat16, as our kernels take them. They have the same values."""
+    key = given["kv"].float() * given["kv_scales"][:, None]
+    tensors = {"query": given["q"], "key": key[:, None], "weights": given["weights"]}
+    return {name: tensor.bfloat16()[None] for name, tensor in tensors.items()}
+
+
+def scores_run(query: Tensor, key: Tensor, weights: Tensor) -> Run:
+    """Compute our scores of all visible keys in one launch. Other places of the result are undefined."""
+    rows = rows_of("BSND", 3, query, key, None, None)
+    scores = torch.empty(query.shape[1], key.shape[1], device=query.device)
+
+    def run() -> Tensor:
+        gluon.score(query, key, weights, rows, scores, 0)
+        return scores
+
+    return run
+
+
+def deep_gemm_run(given: dict[str, Tensor]) -> Run:
+    return partial(import_module("deep_gemm_mqa").fp8_mqa_logits, **given)
+
+
+def deep_gemm_error(given: dict[str, Tensor], tensors: dict[str, Tensor], most: float, **row: Any) -> Row:
+    """Return the difference of DeepGEMM's scores of ``given`` from ours of ``tensors``."""
+    error = difference(deep_gemm_run(given)().tril(), scores_run(**tensors)().tril())
+    assert error < most, f"{row['what']}: {error}"
+    return row | {"error": error}
+
+
+def fp8_matmul() -> Run:
+    """Return a matmul of 8192 rows, columns and features in FP8, accumulated like DeepGEMM's."""
+    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    scale, recipe = torch.ones((), device="cuda"), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(a, b.t(), scale, recipe, scale, recipe, use_fast_accum=True)
+
+
+def peer_rows(machine: Machine) -> Iterator[Row]:
+    matmul = timed(fp8_matmul(), 2 * 8192**3, what="matmul, FP8", length=8192)
+    yield matmul
+    fp8_machine = replace(machine, matmul_rate=1e12 * matmul["tflops"])
+    for length in SCORE_LENGTHS:
+        tensors = inputs(length)
+        given = in_fp8(**tensors)
+        for what, others, most in (
+            ("scores, DeepGEMM against ours, same FP8 values", from_fp8(given), 1e-2),
+            ("scores, DeepGEMM against ours, bfloat16 values", tensors, 5e-2),
+        ):
+            yield of_peer(deep_gemm_error, given, others, most, what=what, length=length)
+        builds: dict[str, Callable[[], Run]] = {
+            "scores, ours": partial(scores_run, **tensors),
+            "scores, DeepGEMM": partial(deep_gemm_run, given),
+            "indexer, ours": lambda: partial(indexer, tensors),  # noqa: B023
+        }
+        if importlib.util.find_spec("attn_gym"):
+            builds["indexer, attn_gym"] = lambda: partial(attn_gym, **tensors)  # noqa: B023
+        every, selected = (2 * HEADS * SIZE * pairs(length, known) for known in (0, TOP_K))
+        written = 4 * pairs(length, 0)
+        work = {
+            "scores, ours": (every, machine.limit_ms(size(*tensors.values()) + written, every)),
+            "scores, DeepGEMM": (every, fp8_machine.limit_ms(size(*given.values()) + written, every)),
+            "indexer, ours": (selected, indexer_limit(machine, tensors)),
+            "indexer, attn_gym": (selected, indexer_limit(machine, tensors)),
+        }
+        for row in in_turns(builds, length=length):
+            yield rated(row, *work[row["what"]])
+        torch.cuda.empty_cache()
+
+
 PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "check": lambda _: check(),
     "indexer": indexer_rows,
     "loss": loss_rows,
+    "peers": peer_rows,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS)
+    parser.add_argument("--peers", type=Path, help="folder with the module deep_gemm_mqa, for the part peers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
     machine = measure_machine()
+    about: dict[str, Any] = machine.rates()
+    if args.peers:
+        about |= {"peers": installed(("attn_gym",)) | peers_in(args.peers, {"DeepGEMM": "deep_gemm_mqa"})}
     rows: list[Row] = []
-    for part in args.only:
+    for part in args.only or [part for part in PARTS if part != "peers" or args.peers]:
         for row in PARTS[part](machine):
             rows.append({"part": part} | row)
             print(show(row), flush=True)
             if args.json:
-                write_partial(args.json, rows, **machine.rates())
+                write_partial(args.json, rows, **about)
         torch.cuda.empty_cache()
     if args.json:
-        write(args.json, rows, **machine.rates())
+        write(args.json, rows, **about)
 
 
 if __name__ == "__main__":

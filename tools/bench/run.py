@@ -2,7 +2,7 @@
 """Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. Most need a GPU.
 
     python tools/bench/run.py [--only ops attention indexer models long curves combine ...] [--numbers DIR]
-    python tools/bench/run.py --only attention_peers                    # with the folder of sparse_attention_peers.py
+    python tools/bench/run.py --only attention_peers indexer_peers      # with public kernels in the folder peers
     python tools/bench/run.py --only npu_launches npu_host_time         # on the emulator: . tools/contract_env.sh
     python tools/bench/run.py --render      # only write tables and plots again
 
@@ -39,6 +39,7 @@ PARTS = {
     "attention": ["sparse_attention.py"],
     "attention_peers": ["sparse_attention.py", "--peers", "peers"],
     "indexer": ["indexer_kernels.py"],
+    "indexer_peers": ["indexer_kernels.py", "--only", "peers", "--peers", "peers"],
     "models": ["models.py"],
     "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
     "chunked_loss": [
@@ -52,8 +53,8 @@ PARTS = {
     "npu_launches": ["npu_steps.py", "launches"],
     "npu_host_time": ["npu_steps.py", "host_time"],
 }
-NOT_BY_DEFAULT = ("npu_launches", "npu_host_time", "attention_peers")
-"""Parts that need no GPU, and one that needs a folder of public kernels."""
+NOT_BY_DEFAULT = ("npu_launches", "npu_host_time", "attention_peers", "indexer_peers")
+"""Parts that need no GPU, and two that need a folder of public kernels."""
 
 
 Numbers = dict[str, Any]
@@ -267,14 +268,20 @@ def kernel_cells(row: Numbers) -> list[str]:
     ]
 
 
+def kernel_table(rows: list[Numbers], names: dict[str, str] | None = None) -> str:
+    """Return a table with one row per measurement, with ``names`` of what is measured."""
+    head = ["", "tokens", "ms", "ns per token", "TFLOP/s", "limit, ms", "of the limit", "additional memory, MiB"]
+    lines = [[(names or {}).get(row["what"], row["what"]), str(row["length"]), *kernel_cells(row)] for row in rows]
+    return table(head, lines)
+
+
 def kernels(numbers: Numbers) -> str:
     """Return the table of sparse attention or of the indexer, one row per measurement."""
     errors = [f"{row['what']} {row['error']:.1e}" for row in numbers["rows"] if "error" in row]
-    rows = [[row["what"], str(row["length"]), *kernel_cells(row)] for row in numbers["rows"] if "length" in row]
-    head = ["", "tokens", "ms", "ns per token", "TFLOP/s", "limit, ms", "of the limit", "additional memory, MiB"]
+    rows = [row for row in numbers["rows"] if "length" in row]
     distances = [f"Relative error against float64 on a small case: {', '.join(errors)}."] if errors else []
     measured = [rates(numbers)] if "copy_GB_s" in numbers else []  # older results have no rates
-    return "\n\n".join([table(head, rows), *measured, *distances])
+    return "\n\n".join([kernel_table(rows), *measured, *distances])
 
 
 ATTENTION_KERNELS = {
@@ -302,9 +309,32 @@ def attention_peers(numbers: Numbers) -> str:
 
 
 def _peer_cell(row: Numbers | None, best: float) -> str:
-    if row is None or "failed" in row:
-        return "" if row is None else "does not run"
+    if row is None or row.get("failed", "").startswith("ModuleNotFoundError"):
+        return ""
+    if "failed" in row:
+        return "does not run"
     return f"**{row['ms']:.2f}**" if row["ms"] == best else f"{row['ms']:.2f}"
+
+
+INDEXER_KERNELS = {
+    "scores, ours": "scores alone, ours, bfloat16",
+    "scores, DeepGEMM": "scores alone, DeepGEMM, FP8",
+    "indexer, ours": "scores and top 2048, ours, bfloat16",
+    "indexer, attn_gym": "scores and top 2048, attn_gym, bfloat16",
+}
+
+
+def indexer_peers(numbers: Numbers) -> str:
+    """Return the table of public kernels of the indexer, and how far DeepGEMM's scores are from ours."""
+    rows = [row for row in numbers["rows"] if row["what"] in INDEXER_KERNELS]
+    (matmul,) = (row["tflops"] for row in numbers["rows"] if row["what"] == "matmul, FP8")
+    measured = rates(numbers).removesuffix(".") + f", FP8 matmul {matmul:.0f} TFLOP/s."
+    errors: dict[str, float] = {}
+    for row in numbers["rows"]:
+        if "error" in row:
+            errors[row["what"]] = max(errors.get(row["what"], 0.0), row["error"])
+    far = [f"Relative difference, {what}: {error:.1e}." for what, error in errors.items()]
+    return "\n\n".join([kernel_table(rows, INDEXER_KERNELS), " ".join([measured, *far])])
 
 
 def models(numbers: Numbers) -> str:
@@ -468,6 +498,7 @@ RENDER: dict[str, Callable[[Numbers], str]] = {
     "attention": kernels,
     "attention_peers": attention_peers,
     "indexer": kernels,
+    "indexer_peers": indexer_peers,
     "models": models,
     "long": models,
     "chunked_loss": models,

@@ -2,7 +2,7 @@
 """Measure sparse attention on a GPU, forward and backward: DeepSeek-V3.2's 128 heads of 512 + 64, top 2048 keys.
 
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--heads 128] [--triton] [--json FILE]
-    python tools/bench/sparse_attention.py --peers DIR   # only a comparison with public kernels that are in DIR
+    python tools/bench/sparse_attention.py --peers DIR [--only forward]   # only a comparison with public kernels in DIR
     python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries and blocks of queries
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
@@ -44,6 +44,7 @@ from harness import (
     need_gpu,
     of_peer,
     peak_bytes,
+    peers_in,
     show,
     size,
     timed,
@@ -267,6 +268,8 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=Path, help="folder of public kernels, as sparse_attention_peers.py describes it"
     )
+    passes = sparse_attention_peers.PASSES
+    parser.add_argument("--only", nargs="+", choices=passes, default=list(passes), help="passes of --peers")
     parser.add_argument("--query-blocks", action="store_true", help="compare single queries with blocks of queries")
     args = parser.parse_args()
     need_gpu()
@@ -277,8 +280,8 @@ def main() -> None:
     parts = (check(args.heads), *(times(length, args.heads, machine) for length in args.lengths))
     about: dict[str, Any] = machine.rates()
     if args.peers:
-        about |= {"peers": sparse_attention_peers.versions(args.peers)}
-        parts = (sparse_attention_peers.rows(machine),)
+        about |= {"peers": peers_in(args.peers, sparse_attention_peers.MODULES)}
+        parts = (sparse_attention_peers.rows(machine, args.only),)
     elif args.query_blocks:
         parts = (block_rows(machine),)
     rows: list[Row] = []

@@ -13,15 +13,12 @@ unless it gets the number of keys of each row.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-from harness import Machine, Row, device_ms, of_peer, peak_bytes
+from harness import Machine, Row, Run, difference, in_turns, rated
 from torch import Tensor
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
@@ -31,8 +28,9 @@ SCALE = (SIZE + ROPE) ** -0.5
 HEADS = (128, 64, 16)
 FORWARD, BACKWARD = 2 * SIZE + ROPE, 5 * SIZE + 3 * ROPE
 """Multiplications and additions for a selected pair, each counted once."""
+PASSES = {"forward": FORWARD, "backward": BACKWARD}
+MODULES = {"tilelang": "tilelang", "FlashMLA": "flash_mla"}
 npu = torch.ops.npu
-Kernel = Callable[[], object]
 
 
 class Case:
@@ -51,7 +49,7 @@ class Case:
             self.indices[0, start : start + 512, 0] = torch.where(order == self.keys, -1, order)
         self.pairs = 2 * heads * int((self.indices >= 0).sum())
 
-    def ours(self) -> tuple[Kernel, Kernel]:
+    def ours(self) -> tuple[Run, Run]:
         """Return our forward and backward pass."""
         (query, query_rope), (key, key_rope) = (
             [part.contiguous() for part in tensor.split([SIZE, ROPE], -1)] for tensor in (self.query, self.key)
@@ -81,26 +79,32 @@ class Case:
         )
         return forward, lambda: npu.npu_sparse_flash_attention_grad(*arguments, attention_mode=2)
 
-    def flash_mla(self, with_lengths: bool) -> Kernel:
+    def flash_mla(self, ours: Run, with_lengths: bool) -> Run:
         kernel = import_module("flash_mla").flash_mla_sparse_fwd
         lengths = (self.indices[0, :, 0] >= 0).sum(-1).int() if with_lengths else None
-        return lambda: kernel(self.query[0], self.key[0], self.indices[0], SCALE, topk_length=lengths)
 
-    def tilelang(self) -> Iterator[tuple[str, Callable[[], Kernel], int]]:
+        def run() -> tuple[Tensor, ...]:
+            return kernel(self.query[0], self.key[0], self.indices[0], SCALE, topk_length=lengths)
+
+        if (error := difference(run()[0], ours()[0][0])) > 1e-2:
+            raise ValueError(f"its output differs from ours by {error:.1e}")
+        return run
+
+    def tilelang(self) -> Iterator[tuple[str, Callable[[], Run], int]]:
         """Yield the name, the kernel and the operations of each tilelang kernel that takes the case."""
         beyond = torch.where(self.indices < 0, self.keys, self.indices)
 
-        def pipelined() -> Kernel:
+        def pipelined() -> Run:
             module = import_module("sparse_mla_fwd_pipelined")
             kernel = module.sparse_mla_fwd_interface(self.query, self.key, beyond, self.first, 1, return_kernel=True)
             first = torch.tensor([self.first], dtype=torch.int32, device="cuda")
             return lambda: kernel(self.query, self.key, beyond, first)
 
-        def plain() -> Kernel:
+        def plain() -> Run:
             kernel = import_module("sparse_mla_fwd").sparse_mla_fwd_interface
             return lambda: kernel(self.query, self.key, beyond)
 
-        def backward() -> Kernel:
+        def backward() -> Run:
             out, lse = import_module("sparse_mla_fwd").sparse_mla_fwd_interface(self.query, self.key, beyond)
             kernel, d_out = import_module("sparse_mla_bwd").sparse_mla_bwd, torch.randn_like(out)
             return lambda: kernel(self.query, self.key, out, d_out, beyond, lse)
@@ -111,54 +115,26 @@ class Case:
             yield "backward, tilelang", backward, BACKWARD
 
 
-def versions(folder: Path) -> dict[str, str]:
-    """Return the versions of the peers in ``folder``, which becomes importable. FlashMLA has none."""
-    sys.path.insert(0, str(folder))
-    found = {}
-    for name, module in (("tilelang", "tilelang"), ("FlashMLA", "flash_mla")):
-        if find_spec(module):
-            found[name] = getattr(import_module(module), "__version__", "from source")
-    return found
-
-
-def rows(machine: Machine) -> Iterator[Row]:
-    """Time our kernels and the peers; a peer that is missing or fails has a row with its error."""
+def rows(machine: Machine, passes: Sequence[str]) -> Iterator[Row]:
+    """Time our kernels and the peers in turns. A peer that is missing or fails has a row with its error."""
     for heads in HEADS:
         for name, first in (("causal", 0), ("full rows", QUERIES)):
             case = Case(heads, first)
             forward, backward = case.ours()
-            kernels: list[tuple[str, Callable[[], Kernel], int]] = [
-                ("forward, ours", partial(_given, forward), FORWARD),
-                ("forward, FlashMLA", partial(case.flash_mla, False), FORWARD),
-                ("forward, FlashMLA, given lengths", partial(case.flash_mla, True), FORWARD),
+            kernels: list[tuple[str, Callable[[], Run], int]] = [
+                ("forward, ours", lambda: forward, FORWARD),  # noqa: B023
+                ("forward, FlashMLA", partial(case.flash_mla, forward, False), FORWARD),
+                ("forward, FlashMLA, given lengths", partial(case.flash_mla, forward, True), FORWARD),
                 *case.tilelang(),
-                ("backward, ours", partial(_given, backward), BACKWARD),
+                ("backward, ours", lambda: backward, BACKWARD),  # noqa: B023
             ]
-            for operations in (FORWARD, BACKWARD):
-                flops = case.pairs * operations
+            for direction in passes:
+                flops = case.pairs * PASSES[direction]
                 builds = {
-                    f"{kernel}, {heads} heads, {name}": build for kernel, build, of in kernels if of == operations
+                    f"{kernel}, {heads} heads, {name}": build
+                    for kernel, build, operations in kernels
+                    if operations == PASSES[direction]
                 }
-                yield from _in_turns(builds, flops, length=QUERIES, limit_ms=machine.limit_ms(0, flops))
+                for row in in_turns(builds, length=QUERIES):
+                    yield rated(row, flops, machine.limit_ms(0, flops))
             torch.cuda.empty_cache()
-
-
-def _in_turns(builds: dict[str, Callable[[], Kernel]], flops: int, **row: object) -> Iterator[Row]:
-    """Time the kernels of one pass in turns, because the clock depends on the preceding work."""
-    runs: dict[str, Kernel] = {}
-
-    def prepare(build: Callable[[], Kernel], what: str, **row: object) -> Row:
-        run = build()
-        peak = peak_bytes(run)
-        runs[what] = run
-        return row | {"what": what, "peak_mib": peak / 2**20}
-
-    rows = [of_peer(prepare, build, what=what, **row) for what, build in builds.items()]
-    times = device_ms({what: partial(_given, run) for what, run in runs.items()})
-    for prepared in rows:
-        ms = times.get(prepared["what"])
-        yield prepared if ms is None else prepared | {"ms": ms, "tflops": flops / ms / 1e9}
-
-
-def _given(kernel: Kernel) -> Kernel:
-    return kernel
