@@ -302,9 +302,9 @@ def from_fp8(given: dict[str, Tensor]) -> dict[str, Tensor]:
 def scores_run(query: Tensor, key: Tensor, weights: Tensor) -> Run:
     """Compute our scores of all visible keys in one launch. Other places of the result are undefined."""
     rows = rows_of("BSND", 3, query, key, None, None)
-    scores = torch.empty(query.shape[1], key.shape[1], device=query.device)
 
     def run() -> Tensor:
+        scores = torch.empty(query.shape[1], key.shape[1], device=query.device)
         gluon.score(query, key, weights, rows, scores, 0)
         return scores
 
@@ -337,8 +337,8 @@ def peer_rows(machine: Machine) -> Iterator[Row]:
         tensors = inputs(length)
         given = in_fp8(**tensors)
         for what, others, most in (
-            ("scores, DeepGEMM against ours, same FP8 values", from_fp8(given), 1e-2),
-            ("scores, DeepGEMM against ours, bfloat16 values", tensors, 5e-2),
+            ("scores of DeepGEMM and ours, with the same FP8 inputs", from_fp8(given), 1e-2),
+            ("scores of DeepGEMM and ours, with bfloat16 inputs for ours", tensors, 5e-2),
         ):
             yield of_peer(deep_gemm_error, given, others, most, what=what, length=length)
         builds: dict[str, Callable[[], Run]] = {

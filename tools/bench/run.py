@@ -268,11 +268,10 @@ def kernel_cells(row: Numbers) -> list[str]:
     ]
 
 
-def kernel_table(rows: list[Numbers], names: dict[str, str] | None = None) -> str:
-    """Return a table with one row per measurement, with ``names`` of what is measured."""
+def kernel_table(rows: list[Numbers]) -> str:
+    """Return a table with one row per measurement."""
     head = ["", "tokens", "ms", "ns per token", "TFLOP/s", "limit, ms", "of the limit", "additional memory, MiB"]
-    lines = [[(names or {}).get(row["what"], row["what"]), str(row["length"]), *kernel_cells(row)] for row in rows]
-    return table(head, lines)
+    return table(head, [[row["what"], str(row["length"]), *kernel_cells(row)] for row in rows])
 
 
 def kernels(numbers: Numbers) -> str:
@@ -326,15 +325,17 @@ INDEXER_KERNELS = {
 
 def indexer_peers(numbers: Numbers) -> str:
     """Return the table of public kernels of the indexer, and how far DeepGEMM's scores are from ours."""
-    rows = [row for row in numbers["rows"] if row["what"] in INDEXER_KERNELS]
+    rows = [row | {"what": INDEXER_KERNELS[row["what"]]} for row in numbers["rows"] if row["what"] in INDEXER_KERNELS]
     (matmul,) = (row["tflops"] for row in numbers["rows"] if row["what"] == "matmul, FP8")
     measured = rates(numbers).removesuffix(".") + f", FP8 matmul {matmul:.0f} TFLOP/s."
-    errors: dict[str, float] = {}
+    errors: dict[str, float] = {}  # the largest of the lengths
     for row in numbers["rows"]:
         if "error" in row:
-            errors[row["what"]] = max(errors.get(row["what"], 0.0), row["error"])
-    far = [f"Relative difference, {what}: {error:.1e}." for what, error in errors.items()]
-    return "\n\n".join([kernel_table(rows, INDEXER_KERNELS), " ".join([measured, *far])])
+            on = row["what"].rpartition(", ")[2]
+            errors[on] = max(errors.get(on, 0.0), row["error"])
+    of_inputs = ", ".join(f"{error:.1e} {on}" for on, error in errors.items())
+    far = [f"Relative difference of DeepGEMM's scores from ours: {of_inputs}."] if errors else []
+    return "\n\n".join([kernel_table(rows), " ".join([measured, *far])])
 
 
 def models(numbers: Numbers) -> str:
