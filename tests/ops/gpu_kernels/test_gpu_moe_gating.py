@@ -47,9 +47,9 @@ def test_sizes_of_deepseek_v3(device: str) -> None:
 
 @pytest.mark.parametrize(("groups", "k_group"), [(1, 1), (4, 2), (3, 2)])
 def test_equal_scores_prefer_the_lower_expert(device: str, groups: int, k_group: int) -> None:
-    """Many equal scores: the order is that of the reference, which sorts stably."""
+    """Many equal scores, 0, 1/2 or 1 without rounding: the order is that of the reference, which sorts stably."""
     torch.manual_seed(0)
-    x = torch.randint(-2, 3, (50, 12), device=device).half()
+    x = 200 * torch.randint(-1, 2, (50, 12), device=device).half()
     bias = torch.randint(-1, 2, (12,), device=device).half()
     for mode in (0, 1):
         keywords = {"bias": bias, "group_count": groups, "k_group": k_group, "group_select_mode": mode}
@@ -90,5 +90,6 @@ def test_an_expert_twice_and_one_that_does_not_exist(device: str) -> None:
             x_norm=scores, grad_y=grad, expertIdx=torch.tensor([[1, 3, 1]], device=device).int(), norm_type=SIGMOID
         )
     )
-    assert run(1, 3, 1) == pytest.approx(expected[0].tolist(), rel=1e-6)
+    # sums of terms below 1 that cancel, with a few roundings in float32
+    assert run(1, 3, 1) == pytest.approx(expected[0].tolist(), rel=0, abs=2.0**-21)
     assert run(1, 9, 0)[2:] == [0.0, 0.0] and run(1, -1, 0)[2:] == [0.0, 0.0]
