@@ -12,6 +12,11 @@ from torchtitan_npu import platform
 
 platform.prepare()
 
+# the modules that a test's own module imports, or else every new rank would
+import hypothesis  # noqa: E402, F401
+import pytest  # noqa: E402, F401
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
+
 import tests._helpers.layouts  # noqa: E402, F401
 import torchtitan_npu.train  # noqa: E402, F401
 
