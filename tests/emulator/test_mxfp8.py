@@ -1,19 +1,22 @@
-"""MXFP8 on an emulated Ascend 950: real torch_npu calls, a training job, and the error on other chips."""
+"""An emulated Ascend 950: MXFP8 by real torch_npu calls and in a training job, and converters of other chips."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
 
 from tests._helpers.converted_models import LAYOUT, job
 from tests._helpers.error_budget import assert_within
+from tests.emulator.conftest import Shared
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.ops.mxfp8 import reference
 from torchtitan_npu.ops.mxfp8.function import Recipe
@@ -41,7 +44,7 @@ for recipe in (Recipe(), Recipe(scale_alg=0, gradient_type=23), Recipe(weight_gr
 torch.save(saved, PATH)
 """
 JOB = """
-import os, sys
+import os
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 from torchtitan_npu import platform
 platform.prepare()
@@ -50,19 +53,35 @@ converters = ["npu_rms_norm", "npu_permute", "npu_gmm", "npu_mxfp8"]
 record = train("deepseek_v3", {}, {"model.converters": converters, "training.steps": 1})
 print("losses", record.losses, "gradients", all(g.isfinite().all() for g in record.gradients.values()))
 """
+GATING = """
+from tests._helpers.converted_models import convert
+from tests._helpers.moe_layers import build_moe
+from torchtitan_npu.errors import UsageError
+try:
+    convert(build_moe(score_func="sigmoid", route_norm=True), "npu_gating")
+except UsageError as error:
+    print(error)
+"""
 
 
-def run(code: str) -> str:
+@pytest.fixture(scope="module")
+def on_a_950(shared: Shared[Any]) -> tuple[dict[str, Any], str]:
+    """Return the results of :data:`CALLS`, and the output of the other programs. One process runs them all."""
+    return shared("on_a_950", run_programs)
+
+
+def run_programs() -> tuple[dict[str, Any], str]:
     environment = {**os.environ, "NPU_EMULATOR_CHIP": "Ascend950DT_9571"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.pt")
+        code = CALLS.replace("PATH", repr(str(file))) + JOB + GATING
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return torch.load(file), ran.stdout
 
 
-def test_calls_of_torch_npu_compute_the_reference(tmp_path: Path) -> None:
-    file = tmp_path / "results.pt"
-    run(CALLS.replace("PATH", repr(str(file))))
-    saved = torch.load(file)
+def test_calls_of_torch_npu_compute_the_reference(on_a_950: tuple[dict[str, Any], str]) -> None:
+    saved, _ = on_a_950
     x, weight, experts, counts = (saved[name] for name in ("x", "weight", "experts", "counts"))
     for recipe in (Recipe(), Recipe(scale_alg=0, gradient_type=E5M2), Recipe(weight_gradient=False)):
         (dy, *linear), (grouped_dy, *grouped) = saved[f"linear {recipe}"], saved[f"grouped {recipe}"]
@@ -96,8 +115,12 @@ def layer(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe) -> tuple[Tensor
     return factor(x, -1) @ factor(weight, -1).t(), factor(dy, -1, recipe.gradient_type) @ factor(weight, 0), dw
 
 
-def test_a_job_on_a_950() -> None:
-    assert "gradients True" in run(JOB)
+def test_a_job_on_a_950(on_a_950: tuple[dict[str, Any], str]) -> None:
+    assert "gradients True" in on_a_950[1]
+
+
+def test_gating_needs_a_chip_with_its_gradient(on_a_950: tuple[dict[str, Any], str]) -> None:
+    assert "910B and 910_93 only, and the series of Ascend950DT_9571 is 950; remove npu_gating" in on_a_950[1]
 
 
 def test_other_chips_are_an_error() -> None:
