@@ -98,8 +98,9 @@ def test_list_configs_shows_files_of_the_wheel(environment: Path, tmp_path: Path
 
 
 def test_the_doctor_of_the_wheel(environment: Path, tmp_path: Path) -> None:
-    output = run(environment, tmp_path, "doctor", "--only", "versions,devices,environment")
-    assert "loads" in output and output.splitlines()[-1].endswith(" 0 red")
+    """Without the check of imports: the job below imports the training entry, too."""
+    output = run(environment, tmp_path, "doctor", "--only", "devices,environment")
+    assert output.splitlines()[-1].endswith(" 0 red")
 
 
 def test_the_job_of_the_demo_and_a_comparison(environment: Path, tmp_path: Path) -> None:
