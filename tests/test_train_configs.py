@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -32,9 +33,14 @@ ORDER = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention", "npu_gating",
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
+@functools.cache
+def parsed(file: Path) -> JobConfig:
+    return JobConfigManager().parse_args(["--job.config_file", str(file)])
+
+
 def load(file: Path) -> JobConfig:
-    config = JobConfigManager().parse_args(["--job.config_file", str(file)])
-    return config
+    """Return a copy that the test may change."""
+    return copy.deepcopy(parsed(file))
 
 
 def world_size(config: JobConfig) -> int:
