@@ -186,13 +186,14 @@ def test_an_unexpected_error_of_a_tokenizer_keeps_its_type(monkeypatch: pytest.M
         check_start(context)
 
 
-def test_accepted_jobs_train_and_refused_ones_are_one_line() -> None:
-    """A hundred of the cases that ``tools/fuzz_config.py`` runs by the thousand."""
-    drawn = draw_cases(100, number=0)
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_accepted_jobs_train_and_refused_ones_are_one_line(count: int) -> None:
+    """Some of the cases that ``tools/fuzz_config.py`` runs by the thousand."""
+    drawn = draw_cases(count, number=0)
     figures = Figures([outcome for outcome, _ in run_cases(dict(enumerate(drawn)))])
     assert not figures.faults, "\n".join(figures.faults)
-    assert figures.cases == 100 and figures.accepted > 20 and figures.refused > 20
-    assert len(figures.keys) > len(keys()) / 3
+    assert figures.cases == count and figures.accepted > count / 5 and figures.refused > count / 5
+    assert len(figures.keys) > count * len(keys()) / 300
 
 
 def test_a_value_outside_must_be_refused_without_the_key_that_is_refused_first() -> None:
