@@ -110,7 +110,7 @@ def test_every_collective_of_a_step(model: str, norms: int) -> None:
     assert step_row(model, theirs, calls) in PAGE
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("model", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "deepseek_v32"])
 def test_deepseeks_latents_send_less_than_with_torch_npus_strategies(model: str) -> None:
     """torch_npu reduce-scatters over the batch, and needs an all-to-all to shard the gradient by sequence."""
     (parallel, theirs), (_, ours) = (step(model, ours) for ours in (False, True))

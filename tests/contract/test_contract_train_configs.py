@@ -32,6 +32,8 @@ REPLICATED_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".ind
 """Parts of the names of parameters that are replicated on the tensor-parallel ranks."""
 
 LONG = "deepseek_v32_671b_32k"
+LIKE_OTHERS = ("glm_moe_dsa_744b_32k_64", "glm_moe_dsa_744b_4k_64", "deepseek_v32_671b_4layers_4k", "qwen3_vl_8b")
+"""Files with the model and dimensions of another one, and other sizes or numbers of layers and ranks."""
 CASES = [
     pytest.param(
         file,
@@ -39,7 +41,7 @@ CASES = [
         half,
         last,
         id=f"{file.stem}-cp{cp}{'-half' if half else ''}-{'last' if last else 'first'}",
-        marks=[pytest.mark.slow] if half else [],  # the same job on fewer ranks
+        marks=[pytest.mark.slow] if half or cp == 8 or file.stem in LIKE_OTHERS else [],
     )
     for file in FILES
     for cp, half in ([(2, False), (8, False), (2, True)] if file.stem == LONG else [(1, False)])
