@@ -31,8 +31,8 @@ GRACE = 10.0
 """Seconds that other ranks get to finish after one has failed; they may wait for it in a collective."""
 
 
-CALLS = 20
-"""Calls after which workers are replaced, because the groups of each layout add dozens of threads."""
+CALLS = 100
+"""Calls after which workers are replaced, because the groups of each layout add threads."""
 
 
 class RankError(AssertionError):
