@@ -18,22 +18,23 @@ from torchtitan_npu.prover.ranks import RankTimeout
 from torchtitan_npu.prover.results import Results, identity
 
 QWEN3 = Model("qwen3", has_experts=False, has_documents=True)
-CI = ["--models", "llama3", "qwen3_moe", "--ranks", "2", "--seed", "1", "--draws", "10"]
+CI = ["--models", "llama3", "qwen3_moe", "--ranks", "2", "--seed", "1"]
 
 
-def test_ten_draws_are_equal_or_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    results = ["--json", str(tmp_path / "results.json")]
-    assert prove_draws.prove([*CI, *results, "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize("draws", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_draws_are_equal_or_refused(draws: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = [*CI, "--draws", str(draws), "--json", str(tmp_path / "results.json")]
+    assert prove_draws.prove([*job, "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("draw ") for line in lines) == 10
+    assert sum(line.startswith("draw ") for line in lines) == draws
     assert any(line.startswith("| checkpointing | none: ") for line in lines)
     equal = sum(": equal (" in line for line in lines)
     none = "0 unstable, 0 differs, 0 fails, 0 timeout"
-    assert equal >= 5 and lines[-1] == f"10 draws: {equal} equal, {10 - equal} refused, {none}"
-    assert main(["prove", *CI, *results]) == 0  # repeats nothing
+    assert equal >= draws / 2 and lines[-1] == f"{draws} draws: {equal} equal, {draws - equal} refused, {none}"
+    assert main(["prove", *job]) == 0  # repeats nothing
     repeated = capsys.readouterr().out.splitlines()
     assert repeated[-1] == lines[-1]
-    assert main(["prove", "--table", *results]) == 0
+    assert main(["prove", "--table", *job[-2:]]) == 0
     *table, empty, caption = capsys.readouterr().out.splitlines()
     assert table == repeated[1:] and not empty
     assert caption.startswith("Draws of llama3 qwen3_moe with seed 1, up to 2 ranks, torch 2.")
