@@ -47,7 +47,7 @@ def trained(name: str, compiled: bool) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "deepseek_v32"])
 def test_tokens_are_counted_and_experts_balanced(name: str) -> None:
     torch.compiler.reset()
     eager, compiled = (trained(name, compiled) for compiled in (False, True))

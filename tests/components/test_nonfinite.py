@@ -133,7 +133,7 @@ LAYOUTS = [
     ({"shard": 2}, "forward", {"activation_checkpoint.mode": "full"}, OUTPUT),
     ({"tp": 2}, "backward", {"activation_checkpoint.mode": "selective"}, GRADIENT),
     ({"pp": 2}, "forward", {}, OUTPUT),
-    ({"cp": 2}, "forward", {}, OUTPUT),
+    pytest.param({"cp": 2}, "forward", {}, OUTPUT, marks=pytest.mark.slow),
     ({"replicate": 2}, "once", {}, "The same step, when it runs again, is finite: the fault does not repeat."),
     pytest.param(
         {"shard": 2},

@@ -36,7 +36,7 @@ def slow(*case: Any) -> Any:
         slow(2, {"tp": 2}, {}),
         (2, {"tp": 2}, {**FUSED, **FULL}),
         slow(2, {"cp": 2}, {BALANCER: "headtail"}),
-        (2, {"cp": 2}, {BALANCER: None, **FUSED}),
+        slow(2, {"cp": 2}, {BALANCER: None, **FUSED}),
         (2, {"cp": 2}, {BALANCER: "headtail", **FUSED, **SELECTIVE}),
         (2, {"tp": 2, "ep": 2}, FUSED),
         slow(2, {"cp": 2}, {**COMPILED, **FULL}),

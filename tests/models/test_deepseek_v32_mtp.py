@@ -163,7 +163,7 @@ def one_rank() -> Record:
     [
         pytest.param({"shard": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
         ({"replicate": 2, "shard": 1}, {}),
-        ({"ep": 2}, {"model.converters": CONVERTERS}),
+        pytest.param({"ep": 2}, {"model.converters": CONVERTERS}, marks=pytest.mark.slow),
     ],
     ids=["fsdp2 and full AC", "ddp2", "ep2 and converters"],
 )

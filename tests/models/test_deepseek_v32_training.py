@@ -66,7 +66,9 @@ def test_the_warm_up_trains_only_the_indexer() -> None:
         ("sparse", {"replicate": 2, "shard": 1}, {}),
         ("sparse", {"ep": 2}, {"model.converters": CONVERTERS, **SELECTIVE}),
         ("sparse", {"pp": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "full"}),
-        ("sparse", {"ep": 2}, {"model.converters": CONVERTERS, **SELECTIVE, **COMPILED}),
+        pytest.param(
+            "sparse", {"ep": 2}, {"model.converters": CONVERTERS, **SELECTIVE, **COMPILED}, marks=pytest.mark.slow
+        ),
         pytest.param("warmup", {"ep": 2}, {"activation_checkpoint.mode": "full"}, marks=pytest.mark.slow),
         pytest.param("warmup", {"shard": 2}, {"model.converters": CONVERTERS}, marks=pytest.mark.slow),
         ("warmup", {"cp": 2}, {"model.converters": CONVERTERS, **SELECTIVE}),

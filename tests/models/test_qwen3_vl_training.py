@@ -28,6 +28,7 @@ of the tower and four of the decoder, and their errors add up like a random walk
 SIZES = TINY["qwen3_vl"][2]
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"]
 DATA = {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
+VALIDATED = {"validation.enable": True}
 
 
 def add_flavor(flavor: str) -> str:
@@ -44,7 +45,7 @@ def train(flavor: str, layout: dict[str, int], options: dict[str, Any]) -> Recor
 
 @functools.cache
 def one_rank(flavor: str) -> Record:
-    return run_on_ranks(1, train, flavor, {}, {"validation.enable": True}, process_group=False)[0]
+    return run_on_ranks(1, train, flavor, {}, VALIDATED, process_group=False)[0]
 
 
 def train_on(ranks: int, flavor: str, layout: dict[str, int], options: dict[str, Any]) -> list[Record]:
@@ -61,10 +62,9 @@ def assert_as_on_one_rank(records: list[Record], expected: Record) -> None:
 @pytest.mark.parametrize(
     ("flavor", "layout", "options"),
     [
-        ("dense", {"shard": 2}, {"validation.enable": True}),
-        pytest.param("dense", {"tp": 2}, {"validation.enable": True}, marks=pytest.mark.slow),
+        *(pytest.param("dense", {name: 2}, VALIDATED, marks=pytest.mark.slow) for name in ("shard", "tp")),
         pytest.param("dense", {"replicate": 2, "shard": 1}, {}, marks=pytest.mark.slow),
-        ("dense", {"shard": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "full"}),
+        ("dense", {"shard": 2}, {"model.converters": CONVERTERS, "activation_checkpoint.mode": "full", **VALIDATED}),
         pytest.param(
             "dense",
             {"tp": 2},
