@@ -14,26 +14,38 @@ from typing import Any
 import pytest
 
 from tools.chaos import main
-from tools.fault_injection.cases import Outcome, compare, draw, least_step
+from tools.fault_injection.cases import PHASES, Outcome, compare, draw, least_step
 from tools.fault_injection.jobs import JOBS, STEPS, Reference, curve
 
 ROOT = Path(__file__).parents[2]
 
 
-LAYOUTS = ("llama3:pp2", "llama3:shard2", "llama3:cp2", "llama3:replicate2", "qwen3_moe:ep2")
+LAYOUTS = ("llama3:pp2", "qwen3_moe:ep2", "llama3:shard2", "llama3:cp2", "llama3:replicate2")
 
 
-def test_ten_seeded_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every kind of fault but a slow rank, in all four phases and in each of the layouts."""
+@pytest.mark.parametrize(
+    ("seed", "faults", "layouts", "row"),
+    [
+        (1624, 4, LAYOUTS[:2], "| llama3 pp2 | 2 | 2 |  |"),
+        pytest.param(11361, 10, LAYOUTS, "| llama3 pp2 | 6 | 5 | 3 |", marks=pytest.mark.slow),
+    ],
+    ids=["four", "ten"],
+)
+def test_seeded_faults(
+    seed: int, faults: int, layouts: tuple[str, ...], row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All four phases and each of the layouts. The ten are every kind of fault but a slow rank."""
     file = tmp_path / "outcomes.json"
-    command = ["--seed=11361", "--cases=10", f"--work={tmp_path}", f"--json={file}", "--jobs", *LAYOUTS]
+    command = [f"--seed={seed}", f"--cases={faults}", f"--work={tmp_path}", f"--json={file}", "--jobs", *layouts]
     failed = main([*command, "--parallel=2", "--timeout=5"])
     printed = capsys.readouterr().out
-    assert not failed and "10 faults, 0 with problems" in printed, printed
-    jobs = " ".join(outcome["job"] for outcome in json.loads(file.read_text())["outcomes"])
-    assert all(job.replace(":", " ") in jobs for job in LAYOUTS)
+    assert not failed and f"{faults} faults, 0 with problems" in printed, printed
+    outcomes = json.loads(file.read_text())["outcomes"]
+    assert {outcome["phase"] for outcome in outcomes} == set(PHASES)
+    jobs = " ".join(outcome["job"] for outcome in outcomes)
+    assert all(job.replace(":", " ") in jobs for job in layouts)
     assert main(["--table", str(file)]) == 0
-    assert "| llama3 pp2 | 6 | 5 | 3 |" in capsys.readouterr().out
+    assert row in capsys.readouterr().out
     assert main(command[:-1]) == 2  # other jobs are another campaign
 
 
