@@ -26,6 +26,7 @@ from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
 from torchtitan_npu.ops.indexer_kl_loss import gluon as indexer_kl_loss_gluon
 from torchtitan_npu.ops.indexer_kl_loss import triton as lightning_indexer_kl_loss
 from torchtitan_npu.ops.lightning_indexer import gluon as lightning_indexer_gluon
+from torchtitan_npu.ops.lightning_indexer import gluon_grad as lightning_indexer_gluon_grad
 from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
 from torchtitan_npu.ops.moe_gating import triton as moe_gating
 from torchtitan_npu.ops.moe_permute import triton as moe_permute
@@ -158,6 +159,17 @@ def call_gluon() -> None:
         **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
     )
     lightning_indexer_gluon.npu_lightning_indexer(**indexer_arguments(4096))
+    lightning_indexer_gluon_grad.npu_lightning_indexer_grad(
+        query=zeros(1, 2, INDEX_HEADS, INDEX_SIZE),
+        key=zeros(1, 2 * TOP_K, 1, INDEX_SIZE),  # more than are selected, so that shared keys are put first
+        dy=torch.zeros_like(indices, dtype=torch.float32),
+        sparse_indices=indices,
+        weights=zeros(1, 2, INDEX_HEADS),
+        actual_seq_lengths_query=None,
+        actual_seq_lengths_key=None,
+        layout="BSND",
+        sparse_mode=3,
+    )
 
 
 def ptxas_report(assembly: str) -> str:

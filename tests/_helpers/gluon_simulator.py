@@ -453,10 +453,10 @@ def _rebind(names: dict[str, Any]) -> None:
             names[name] = value.value
 
 
-def simulated(module: ModuleType, function: str, seed: int = 0, **others: Callable[..., Any]) -> Callable[..., Any]:
+def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -> Callable[..., Any]:
     """Return ``function`` of a copy of ``module``, which launches Gluon kernels, with these kernels run in Python.
 
-    ``others`` replace names of the copy: imported functions that launch kernels of another module.
+    ``others`` replace names of the copy: imported functions that launch kernels of another module, or constants.
     """
     spec = module.__spec__
     assert spec is not None and spec.loader is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tests._helpers.gluon_simulator import simulated
-from tests._helpers.kernel_checks import HALF_TYPES
+from tests._helpers.kernel_checks import DEVICE, HALF_TYPES
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_gradients_of_scores
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.lightning_indexer import gluon_grad, op
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 
 CASES: dict[str, Any] = {
     "all keys, an odd number of rows": ("TND", [(4, 150), (0, 2), (3, 2)], 192, 6, 0, "head by head"),
@@ -23,14 +25,22 @@ CASES: dict[str, Any] = {
 }
 
 
+def function(name: str) -> Any:
+    """Return a function of the kernel's module, or its simulation."""
+    if is_hopper(torch.empty(0, device=DEVICE)):
+        return getattr(gluon_grad, name)
+    return simulated(gluon_grad, name, WORKSPACE=gluon_grad.WORKSPACE)
+
+
 def run(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    name = "npu_lightning_indexer_grad"
-    kernel = getattr(gluon_grad, name) if is_hopper(call["query"]) else simulated(gluon_grad, name)
-    return kernel(**call)
+    return function("npu_lightning_indexer_grad")(**call)
 
 
-def ascending(docs: Documents, top_k: int, same: int) -> list[Tensor]:
-    """Select random keys of each row, and the first ``same`` ones, in ascending order with some places left free."""
+def ascending(docs: Documents, top_k: int, same: int, free: bool = True) -> list[Tensor]:
+    """Select random keys of each row, and the first ``same`` ones, in ascending order.
+
+    With ``free``, some places before the last key have none.
+    """
     selected = []
     for visible in docs.visible():
         order = torch.rand(visible.shape, generator=docs.generator)
@@ -39,7 +49,8 @@ def ascending(docs: Documents, top_k: int, same: int) -> list[Tensor]:
         best = best.masked_fill(~visible.gather(-1, best), visible.shape[1]).sort().values
         chosen = torch.full((len(visible), top_k), -1, dtype=torch.int32)
         chosen[:, : best.shape[1]] = best.masked_fill(best == visible.shape[1], -1)
-        chosen[1::2, 5::50] = -1
+        if free:
+            chosen[1::2, 5::50] = -1
         selected.append(chosen[:, None])
     return selected
 
@@ -50,6 +61,70 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, case: str) -> None:
     layout, sizes, top_k, heads, same, arranged = CASES[case]
     docs = Documents(layout, sizes, True, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
     check_gradients_of_scores(run, docs, (heads, 1), 128, ascending(docs, top_k, same))
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_shared_keys_at_other_places(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring rows share keys of a block at least, and are copied in two chunks. A pair is of two documents."""
+    monkeypatch.setattr(gluon_grad, "WORKSPACE", 0)
+    docs = Documents("TND", [(13, 150), (6, 120)], True, dtype, torch.Generator().manual_seed(0))
+    selected = ascending(docs, 100, 0, free=False)
+    for chosen in selected:
+        for one, other in zip(chosen[1:, 0], chosen[:-1, 0], strict=True):
+            assert torch.isin(one, other).sum() >= 64 and (one != other)[:64].any()
+    check_gradients_of_scores(run, docs, (6, 1), 128, selected)
+
+
+CHANGES = ("a place without a key", "a key twice", "another order", "no keys", *["nothing"] * 6)
+
+
+def random_rows(count: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys of rows, ascending except for a change, with the first key and the visible keys of each row."""
+    draw = random.Random(0)
+    indices, visible = torch.full((count, top_k), -1, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
+    first = torch.tensor([draw.choice((0, 0, 0, 200)) for _ in range(count)], dtype=torch.int32)
+    for at, row in enumerate(indices):
+        visible[at] = seen = draw.choice((0, top_k, top_k + 20, 2 * top_k))
+        keys = sorted(draw.sample(range(seen), draw.choice((min(seen, top_k), seen // 3))))
+        change = draw.choice(CHANGES)
+        place = draw.randrange(max(1, len(keys) - 1))
+        if change == "a place without a key":
+            keys[place : place + 1] = [draw.choice((-1, seen, seen + 1))]
+        elif change == "a key twice":
+            keys[place + 1 : place + 2] = keys[place : place + 1]
+        elif change == "another order":
+            keys[place : place + 2] = keys[place : place + 2][::-1]
+        elif change == "no keys":
+            keys = [seen] * top_k
+        row[: len(keys)] = torch.tensor(keys, dtype=torch.int32)[:top_k]
+    return indices, first, visible
+
+
+def with_shared_keys_first(rows: list[tuple[list[int], int, int]]) -> list[list[int]]:
+    """Return the new order of the places of each row, given its indices, first key and visible keys."""
+    orders = [list(range(len(indices))) for indices, _, _ in rows]
+    for last in range(len(rows) - 1, 0, -2):
+        pair = rows[last], rows[last - 1]
+        held = [[index for index in indices if 0 <= index < visible] for indices, _, visible in pair]
+        ascend = all(keys == sorted(set(keys)) == row[0][: len(keys)] for keys, row in zip(held, pair, strict=True))
+        if ascend and pair[0][1] == pair[1][1]:
+            shared = set(held[0]) & set(held[1])
+            for order, (indices, _, _) in zip((orders[last], orders[last - 1]), pair, strict=True):
+                order.sort(key=lambda place: indices[place] not in shared)
+    return orders
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 64, 100, 300])
+def test_shared_keys_come_first(top_k: int) -> None:
+    rows = random_rows(101, top_k)
+    indices = rows[0]
+    d_scores = torch.arange(indices.numel(), dtype=torch.float32).view(indices.shape)
+    orders = torch.tensor(with_shared_keys_first(list(zip(*(tensor.tolist() for tensor in rows), strict=True))))
+    copies = [torch.full_like(tensor, -7, device=DEVICE) for tensor in (indices, d_scores)]
+    of_rows = Rows(*(tensor.to(DEVICE) for tensor in rows[1:]))
+    function("put_shared_keys_first")(indices.to(DEVICE), d_scores.to(DEVICE), of_rows, *copies)
+    for copy, tensor in zip(copies, (indices, d_scores), strict=True):
+        assert torch.equal(copy.cpu(), tensor.gather(1, orders))
 
 
 def test_places_without_a_key_are_ignored(half: torch.dtype) -> None:

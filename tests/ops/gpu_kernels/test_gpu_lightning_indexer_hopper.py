@@ -39,6 +39,13 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, case: str) -> None:
     check(docs, parts_of(docs, heads, 128), top_k, kernel())
 
 
+def test_chunks_of_rows(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace holds the scores of 16 rows, and is written three times."""
+    monkeypatch.setattr("torchtitan_npu.ops.lightning_indexer.triton.WORKSPACE", 0)
+    docs = Documents("BSND", [(18, 90)] * 2, True, half, torch.Generator().manual_seed(0))
+    check(docs, parts_of(docs, (40, 1), 128), 70, kernel())
+
+
 def test_nan_is_selected() -> None:
     docs = Documents("BSND", [(1, 70)], False, torch.bfloat16, torch.Generator().manual_seed(0))
     parts = parts_of(docs, (64, 1), 128)

@@ -5,8 +5,10 @@ even steps in slot 0, odd steps in slot 1. One warp group copies them. The other
 to the keys' gradients by atomic additions. Two programs share a multiprocessor, so that one multiplies while the other
 adds: 512 bytes for each selected key, the most expensive part.
 
-Rows with no more visible keys than they select have the same keys at the same places. In blocks of such places, which
-are *common*, the gradients of both rows are summed before they are added.
+Before that, another kernel copies the selections, up to :data:`WORKSPACE` places at a time. In the copy, the keys that
+both rows selected come first, in the same order. In blocks of places with the same keys, which are *common*, the
+gradients of both rows are summed before they are added. If no row can see more keys than it selects, its keys are at
+the same places already, and nothing is copied.
 
 The gradient of a logit is that of the score times the weight of the head, or 0. Products take it without the weight:
 its factor is in the queries for the keys' gradients, and is multiplied last for those of the queries. So a query times
@@ -29,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in
+from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of, power_of_2
 from torchtitan_npu.ops.lightning_indexer import triton_grad
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned, keys_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
@@ -41,6 +43,16 @@ KEYS = gl.constexpr(64)  # of a block
 PLACES = gl.constexpr(2048)  # that are compared at once
 REGISTERS = {"PRODUCER_REGISTERS": 24, "maxnreg": 128}
 """Registers per thread of the producer, and of both warp groups on average. With 128, two programs fit."""
+WORKSPACE = 2**25
+"""Places that are copied at once: 192 MiB with gradients of scores in half precision, 256 MiB in float32.
+
+Each launch ends with idle multiprocessors. With half of this size, they cost more than the copies save for random
+selections of 32768 tokens.
+"""
+MOST_PLACES = 8192
+"""The most places of a row that are copied. A program holds those of two rows in registers."""
+COPY = {"num_warps": 8, "maxnreg": 64}
+"""Launch options of the copy."""
 
 # indices of barriers, each with one per slot
 FULL = gl.constexpr(0)
@@ -67,15 +79,136 @@ def gradients(
     q, k, w, indices, dy = (t.contiguous() for t in (query, key, weights, sparse_indices, d_scores))
     d_query, d_weights = torch.empty_like(q), torch.empty_like(w)
     d_key = torch.zeros_like(k, dtype=torch.float32)
-    tokens = rows.first.numel()
-    _gradients[(blocks_in(tokens, 2),)](
-        *(q, aligned(k), w, indices, dy, *rows, d_query, d_key, d_weights, tokens),
-        GROUP=query.shape[-2],
-        TOP_K=indices.shape[-1],
-        **REGISTERS,
-        num_warps=4,
-    )
+    k = aligned(k)
+    tokens, top_k = rows.first.numel(), indices.shape[-1]
+    # rows with no more than top_k keys have the same keys at the same places already
+    copied = top_k < key.shape[-3] and top_k <= MOST_PLACES
+    # a multiple of 16 rows: pairs stay together, and pointers aligned
+    step = max(16, WORKSPACE // top_k // 16 * 16) if copied else max(1, tokens)
+    held = min(step, tokens) if copied else 0
+    ordered = indices.new_empty(held, top_k), dy.new_empty(held, top_k)
+    for start in range(0, tokens, step):
+        part = (tokens, start, min(step, tokens - start))
+        its = Rows(part_of(rows.first, *part), part_of(rows.visible, *part))
+        selected = part_of(indices, *part), part_of(dy, *part)
+        if copied:
+            put_shared_keys_first(*selected, its, *ordered)
+        _gradients[(blocks_in(part[2], 2),)](
+            *(part_of(q, *part), k, part_of(w, *part), *(ordered if copied else selected), *its),
+            *(part_of(d_query, *part), d_key, part_of(d_weights, *part), part[2]),
+            GROUP=query.shape[-2],
+            TOP_K=top_k,
+            **REGISTERS,
+            num_warps=4,
+        )
     return d_query, d_key.to(key.dtype), d_weights
+
+
+def put_shared_keys_first(
+    indices: Tensor, d_scores: Tensor, rows: Rows, to_indices: Tensor, to_d_scores: Tensor
+) -> None:
+    """Copy the places of each row, (..., K) and contiguous, in another order.
+
+    First come the keys that the other row of the pair selected too, in ascending order, and then the remaining places.
+    A pair is the last two rows, the two before them, and so on. It keeps its order if it is of two documents, or if a
+    row has a key twice, keys that do not ascend, or a key after a place without one.
+    """
+    tokens, top_k = rows.first.numel(), indices.shape[-1]
+    _put_shared_keys_first[(blocks_in(tokens, 2),)](
+        *(indices, d_scores, *rows, to_indices, to_d_scores, tokens),
+        TOP_K=top_k,
+        BLOCK=max(32 * COPY["num_warps"], power_of_2(top_k)),
+        WARPS=COPY["num_warps"],
+        **COPY,
+    )
+
+
+@gluon.jit
+def _put_shared_keys_first(
+    indices,
+    d_scores,
+    first_key,
+    visible_keys,
+    to_indices,
+    to_d_scores,
+    tokens,
+    TOP_K: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Copy the places of the rows that are row 0 and row 1 of a program of :func:`_gradients`."""
+    # Lanes have adjacent places. So they search near each other, in few lines of the cache.
+    at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    row_0 = tokens - 1 - 2 * gl.program_id(0)
+    row_1 = row_0 - 1
+    first_0, visible_0 = gl.load(first_key + row_0), gl.load(visible_keys + row_0)
+    first_1 = gl.load(first_key + row_1, mask=row_1 >= 0, other=0)
+    visible_1 = gl.load(visible_keys + row_1, mask=row_1 >= 0, other=0)
+    in_0 = at < TOP_K
+    in_1 = in_0 & (row_1 >= 0)
+    offset_0 = row_0.to(gl.int64) * TOP_K
+    offset_1 = offset_0 - TOP_K
+    keys_0, there_0, in_order_0 = _places(indices + offset_0, at, in_0, visible_0)
+    keys_1, there_1, in_order_1 = _places(indices + offset_1, at, in_1, visible_1)
+    other = there_1 & ((keys_0 != keys_1) | (there_0 == 0))
+    # 1 if some keys are at other places, 2 if the order of a row is not the expected one
+    what = gl.max(gl.where(in_order_0 & in_order_1, gl.where(other, 1, 0), 2), 0)
+    to_0 = at
+    to_1 = at
+    if (what == 1) & (first_0 == first_1):
+        counts = gl.sum(gl.where(there_0, 1, 0) + gl.where(there_1, 2**16, 0), 0)
+        shared_0 = there_0 & _is_selected(keys_0, indices + offset_1, counts >> 16)
+        shared_1 = there_1 & _is_selected(keys_1, indices + offset_0, counts & (2**16 - 1))
+        shared = gl.where(shared_0, 1, 0) + gl.where(shared_1, 2**16, 0)
+        up_to = gl.associative_scan(shared, 0, _sum)
+        count = gl.sum(gl.where(shared_0, 1, 0), 0)
+        to_0 = _new_place(at, shared_0, up_to & (2**16 - 1), count)
+        to_1 = _new_place(at, shared_1, up_to >> 16, count)
+    _copy(indices + offset_0, at, to_indices + offset_0, to_0, in_0)
+    _copy(indices + offset_1, at, to_indices + offset_1, to_1, in_1)
+    _copy(d_scores + offset_0, at, to_d_scores + offset_0, to_0, in_0)
+    _copy(d_scores + offset_1, at, to_d_scores + offset_1, to_1, in_1)
+
+
+@gluon.jit
+def _places(indices, at, inside, visible):
+    """Return the keys of a row, which places hold one, and which are in order.
+
+    A key is in order if the place before holds a lower one.
+    """
+    keys = gl.load(indices + at, mask=inside, other=-1)
+    before = gl.load(indices + (at - 1), mask=inside & (at > 0), other=-1)
+    there = (keys >= 0) & (keys < visible)
+    return keys, there, (there == 0) | (at == 0) | ((before >= 0) & (before < keys))
+
+
+@gluon.jit
+def _is_selected(keys, other_row, count):
+    """Search ``keys`` among the first ``count`` keys of another row, which ascend, by bisection."""
+    place = keys * 0
+    remaining = count
+    while remaining > 1:
+        half = remaining // 2
+        before = gl.load(other_row + (half - 1) + place)
+        place += gl.where(before < keys, half, 0)
+        remaining -= half
+    return gl.load(other_row + place, mask=place < count, other=-1) == keys
+
+
+@gluon.jit
+def _new_place(at, shared, up_to, count):
+    """Return the new places, given the number of shared keys up to each place, and that of all."""
+    return gl.where(shared, up_to - 1, count + at - up_to)
+
+
+@gluon.jit
+def _sum(one, other):
+    return one + other
+
+
+@gluon.jit
+def _copy(source, at, target, to, inside):
+    gl.store(target + to, gl.load(source + at, mask=inside), mask=inside)
 
 
 @gluon.jit
