@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.emulator.conftest import Shared
 from tests.emulator.hccl_ranks import SCENARIOS
 from torchtitan_npu.emulator.environment import process_variables
 
@@ -42,10 +43,15 @@ def run_ranks(folder: Path, scenario: str, ranks: int, **variables: str) -> Outc
 
 
 @pytest.fixture(scope="module", params=["Ascend910B3", "Ascend910_9392"])
-def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    folder = tmp_path_factory.mktemp("hccl")
-    variables = {"HCCL_EXEC_TIMEOUT": "30", "NPU_EMULATOR_CHIP": request.param}
-    if request.param == "Ascend910_9392":
+def healthy(
+    request: pytest.FixtureRequest, shared: Shared[Outcome], tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
+    return shared(f"hccl_{request.param}", lambda: run_healthy(request.param, tmp_path_factory.mktemp("hccl")))
+
+
+def run_healthy(chip: str, folder: Path) -> Outcome:
+    variables = {"HCCL_EXEC_TIMEOUT": "30", "NPU_EMULATOR_CHIP": chip}
+    if chip == "Ascend910_9392":
         # torch_npu calls HcclAllGatherV and HcclReduceScatterV on this chip only. The order is seeded, and groups are
         # sub-communicators.
         variables |= process_variables(Path(os.environ["ASCEND_HOME_PATH"]), os.environ, seeded=True)

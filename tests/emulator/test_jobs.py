@@ -36,6 +36,7 @@ def test_swap_optimizer() -> None:
 
 
 SLOW_COMPILED = [
+    ("one, converted", "deepseek_v3"),
     ("fsdp2", "llama3"),
     ("full", "llama3"),
     ("one, converted", "qwen3"),
@@ -63,7 +64,6 @@ def compare_compiled(model: str, layout: str) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("one, converted", "deepseek_v3"),
         ("tp2, validated", "llama3"),
         *(pytest.param(*job, marks=pytest.mark.slow) for job in SLOW_COMPILED),
     ],

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests._helpers.multirank import run_on_ranks
+from tests.emulator.conftest import Shared
 from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.job_config import JobConfig
@@ -50,8 +51,11 @@ class Job(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    folder = tmp_path_factory.mktemp("job")
+def job(shared: Shared[Job], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return shared("trainer_job", lambda: run_job(tmp_path_factory.mktemp("job")))
+
+
+def run_job(folder: Path) -> Job:
     command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--log", str(folder / "calls.json"), "--"]
     command += ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan_npu.train"]
     command += [f"--job.config_file={ROOT / 'train_configs/deepseek_v3_debugmodel.toml'}"]
