@@ -74,7 +74,7 @@ def test_fp8_inputs_of_the_indexer_have_exact_bfloat16_values() -> None:
 def test_a_missing_peer_has_a_row() -> None:
     row = harness.of_peer(indexer_kernels.deep_gemm_error, {}, {}, 1.0, what="scores", length=4)
     assert row["failed"].startswith("ModuleNotFoundError") and row["length"] == 4
-    assert harness.rated(row, 1.0, 1.0) == row
+    assert harness.add_rate(row, 1.0, 1.0) == row
 
 
 def test_a_wrong_result_ends_a_benchmark() -> None:

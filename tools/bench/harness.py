@@ -357,11 +357,18 @@ def in_turns(builds: Mapping[str, Callable[[], Run]], **row: Any) -> list[Row]:
         return row | {"what": what, "peak_mib": peak / 2**20}
 
     rows = [of_peer(prepare, build, what=what, **row) for what, build in builds.items()]
-    times = forward_ms(runs)
+    times = forward_ms(runs)  # gradients, too: the runs call their operators
     return [row | {"ms": times[row["what"]]} if row["what"] in times else row for row in rows]
 
 
-def rated(row: Row, flops: float, limit_ms: float) -> Row:
+def check_peer(got: Tensor, ours: Tensor, most: float) -> float:
+    """Return the difference of a peer's result from ours. One above ``most`` is an error, which becomes the row."""
+    if (error := difference(got, ours)) > most:
+        raise ValueError(f"its result differs from ours by {error:.1e}")
+    return error
+
+
+def add_rate(row: Row, flops: float, limit_ms: float) -> Row:
     """Return a row of :func:`in_turns` with its rate and its limit, if it has a time."""
     return row | {"tflops": flops / row["ms"] / 1e9, "limit_ms": limit_ms} if "ms" in row else row
 

@@ -269,9 +269,11 @@ def main() -> None:
         "--peers", type=Path, help="folder of public kernels, as sparse_attention_peers.py describes it"
     )
     passes = sparse_attention_peers.PASSES
-    parser.add_argument("--only", nargs="+", choices=passes, default=list(passes), help="passes of --peers")
+    parser.add_argument("--only", nargs="+", choices=passes, help="passes of --peers")
     parser.add_argument("--query-blocks", action="store_true", help="compare single queries with blocks of queries")
     args = parser.parse_args()
+    if args.only and not args.peers:
+        parser.error("--only needs --peers DIR")
     need_gpu()
     if args.triton:
         op.is_hopper = lambda tensor: False
@@ -281,7 +283,7 @@ def main() -> None:
     about: dict[str, Any] = machine.rates()
     if args.peers:
         about |= {"peers": peers_in(args.peers, sparse_attention_peers.MODULES)}
-        parts = (sparse_attention_peers.rows(machine, args.only),)
+        parts = (sparse_attention_peers.rows(machine, args.only or list(passes)),)
     elif args.query_blocks:
         parts = (block_rows(machine),)
     rows: list[Row] = []

@@ -90,6 +90,6 @@ def test_an_expert_twice_and_one_that_does_not_exist(device: str) -> None:
             x_norm=scores, grad_y=grad, expertIdx=torch.tensor([[1, 3, 1]], device=device).int(), norm_type=SIGMOID
         )
     )
-    # sums of terms below 1 that cancel, with a few roundings in float32
-    assert run(1, 3, 1) == pytest.approx(expected[0].tolist(), rel=0, abs=2.0**-21)
+    # terms of the size of the largest result cancel
+    assert run(1, 3, 1) == pytest.approx(expected[0].tolist(), rel=0, abs=2.0**-20 * float(expected.abs().max()))
     assert run(1, 9, 0)[2:] == [0.0, 0.0] and run(1, -1, 0)[2:] == [0.0, 0.0]

@@ -5,9 +5,9 @@ the row's queries and output gradients. The softmax and its gradient come in blo
 blocks in slot 0, odd blocks in slot 1. A third warp group copies them. Consumer ``w`` multiplies the blocks in slot
 ``w`` and adds the products to the keys' gradients by atomic additions, while the other consumer multiplies.
 
-An H200 adds 3.8e12 bytes of float32 a second, if a warp adds at least 128 adjacent bytes, 3.1e12 with 64 bytes, and
-2.3e12 in the layout of the accumulators. Bulk reductions from shared memory have the same rate. It is the limit of the
-kernel: a pair of multiprocessors adds at most 58e9 bytes a second, one alone 43e9.
+The limit of the kernel is the rate at which an H200 adds float32: 3.8e12 bytes a second if a warp adds at least 128
+adjacent bytes, 3.1e12 with 64 bytes, and 2.3e12 in the layout of the accumulators. Bulk reductions from shared memory
+reach no more.
 """
 
 from __future__ import annotations

@@ -36,8 +36,6 @@ WORKSPACE = 2**30
 and take 2 % longer."""
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
 QUERIES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 256, "num_warps": 8, "num_stages": 5}
-QUERIES_OF_FEW_HEADS = QUERIES | {"num_stages": 2}
-"""For up to 64 heads, of which two programs then fit a multiprocessor."""
 KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
 """Launch options of the kernels, the fastest on an H200. BLOCK_KEYS of QUERIES divides that of SCORES."""
 
@@ -152,7 +150,8 @@ class Backward:
         )
 
     def add_to_queries(self, start: int, count: int) -> None:
-        options = QUERIES if self.shape["GROUP"] > 64 else QUERIES_OF_FEW_HEADS
+        # With few stages, two programs of up to 64 heads fit on a multiprocessor: 1.7 instead of 1.9 ms on full rows.
+        options = QUERIES if self.shape["GROUP"] > 64 else QUERIES | {"num_stages": 2}
         for of_key, gradient in ((self.key, self.d_query), (self.key_rope, self.d_query_rope)):
             if gradient.numel():
                 config, grid = blocks_of(gradient, count * self.key_heads, options)
