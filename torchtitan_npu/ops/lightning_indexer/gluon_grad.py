@@ -44,7 +44,7 @@ PLACES = gl.constexpr(2048)  # that are compared at once
 REGISTERS = {"PRODUCER_REGISTERS": 24, "maxnreg": 128}
 """Registers per thread of the producer, and of both warp groups on average. With 128, two programs fit."""
 WORKSPACE = 2**25
-"""Places that are copied at once: 192 MiB with gradients of scores in half precision, 256 MiB in float32.
+"""Places that are copied at once: 192 MiB.
 
 Each launch ends with idle multiprocessors. With half of this size, they cost more than the copies save for random
 selections of 32768 tokens.
@@ -76,7 +76,9 @@ def gradients(
     if torch.are_deterministic_algorithms_enabled():
         return triton_grad.gradients(query, key, weights, sparse_indices, d_scores, rows)
     check_size(key, None)
-    q, k, w, indices, dy = (t.contiguous() for t in (query, key, weights, sparse_indices, d_scores))
+    # rounded here, because the kernel would spill registers with float32
+    tensors = (query, key, weights, sparse_indices, d_scores.to(query.dtype))
+    q, k, w, indices, dy = (t.contiguous() for t in tensors)
     d_query, d_weights = torch.empty_like(q), torch.empty_like(w)
     d_key = torch.zeros_like(k, dtype=torch.float32)
     k = aligned(k)
