@@ -1,6 +1,6 @@
 """Compiled training is bit-identical to eager training, and compiles nothing after the second step.
 
-The default run has one job per distinct fault; its job with tensor parallel is in ``tests/emulator/test_jobs.py``.
+The default run has one job per distinct fault.
 ``python -m tests._helpers.compiled_training`` trains all models on all layouts.
 """
 
@@ -20,6 +20,7 @@ JOBS = [
     ("one, converted", "deepseek_v32"),
     ("fsdp2, validated", "llama3"),
     ("ep2", "deepseek_v3"),
+    ("tp2, converted", "deepseek_v3"),
     ("selective op", "llama3"),
 ]
 SLOW_JOBS = [
@@ -30,7 +31,6 @@ SLOW_JOBS = [
     ("tp2", "qwen3"),
     ("tp2", "llama4"),
     ("tp2", "deepseek_v32"),
-    ("tp2, converted", "deepseek_v3"),
     ("fsdp2, validated", "deepseek_v32"),
     ("tp2, validated", "qwen3_moe"),
     ("tp2, validated", "deepseek_v32"),

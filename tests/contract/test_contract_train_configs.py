@@ -32,8 +32,8 @@ REPLICATED_UNDER_TP = ("norm.", "_norm.", ".router.", ".wq_a.", ".wkv_a.", ".ind
 """Parts of the names of parameters that are replicated on the tensor-parallel ranks."""
 
 LONG = "deepseek_v32_671b_32k"
-LIKE_OTHERS = ("glm_moe_dsa_744b_32k_64", "glm_moe_dsa_744b_4k_64", "deepseek_v32_671b_4layers_4k", "qwen3_vl_8b")
-"""Files with the model and dimensions of another one, and other sizes or numbers of layers and ranks."""
+LIKE_OTHERS = ("glm_moe_dsa_744b_32k_64", "glm_moe_dsa_744b_4k_128", "deepseek_v32_671b_4layers_4k", "qwen3_vl_8b")
+"""Files with the model, dimensions and dtype of another one, and other sizes or numbers of layers and ranks."""
 CASES = [
     pytest.param(
         file,

@@ -38,12 +38,12 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 }
 """Models that attend within documents, and the options for it."""
 LAYOUTS = [
-    *(("llama3", layout) for layout in ("tp", "cp", "pp")),
+    *(("llama3", layout) for layout in ("tp", "cp", "pp", "replicate")),
     *(("deepseek_v32", layout) for layout in ("cp", "pp")),
     ("qwen3_vl", "shard"),
 ]
 SLOW_LAYOUTS = [
-    *(("llama3", "shard"), ("llama3", "replicate"), ("deepseek_v32", "tp")),
+    *(("llama3", "shard"), ("deepseek_v32", "tp")),
     *(("deepseek_v3", "shard"), ("qwen3", "tp")),
 ]
 LOOSE = {"qwen3_vl": 1e-5}
