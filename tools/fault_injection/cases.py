@@ -253,7 +253,10 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
             if stopped:
                 return STOPPED
             # an asynchronous save may end just before the next one
-            if finished and case.step + INTERVAL * (case.phase == "save" and case.job.asynchronous) >= STEPS - 1:
+            latest = case.step + INTERVAL * (case.phase == "save" and case.job.asynchronous)
+            if case.phase == "load":
+                latest = case.resumes_from + 1
+            if finished and latest >= STEPS - 1:
                 return "finished"
             if case.phase == "load" and own == -15 and (all_named or set(codes) == {-15}):
                 return "ended before training; the others name the rank" if all_named else "ended before training"
