@@ -98,7 +98,7 @@ def test_list_configs_shows_files_of_the_wheel(environment: Path, tmp_path: Path
 
 
 def test_the_doctor_of_the_wheel(environment: Path, tmp_path: Path) -> None:
-    """Without the check of imports: the job below imports the training entry, too."""
+    """Without the check of versions, which imports the training entry: the job below does, too."""
     output = run(environment, tmp_path, "doctor", "--only", "devices,environment")
     assert output.splitlines()[-1].endswith(" 0 red")
 

@@ -1,7 +1,7 @@
 """Compiled training is bit-identical to eager training, and compiles nothing after the second step.
 
-The default run has one job per distinct fault.
-``python -m tests._helpers.compiled_training`` trains all models on all layouts.
+The default run has one job per distinct fault. ``python -m tests._helpers.compiled_training`` trains all models on all
+layouts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ JOBS = [
     ("pp2 interleaved", "llama3"),
     ("one, converted", "deepseek_v32"),
     ("fsdp2, validated", "llama3"),
-    ("ep2", "deepseek_v3"),
     ("tp2, converted", "deepseek_v3"),
+    ("ep2", "deepseek_v3"),
     ("selective op", "llama3"),
 ]
 SLOW_JOBS = [

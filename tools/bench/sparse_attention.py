@@ -38,6 +38,7 @@ from harness import (
     Machine,
     Row,
     compiled,
+    difference,
     forward_ms,
     mask_of,
     measure_machine,
@@ -175,7 +176,7 @@ def distances(given: dict[str, Tensor]) -> dict[str, float]:
     pairs = [*zip(results, expected, strict=True)]
     pairs += zip(of_gradients, backward(**exact, d_out=d_out.double(), results=expected), strict=True)
     names = ("out", "max", "sum", *(f"gradient of {name}" for name in ("query", "key", "query_rope", "key_rope")))
-    far = [((got.double() - value).norm() / value.norm()).item() for got, value in pairs]
+    far = [difference(got, value) for got, value in pairs]
     return dict(zip(names, far, strict=True))
 
 

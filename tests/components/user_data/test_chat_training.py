@@ -42,10 +42,7 @@ LAYOUTS = [
     *(("deepseek_v32", layout) for layout in ("cp", "pp")),
     ("qwen3_vl", "shard"),
 ]
-SLOW_LAYOUTS = [
-    *(("llama3", "shard"), ("deepseek_v32", "tp")),
-    *(("deepseek_v3", "shard"), ("qwen3", "tp")),
-]
+SLOW_LAYOUTS = [("llama3", "shard"), ("deepseek_v3", "shard"), ("deepseek_v32", "tp"), ("qwen3", "tp")]
 LOOSE = {"qwen3_vl": 1e-5}
 """Tolerances other than that of the layouts' tests; see tests/models/test_qwen3_vl_training.py."""
 
