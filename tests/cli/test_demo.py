@@ -50,9 +50,10 @@ def test_the_set_up_is_a_line_per_step(fails: str, tmp_path: Path) -> None:
     first, create, *rest = re.sub(r" \(\d+ s\)", "", result.stdout).splitlines()
     assert first.startswith("setting up ") and create == f"create {tmp_path}/venv: done"
     if fails == "no":
-        assert rest == ["install torch: done", "install torchtitan-npu and what it needs: done", "active"]
-        assert not result.stderr and log.read_text() == "output of pip\n" * 2
+        steps = ["install pip", "install torch", "install torchtitan-npu and what it needs"]
+        assert rest == [f"{step}: done" for step in steps] + ["active"]
+        assert not result.stderr and log.read_text() == "output of pip\n" * 3
     else:
         assert result.returncode == 1 and not rest
-        error = "error: could not install torch; is the package index reachable?"
+        error = "error: could not install pip; is the package index reachable?"
         assert result.stderr == f"output of pip\n{error} All output: {log}\n"
