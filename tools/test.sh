@@ -20,13 +20,18 @@ if [ $# = 0 ]; then
     contract=$!
     trap 'echo "waiting for the environment of the contract tests" >&2; wait' EXIT
 fi
+compiled=
+if [ ! -e tests/__pycache__ ]; then
+    # in parallel to the linters: otherwise each worker of the first run compiles all imported modules
+    python -m pytest --collect-only >/dev/null &
+    compiled=$!
+fi
 ruff check .
 ruff format --check .
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
-mypy & # in parallel: the start of the tests leaves a core idle
-types=$!
+mypy
+[ -z "$compiled" ] || wait "$compiled" || true # pytest shows an error again
 OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal "${marked[@]}" "$@"
-wait "$types"
 if [ $# = 0 ]; then
     wait "$contract"
     trap - EXIT
