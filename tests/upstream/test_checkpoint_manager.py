@@ -11,12 +11,14 @@ import resource
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from tests._helpers.killed_saves import kill_ranks, kill_saves
@@ -24,6 +26,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import writer_lock
 from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, file_record
+from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
 from torchtitan_npu.components.checkpoint.storage import LARGE, ChecksumFileSystem, PlainDataPlanner
 from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
@@ -417,6 +420,31 @@ def test_a_malicious_metadata_file_is_an_error_and_runs_nothing(job_folder: Path
     with pytest.raises(UsageError, match=r"step-6/.metadata is not the metadata .* refers to posix.system"):
         SmallJob(job_folder).resume()
     assert not (tmp_path / "ran").exists()
+
+
+class Python3112Pickler(pickle.Pickler):
+    """Write a member of an enum as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_python_3_11_2_is_read() -> None:
+    properties = TensorProperties(dtype=torch.float32)
+    file = io.BytesIO()
+    Python3112Pickler(file).dump(Metadata({"x": TensorStorageMetadata(properties, torch.Size([2]), [])}))
+    file.seek(0)
+    assert load_metadata(file).state_dict_metadata["x"].properties == properties
+
+
+class ReadsAnAttribute:
+    def __reduce__(self) -> Any:
+        return getattr, (Metadata, "__init__")
+
+
+def test_metadata_reads_no_attribute_but_members_of_enums() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="the attribute __init__ of something that is not an enum"):
+        load_metadata(io.BytesIO(pickle.dumps(ReadsAnAttribute())))
 
 
 @pytest.mark.parametrize("key", ["position", "dp_rank_0"])
