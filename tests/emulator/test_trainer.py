@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -25,7 +26,14 @@ from torchtitan_npu.torch_internals.hccl import hccl_options, options_of
 from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 ROOT = Path(__file__).parents[2]
+TWO_LAYERS = """from tests._helpers.layouts import add_flavor
+
+add_flavor("deepseek_v3", "two_layers", {"n_layers": 2})
+"""
+"""A module of the job: the debug model with one dense layer and one with experts, for a third of the time of a step."""
 OPTIONS = {
+    "experimental.custom_import": "two_layers",
+    "model.flavor": "two_layers",
     "training.steps": "3",
     "training.seq_len": "32",
     "training.local_batch_size": "1",
@@ -56,6 +64,8 @@ def job(shared: Shared[Job], tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def run_job(folder: Path) -> Job:
+    (folder / "two_layers.py").write_text(TWO_LAYERS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--log", str(folder / "calls.json"), "--"]
     command += ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan_npu.train"]
     command += [f"--job.config_file={ROOT / 'train_configs/deepseek_v3_debugmodel.toml'}"]
@@ -63,7 +73,8 @@ def run_job(folder: Path) -> Job:
     command += [f"--{key}={value}" for key, value in OPTIONS.items()]
     command += ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot"]
     command += ["--npu.empty_cache_after_first_step"]
-    ran = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    output = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, **output)
     assert ran.returncode == 0, ran.stdout[-5000:]
     calls = [call for call in json.loads((folder / "calls.json").read_text()) if call["rank"] == 0]
     return Job([call for call in calls if call["step"] == 2], ran.stdout, folder)  # steps count from 0
