@@ -689,7 +689,7 @@ TEMPLATE = """\
 # --- tokenizer --------------------------------------------------------------------------------------------------------
 
 
-def train_tokenizer(texts: Sequence[str]) -> str:
+def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> str:
     """Return tokenizer.json of a byte-level BPE. Any text round-trips, and each digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -697,7 +697,7 @@ def train_tokenizer(texts: Sequence[str]) -> str:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
