@@ -1,15 +1,16 @@
 #!/usr/bin/env python
 """Train a small DeepSeek-V3.2 on text and measure how much the keys that neighbouring queries select overlap.
 
-    python tools/bench/selection_overlap.py --text FOLDER [FOLDER ...] [--dense-steps 100] [--sparse-steps 600]
+    python tools/bench/selection_overlap.py --text FOLDER [FOLDER ...] [--dense-steps 150] [--sparse-steps 800]
 
 Each folder is one kind of text: its .py, .md, .rst and .txt files, also in subfolders, cut into pieces. Training reads
 equal amounts of each kind in random order. Some pieces are held out, and the selections are measured on them, one piece
 per sequence. The tokenizer is trained on the same text.
 
 In the first steps, attention uses all keys and the indexer is trained on all of them; after that both use the selected
-keys. The model has 6 layers with the attention sizes of the release, except for 16 heads of the indexer and of
-attention. Further arguments are options of the job. ``--tiny`` trains the debug model, for a test on a CPU.
+keys. ``--seconds`` ends training early; the first part then takes a third of them. The model has 6 layers without
+experts, with the attention sizes of the release except for 16 heads of attention and of the indexer. Further arguments
+are options of the job. ``--tiny`` trains a debug model, for a test on a CPU.
 
 Only queries that see more than top-k keys count. The random selections are what the benchmarks of sparse attention use.
 """
@@ -49,7 +50,6 @@ BLOCKS = (2, 4, 8, 16)
 RECENT = (64, 256)
 """A key is recent if it is among this many last tokens, the query's own included."""
 SEED = 0
-CONVERTERS = "npu_rms_norm,npu_rope,npu_permute,npu_gmm,npu_dsa"
 
 
 def overlap(mask: Tensor, first: int, last: int) -> dict[str, float]:
@@ -159,11 +159,11 @@ def trainer_of(texts: Texts, args: argparse.Namespace, options: list[str], folde
     from torchtitan_npu.config.parser import JobConfigManager
 
     arguments = ["--job.config_file", str(CONFIGS / "deepseek_v32_debugmodel.toml"), *ONE_RANK]
-    arguments += ["--model.converters", CONVERTERS, "--model.hf_assets_path", str(texts.tokenizer)]
+    arguments += ["--model.converters", "npu_dsa", "--model.hf_assets_path", str(texts.tokenizer)]
     arguments += ["--training.dataset_path", str(texts.corpus), "--training.seq_len", str(args.seq_len)]
     arguments += ["--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(args.batch)]
     arguments += ["--training.steps", str(args.dense_steps + args.sparse_steps), "--debug.seed", str(SEED)]
-    arguments += ["--lr_scheduler.warmup_steps", str(1 + args.dense_steps // 4), "--metrics.log_freq", "25"]
+    arguments += ["--lr_scheduler.warmup_steps", str(1 + args.dense_steps // 4), "--metrics.log_freq", "100"]
     config = JobConfigManager().parse_args([*arguments, *options])
     config.job.dump_folder, config.checkpoint.enable = folder, False
     config.metrics.enable_tensorboard = False
@@ -178,8 +178,8 @@ def sparse_attentions(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, SparseAttention)]
 
 
-def train(trainer: Any, batches: Iterator[Any], steps: int, topk: int) -> None:
-    """Train for ``steps`` steps, in which a query selects ``topk`` keys."""
+def train(trainer: Any, batches: Iterator[Any], steps: int, topk: int, seconds: float) -> None:
+    """Train for ``steps`` steps or ``seconds``, in which a query selects ``topk`` keys."""
     from torchtitan_npu.components.auxiliary_loss import step_means
 
     for attention in sparse_attentions(trainer.model_parts[0]):
@@ -188,10 +188,13 @@ def train(trainer: Any, batches: Iterator[Any], steps: int, topk: int) -> None:
     for step in range(1, steps + 1):
         trainer.step += 1
         trainer.train_step(batches)
-        if step in (1, steps // 2, steps):
+        spent = time.perf_counter() - begin
+        last = step == steps or spent > seconds
+        if last or step % 25 == 1:  # reading the loss waits for the device
             loss = step_means(trainer.auxiliary_losses, trainer.parallel_dims)["indexer_loss"]
-            seconds = time.perf_counter() - begin
-            print(f"top-k {topk}, step {step}: indexer loss {loss:.4f}, {seconds:.1f} s", flush=True)
+            print(f"top-k {topk}, step {step}: indexer loss {loss:.4f}, {spent:.1f} s", flush=True)
+        if last:
+            return
 
 
 @torch.no_grad()
@@ -259,11 +262,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FOLDER")
     parser.add_argument("--characters", type=int, default=40_000_000, help="of training text, in all")
-    parser.add_argument("--dense-steps", type=int, default=100)
-    parser.add_argument("--sparse-steps", type=int, default=600)
+    parser.add_argument("--dense-steps", type=int, default=150)
+    parser.add_argument("--sparse-steps", type=int, default=800)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--topk", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit of training")
     parser.add_argument("--tiny", action="store_true")
     args, options = parser.parse_known_args()
     os.environ.update(rank_environment())
@@ -275,7 +279,7 @@ def main() -> int:
 
     sizes: dict[str, Any] = {"index_topk": args.topk}
     if not args.tiny:
-        sizes |= {"vocab_size": 8192, "dim": 768, "inter_dim": 2048, "moe_inter_dim": 512}
+        sizes |= {"vocab_size": 8192, "dim": 768, "inter_dim": 2048, "n_dense_layers": 6}
         sizes |= {"n_heads": 16, "q_lora_rank": 384, "index_n_heads": 16}
     flavor = deepseekv32_args["debugmodel" if args.tiny else "debugmodel_npu"]
     deepseekv32_args["debugmodel"] = flavor = replace(flavor, **sizes)
@@ -285,9 +289,9 @@ def main() -> int:
         with trainer_of(texts, args, options, folder) as trainer:
             batches = trainer.batch_generator(trainer.dataloader)
             rows = measure(trainer, texts, args.topk, "untrained")
-            train(trainer, batches, args.dense_steps, args.seq_len)
+            train(trainer, batches, args.dense_steps, args.seq_len, args.seconds / 3)
             rows += measure(trainer, texts, args.topk, "after dense steps")
-            train(trainer, batches, args.sparse_steps, args.topk)
+            train(trainer, batches, args.sparse_steps, args.topk, args.seconds * 2 / 3)
             rows += measure(trainer, texts, args.topk, "trained")
             device = trainer.device
     mask = random_mask(args.seq_len, args.topk, device)
