@@ -270,6 +270,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit of training")
     parser.add_argument("--tiny", action="store_true")
     args, options = parser.parse_known_args()
+    if args.topk % max(BLOCKS) or args.seq_len % max(BLOCKS):
+        parser.error(f"--topk and --seq-len must be multiples of {max(BLOCKS)}, the largest block of queries")
     os.environ.update(rank_environment())
 
     from torchtitan_npu import platform
@@ -277,9 +279,9 @@ def main() -> int:
     platform.prepare()
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
-    sizes: dict[str, Any] = {"index_topk": args.topk}
+    sizes: dict[str, Any] = {"index_topk": args.topk, "n_dense_layers": 6}
     if not args.tiny:
-        sizes |= {"vocab_size": 8192, "dim": 768, "inter_dim": 2048, "n_dense_layers": 6}
+        sizes |= {"vocab_size": 8192, "dim": 768, "inter_dim": 2048}
         sizes |= {"n_heads": 16, "q_lora_rank": 384, "index_n_heads": 16}
     flavor = deepseekv32_args["debugmodel" if args.tiny else "debugmodel_npu"]
     deepseekv32_args["debugmodel"] = flavor = replace(flavor, **sizes)
