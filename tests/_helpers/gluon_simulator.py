@@ -342,6 +342,7 @@ class Program:
             max=lambda value, axis: Value(_maximum(data_of(value), axis)),
             min=lambda value, axis: Value(data_of(value).amin(axis)),
             sum=lambda value, axis: Value(data_of(value).sum(axis, dtype=value.dtype)),
+            reduce=_reduce,
             associative_scan=_scan,
         )
 
@@ -358,6 +359,7 @@ class Program:
                 wait=self.wait,
                 arrive=self.arrive,
             ),
+            "debug_barrier": lambda: None,  # all threads of a program run in step
             "fence_async_shared": self.unfenced.clear,
             "warpgroup_mma": self.warpgroup_mma,
             "warpgroup_mma_wait": self.warpgroup_mma_wait,
@@ -370,10 +372,14 @@ def _range(*bounds: Any) -> Iterator[Value]:
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
-    """Return ``values`` as tensors. A Python number has the dtype of the tensor beside it."""
+    """Return ``values`` as tensors. A Python number has the dtype of the tensor beside it, or else 32 bits."""
     given = [data_of(value) for value in values]
     dtypes = [data.dtype for data in given if isinstance(data, Tensor) and data.dtype != torch.bool]
-    return [data if isinstance(data, Tensor) else torch.tensor(data, dtype=(dtypes or [None])[0]) for data in given]
+    return [data if isinstance(data, Tensor) else _number(data, *dtypes[:1]) for data in given]
+
+
+def _number(value: float, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(value, dtype=dtype or (torch.int32 if isinstance(value, int) else torch.float32))
 
 
 def _maximum(data: Tensor, axis: int) -> Tensor:
@@ -387,6 +393,13 @@ def _scan(value: Value, axis: int, combine: Callable[[Value, Value], Value]) -> 
     return Value(data_of(value).cumsum(axis, dtype=value.dtype))
 
 
+def _reduce(values: tuple[Value, ...], axis: int, combine: Callable[..., tuple[Value, ...]]) -> tuple[Value, ...]:
+    """Return the maximum of each of ``values``, the only reduction by a function that is simulated."""
+    low, high = [Value(2)] * len(values), [Value(5)] * len(values)
+    assert all(value.data == 5 for value in (*combine(*low, *high), *combine(*high, *low)))
+    return tuple(Value(data_of(value).amax(axis)) for value in values)
+
+
 def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: torch.dtype, **_: Any) -> Value:
     """Run a conversion, the only assembly that is simulated."""
     name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
@@ -394,8 +407,10 @@ def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: to
     return values[0].to(dtype)
 
 
-def _store(pointer: Pointer, value: Value, mask: Value) -> None:
-    offsets, chosen, data = torch.broadcast_tensors(pointer.offsets, data_of(mask), data_of(value))
+def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    offsets, chosen, data = torch.broadcast_tensors(
+        pointer.offsets, torch.as_tensor(data_of(mask)), *_tensors((value,))
+    )
     Pointer(pointer.storage, offsets).selected(Value(chosen))
     if data.dtype != pointer.storage.dtype:
         raise TypeError(f"{data.dtype} is stored in {pointer.storage.dtype}")

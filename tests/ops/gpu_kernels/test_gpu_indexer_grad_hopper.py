@@ -65,11 +65,14 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, case: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_shared_keys_at_other_places(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbouring rows share keys of a block at least, and are copied in two chunks. A pair is of two documents."""
+    """Rows of two documents share keys of a block at least, and are copied in two chunks.
+
+    A pair is of both documents, and a third document has all keys selected: these are not copied.
+    """
     monkeypatch.setattr(gluon_grad, "WORKSPACE", 0)
-    docs = Documents("TND", [(13, 150), (6, 120)], True, dtype, torch.Generator().manual_seed(0))
+    docs = Documents("TND", [(13, 150), (6, 120), (4, 90)], True, dtype, torch.Generator().manual_seed(0))
     selected = ascending(docs, 100, 0, free=False)
-    for chosen in selected:
+    for chosen in selected[:2]:
         for one, other in zip(chosen[1:, 0], chosen[:-1, 0], strict=True):
             assert torch.isin(one, other).sum() >= 64 and (one != other)[:64].any()
     check_gradients_of_scores(run, docs, (6, 1), 128, selected)
@@ -100,31 +103,68 @@ def random_rows(count: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     return indices, first, visible
 
 
-def with_shared_keys_first(rows: list[tuple[list[int], int, int]]) -> list[list[int]]:
-    """Return the new order of the places of each row, given its indices, first key and visible keys."""
-    orders = [list(range(len(indices))) for indices, _, _ in rows]
-    for last in range(len(rows) - 1, 0, -2):
-        pair = rows[last], rows[last - 1]
-        held = [[index for index in indices if 0 <= index < visible] for indices, _, visible in pair]
-        ascend = all(keys == sorted(set(keys)) == row[0][: len(keys)] for keys, row in zip(held, pair, strict=True))
-        if ascend and pair[0][1] == pair[1][1]:
-            shared = set(held[0]) & set(held[1])
-            for order, (indices, _, _) in zip((orders[last], orders[last - 1]), pair, strict=True):
-                order.sort(key=lambda place: indices[place] not in shared)
-    return orders
+RowOfKeys = tuple[list[int], int, int]
+"""Indices, first key and number of visible keys."""
+KEYS = 64
+"""Places of a block."""
+
+
+def keys_at_places(row: RowOfKeys) -> list[int | None]:
+    """Return the key at each place among all keys, or None."""
+    indices, first, visible = row
+    return [first + index if 0 <= index < visible else None for index in indices]
+
+
+def blocks_of(row: RowOfKeys) -> int:
+    """Return the number of blocks up to the last key."""
+    return max((1 + place // KEYS for place, key in enumerate(keys_at_places(row)) if key is not None), default=0)
+
+
+def common_blocks(row_0: RowOfKeys, row_1: RowOfKeys) -> int:
+    """Return the number of blocks before the first one with a place at which row 1 has a key that row 0 has not."""
+    places = enumerate(zip(keys_at_places(row_0), keys_at_places(row_1), strict=True))
+    different = [place // KEYS for place, (key_0, key_1) in places if key_1 not in (None, key_0)]
+    return min(blocks_of(row_0), blocks_of(row_1), *different)
+
+
+def orders_with_shared_keys_first(pair: tuple[RowOfKeys, RowOfKeys]) -> list[list[int]] | None:
+    """Return the places of both rows in their new order, or None if the keys do not ascend or are of two documents."""
+    keys = [[index for index in indices if 0 <= index < visible] for indices, _, visible in pair]
+    ascend = all(held == sorted(set(held)) == row[0][: len(held)] for held, row in zip(keys, pair, strict=True))
+    if not ascend or pair[0][1] != pair[1][1]:
+        return None
+    shared = set(keys[0]) & set(keys[1])
+    return [sorted(range(len(row[0])), key=lambda place: row[0][place] not in shared) for row in pair]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 64, 100, 300])
-def test_shared_keys_come_first(top_k: int) -> None:
-    rows = random_rows(101, top_k)
-    indices = rows[0]
+@pytest.mark.parametrize("may_copy", [True, False])
+def test_plan_of_pairs(top_k: int, may_copy: bool) -> None:
+    """A pair is copied with shared keys first if more blocks are common then. Copies are not initialised."""
+    of_rows = random_rows(201, top_k)
+    indices = of_rows[0]
     d_scores = torch.arange(indices.numel(), dtype=torch.float32).view(indices.shape)
-    orders = torch.tensor(with_shared_keys_first(list(zip(*(tensor.tolist() for tensor in rows), strict=True))))
-    copies = [torch.full_like(tensor, -7, device=DEVICE) for tensor in (indices, d_scores)]
-    of_rows = Rows(*(tensor.to(DEVICE) for tensor in rows[1:]))
-    function("put_shared_keys_first")(indices.to(DEVICE), d_scores.to(DEVICE), of_rows, *copies)
-    for copy, tensor in zip(copies, (indices, d_scores), strict=True):
-        assert torch.equal(copy.cpu(), tensor.gather(1, orders))
+    given = [tensor.to(DEVICE) for tensor in (indices, d_scores)]
+    copies = [torch.randint_like(tensor, -2, top_k + 2) for tensor in given]
+    plan = torch.empty(101, 4, dtype=torch.int32, device=DEVICE)
+    function("plan_pairs")(
+        *given, Rows(*(tensor.to(DEVICE) for tensor in of_rows[1:])), plan, tuple(copies) if may_copy else None
+    )
+
+    rows: list[RowOfKeys] = list(zip(*(tensor.tolist() for tensor in of_rows), strict=True))
+    for last, got in zip(range(200, -1, -2), plan.tolist(), strict=True):
+        pair = rows[last], rows[last - 1] if last else ([-1] * top_k, 0, 0)
+        common, copied = common_blocks(*pair), False
+        if may_copy and (orders := orders_with_shared_keys_first(pair)):
+            ordered = [([row[0][at] for at in order], *row[1:]) for row, order in zip(pair, orders, strict=True)]
+            copied = common_blocks(*ordered) > common
+        if copied:
+            common = common_blocks(*ordered)
+            for at, row, order in zip((last, last - 1), ordered, orders, strict=True):
+                assert keys_at_places((copies[0][at].tolist(), *row[1:])) == keys_at_places(row)
+                assert copies[1][at].tolist() == d_scores[at, order].tolist()
+        assert got == [common, *map(blocks_of, pair), int(copied)]
+    assert set(plan[:, 3].tolist()) == ({0, 1} if may_copy and top_k > KEYS else {0})
 
 
 def test_places_without_a_key_are_ignored(half: torch.dtype) -> None:

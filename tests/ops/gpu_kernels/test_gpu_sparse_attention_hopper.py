@@ -235,7 +235,7 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
         assert f"sparse_flash_attention.{kernel}, {queries} queries in a block\n" in printed
     assert "indexer_kl_loss.gluon._distributions\n" in printed
     assert "lightning_indexer.gluon_grad._gradients\n" in printed
-    assert "lightning_indexer.gluon_grad._put_shared_keys_first\n" in printed
+    assert "lightning_indexer.gluon_grad._plan_pairs\n" in printed
     assert "lightning_indexer.gluon._score\n" in printed and "lightning_indexer.gluon_top_k._select\n" in printed
     assert "does not fit" not in printed
     reports = re.findall(r"^(\w+\..*)\nptxas(?:.*\n)*?.* (\d+) bytes spill stores", printed, re.MULTILINE)

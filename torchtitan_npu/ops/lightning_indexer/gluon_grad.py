@@ -5,10 +5,10 @@ even steps in slot 0, odd steps in slot 1. One warp group copies them. The other
 to the keys' gradients by atomic additions. Two programs share a multiprocessor, so that one multiplies while the other
 adds: 512 bytes for each selected key, the most expensive part.
 
-Before that, another kernel copies the selections, up to :data:`WORKSPACE` places at a time. In the copy, the keys that
-both rows selected come first, in the same order. In blocks of places with the same keys, which are *common*, the
-gradients of both rows are summed before they are added. If no row can see more keys than it selects, its keys are at
-the same places already, and nothing is copied.
+In blocks of places with the same keys, which are *common*, the gradients of both rows are summed before they are added.
+Another kernel counts these blocks before, for up to :data:`WORKSPACE` places at a time. If it makes more blocks common,
+it copies the selections of both rows, with the keys that both selected first, in the same order. Rows that select all
+keys they see have them at the same places already.
 
 The gradient of a logit is that of the score times the weight of the head, or 0. Products take it without the weight:
 its factor is in the queries for the keys' gradients, and is multiplied last for those of the queries. So a query times
@@ -30,10 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import debug_barrier
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of, power_of_2
 from torchtitan_npu.ops.lightning_indexer import triton_grad
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned, keys_of
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import check_size
 
@@ -51,8 +52,8 @@ selections of 32768 tokens.
 """
 MOST_PLACES = 8192
 """The most places of a row that are copied. A program holds those of two rows in registers."""
-COPY = {"num_warps": 8, "maxnreg": 64}
-"""Launch options of the copy."""
+PLAN = {"num_warps": 8, "maxnreg": 64}
+"""Launch options of the kernel that plans and copies."""
 
 # indices of barriers, each with one per slot
 FULL = gl.constexpr(0)
@@ -83,20 +84,20 @@ def gradients(
     d_key = torch.zeros_like(k, dtype=torch.float32)
     k = aligned(k)
     tokens, top_k = rows.first.numel(), indices.shape[-1]
-    # rows with no more than top_k keys have the same keys at the same places already
-    copied = top_k < key.shape[-3] and top_k <= MOST_PLACES
+    # rows that see at most top_k keys have them at the same places already
+    may_copy = top_k < key.shape[-3] and top_k <= MOST_PLACES
     # a multiple of 16 rows: pairs stay together, and pointers aligned
-    step = max(16, WORKSPACE // top_k // 16 * 16) if copied else max(1, tokens)
-    held = min(step, tokens) if copied else 0
-    ordered = indices.new_empty(held, top_k), dy.new_empty(held, top_k)
+    step = max(16, WORKSPACE // top_k // 16 * 16) if may_copy else max(1, tokens)
+    held = min(step, tokens)
+    copies = (indices.new_empty(held, top_k), dy.new_empty(held, top_k)) if may_copy else None
+    plan = indices.new_empty(blocks_in(held, 2), 4)
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
         its = Rows(part_of(rows.first, *part), part_of(rows.visible, *part))
         selected = part_of(indices, *part), part_of(dy, *part)
-        if copied:
-            put_shared_keys_first(*selected, its, *ordered)
+        plan_pairs(*selected, its, plan, copies)
         _gradients[(blocks_in(part[2], 2),)](
-            *(part_of(q, *part), k, part_of(w, *part), *(ordered if copied else selected), *its),
+            *(part_of(q, *part), k, part_of(w, *part), *selected, *(copies or selected), plan, *its),
             *(part_of(d_query, *part), d_key, part_of(d_weights, *part), part[2]),
             GROUP=query.shape[-2],
             TOP_K=top_k,
@@ -106,31 +107,35 @@ def gradients(
     return d_query, d_key.to(key.dtype), d_weights
 
 
-def put_shared_keys_first(
-    indices: Tensor, d_scores: Tensor, rows: Rows, to_indices: Tensor, to_d_scores: Tensor
+def plan_pairs(
+    indices: Tensor, d_scores: Tensor, rows: Rows, plan: Tensor, copies: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Copy the places of each row, (..., K) and contiguous, in another order.
+    """Count the blocks of each pair of rows, and copy its places, (..., K), if more blocks are common in the copy.
 
-    First come the keys that the other row of the pair selected too, in ascending order, and then the remaining places.
-    A pair is the last two rows, the two before them, and so on. It keeps its order if it is of two documents, or if a
-    row has a key twice, keys that do not ascend, or a key after a place without one.
+    A pair is the last two rows, the two before them, and so on. Its row of ``plan`` has the number of common blocks,
+    the number of blocks of the last row and of the row before, and 1 if it is copied to ``copies``.
+
+    In the copy, first come the keys that the other row of the pair selected too, in ascending order, and then the
+    remaining places. A pair is not copied if it is of two documents, or if a row has a key twice, keys that do not
+    ascend, or a key after a place without one.
     """
     tokens, top_k = rows.first.numel(), indices.shape[-1]
-    _put_shared_keys_first[(blocks_in(tokens, 2),)](
-        *(indices, d_scores, *rows, to_indices, to_d_scores, tokens),
+    _plan_pairs[(blocks_in(tokens, 2),)](
+        *(indices, d_scores, *rows, plan, *(copies or (indices, d_scores)), tokens),
         TOP_K=top_k,
-        BLOCK=max(32 * COPY["num_warps"], power_of_2(top_k)),
-        WARPS=COPY["num_warps"],
-        **COPY,
+        BLOCK=max(32 * PLAN["num_warps"], power_of_2(top_k)) if copies else 0,
+        WARPS=PLAN["num_warps"],
+        **PLAN,
     )
 
 
 @gluon.jit
-def _put_shared_keys_first(
+def _plan_pairs(
     indices,
     d_scores,
     first_key,
     visible_keys,
+    plan,
     to_indices,
     to_d_scores,
     tokens,
@@ -138,55 +143,113 @@ def _put_shared_keys_first(
     BLOCK: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Copy the places of the rows that are row 0 and row 1 of a program of :func:`_gradients`."""
+    """Plan the rows that are row 0 and row 1 of a program of :func:`_gradients`. With BLOCK = 0, nothing is copied."""
     # Lanes have adjacent places. So they search near each other, in few lines of the cache.
-    at = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row_0 = tokens - 1 - 2 * gl.program_id(0)
-    row_1 = row_0 - 1
-    first_0, visible_0 = gl.load(first_key + row_0), gl.load(visible_keys + row_0)
-    first_1 = gl.load(first_key + row_1, mask=row_1 >= 0, other=0)
-    visible_1 = gl.load(visible_keys + row_1, mask=row_1 >= 0, other=0)
-    in_0 = at < TOP_K
-    in_1 = in_0 & (row_1 >= 0)
+    first_0, visible_0, first_1, visible_1 = _load_rows(first_key, visible_keys, row_0)
     offset_0 = row_0.to(gl.int64) * TOP_K
     offset_1 = offset_0 - TOP_K
-    keys_0, there_0, in_order_0 = _places(indices + offset_0, at, in_0, visible_0)
-    keys_1, there_1, in_order_1 = _places(indices + offset_1, at, in_1, visible_1)
-    other = there_1 & ((keys_0 != keys_1) | (there_0 == 0))
-    # 1 if some keys are at other places, 2 if the order of a row is not the expected one
-    what = gl.max(gl.where(in_order_0 & in_order_1, gl.where(other, 1, 0), 2), 0)
-    to_0 = at
-    to_1 = at
-    if (what == 1) & (first_0 == first_1):
-        counts = gl.sum(gl.where(there_0, 1, 0) + gl.where(there_1, 2**16, 0), 0)
-        shared_0 = there_0 & _is_selected(keys_0, indices + offset_1, counts >> 16)
-        shared_1 = there_1 & _is_selected(keys_1, indices + offset_0, counts & (2**16 - 1))
-        shared = gl.where(shared_0, 1, 0) + gl.where(shared_1, 2**16, 0)
-        up_to = gl.associative_scan(shared, 0, _sum)
-        count = gl.sum(gl.where(shared_0, 1, 0), 0)
-        to_0 = _new_place(at, shared_0, up_to & (2**16 - 1), count)
-        to_1 = _new_place(at, shared_1, up_to >> 16, count)
-    _copy(indices + offset_0, at, to_indices + offset_0, to_0, in_0)
-    _copy(indices + offset_1, at, to_indices + offset_1, to_1, in_1)
-    _copy(d_scores + offset_0, at, to_d_scores + offset_0, to_0, in_0)
-    _copy(d_scores + offset_1, at, to_d_scores + offset_1, to_1, in_1)
+    indices_0 = indices + offset_0
+    indices_1 = indices + offset_1
+    end_0, end_1, differs = _compare(indices_0, indices_1, visible_0, visible_1, row_0, TOP_K, WARPS)
+    differs = gl.where(first_0 == first_1, differs, TOP_K)
+    blocks_0 = (end_0 + KEYS - 1) // KEYS
+    blocks_1 = (end_1 + KEYS - 1) // KEYS
+    common = gl.minimum(blocks_0, gl.where(differs > 0, (TOP_K - differs) // KEYS, blocks_1))
+    copied = 0
+    if BLOCK > 0:  # noqa: SIM102
+        if (differs > 0) & (first_0 == first_1):
+            at = gl.arange(0, BLOCK, layout=layout)
+            keys_0, in_order_0 = _keys_in_order(indices_0, at, end_0)
+            keys_1, in_order_1 = _keys_in_order(indices_1, at, end_1)
+            in_1 = _search(keys_0, indices_1, end_1)
+            shared_0 = gl.load(indices_1 + in_1, mask=(at < end_0) & (in_1 < end_1), other=-2) == keys_0
+            # The place of each shared key in row 0 is stored at its place in row 1, in memory for the copy. Other
+            # places hold any value there: so keys are compared.
+            gl.store(to_indices + offset_1 + in_1, at, mask=shared_0)
+            debug_barrier()
+            in_0 = gl.load(to_indices + offset_1 + at, mask=at < end_1, other=-1)
+            shared_1 = gl.load(indices_0 + in_0, mask=(in_0 >= 0) & (in_0 < end_0), other=-2) == keys_1
+            # The number of shared keys, or more than any if a row is not in order. It needs all places of row 1, so
+            # they are read before the copy overwrites them.
+            count = gl.sum(gl.where(in_order_0 & in_order_1, gl.where(shared_1, 1, 0), 2**16), 0)
+            more = gl.where(count == end_1, blocks_1, count // KEYS)
+            if (more > common) & (count < 2**16):
+                common = more
+                copied = 1
+                shared = gl.where(shared_0, 1, 0) + gl.where(shared_1, 2**16, 0)
+                adjacent: gl.constexpr = gl.BlockedLayout([BLOCK // (32 * WARPS)], [32], [WARPS], [0])
+                up_to = gl.associative_scan(gl.convert_layout(shared, adjacent), 0, _sum)
+                up_to = gl.convert_layout(up_to, layout)
+                to_0 = _new_place(at, shared_0, up_to & (2**16 - 1), count)
+                to_1 = _new_place(at, shared_1, up_to >> 16, count)
+                inside = at < TOP_K
+                gl.store(to_indices + offset_0 + to_0, keys_0, mask=inside)
+                gl.store(to_indices + offset_1 + to_1, keys_1, mask=inside)
+                _copy(d_scores + offset_0, at, to_d_scores + offset_0, to_0, inside)
+                _copy(d_scores + offset_1, at, to_d_scores + offset_1, to_1, inside)
+    of_pair = plan + 4 * gl.program_id(0)
+    gl.store(of_pair, common)
+    gl.store(of_pair + 1, blocks_0)
+    gl.store(of_pair + 2, blocks_1)
+    gl.store(of_pair + 3, copied)
 
 
 @gluon.jit
-def _places(indices, at, inside, visible):
-    """Return the keys of a row, which places hold one, and which are in order.
+def _load_rows(first_key, visible_keys, row_0):
+    """Return the first key and the number of visible keys of row 0 and of row 1. The first row of all has no row 1."""
+    has_1 = row_0 > 0
+    first_0, visible_0 = gl.load(first_key + row_0), gl.load(visible_keys + row_0)
+    first_1 = gl.load(first_key + (row_0 - 1), mask=has_1, other=0)
+    visible_1 = gl.load(visible_keys + (row_0 - 1), mask=has_1, other=0)
+    return first_0, visible_0, first_1, visible_1
 
-    A key is in order if the place before holds a lower one.
+
+@gluon.jit
+def _compare(indices_0, indices_1, visible_0, visible_1, row_0, TOP_K: gl.constexpr, WARPS: gl.constexpr):
+    """Return the places of each row up to its last key, and the places from the first difference to the end of the row.
+
+    Places differ if row 1 has a key and row 0 has none or another one.
     """
-    keys = gl.load(indices + at, mask=inside, other=-1)
-    before = gl.load(indices + (at - 1), mask=inside & (at > 0), other=-1)
-    there = (keys >= 0) & (keys < visible)
-    return keys, there, (there == 0) | (at == 0) | ((before >= 0) & (before < keys))
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    end_0 = 0
+    end_1 = 0
+    differs = 0
+    for start in range(0, TOP_K, PLACES):
+        at = start + gl.arange(0, PLACES, layout=layout)
+        keys_0 = gl.load(indices_0 + at, mask=at < TOP_K, other=-1)
+        keys_1 = gl.load(indices_1 + at, mask=(at < TOP_K) & (row_0 > 0), other=-1)
+        there_0 = (keys_0 >= 0) & (keys_0 < visible_0)
+        there_1 = (keys_1 >= 0) & (keys_1 < visible_1)
+        other = there_1 & ((keys_0 != keys_1) | (there_0 == 0))
+        found = gl.where(there_0, at + 1, 0), gl.where(there_1, at + 1, 0), gl.where(other, TOP_K - at, 0)
+        found_0, found_1, found_other = gl.reduce(found, 0, _maxima)
+        end_0 = gl.maximum(end_0, found_0)
+        end_1 = gl.maximum(end_1, found_1)
+        differs = gl.maximum(differs, found_other)
+    return end_0, end_1, differs
 
 
 @gluon.jit
-def _is_selected(keys, other_row, count):
-    """Search ``keys`` among the first ``count`` keys of another row, which ascend, by bisection."""
+def _maxima(a_0, a_1, a_2, b_0, b_1, b_2):
+    return gl.maximum(a_0, b_0), gl.maximum(a_1, b_1), gl.maximum(a_2, b_2)
+
+
+@gluon.jit
+def _keys_in_order(indices, at, end):
+    """Return the keys of a row up to its last one, then -1, and which are above the key at the place before."""
+    keys = gl.load(indices + at, mask=at < end, other=-1)
+    before = gl.load(indices + (at - 1), mask=(at > 0) & (at < end), other=-1)
+    return keys, (at == 0) | (at >= end) | ((before >= 0) & (before < keys))
+
+
+@gluon.jit
+def _search(keys, other_row, count):
+    """Return the places of ``keys`` among the first ``count`` keys of another row, which ascend, by bisection.
+
+    Another key is at the place if the row does not have it.
+    """
     place = keys * 0
     remaining = count
     while remaining > 1:
@@ -194,7 +257,7 @@ def _is_selected(keys, other_row, count):
         before = gl.load(other_row + (half - 1) + place)
         place += gl.where(before < keys, half, 0)
         remaining -= half
-    return gl.load(other_row + place, mask=place < count, other=-1) == keys
+    return place
 
 
 @gluon.jit
@@ -220,6 +283,9 @@ def _gradients(
     weights,
     indices,
     d_scores,
+    copied_indices,
+    copied_d_scores,
+    plan,
     first_key,
     visible_keys,
     d_query,
@@ -248,15 +314,15 @@ def _gradients(
     fence_async_shared()
 
     row_0 = tokens - 1 - 2 * gl.program_id(0)
-    row_1 = row_0 - 1
-    first_0, visible_0 = gl.load(first_key + row_0), gl.load(visible_keys + row_0)
-    first_1 = gl.load(first_key + row_1, mask=row_1 >= 0, other=0)
-    visible_1 = gl.load(visible_keys + row_1, mask=row_1 >= 0, other=0)
+    of_pair = plan + 4 * gl.program_id(0)
+    blocks = (gl.load(of_pair), gl.load(of_pair + 1), gl.load(of_pair + 2))
+    first_0, visible_0, first_1, visible_1 = _load_rows(first_key, visible_keys, row_0)
+    if gl.load(of_pair + 3) > 0:
+        indices = copied_indices
+        d_scores = copied_d_scores
     places = row_0.to(gl.int64) * TOP_K
     selected_0 = (indices + places, d_scores + places, first_0, visible_0)
     selected_1 = (indices + (places - TOP_K), d_scores + (places - TOP_K), first_1, visible_1)
-    common, blocks_0, blocks_1 = _count_blocks(selected_0, selected_1, TOP_K)
-    blocks = (common, blocks_0, blocks_1)
 
     shared = (q, wq, k, d_logits, bars)
     inputs = (query, weights, row_0)
@@ -269,33 +335,6 @@ def _gradients(
         [4],
         [PRODUCER_REGISTERS],
     )
-
-
-@gluon.jit
-def _count_blocks(selected_0, selected_1, TOP_K: gl.constexpr):
-    """Return the number of common blocks, and the blocks of each row up to its last key.
-
-    A block is common if row 0 has the same key at each place at which row 1 has one.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    indices_0, _, first_0, visible_0 = selected_0
-    indices_1, _, first_1, visible_1 = selected_1
-    end_0 = 0
-    end_1 = 0
-    differs = 0  # places from the first difference to the end
-    for start in range(0, TOP_K, PLACES):
-        at = start + gl.arange(0, PLACES, layout=layout)
-        key_0, there_0 = keys_of(indices_0, at, first_0, visible_0, 0, 1, TOP_K)
-        # the first row of all has no row 1
-        key_1, there_1 = keys_of(indices_1, gl.where(visible_1 > 0, at, TOP_K), first_1, visible_1, 0, 1, TOP_K)
-        end_0 = gl.maximum(end_0, gl.max(gl.where(there_0, at + 1, 0), 0))
-        end_1 = gl.maximum(end_1, gl.max(gl.where(there_1, at + 1, 0), 0))
-        other = there_1 & ((key_0 != key_1) | (there_0 == 0))
-        differs = gl.maximum(differs, gl.max(gl.where(other, TOP_K - at, 0), 0))
-    blocks_0 = (end_0 + KEYS - 1) // KEYS
-    blocks_1 = (end_1 + KEYS - 1) // KEYS
-    common = gl.where(differs > 0, (TOP_K - differs) // KEYS, blocks_1)
-    return gl.minimum(common, gl.minimum(blocks_0, blocks_1)), blocks_0, blocks_1
 
 
 @gluon.jit
