@@ -71,8 +71,10 @@ class Compiler:
         # torchtitan_npu.ops.lightning_indexer.triton_top_k -> lightning_indexer_top_k
         module = ".".join(function.fn.__module__.split(".")[-2:]).replace(".triton", "")
         name = f"{module}.{function.fn.__name__}"
-        if options.get("QUERIES", 1) > 1:
-            name += f", {options['QUERIES']} queries in a block"
+        if ".gluon" in module and "QUERIES" in options:
+            name += f", {options['GROUP']} heads"
+            if options["QUERIES"] > 1:
+                name += f" of {options['QUERIES']} queries"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
         self.assembly[name] = compiled.asm["ptx"]
 
@@ -153,6 +155,7 @@ def call_gluon_attention(
 def call_gluon() -> None:
     # few heads, as on a rank of tensor parallel 8, for which several queries are a block
     call_gluon_attention(*attention_inputs(heads=16, queries=8, keys=TOP_K))
+    call_gluon_attention(*attention_inputs(heads=64))  # each two queries are a pair
     query, key, query_rope, key_rope, indices = attention_inputs()
     highest, total = call_gluon_attention(query, key, query_rope, key_rope, indices)
     indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(

@@ -117,6 +117,19 @@ class Documents:
             indices.append(torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1))
         return indices
 
+    def select_ascending(self, top_k: int, same: int) -> list[Tensor]:
+        """Return random visible keys of each row, and the first ``same`` ones, ascending: (queries, 1, top_k)."""
+        selected = []
+        for visible in self.visible():
+            order = torch.rand(visible.shape, generator=self.generator)
+            order[:, :same] = -1
+            best = order.masked_fill(~visible, 2).argsort(-1)[:, :top_k]
+            best = best.masked_fill(~visible.gather(-1, best), visible.shape[1]).sort().values
+            chosen = torch.full((len(visible), 1, top_k), -1, dtype=torch.int32)
+            chosen[:, 0, : best.shape[1]] = best.masked_fill(best == visible.shape[1], -1)
+            selected.append(chosen)
+        return selected
+
 
 @st.composite
 def documents(draw: st.DrawFn, causal: bool | None = None, uneven: bool = True) -> Documents:

@@ -3,7 +3,7 @@
 
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--heads 128] [--triton] [--json FILE]
     python tools/bench/sparse_attention.py --peers DIR [--only forward]   # only a comparison with public kernels in DIR
-    python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries and blocks of queries
+    python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries, pairs and blocks
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
 random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
@@ -229,23 +229,23 @@ def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
 
 
 def block_rows(machine: Machine) -> Iterator[Row]:
-    """Time single queries and the largest blocks of neighbouring queries in turns, with 16, 32 and 64 heads."""
+    """Time single queries, pairs (backward) and the largest blocks of neighbouring queries in turns, for few heads."""
     for heads, (name, first) in product((16, 32, 64), (("causal", 0), ("full rows", sparse_attention_peers.QUERIES))):
         case = sparse_attention_peers.Case(heads, first)
         operations = sparse_attention_peers.FORWARD, sparse_attention_peers.BACKWARD
         for index, (run, tiles) in enumerate(zip(case.ours(), (gluon.TILES, gluon_grad.TILES), strict=True)):
-            sizes = (1, min(tiles.heads // heads, query_blocks.MOST_QUERIES))
-            if sizes[1] == 1:
-                continue
+            block = min(tiles.heads // heads, query_blocks.MOST_QUERIES)
+            runs = {"single queries": partial(with_block, 1, False, run)}
+            if index == 1:
+                runs["pairs"] = partial(with_block, 1, True, run)
+            if block > 1:
+                runs[f"blocks of {block}"] = partial(with_block, block, False, run)
             flops = case.pairs * operations[index]
-            shape = (heads, case.query.shape[1], case.query.shape[1], case.keys, TOP_K, True, tiles)
-            chosen = query_blocks.queries_per_block(*shape)
             what = f"{('forward', 'backward')[index]}, {heads} heads, {name}"
-            runs = {str(queries): partial(with_block, queries, run) for queries in sizes}
             times = forward_ms(runs)
             for queries, of_size in runs.items():
                 yield {
-                    "what": f"{what}, {queries} queries{' (chosen)' if queries == str(chosen) else ''}",
+                    "what": f"{what}, {queries}",
                     "length": case.query.shape[1],
                     "ms": times[queries],
                     "tflops": flops / times[queries] / 1e9,
@@ -254,10 +254,13 @@ def block_rows(machine: Machine) -> Iterator[Row]:
                 }
 
 
-def with_block(queries: int, run: Callable[[], object]) -> object:
-    """Run with blocks of ``queries``."""
+def with_block(queries: int, pairs: bool, run: Callable[[], object]) -> object:
+    """Run with blocks of ``queries``, or with pairs if these are single queries."""
     with mock.patch.object(query_blocks, "queries_per_block", return_value=queries):
-        return run()
+        if pairs:
+            return run()
+        with mock.patch.object(gluon_grad, "PAIRED_HEADS", 0):
+            return run()
 
 
 def main() -> None:
@@ -271,7 +274,7 @@ def main() -> None:
     )
     passes = sparse_attention_peers.PASSES
     parser.add_argument("--only", nargs="+", choices=passes, help="passes of --peers")
-    parser.add_argument("--query-blocks", action="store_true", help="compare single queries with blocks of queries")
+    parser.add_argument("--query-blocks", action="store_true", help="compare single queries with pairs and blocks")
     args = parser.parse_args()
     if args.only and not args.peers:
         parser.error("--only needs --peers DIR")

@@ -15,6 +15,7 @@ from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_gradients_of_scores
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.lightning_indexer import gluon_grad, op
+from torchtitan_npu.ops.sparse_flash_attention import gluon_pairs
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 
 CASES: dict[str, Any] = {
@@ -29,7 +30,8 @@ def function(name: str) -> Any:
     """Return a function of the kernel's module, or its simulation."""
     if is_hopper(torch.empty(0, device=DEVICE)):
         return getattr(gluon_grad, name)
-    return simulated(gluon_grad, name, WORKSPACE=gluon_grad.WORKSPACE)
+    plan_pairs = simulated(gluon_pairs, "plan_pairs")
+    return simulated(gluon_grad, name, WORKSPACE=gluon_grad.WORKSPACE, plan_pairs=plan_pairs)
 
 
 def run(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,21 +39,11 @@ def run(**call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ascending(docs: Documents, top_k: int, same: int, free: bool = True) -> list[Tensor]:
-    """Select random keys of each row, and the first ``same`` ones, in ascending order.
-
-    With ``free``, some places before the last key have none.
-    """
-    selected = []
-    for visible in docs.visible():
-        order = torch.rand(visible.shape, generator=docs.generator)
-        order[:, :same] = -1
-        best = order.masked_fill(~visible, 2).argsort(-1)[:, :top_k]
-        best = best.masked_fill(~visible.gather(-1, best), visible.shape[1]).sort().values
-        chosen = torch.full((len(visible), top_k), -1, dtype=torch.int32)
-        chosen[:, : best.shape[1]] = best.masked_fill(best == visible.shape[1], -1)
-        if free:
-            chosen[1::2, 5::50] = -1
-        selected.append(chosen[:, None])
+    """Select keys in ascending order. With ``free``, some places before the last key have none."""
+    selected = docs.select_ascending(top_k, same)
+    if free:
+        for chosen in selected:
+            chosen[1::2, :, 5::50] = -1
     return selected
 
 

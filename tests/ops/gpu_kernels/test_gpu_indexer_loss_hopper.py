@@ -14,6 +14,7 @@ from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_loss, make
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.indexer_kl_loss import gluon, op
 from torchtitan_npu.ops.lightning_indexer import gluon_grad
+from torchtitan_npu.ops.sparse_flash_attention import gluon_pairs
 
 SCALE = (512 + 64) ** -0.5
 CASES: dict[str, Any] = {
@@ -33,7 +34,8 @@ def test_agrees_with_the_oracle(half: torch.dtype, case: str) -> None:
     name = "npu_sparse_lightning_indexer_grad_kl_loss"
     run = getattr(gluon, name)
     if not is_hopper(torch.empty(0, device=DEVICE)):
-        run = simulated(gluon, name, gradients=simulated(gluon_grad, "gradients"))
+        plan_pairs = simulated(gluon_pairs, "plan_pairs")
+        run = simulated(gluon, name, gradients=simulated(gluon_grad, "gradients", plan_pairs=plan_pairs))
     docs = Documents(layout, sizes, True, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
     check_loss(run, docs, *make(docs, top_k, heads, 64, torch.float32, 512, (index_heads, 128)), SCALE)
 

@@ -1,9 +1,15 @@
-"""The gradient of attention over selected keys on Hopper GPUs, with two persistent kernels in Gluon."""
+"""The gradient of attention over selected keys on Hopper GPUs, with two persistent kernels in Gluon.
+
+Up to 64 heads, most of the time is that of additions to the keys' gradients. There, two neighbouring rows are a *pair*:
+the keys that both selected come first, and the gradients of both rows are summed before they are added.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, power_of_2
@@ -11,13 +17,46 @@ from torchtitan_npu.ops.sparse_flash_attention import gluon_grad_keys as keys
 from torchtitan_npu.ops.sparse_flash_attention import gluon_grad_scores as scores
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_keys import add_to_keys
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_scores import differentiate
+from torchtitan_npu.ops.sparse_flash_attention.gluon_pairs import KEYS, MOST_PLACES, plan_pairs
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned
-from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward
-from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Tiles, select
+from torchtitan_npu.ops.sparse_flash_attention.triton_grad import QUERIES, Backward, add_to_queries
+from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Selection, Tiles, of_each_query, select
+from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments
+from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import blocks_of
 
 TILES = Tiles(heads=128, time_per_key=5.6, time_per_head=0.041)
 """Milliseconds of all kernels for 6.3e6 pairs of a row and a key, measured on an H200 with 16, 64 and 128 heads."""
+PAIRED_HEADS = 64
+"""Up to this number of heads, rows that are no blocks of queries are in pairs."""
+QUERY_HEADS = 64
+"""Up to this number of heads, one launch adds to the queries and their ropes."""
+
+
+class Pairs(NamedTuple):
+    """The selected keys of pairs of rows."""
+
+    keys: Tensor
+    """The keys of each row, (..., 1, K), with those that both rows selected first."""
+    blocks: Tensor
+    """The number of common blocks of keys of each pair, at the beginning of both rows: (pairs,)."""
+    common: Selection
+    """The keys of these blocks. At a key of the second row only, the softmax of the first one is 0."""
+
+
+def pair(indices: Tensor, rows: Rows, keys: int) -> Pairs:
+    """Return the selected keys of each two rows, (..., 1, K), of which each may see up to ``keys``."""
+    top_k = indices.shape[-1]
+    # rows that see at most top_k keys have them at the same places already
+    ordered = torch.empty_like(indices) if top_k < keys and top_k <= MOST_PLACES else None
+    plan = indices.new_empty(rows.first.numel() // 2, 4)
+    plan_pairs(indices, None, rows, plan, None if ordered is None else (ordered, None))
+    ordered = indices if ordered is None else ordered
+    blocks = plan[:, 0].flip(0)  # the last pair came first
+    second = Rows(*(of_rows[1::2].contiguous() for of_rows in rows))
+    lists = ordered.view(-1, 1, top_k)[1::2]
+    common = Selection(2, lists, second, blocks * KEYS.value, chosen=blocks, active=None)
+    return Pairs(ordered, blocks, common)
 
 
 def npu_sparse_flash_attention_grad(*inputs: Any, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -37,18 +76,29 @@ class HopperBackward(Backward):
         assert self.query_ropes is not None and self.key_rope is not None
         self.queries, self.query_ropes = aligned(self.queries), aligned(self.query_ropes)
         self.key, self.key_rope, self.d_outs = aligned(self.key), aligned(self.key_rope), aligned(self.d_outs)
-        self.selection = select(
-            *(self.sparse_indices, self.rows, self.key, self.queries.shape[1], self.sequence, self.document, TILES)
-        )
+        heads = self.queries.shape[1]
+        # the deterministic sum takes the contributions of each row, or of each block of rows
+        paired = self.key_heads == 1 and heads <= PAIRED_HEADS and len(self.queries) % 2 == 0 and not self.deterministic
+        if paired and 2 * heads > PAIRED_HEADS:  # a block of two rows would gather more keys, and add no fewer
+            self.selection = of_each_query(self.sparse_indices, self.rows)
+        else:
+            self.selection = select(
+                *(self.sparse_indices, self.rows, self.key, heads, self.sequence, self.document, TILES)
+            )
+        self.pairs: Pairs | None = None
+        if paired and self.selection.queries == 1:
+            self.pairs = pair(self.sparse_indices, self.rows, self.key.shape[-3])
+            self.selection = self.selection._replace(keys=self.pairs.keys)
         self.select(self.selection.keys, self.selection.rows, self.selection.queries)
+        self.together = 1 if self.pairs is None else 2
 
-    def tokens(self, start: int, count: int) -> slice:
-        """Return the tokens of the given rows."""
-        return slice(start * self.block, (start + count) * self.block)
+    def tokens(self, start: int, count: int, block: int) -> slice:
+        """Return the tokens of the given rows, which are blocks of queries."""
+        return slice(start * block, (start + count) * block)
 
     def differentiate(self, start: int, count: int, d_out: Tensor) -> None:
         assert self.query_ropes is not None
-        group, here = self.shape["GROUP"], self.tokens(start, count)
+        group, here = self.shape["GROUP"], self.tokens(start, count, self.block)
         tiles = count * self.key_heads * blocks_in(group, scores.BLOCK_HEADS.value)
         differentiate[(min(tiles, multiprocessors(d_out.device)),)](
             *(self.queries[here], self.query_ropes[here], d_out, self.key, self.key_rope, *self.places),
@@ -64,35 +114,71 @@ class HopperBackward(Backward):
             num_warps=4,
         )
 
+    def add_to_queries(self, start: int, count: int) -> None:
+        if self.shape["GROUP"] > QUERY_HEADS:
+            super().add_to_queries(start, count)
+            return
+        # Two programs fit on a multiprocessor. With the rope in another launch, d_scores would be read again.
+        config, grid = blocks_of(self.d_query, count * self.key_heads, QUERIES | {"num_stages": 2, "num_warps": 4})
+        rope = self.shape["ROPE"]
+        add_to_queries[grid](
+            *(self.d_scores, self.key, self.key_rope, *self.places, self.d_query, self.d_query_rope, start, count),
+            **self.products | {"BLOCK_GROUP": QUERY_HEADS},  # fewer rows would not be a product of a warp group
+            **config,
+            ROPE=rope,
+            BLOCK_ROPE=rope * config["BLOCK_COLUMNS"] // config["WIDTH"],
+        )
+
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
+        if self.pairs is not None:
+            self.multiply_and_add(self.pairs.common, start // 2, count // 2, d_out)
+            self.multiply_and_add(self.selection, start, count, d_out, added=self.pairs.blocks)
+            return
+        segments = self.segments(start, count)
+        if segments is None:
+            self.multiply_and_add(self.selection, start, count, d_out)
+            return
+        added = count * self.key_heads * self.top_k
+        sizes = [added * size for size in (self.shape["SIZE"], self.shape["ROPE"])]
+        contributions = self.contributions[: sum(sizes)].split(sizes)
+        self.multiply_and_add(self.selection, start, count, d_out, contributions)
+        for contribution, gradient in zip(contributions, (self.d_key, self.d_key_rope), strict=True):
+            add_segments(contribution, segments, gradient)
+
+    def multiply_and_add(
+        self,
+        selection: Selection,
+        start: int,
+        count: int,
+        d_out: Tensor,
+        contributions: Sequence[Tensor] | None = None,
+        added: Tensor | None = None,
+    ) -> None:
+        """Add to the gradients of the keys of the ``selection``, or write ``contributions``.
+
+        ``added`` has the number of blocks of keys of each pair that have been added, and come first in both rows.
+        """
         assert self.query_ropes is not None
-        group, here = self.shape["GROUP"], self.tokens(start, count)
+        here = self.tokens(start, count, selection.queries)
+        group = self.queries.shape[1] // self.key_heads * selection.queries
         block = min(128, max(16, power_of_2(group)))
         # Shared memory holds all columns of 64 heads, so that each weight is read once, and half of those of 128 heads.
         # Fewer heads have few weights to read twice.
         halves = 2 if block == 64 else 1
         tiles = 2 // halves * count * self.key_heads
-        segments = self.segments(start, count)
-        targets = [self.d_key, self.d_key_rope]
-        if segments is not None:
-            added = count * self.key_heads * self.top_k
-            sizes = [added * size for size in (self.shape["SIZE"], self.shape["ROPE"])]
-            targets = list(self.contributions[: sum(sizes)].split(sizes))
         add_to_keys[(min(tiles, multiprocessors(d_out.device)),)](
-            *(self.weights, self.d_scores, self.queries[here], self.query_ropes[here], d_out, *self.places),
-            *(self.selection.counts, self.selection.active, *targets, start, count),
+            *(self.weights, self.d_scores, self.queries[here], self.query_ropes[here], d_out),
+            *(selection.keys, *selection.rows, selection.counts, added, selection.active),
+            *(*(contributions or (self.d_key, self.d_key_rope)), start, count, selection.keys.flatten(0, -3).stride(0)),
             *(*self.queries.stride()[:2], *self.query_ropes.stride()[:2], *d_out.stride()[:2]),
             GROUP=group,
             KEY_HEADS=self.key_heads,
             TOP_K=self.top_k,
-            QUERIES=self.block,
+            QUERIES=selection.queries,
             BLOCK_HEADS=block,
             HALVES=halves,
-            ATOMIC=segments is None,
+            ATOMIC=contributions is None,
             STAGGERED=self.staggered,
             **keys.REGISTERS,
             num_warps=4,
         )
-        if segments is not None:
-            for contributions, gradient in zip(targets, (self.d_key, self.d_key_rope), strict=True):
-                add_segments(contributions, segments, gradient)

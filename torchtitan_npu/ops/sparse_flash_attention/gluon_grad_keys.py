@@ -85,11 +85,13 @@ def add_to_keys(
     first_key,
     visible_keys,
     places,
+    added,
     active,
     d_key,
     d_key_rope,
     first_row,
     rows,
+    list_row,
     query_row,
     query_head,
     rope_row,
@@ -125,7 +127,7 @@ def add_to_keys(
     fence_async_shared()
 
     shared = (q, do, q_rope, p, ds, bars)
-    selection = (indices, first_key, visible_keys, places, first_row, rows)
+    selection = (indices, first_key, visible_keys, places, first_row, rows, list_row, added)
     inputs = (weights, d_scores, query, query_rope, d_out, active)
     strides = (query_row, query_head, rope_row, rope_head, out_row, out_head)
     results = (d_key, d_key_rope)
@@ -145,13 +147,20 @@ def add_to_keys(
 
 @gluon.jit
 def _tile(tile, selection, KEY_HEADS: gl.constexpr, HALVES: gl.constexpr):
-    """Return a tile's row in the chunk, its key head, its first half of the columns and its number of key blocks."""
-    places, first_row, rows = selection[3], selection[4], selection[5]
+    """Return a tile's row in the chunk, its key head and its first half of the columns.
+
+    Then come its first key block and the number of its key blocks.
+    """
+    places, first_row, rows, _, added = selection[3:]
     tiles_of_row: gl.constexpr = 2 // HALVES * KEY_HEADS
     row = rows - 1 - tile // tiles_of_row
     key_head = tile % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
-    return row, key_head, tile % tiles_of_row // KEY_HEADS, (count + BLOCK_KEYS - 1) // BLOCK_KEYS
+    blocks = (count + BLOCK_KEYS - 1) // BLOCK_KEYS
+    start = 0
+    if added is not None:
+        start = gl.load(added + (first_row + row) // 2)
+    return row, key_head, tile % tiles_of_row // KEY_HEADS, start, blocks - start
 
 
 @gluon.jit
@@ -183,50 +192,53 @@ def _produce(
 
     used = 0  # blocks that went through slot 0
     used_1 = 0
+    turn = 0  # tiles with keys
     for tile in range(gl.program_id(0), 2 // HALVES * rows * KEY_HEADS, gl.num_programs(0)):
-        row, key_head, half, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
-        turn = tile // gl.num_programs(0)
-        of_row = row.to(gl.int64)
-        head = (key_head * GROUP).to(gl.int64)
-        heads = head + in_group  # 64 bits: times a stride it may be large
-        rope_heads = head + in_group_of_rope
-        real, real_rope = in_group < GROUP, in_group_of_rope < GROUP
-        if QUERIES > 1:
-            # Queries without keys, such as padding, may be NaN, which times a weight of 0 would be added to the keys of
-            # the others.
-            per_query: gl.constexpr = GROUP // QUERIES
-            of_block = gl.load(active + first_row + row)
-            real = real & ((of_block >> in_group // per_query & 1) != 0)
-            real_rope = real_rope & ((of_block >> in_group_of_rope // per_query & 1) != 0)
-        real, real_rope = real[:, None], real_rope[:, None]
+        row, key_head, half, start, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
+        if blocks > 0:
+            of_row = row.to(gl.int64)
+            head = (key_head * GROUP).to(gl.int64)
+            heads = head + in_group  # 64 bits: times a stride it may be large
+            rope_heads = head + in_group_of_rope
+            real, real_rope = in_group < GROUP, in_group_of_rope < GROUP
+            if active is not None:
+                # Queries without keys, such as padding, may be NaN, which times a weight of 0 would be added to the
+                # keys of the others.
+                per_query: gl.constexpr = GROUP // QUERIES
+                of_block = gl.load(active + first_row + row)
+                real = real & ((of_block >> in_group // per_query & 1) != 0)
+                real_rope = real_rope & ((of_block >> in_group_of_rope // per_query & 1) != 0)
+            real, real_rope = real[:, None], real_rope[:, None]
 
-        mbarrier.wait(bars.index(ROWS_FREE), (turn & 1) ^ 1)
-        at_query = places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None]
-        at_d_out = places_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None]
-        at_rope = places_of_heads(of_row, rope_heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
-        queries = query + half * HALF + (at_query + columns)
-        d_outs = d_out + half * HALF + (at_d_out + columns)
-        ropes = query_rope + half * HALF_ROPE + (at_rope + rope_columns)
-        for part in gl.static_range(HALVES):
-            async_copy.async_copy_global_to_shared(q.index(part), queries + part * HALF, real)
-            async_copy.async_copy_global_to_shared(do.index(part), d_outs + part * HALF, real)
-            async_copy.async_copy_global_to_shared(q_rope.index(part), ropes + part * HALF_ROPE, real_rope)
-        async_copy.mbarrier_arrive(bars.index(ROWS_FULL), increment_count=False)
+            mbarrier.wait(bars.index(ROWS_FREE), (turn & 1) ^ 1)
+            at_query = places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None]
+            at_d_out = places_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None]
+            at_rope = places_of_heads(of_row, rope_heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
+            queries = query + half * HALF + (at_query + columns)
+            d_outs = d_out + half * HALF + (at_d_out + columns)
+            ropes = query_rope + half * HALF_ROPE + (at_rope + rope_columns)
+            for part in gl.static_range(HALVES):
+                async_copy.async_copy_global_to_shared(q.index(part), queries + part * HALF, real)
+                async_copy.async_copy_global_to_shared(do.index(part), d_outs + part * HALF, real)
+                async_copy.async_copy_global_to_shared(q_rope.index(part), ropes + part * HALF_ROPE, real_rope)
+            async_copy.mbarrier_arrive(bars.index(ROWS_FULL), increment_count=False)
 
-        # 32 bits: the workspace is bounded
-        of_heads = ((row * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + in_block
-        for turn_of_block in range(0, blocks):
-            block = turn_of_block
-            if STAGGERED:
-                block = (turn_of_block + row) % blocks
-            slot = turn_of_block % 2
-            mbarrier.wait(bars.index(FREE + slot), ((gl.where(slot == 0, used, used_1) + turn_of_block // 2) & 1) ^ 1)
-            at = of_heads + block * BLOCK_KEYS
-            async_copy.async_copy_global_to_shared(ds.index(slot), d_scores + at, real)
-            async_copy.async_copy_global_to_shared(p.index(slot), weights + at, real)
-            async_copy.mbarrier_arrive(bars.index(FULL + slot), increment_count=False)
-        used += (blocks + 1) // 2
-        used_1 += blocks // 2
+            # 32 bits: the workspace is bounded
+            of_heads = ((row * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + in_block
+            for turn_of_block in range(0, blocks):
+                block = turn_of_block
+                if STAGGERED:
+                    block = (turn_of_block + row) % blocks
+                slot = turn_of_block % 2
+                waits = gl.where(slot == 0, used, used_1) + turn_of_block // 2
+                mbarrier.wait(bars.index(FREE + slot), (waits & 1) ^ 1)
+                at = of_heads + (start + block) * BLOCK_KEYS
+                async_copy.async_copy_global_to_shared(ds.index(slot), d_scores + at, real)
+                async_copy.async_copy_global_to_shared(p.index(slot), weights + at, real)
+                async_copy.mbarrier_arrive(bars.index(FULL + slot), increment_count=False)
+            used += (blocks + 1) // 2
+            used_1 += blocks // 2
+            turn += 1
 
 
 @gluon.jit
@@ -243,7 +255,7 @@ def _consume(
 ):
     """Multiply and add the blocks of slot ``W``."""
     q, do, q_rope, p, ds, bars = shared
-    indices, first_key, visible_keys, _, first_row, rows = selection
+    indices, first_key, visible_keys, _, first_row, rows, list_row, _ = selection
     d_key, d_key_rope = results
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -255,19 +267,21 @@ def _consume(
     in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, added))
 
     used = 0  # blocks that went through this consumer's slot
+    turn = 0  # tiles with keys
     for tile in range(gl.program_id(0), 2 // HALVES * rows * KEY_HEADS, gl.num_programs(0)):
-        row, key_head, half, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
-        turn = tile // gl.num_programs(0)
+        row, key_head, half, start, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
         of_row = (first_row + row).to(gl.int64)
-        selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
+        selected = indices + of_row * list_row + key_head * TOP_K
         first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
-        mbarrier.wait(bars.index(ROWS_FULL), turn & 1)
-        mbarrier.arrive(bars.index(ROWS_FREE), pred=blocks <= W)
+        if blocks > 0:
+            mbarrier.wait(bars.index(ROWS_FULL), turn & 1)
+            mbarrier.arrive(bars.index(ROWS_FREE), pred=blocks <= W)
+            turn += 1
         for turn_of_block in range(W, blocks, 2):
             block = turn_of_block
             if STAGGERED:
                 block = (turn_of_block + row) % blocks
-            at = block * BLOCK_KEYS + in_block
+            at = (start + block) * BLOCK_KEYS + in_block
             to, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
             if not ATOMIC:
                 to = (row * KEY_HEADS + key_head) * TOP_K + at

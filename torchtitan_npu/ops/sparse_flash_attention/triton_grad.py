@@ -2,7 +2,7 @@
 
 1. ``_multiply_and_sum`` computes the dot products of ``d_out`` and ``out``.
 2. ``_differentiate`` writes the softmax and its gradient, (rows, heads, top-k), to a workspace of bounded size.
-3. ``_add_to_queries`` and ``_add_to_keys`` multiply them with keys and queries.
+3. ``add_to_queries`` and ``_add_to_keys`` multiply them with keys and queries.
 
 Each is a product over all heads of a row, so each key of a row is added to once, for any number of heads.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, power_of_2
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import Segments, add_segments, segments_of
@@ -34,6 +34,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
 WORKSPACE = 2**30
 """Bytes of the workspace, twice as many with deterministic algorithms. With half of it the chunks of rows are smaller,
 and take 2 % longer."""
+SUMS = {"BLOCK_ROWS": 8, "num_warps": 4}
 SCORES = {"BLOCK_KEYS": 128, "BLOCK_COLUMNS": 32, "num_warps": 8, "num_stages": 4}
 QUERIES = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 256, "num_warps": 8, "num_stages": 5}
 KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
@@ -100,6 +101,7 @@ class Backward:
         self.sparse_indices, self.rows, self.block = sparse_indices, rows, block
         self.top_k = sparse_indices.shape[-1]
         self.shape |= {"GROUP": self.queries.shape[1] // self.key_heads * block, "TOP_K": self.top_k}
+        self.together = 1  # the number of rows of a chunk is a multiple of this
         self.products = product_shape(self.shape)
         self.places = (sparse_indices, *rows)
         self.staggered = self.key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys
@@ -114,7 +116,8 @@ class Backward:
         added = self.key_heads * self.top_k * (size + self.shape["ROPE"]) if self.deterministic else 0
         dtype = contribution_dtype(self.queries.dtype)
         workspace = 2 * WORKSPACE if self.deterministic else WORKSPACE
-        rows = min(tokens // self.block, max(1, workspace // (slots * self.block + dtype.itemsize * added)))
+        fitting = workspace // (slots * self.block + dtype.itemsize * added)
+        rows = min(tokens // self.block, max(1, fitting // self.together) * self.together)
         chunk = rows * self.block
         self.weights = self.queries.new_empty(chunk, heads, self.top_k)
         self.d_scores = torch.empty_like(self.weights)
@@ -124,11 +127,12 @@ class Backward:
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)
             here = slice(start, start + count)
-            _multiply_and_sum[(count * heads,)](
-                *(self.d_outs[here], self.outs[here], self.d_out_out, copy, *self.d_outs.stride()[:2]),
+            _multiply_and_sum[(blocks_in(count * heads, SUMS["BLOCK_ROWS"]),)](
+                *(self.d_outs[here], self.outs[here], self.d_out_out, copy, count * heads, *self.d_outs.stride()[:2]),
                 HEADS=heads,
                 SIZE=size,
                 BLOCK=power_of_2(size),
+                **SUMS,
             )
             d_out = self.d_outs[here] if copy is None else copy
             place = start // self.block, count // self.block
@@ -155,8 +159,12 @@ class Backward:
         for of_key, gradient in ((self.key, self.d_query), (self.key_rope, self.d_query_rope)):
             if gradient.numel():
                 config, grid = blocks_of(gradient, count * self.key_heads, options)
-                _add_to_queries[grid](
-                    *(self.d_scores, of_key, *self.places, gradient, start, count), **self.products, **config
+                add_to_queries[grid](
+                    *(self.d_scores, of_key, None, *self.places, gradient, None, start, count),
+                    **self.products,
+                    **config,
+                    ROPE=0,
+                    BLOCK_ROPE=16,
                 )
 
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
@@ -201,17 +209,29 @@ def contribution_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @triton.jit
 def _multiply_and_sum(
-    left, right, total, copy, left_row, left_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    left,
+    right,
+    total,
+    copy,
+    rows,
+    left_row,
+    left_head,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
     """Write the sum of ``left`` times ``right`` over the last dimension, and ``left`` to the contiguous ``copy``."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows)[:, None] & (columns < SIZE)
     of_left = row // HEADS * left_row + row % HEADS * left_head
-    a = tl.load(left + of_left + columns, mask=columns < SIZE, other=0.0)
-    b = tl.load(right + row * SIZE + columns, mask=columns < SIZE, other=0.0)
-    tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32)))
+    a = tl.load(left + of_left[:, None] + columns, mask=mask, other=0.0)
+    at = row[:, None] * SIZE + columns
+    b = tl.load(right + at, mask=mask, other=0.0)
+    tl.store(total + row, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=row < rows)
     if copy is not None:
-        tl.store(copy + row * SIZE + columns, a, mask=columns < SIZE)
+        tl.store(copy + at, a, mask=mask)
 
 
 @triton.jit
@@ -297,13 +317,15 @@ def _differentiate(
 
 
 @triton.jit
-def _add_to_queries(
+def add_to_queries(
     d_scores,
     key,
+    key_rope,
     indices,
     first_key,
     visible_keys,
     d_query,
+    d_query_rope,
     first_row,
     rows,
     GROUP: tl.constexpr,
@@ -311,19 +333,26 @@ def _add_to_queries(
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROPE: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write d_query of a row, d_scores · keys, (heads, top-k) (top-k, width), for a block of columns."""
+    """Write d_query of a row, d_scores · keys, (heads, top-k) (top-k, width), for a block of columns.
+
+    With ``ROPE``, each program has an equal part of the rope's columns, too.
+    """
     in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
 
     group = tl.arange(0, BLOCK_GROUP)
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+    first_rope = first_column // BLOCK_COLUMNS * BLOCK_ROPE
     of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
     total = tl.zeros((BLOCK_GROUP, BLOCK_COLUMNS), tl.float32)
+    total_rope = tl.zeros((BLOCK_GROUP, BLOCK_ROPE), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
         keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
@@ -333,9 +362,16 @@ def _add_to_queries(
         ds = tl.load(d_scores + of_left + places[None, :], mask=mask, other=0.0)
         k = tile(key, keys * WIDTH, there, first_column, WIDTH, BLOCK_COLUMNS)
         total = tl.dot(ds, k, total, input_precision="ieee")
-    places = (row * KEY_HEADS + key_head) * GROUP * WIDTH + group[:, None] * WIDTH + columns[None, :]
+        if ROPE:
+            k = tile(key_rope, keys * ROPE, there, first_rope, ROPE, BLOCK_ROPE)
+            total_rope = tl.dot(ds, k, total_rope, input_precision="ieee")
+    of_heads = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None]
     mask = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(d_query + places, total.to(d_query.dtype.element_ty), mask=mask)
+    tl.store(d_query + of_heads * WIDTH + columns[None, :], total.to(d_query.dtype.element_ty), mask=mask)
+    if ROPE:
+        columns = first_rope + tl.arange(0, BLOCK_ROPE)
+        mask = (group < GROUP)[:, None] & (columns < ROPE)[None, :]
+        tl.store(d_query_rope + of_heads * ROPE + columns[None, :], total_rope.to(d_query.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -55,8 +55,8 @@ class Selection(NamedTuple):
     """Places up to the last key, and those before the first place without one: (2, rows)."""
     chosen: Tensor
     """If bit i is set, query i of the block selected the key: (blocks, places) int8. Not read without blocks."""
-    active: Tensor
-    """If bit i is set, query i of the block selected any key: (blocks,) int32. Not read without blocks."""
+    active: Tensor | None
+    """If bit i is set, query i of the block selected any key: (blocks,) int32. None if all did, or without blocks."""
 
 
 @cache
@@ -100,9 +100,14 @@ def select(
     if key_heads == 1:
         block = queries_per_block(heads, tokens, queries, keys, top_k, causal, tiles)
     if block == 1:
-        counts = count_places(sparse_indices, rows)
-        return Selection(1, sparse_indices, rows, counts, chosen=counts, active=counts)
+        return of_each_query(sparse_indices, rows)
     return unite(sparse_indices, rows, block, key.shape[-3], key.numel() // key.shape[-1])
+
+
+def of_each_query(sparse_indices: Tensor, rows: Rows) -> Selection:
+    """Return the selection without blocks."""
+    counts = count_places(sparse_indices, rows)
+    return Selection(1, sparse_indices, rows, counts, chosen=counts, active=None)
 
 
 def unite(sparse_indices: Tensor, rows: Rows, queries: int, sequence: int, keys: int) -> Selection:
