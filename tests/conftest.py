@@ -19,11 +19,14 @@ if not torch.cuda.is_available():
 from tests._helpers.browsers import BROWSERS
 from torchtitan_npu import platform
 
-platform.prepare()
-
 # the same examples in every run: what passed once passes in a fresh clone
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") == "no":  # workers wait for the process that only distributes the tests
+        platform.prepare()
 
 
 @pytest.fixture(autouse=True)

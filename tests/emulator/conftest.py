@@ -6,25 +6,21 @@ Every kernel that a test calls is checked to write only what its prototype decla
 from __future__ import annotations
 
 import fcntl
-import functools
 import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
-import torch
 
 from torchtitan_npu import platform
-from torchtitan_npu.emulator.build import PROTOTYPES
 
 if platform.backend() != "npu":
     raise pytest.UsageError("tests/emulator needs the real torch_npu: source tools/contract_env.sh first")
 
-from tests._helpers.training import Record
-from tests.emulator.training_jobs import ON_CPU, run_on_cpu
-from torchtitan_npu.emulator.kernels.registry import KERNELS, Kernel
+if TYPE_CHECKING:  # imported where it is used: workers wait for the process that only distributes the tests
+    from tests._helpers.training import Record
 
 Result = TypeVar("Result")
 Shared = Callable[[str, Callable[[], Result]], Result]
@@ -57,12 +53,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared[Any]:
 @pytest.fixture(scope="session")
 def on_cpu(shared: Shared[dict[str, Record]]) -> dict[str, Record]:
     """Return the results of :data:`~tests.emulator.training_jobs.ON_CPU`."""
+    from tests.emulator.training_jobs import ON_CPU, run_on_cpu
+
     return shared("on_cpu", lambda: run_on_cpu(ON_CPU))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_write_only_outputs() -> Iterator[None]:
     """Raise an error in a kernel that writes to a tensor which is not an output of its prototype."""
+    from tests.emulator.checked_kernels import checked
+    from torchtitan_npu.emulator.build import PROTOTYPES
+    from torchtitan_npu.emulator.kernels.registry import KERNELS
+
     prototypes = json.loads(PROTOTYPES.read_text())
     kernels = dict(KERNELS)
     for name, kernel in kernels.items():
@@ -72,41 +74,3 @@ def kernels_write_only_outputs() -> Iterator[None]:
             KERNELS[name] = checked(name, kernel, prototype["arguments"], outputs)
     yield
     KERNELS.update(kernels)
-
-
-def checked(name: str, kernel: Kernel, names: list[str], outputs: list[bool]) -> Kernel:
-    @functools.wraps(kernel)
-    def run(*arguments: Any) -> Any:
-        written = [_range(t) for value, out in zip(arguments, outputs, strict=True) if out for t in _tensors(value)]
-        read = [
-            (argument, tensor, _bytes(tensor))
-            for argument, value, out in zip(names, arguments, outputs, strict=True)
-            if not out
-            for tensor in _tensors(value)
-            if not any(_overlap(_range(tensor), other) for other in written)
-        ]
-        result = kernel(*arguments)
-        for argument, tensor, before in read:
-            if not torch.equal(before, _bytes(tensor)):
-                raise AssertionError(f"{name} writes {argument}, which prototypes.json does not list as an output")
-        return result
-
-    return run
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, torch.Tensor)]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + (length * tensor.itemsize if tensor.numel() else 0)
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.emulator.conftest import checked
+from tests.emulator.checked_kernels import checked
 from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels.registry import KERNELS
 
