@@ -75,6 +75,8 @@ class Compiler:
             name += f", {options['GROUP']} heads"
             if options["QUERIES"] > 1:
                 name += f" of {options['QUERIES']} queries"
+        if ".gluon" in module and self.assembly.get(name, compiled.asm["ptx"]) != compiled.asm["ptx"]:
+            name += f" ({sum(known.startswith(name) for known in self.assembly) + 1})"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
         self.assembly[name] = compiled.asm["ptx"]
 
@@ -155,7 +157,7 @@ def call_gluon_attention(
 def call_gluon() -> None:
     # few heads, as on a rank of tensor parallel 8, for which several queries are a block
     call_gluon_attention(*attention_inputs(heads=16, queries=8, keys=TOP_K))
-    call_gluon_attention(*attention_inputs(heads=64))  # each two queries are a pair
+    call_gluon_attention(*attention_inputs(heads=64, keys=2 * TOP_K))  # two queries are a pair, whose keys are copied
     query, key, query_rope, key_rope, indices = attention_inputs()
     highest, total = call_gluon_attention(query, key, query_rope, key_rope, indices)
     indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(

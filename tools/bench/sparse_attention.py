@@ -240,13 +240,19 @@ def block_rows(machine: Machine) -> Iterator[Row]:
                 runs["pairs"] = partial(with_block, 1, True, run)
             if block > 1:
                 runs[f"blocks of {block}"] = partial(with_block, block, False, run)
+            if len(runs) == 1:
+                continue
+            tokens = case.query.shape[1]
+            best = query_blocks.queries_per_block(heads, tokens, tokens, case.keys, TOP_K, True, tiles)
+            no_blocks = best == 1 or (index == 1 and 2 * heads > gluon_grad.PAIRED_HEADS)
+            chosen = ("single queries", "pairs")[index] if no_blocks else f"blocks of {best}"
             flops = case.pairs * operations[index]
             what = f"{('forward', 'backward')[index]}, {heads} heads, {name}"
             times = forward_ms(runs)
             for queries, of_size in runs.items():
                 yield {
-                    "what": f"{what}, {queries}",
-                    "length": case.query.shape[1],
+                    "what": f"{what}, {queries}{' (chosen)' if queries == chosen else ''}",
+                    "length": tokens,
                     "ms": times[queries],
                     "tflops": flops / times[queries] / 1e9,
                     "peak_mib": peak_bytes(of_size) / 2**20,
@@ -255,7 +261,7 @@ def block_rows(machine: Machine) -> Iterator[Row]:
 
 
 def with_block(queries: int, pairs: bool, run: Callable[[], object]) -> object:
-    """Run with blocks of ``queries``, or with pairs if these are single queries."""
+    """Run with blocks of ``queries``. If that is 1, ``pairs`` says whether two queries are a pair."""
     with mock.patch.object(query_blocks, "queries_per_block", return_value=queries):
         if pairs:
             return run()

@@ -28,14 +28,14 @@ CASES = {
     "128 heads": ("BSND", [(5, 300)], True, (128, 1), 320, "strided"),
     "eight queries in a row, of two documents": ("TND", [(3, 70), (13, 40)], True, (4, 1), 64, "contiguous"),
     "four queries in a row": ("BSND", [(4, 300), (12, 200)], True, (32, 1), 256, "head by head"),
-    "two queries in a row, of 64 heads": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
+    "two queries of 64 heads, keys in any order": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
 }
 PAIRS = {
-    "all keys": ("BSND", [(6, 70)], True, (64, 1), 128, 0),
-    "shared keys at other places": ("BSND", [(4, 220), (2, 190)], True, (40, 1), 192, 0),
-    "two documents in a pair, a row without keys": ("TND", [(3, 900), (3, 2)], True, (16, 1), 128, 70),
+    "all keys": ("BSND", [(6, 70)], True, (64, 1), 128, 0, "contiguous"),
+    "shared keys at other places, padding": ("BSND", [(4, 220), (3, 190)], True, (40, 1), 192, 0, "head by head"),
+    "two documents in a pair, a row without keys": ("TND", [(3, 900), (3, 2)], True, (16, 1), 128, 70, "strided"),
 }
-"""Ascending selections, the last number is that of keys that all rows selected."""
+"""Ascending selections. The last number is that of keys that all rows selected."""
 IN_SIMULATOR = ("documents of a batch, some shorter", "eight queries in a row, of two documents")
 """Cases of the default run."""
 
@@ -78,9 +78,9 @@ def test_agrees_with_the_oracle(
 def test_pairs_agree_with_the_oracle(
     hopper: Any, half: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, sizes, causal, heads, top_k, same = PAIRS[case]
+    layout, sizes, causal, heads, top_k, same, arranged = PAIRS[case]
     monkeypatch.setattr(triton_grad, "WORKSPACE", 12 * heads[0] * top_k)  # three rows, of which a chunk has two
-    docs = Documents(layout, sizes, causal, half, torch.Generator().manual_seed(0), ARRANGEMENTS["contiguous"])
+    docs = Documents(layout, sizes, causal, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
     selected = docs.select_ascending(top_k, same)
     options: dict[str, Any] = {"size": 512, "rope": 64, "scale": SCALE, "indices": selected}
     assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, **options)

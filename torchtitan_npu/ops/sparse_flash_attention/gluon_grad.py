@@ -1,7 +1,8 @@
 """The gradient of attention over selected keys on Hopper GPUs, with two persistent kernels in Gluon.
 
 Up to 64 heads, most of the time is that of additions to the keys' gradients. There, two neighbouring rows are a *pair*:
-the keys that both selected come first, and the gradients of both rows are summed before they are added.
+in blocks of places with the same keys, the gradients of both rows are summed before they are added. If the keys of the
+rows ascend, those that both selected come first.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ class Pairs(NamedTuple):
     """The selected keys of pairs of rows."""
 
     keys: Tensor
-    """The keys of each row, (..., 1, K), with those that both rows selected first."""
+    """The keys of each row, (..., 1, K), in an order with more common blocks where there is one."""
     blocks: Tensor
     """The number of common blocks of keys of each pair, at the beginning of both rows: (pairs,)."""
     common: Selection
-    """The keys of these blocks. At a key of the second row only, the softmax of the first one is 0."""
+    """The keys of these blocks, for ``add_to_keys``. At a key of the second row only, the softmax of the first is 0."""
 
 
-def pair(indices: Tensor, rows: Rows, keys: int) -> Pairs:
-    """Return the selected keys of each two rows, (..., 1, K), of which each may see up to ``keys``."""
+def paired(indices: Tensor, rows: Rows, visible: int) -> Pairs:
+    """Return the selected keys of each two rows, (..., 1, K), of which each may see up to ``visible`` keys."""
     top_k = indices.shape[-1]
     # rows that see at most top_k keys have them at the same places already
-    ordered = torch.empty_like(indices) if top_k < keys and top_k <= MOST_PLACES else None
+    ordered = torch.empty_like(indices) if top_k < visible and top_k <= MOST_PLACES else None
     plan = indices.new_empty(rows.first.numel() // 2, 4)
     plan_pairs(indices, None, rows, plan, None if ordered is None else (ordered, None))
     ordered = indices if ordered is None else ordered
     blocks = plan[:, 0].flip(0)  # the last pair came first
     second = Rows(*(of_rows[1::2].contiguous() for of_rows in rows))
     lists = ordered.view(-1, 1, top_k)[1::2]
-    common = Selection(2, lists, second, blocks * KEYS.value, chosen=blocks, active=None)
+    common = Selection(2, lists, second, blocks * KEYS.value, chosen=None, active=None)
     return Pairs(ordered, blocks, common)
 
 
@@ -78,19 +79,19 @@ class HopperBackward(Backward):
         self.key, self.key_rope, self.d_outs = aligned(self.key), aligned(self.key_rope), aligned(self.d_outs)
         heads = self.queries.shape[1]
         # the deterministic sum takes the contributions of each row, or of each block of rows
-        paired = self.key_heads == 1 and heads <= PAIRED_HEADS and len(self.queries) % 2 == 0 and not self.deterministic
-        if paired and 2 * heads > PAIRED_HEADS:  # a block of two rows would gather more keys, and add no fewer
+        pairs = self.key_heads == 1 and heads <= PAIRED_HEADS and len(self.queries) % 2 == 0 and not self.deterministic
+        if pairs and 2 * heads > PAIRED_HEADS:  # a block of two rows would gather more keys, and add no fewer
             self.selection = of_each_query(self.sparse_indices, self.rows)
         else:
             self.selection = select(
                 *(self.sparse_indices, self.rows, self.key, heads, self.sequence, self.document, TILES)
             )
         self.pairs: Pairs | None = None
-        if paired and self.selection.queries == 1:
-            self.pairs = pair(self.sparse_indices, self.rows, self.key.shape[-3])
+        if pairs and self.selection.queries == 1:
+            self.pairs = paired(self.sparse_indices, self.rows, self.key.shape[-3])
             self.selection = self.selection._replace(keys=self.pairs.keys)
-        self.select(self.selection.keys, self.selection.rows, self.selection.queries)
-        self.together = 1 if self.pairs is None else 2
+        together = 1 if self.pairs is None else 2
+        self.select(self.selection.keys, self.selection.rows, self.selection.queries, together)
 
     def tokens(self, start: int, count: int, block: int) -> slice:
         """Return the tokens of the given rows, which are blocks of queries."""
@@ -132,14 +133,14 @@ class HopperBackward(Backward):
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
         if self.pairs is not None:
             self.multiply_and_add(self.pairs.common, start // 2, count // 2, d_out)
-            self.multiply_and_add(self.selection, start, count, d_out, added=self.pairs.blocks)
+            self.multiply_and_add(self.selection, start, count, d_out, common_blocks=self.pairs.blocks)
             return
         segments = self.segments(start, count)
         if segments is None:
             self.multiply_and_add(self.selection, start, count, d_out)
             return
-        added = count * self.key_heads * self.top_k
-        sizes = [added * size for size in (self.shape["SIZE"], self.shape["ROPE"])]
+        places = count * self.key_heads * self.top_k
+        sizes = [places * size for size in (self.shape["SIZE"], self.shape["ROPE"])]
         contributions = self.contributions[: sum(sizes)].split(sizes)
         self.multiply_and_add(self.selection, start, count, d_out, contributions)
         for contribution, gradient in zip(contributions, (self.d_key, self.d_key_rope), strict=True):
@@ -152,11 +153,11 @@ class HopperBackward(Backward):
         count: int,
         d_out: Tensor,
         contributions: Sequence[Tensor] | None = None,
-        added: Tensor | None = None,
+        common_blocks: Tensor | None = None,
     ) -> None:
         """Add to the gradients of the keys of the ``selection``, or write ``contributions``.
 
-        ``added`` has the number of blocks of keys of each pair that have been added, and come first in both rows.
+        With ``common_blocks``, the number of a pair's common blocks, these are left out. They come first in both rows.
         """
         assert self.query_ropes is not None
         here = self.tokens(start, count, selection.queries)
@@ -168,7 +169,7 @@ class HopperBackward(Backward):
         tiles = 2 // halves * count * self.key_heads
         add_to_keys[(min(tiles, multiprocessors(d_out.device)),)](
             *(self.weights, self.d_scores, self.queries[here], self.query_ropes[here], d_out),
-            *(selection.keys, *selection.rows, selection.counts, added, selection.active),
+            *(selection.keys, *selection.rows, selection.counts, common_blocks, selection.active),
             *(*(contributions or (self.d_key, self.d_key_rope)), start, count, selection.keys.flatten(0, -3).stride(0)),
             *(*self.queries.stride()[:2], *self.query_ropes.stride()[:2], *d_out.stride()[:2]),
             GROUP=group,

@@ -5,6 +5,9 @@ the row's queries and output gradients. The softmax and its gradient come in blo
 blocks in slot 0, odd blocks in slot 1. A third warp group copies them. Consumer ``w`` multiplies the blocks in slot
 ``w`` and adds the products to the keys' gradients by atomic additions, while the other consumer multiplies.
 
+Instead of one row, a tile may have a block of rows with the union of their keys, or a pair of rows with their common
+blocks of keys. Another launch then adds the other blocks of each row.
+
 The limit of the kernel is the rate at which an H200 adds float32: 3.8e12 bytes a second if a warp adds at least 128
 adjacent bytes, 3.1e12 with 64 bytes, and 2.3e12 in the layout of the accumulators. Bulk reductions from shared memory
 reach no more.
@@ -85,7 +88,7 @@ def add_to_keys(
     first_key,
     visible_keys,
     places,
-    added,
+    common_blocks,
     active,
     d_key,
     d_key_rope,
@@ -127,7 +130,7 @@ def add_to_keys(
     fence_async_shared()
 
     shared = (q, do, q_rope, p, ds, bars)
-    selection = (indices, first_key, visible_keys, places, first_row, rows, list_row, added)
+    selection = (indices, first_key, visible_keys, places, first_row, rows, list_row, common_blocks)
     inputs = (weights, d_scores, query, query_rope, d_out, active)
     strides = (query_row, query_head, rope_row, rope_head, out_row, out_head)
     results = (d_key, d_key_rope)
@@ -151,15 +154,15 @@ def _tile(tile, selection, KEY_HEADS: gl.constexpr, HALVES: gl.constexpr):
 
     Then come its first key block and the number of its key blocks.
     """
-    places, first_row, rows, _, added = selection[3:]
+    places, first_row, rows, _, common_blocks = selection[3:]
     tiles_of_row: gl.constexpr = 2 // HALVES * KEY_HEADS
     row = rows - 1 - tile // tiles_of_row
     key_head = tile % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
     blocks = (count + BLOCK_KEYS - 1) // BLOCK_KEYS
     start = 0
-    if added is not None:
-        start = gl.load(added + (first_row + row) // 2)
+    if common_blocks is not None:  # of the row's pair
+        start = gl.load(common_blocks + (first_row + row) // 2)
     return row, key_head, tile % tiles_of_row // KEY_HEADS, start, blocks - start
 
 

@@ -16,7 +16,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 
 KEYS = gl.constexpr(64)  # of a block
 PLACES = gl.constexpr(2048)  # that are compared at once
-MOST_PLACES = 8192
+MOST_PLACES = 4096
 """The most places of a row that are copied. A program holds those of two rows in registers."""
 PLAN = {"num_warps": 8, "maxnreg": 64}
 """Launch options of the kernel that plans and copies."""

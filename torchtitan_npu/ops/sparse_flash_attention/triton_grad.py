@@ -96,12 +96,14 @@ class Backward:
         self.shape = shape_of(query, query_rope, self.key_heads, sparse_indices.shape[-1])
         self.select(sparse_indices.contiguous(), rows)
 
-    def select(self, sparse_indices: Tensor, rows: Rows, block: int = 1) -> None:
-        """Set the selected keys of each row of the kernels, which is a block of neighbouring queries."""
-        self.sparse_indices, self.rows, self.block = sparse_indices, rows, block
+    def select(self, sparse_indices: Tensor, rows: Rows, block: int = 1, together: int = 1) -> None:
+        """Set the selected keys of each row of the kernels, which is a block of neighbouring queries.
+
+        The number of rows of a chunk is a multiple of ``together``.
+        """
+        self.sparse_indices, self.rows, self.block, self.together = sparse_indices, rows, block, together
         self.top_k = sparse_indices.shape[-1]
         self.shape |= {"GROUP": self.queries.shape[1] // self.key_heads * block, "TOP_K": self.top_k}
-        self.together = 1  # the number of rows of a chunk is a multiple of this
         self.products = product_shape(self.shape)
         self.places = (sparse_indices, *rows)
         self.staggered = self.key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys
