@@ -435,8 +435,7 @@ class Kernel:
             given = [_flat(value) if isinstance(value, Tensor) else value for value in arguments]
             on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in given]
             for program in range(grid[0]):
-                names = vars(self.module) | Program(program, grid[0], self.seed + program).names()
-                _rebind(names)
+                names = _names(self.module, Program(program, grid[0], self.seed + program).names())
                 names[self.name](*map(_argument, on_cpu), **constants)
             for value, result in zip(given, on_cpu, strict=True):
                 if isinstance(value, Tensor) and value is not result:
@@ -459,13 +458,17 @@ def _argument(value: Any) -> Any:
     return Value(value, torch.int32 if isinstance(value, int) and abs(value) < 2**31 else None)
 
 
-def _rebind(names: dict[str, Any]) -> None:
-    """Make the kernels and constants in ``names`` plain functions and numbers."""
+def _names(module: ModuleType, of_program: dict[str, Any]) -> dict[str, Any]:
+    """Return the names of ``module`` with kernels and constants as plain functions and numbers, and ``of_program``."""
+    names = vars(module) | of_program
     for name, value in names.items():
         if isinstance(value, GluonJITFunction):
-            names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            imported = value.fn.__module__ != module.__name__
+            of_function = _names(sys.modules[value.fn.__module__], of_program) if imported else names
+            names[name] = FunctionType(value.fn.__code__, of_function, name, value.fn.__defaults__)
         elif isinstance(value, constexpr):
             names[name] = value.value
+    return names
 
 
 def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     ROPE,
     SIZE,
     aligned,
+    balanced,
     count_places,
     keys_of,
 )
@@ -149,7 +150,7 @@ def _distributions(
 @gluon.jit
 def _tile(tile, places, tokens):
     """Return a tile's row, and its number of key blocks. The last rows come first, because they have the most keys."""
-    row = tokens - 1 - tile
+    row = tokens - 1 - balanced(tile, tokens)
     return row, (gl.load(places + row) + BLOCK_KEYS - 1) // BLOCK_KEYS
 
 

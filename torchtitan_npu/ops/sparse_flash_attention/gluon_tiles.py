@@ -73,6 +73,19 @@ def _count_places(
 
 
 @gluon.jit
+def balanced(tile, tiles):
+    """Return the tile that a program has instead of ``tile``, so that all programs have about as many keys.
+
+    The tiles begin with the longest rows. In every second round, the programs have theirs in reverse order. Otherwise
+    the first program would have the longest row of each round.
+    """
+    programs = gl.num_programs(0)
+    turn = tile // programs
+    reverse = (turn % 2 == 1) & ((turn + 1) * programs <= tiles)
+    return gl.where(reverse, (2 * turn + 1) * programs - 1 - tile, tile)
+
+
+@gluon.jit
 def tile_of_heads(
     tile,
     places,
@@ -89,6 +102,7 @@ def tile_of_heads(
     come first, because they have the most keys.
     """
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
+    tile = balanced(tile, rows * KEY_HEADS * head_blocks)
     row = rows - 1 - tile // (head_blocks * KEY_HEADS)
     key_head = tile // head_blocks % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
