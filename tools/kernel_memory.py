@@ -186,6 +186,16 @@ def ptxas_report(assembly: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
+def reads_before_warp_groups(assembly: str) -> bool:
+    """Return whether a kernel reads shared memory, such as the result of a reduction, before its warp groups start.
+
+    Triton 3.6 passes arguments to warp groups in the same memory, without a barrier between a warp that reads and one
+    that writes. Warps then disagree on the result, and a kernel whose loops depend on it never ends.
+    """
+    before, start, _ = assembly.partition("barrier.sync")
+    return bool(start) and "ld.shared" in before
+
+
 def call_attention() -> None:
     query, key, query_rope, key_rope, indices = attention_inputs()
     out, highest, total = sparse_flash_attention.npu_sparse_flash_attention(
@@ -259,6 +269,8 @@ def main() -> None:
             for name, assembly in compiler.assembly.items():
                 if ".gluon" in name:
                     print(name, ptxas_report(assembly), sep="\n")
+                    if reads_before_warp_groups(assembly):
+                        print("reads shared memory before its warp groups start")
 
 
 if __name__ == "__main__":

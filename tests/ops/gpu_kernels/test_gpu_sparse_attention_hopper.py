@@ -246,4 +246,5 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     spills = {kernel: int(size) for kernel, size in reports}
     assert spills.pop("lightning_indexer.gluon_grad._gradients") <= 16  # outside of its loops
     assert not any(spills.values())
+    assert "before its warp groups start" not in printed
     assert "injected" not in printed  # ptxas adds a wait if it cannot tell that a register is not in flight

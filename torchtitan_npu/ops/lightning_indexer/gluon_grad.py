@@ -138,6 +138,8 @@ def _gradients(
     fence_async_shared()
 
     row_0 = tokens - 1 - 2 * gl.program_id(0)
+    # Another kernel counts the blocks: with Triton 3.6, a reduction before warp_specialize may never end, because warps
+    # write the arguments of the warp groups over its result before others have read it.
     of_pair = plan + 4 * gl.program_id(0)
     blocks = (gl.load(of_pair), gl.load(of_pair + 1), gl.load(of_pair + 2))
     first_0, visible_0, first_1, visible_1 = load_rows(first_key, visible_keys, row_0)
