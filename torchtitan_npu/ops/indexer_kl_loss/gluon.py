@@ -31,7 +31,6 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     ROPE,
     SIZE,
     aligned,
-    balanced,
     count_places,
     keys_of,
 )
@@ -150,7 +149,7 @@ def _distributions(
 @gluon.jit
 def _tile(tile, places, tokens):
     """Return a tile's row, and its number of key blocks. The last rows come first, because they have the most keys."""
-    row = tokens - 1 - balanced(tile, tokens)
+    row = tokens - 1 - tile
     return row, (gl.load(places + row) + BLOCK_KEYS - 1) // BLOCK_KEYS
 
 

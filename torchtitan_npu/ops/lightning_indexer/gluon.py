@@ -171,7 +171,15 @@ def _score(
 @gluon.jit
 def _find(ends, row_blocks, unit):
     """Return the row block of a unit: the number of row blocks that end before it."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    # Every warp has all places, so that the sum needs no shared memory. With Triton 3.6, warps may write the arguments
+    # of the warp groups over a result in shared memory that others have not read.
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [128], [256]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[512],
+    )
     before = gl.zeros([512], gl.int32, layout)
     for start in range(0, row_blocks, 512):
         block = start + gl.arange(0, 512, layout=layout)
