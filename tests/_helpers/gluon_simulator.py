@@ -129,6 +129,11 @@ def data_of(value: Any) -> Any:
     return value.data if isinstance(value, Value) else value
 
 
+def garbage(dtype: torch.dtype) -> float:
+    """Return what shared memory holds before it is written."""
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 class Memory:
     """A shared memory descriptor. All views of an allocation share ``unfenced``, the places written since a fence."""
 
@@ -234,7 +239,7 @@ class Program:
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory | Barriers:
         if dtype == torch.int64:
             return Barriers(shape[0], self.condition, self.errors)
-        return Memory(torch.full(shape, torch.nan, dtype=dtype), self.unfenced)
+        return Memory(torch.full(shape, garbage(dtype), dtype=dtype), self.unfenced)
 
     def warp_specialize(self, functions: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
         engine = threading.Thread(target=self.run, args=(self.copy,))
@@ -273,7 +278,7 @@ class Program:
         if source.offsets.shape != memory.data.shape:
             raise TypeError(f"{source.offsets.shape} does not fit {memory.data.shape}")
         source.selected(chosen)
-        memory.write(torch.full_like(memory.data, torch.nan))
+        memory.write(torch.full_like(memory.data, garbage(memory.dtype)))
         self.local.copies.append(lambda: memory.write(source.load(Value(chosen), 0)))
 
     def mbarrier_arrive(self, barrier: Barrier, increment_count: bool) -> None:

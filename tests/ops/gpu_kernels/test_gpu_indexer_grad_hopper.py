@@ -22,6 +22,7 @@ CASES: dict[str, Any] = {
     "all keys, an odd number of rows": ("TND", [(4, 150), (0, 2), (3, 2)], 192, 6, 0, "head by head"),
     "the same keys at first, then others": ("BSND", [(3, 300)] * 2, 200, 64, 70, "strided"),
     "other keys, documents of a batch": ("BSND", [(5, 150), (2, 90)], 64, 40, 0, "contiguous"),
+    "an odd number of places": ("BSND", [(3, 9)], 7, 3, 0, "contiguous"),
     "more places than are compared at once": ("TND", [(3, 2500)], 2300, 64, 2200, "contiguous"),
 }
 

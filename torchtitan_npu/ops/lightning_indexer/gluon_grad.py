@@ -1,9 +1,9 @@
 """The gradients of the lightning indexer's selected scores on Hopper GPUs, in Gluon: two warp groups per program.
 
 A program processes two neighbouring rows, whose queries stay in shared memory. Keys come in blocks of 64, in two slots:
-even steps in slot 0, odd steps in slot 1. One warp group copies them. The other one multiplies, and adds the products
-to the keys' gradients by atomic additions. Two programs share a multiprocessor, so that one multiplies while the other
-adds: 512 bytes for each selected key, the most expensive part.
+even steps in slot 0, odd steps in slot 1. One warp group copies them, their indices and the gradients of their scores.
+The other one multiplies, and adds the products to the keys' gradients by atomic additions. Two programs share a
+multiprocessor, so that one multiplies while the other adds: 512 bytes for each selected key, the most expensive part.
 
 In blocks of places with the same keys, which are *common*, the gradients of both rows are summed before they are added.
 Another kernel counts these blocks before, for up to :data:`WORKSPACE` places at a time. If it makes more blocks common,
@@ -65,9 +65,10 @@ def gradients(
 
     Before a product, ``d_scores`` and the queries times their weights are rounded to the dtype of ``query``. All sums
     are in float32. With torch's deterministic algorithms the Triton kernel runs: its time is mostly that of writing and
-    reading the contributions of all places, which any kernel would need.
+    reading the contributions of all places, which any kernel would need. It also runs with an odd number of places:
+    asynchronous copies take two gradients of scores at once.
     """
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() or sparse_indices.shape[-1] % 2:
         return triton_grad.gradients(query, key, weights, sparse_indices, d_scores, rows)
     check_size(key, None)
     # rounded here, because the kernel would spill registers with float32
@@ -131,6 +132,9 @@ def _gradients(
     wq = gl.allocate_shared_memory(dtype, [2, HEADS, SIZE], layout)
     k = gl.allocate_shared_memory(dtype, [2, KEYS, SIZE], layout)
     d_logits = gl.allocate_shared_memory(dtype, [2, KEYS, HEADS], layout)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    index = gl.allocate_shared_memory(gl.int32, [2, KEYS], vector)
+    dy = gl.allocate_shared_memory(dtype, [2, KEYS], vector)
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(bars.index(FULL + slot), count=128)  # threads of the producer
@@ -150,7 +154,7 @@ def _gradients(
     selected_0 = (indices + places, d_scores + places, first_0, visible_0)
     selected_1 = (indices + (places - TOP_K), d_scores + (places - TOP_K), first_1, visible_1)
 
-    shared = (q, wq, k, d_logits, bars)
+    shared = (q, wq, k, d_logits, index, dy, bars)
     inputs = (query, weights, row_0)
     results = (d_query, d_key, d_weights)
     gl.warp_specialize(
@@ -182,7 +186,7 @@ def _load(of_row, block, in_block, other, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _produce(shared, selected_0, selected_1, blocks, key, TOP_K: gl.constexpr):
-    """Copy the keys of all steps to the slots of even and odd steps."""
+    """Copy the keys of all steps, with their indices and gradients of scores, to the slots of even and odd steps."""
     common, blocks_0, blocks_1 = blocks
     _copy_blocks(shared, selected_0, key, 0, 0, blocks_0, TOP_K)
     _copy_blocks(shared, selected_1, key, blocks_0, common, blocks_1, TOP_K)
@@ -190,24 +194,28 @@ def _produce(shared, selected_0, selected_1, blocks, key, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _copy_blocks(shared, selected, key, first_step, start, end, TOP_K: gl.constexpr):
-    """Copy the keys of the blocks from ``start`` to before ``end`` of a row, beginning with step ``first_step``."""
-    k, bars = shared[2], shared[4]
+    """Copy the blocks from ``start`` to before ``end`` of a row, beginning with step ``first_step``."""
+    k, index, dy, bars = shared[2], shared[4], shared[5], shared[6]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # a thread copies 16 bytes of a row
     in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))[None, :]
+    places = gl.arange(0, KEYS, layout=gl.BlockedLayout([2], [32], [4], [0]))  # a thread copies at least 4 bytes
     for block in range(start, end):
         step = first_step + (block - start)
         at_key, there = _keys_of_block(selected, block, in_block, TOP_K)
         mbarrier.wait(bars.index(FREE + step % 2), ((step // 2) & 1) ^ 1)
         keys = key + selected[2] * SIZE + (at_key[:, None] * SIZE + columns)
         async_copy.async_copy_global_to_shared(k.index(step % 2), keys, there[:, None])
+        at = block * KEYS + places
+        async_copy.async_copy_global_to_shared(index.index(step % 2), selected[0] + at, at < TOP_K)
+        async_copy.async_copy_global_to_shared(dy.index(step % 2), selected[1] + at, at < TOP_K)
         async_copy.mbarrier_arrive(bars.index(FULL + step % 2), increment_count=False)
 
 
 @gluon.jit
 def _consume(shared, selected_0, selected_1, blocks, inputs, results, GROUP: gl.constexpr, TOP_K: gl.constexpr):
     """Multiply, and add to the gradients of the keys."""
-    q, wq, k, d_logits, bars = shared
+    q, wq, k, d_logits, _, _, bars = shared
     common, blocks_0, blocks_1 = blocks
     query, weights, last = inputs
     d_query, d_key, d_weights = results
@@ -221,13 +229,13 @@ def _consume(shared, selected_0, selected_1, blocks, inputs, results, GROUP: gl.
     dq_0 = gl.zeros([HEADS, SIZE], gl.float32, wide)
     dq_1 = gl.zeros([HEADS, SIZE], gl.float32, wide)
     for step in range(0, common):
-        dy_0 = _d_scores(selected_0, step, TOP_K)
         dy_1 = _d_scores(selected_1, step, TOP_K)
         # A zero that the compiler cannot know. Otherwise it keeps descriptors of shared memory in registers.
         zero = step >> 30
         mbarrier.wait(bars.index(FULL + step % 2), (step // 2) & 1)
         fence_async_shared()
         keys = k.index(step % 2)
+        dy_0 = _d_scores_in_slot(shared, step, selected_0, step, TOP_K)
         logits_0 = gl.zeros([KEYS, HEADS], gl.float32, narrow)
         logits_1 = gl.zeros([KEYS, HEADS], gl.float32, narrow)
         logits_0 = warpgroup_mma(keys, q.index(zero).permute((1, 0)), logits_0, use_acc=False, is_async=True)
@@ -245,7 +253,7 @@ def _consume(shared, selected_0, selected_1, blocks, inputs, results, GROUP: gl.
         dq_0 = warpgroup_mma(right_0, keys, dq_0, is_async=True)
         dq_1 = warpgroup_mma(right_1, keys, dq_1, is_async=True)
         dk, dq_0, dq_1 = warpgroup_mma_wait(2, deps=[dk, dq_0, dq_1])
-        _add(dk, selected_0, step, d_key, TOP_K)
+        _add(dk, shared, step, selected_0, step, d_key, TOP_K)
         dq_0, dq_1 = warpgroup_mma_wait(0, deps=[dq_0, dq_1])
         mbarrier.arrive(bars.index(FREE + step % 2))
     dq_0 = _one_row(dq_0, common, common, blocks_0, selected_0, d_key, shared, TOP_K, 0)
@@ -274,7 +282,7 @@ def _load_queries(query, weights, row, blocks, q, wq, GROUP: gl.constexpr):
 
 @gluon.jit
 def _d_scores(selected, block, TOP_K: gl.constexpr):
-    """Load the gradients of a block's scores, 0 at places without a key."""
+    """Load the gradients of a block's scores, 0 at places without a key. The slots have only those of row 0."""
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, narrow))
     there = _keys_of_block(selected, block, in_block, TOP_K)[1]
@@ -282,17 +290,35 @@ def _d_scores(selected, block, TOP_K: gl.constexpr):
 
 
 @gluon.jit
+def _d_scores_in_slot(shared, step, selected, block, TOP_K: gl.constexpr):
+    """Return the gradients of a block's scores in the slot of ``step``, 0 at places without a key."""
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    there = _keys_in_slot(shared, step, selected, block, gl.SliceLayout(1, narrow), TOP_K)[1]
+    return gl.where(there, shared[5].index(step % 2).load(gl.SliceLayout(1, narrow)).to(gl.float32), 0.0)
+
+
+@gluon.jit
+def _keys_in_slot(shared, step, selected, block, layout: gl.constexpr, TOP_K: gl.constexpr):
+    """Return the keys in the slot of ``step``, and which places of the block hold a key."""
+    index = shared[4].index(step % 2).load(layout)
+    there = (index >= 0) & (index < selected[3])
+    if TOP_K % KEYS:
+        there = there & (block * KEYS + gl.arange(0, KEYS, layout=layout) < TOP_K)
+    return index, there
+
+
+@gluon.jit
 def _one_row(dq, first_step, start, end, selected, d_key, shared, TOP_K: gl.constexpr, R: gl.constexpr):
     """Process the blocks from ``start`` to before ``end`` for row ``R`` only. Return the gradient of its queries."""
-    q, wq, k, d_logits, bars = shared
+    q, wq, k, d_logits, _, _, bars = shared
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     block = start + 0  # computed from the step, it would take more registers
     for step in range(first_step, first_step + (end - start)):
-        dy = _d_scores(selected, block, TOP_K)
         zero = step >> 30
         mbarrier.wait(bars.index(FULL + step % 2), (step // 2) & 1)
         fence_async_shared()
         keys = k.index(step % 2)
+        dy = _d_scores_in_slot(shared, step, selected, block, TOP_K)
         logits = gl.zeros([KEYS, HEADS], gl.float32, narrow)
         logits = warpgroup_mma(keys, q.index(R + zero).permute((1, 0)), logits, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
@@ -303,7 +329,7 @@ def _one_row(dq, first_step, start, end, selected, d_key, shared, TOP_K: gl.cons
         dk = warpgroup_mma(wq.index(R + zero).permute((1, 0)), right, dk, use_acc=False, is_async=True)
         dq = warpgroup_mma(right, keys, dq, is_async=True)
         dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
-        _add(dk, selected, block, d_key, TOP_K)
+        _add(dk, shared, step, selected, block, d_key, TOP_K)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(bars.index(FREE + step % 2))
         block += 1
@@ -311,7 +337,7 @@ def _one_row(dq, first_step, start, end, selected, d_key, shared, TOP_K: gl.cons
 
 
 @gluon.jit
-def _add(dk, selected, block, d_key, TOP_K: gl.constexpr):
+def _add(dk, shared, step, selected, block, d_key, TOP_K: gl.constexpr):
     """Add to the gradients of a block's keys. ``dk`` is transposed, its rows in the order of the columns of ``wq``.
 
     A thread has rows n, n + 8, n + 64 and n + 72 of an accumulator. They are adjacent columns of a key, and 8 threads
@@ -326,8 +352,7 @@ def _add(dk, selected, block, d_key, TOP_K: gl.constexpr):
     )
     dk = dk.reshape([2, 4, 2, 8, KEYS]).permute((4, 1, 3, 0, 2)).reshape([KEYS, SIZE])
     dk = gl.convert_layout(dk, added, assert_trivial=True)
-    in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, added))
-    to, there = _keys_of_block(selected, block, in_block, TOP_K)
+    to, there = _keys_in_slot(shared, step, selected, block, gl.SliceLayout(1, added), TOP_K)
     columns = gl.arange(0, SIZE, layout=gl.SliceLayout(0, added))[None, :]
     gl.atomic_add(d_key + selected[2] * SIZE + (to[:, None] * SIZE + columns), dk, mask=there[:, None], sem="relaxed")
 
