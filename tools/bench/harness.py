@@ -9,8 +9,10 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -95,6 +97,21 @@ def rank_environment(**more: str) -> dict[str, str]:
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, **launcher, "PYTHONPATH": paths, **more}
+
+
+@contextmanager
+def trainer_of(arguments: list[str]) -> Iterator[Any]:
+    """Build the trainer of a job in this process, and close it at the end. The job leaves no files."""
+    import torchtitan_npu.trainer as trainer_module
+    from torchtitan_npu.config.parser import JobConfigManager
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = JobConfigManager().parse_args(arguments)
+        config.job.dump_folder, config.checkpoint.enable = folder, False
+        config.metrics.enable_tensorboard = False
+        trainer = trainer_module.Trainer(config)
+        yield trainer
+        trainer.close()
 
 
 Run = Callable[[], Any]

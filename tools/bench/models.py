@@ -26,17 +26,16 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import CONFIGS, ONE_RANK, need_gpu, rank_environment, write, write_partial
+from harness import CONFIGS, ONE_RANK, need_gpu, rank_environment, trainer_of, write, write_partial
 
 GIB = 1 << 30
 ROW_TIMEOUT = 200
@@ -97,25 +96,16 @@ def perturb(model: Any, seed: int) -> None:
         parameter.detach().view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
 
 
-@contextmanager
-def trainer_of(layers: int, eager: bool, options: list[str]) -> Iterator[Any]:
+def trainer_of_cut(layers: int, eager: bool, options: list[str]) -> AbstractContextManager[Any]:
     """Build the trainer of a model with ``layers`` layers in this process, and close it at the end."""
-    import torchtitan_npu.trainer as trainer_module
-    from torchtitan_npu.config.parser import JobConfigManager
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
     flavor = "671B_8layers"
     changes: dict[str, Any] = {"n_layers": layers, "absorb": not eager}
     deepseekv32_args[flavor] = replace(deepseekv32_args[flavor], **changes)
-    with tempfile.TemporaryDirectory() as folder:
-        config_file = CONFIGS / f"deepseek_v32_{flavor.lower()}_4k.toml"
-        arguments = ["--job.config_file", str(config_file), *ONE_RANK, "--training.global_batch_size", "1"]
-        config = JobConfigManager().parse_args([*arguments, *options])
-        config.job.dump_folder, config.checkpoint.enable = folder, False
-        config.metrics.enable_tensorboard = False
-        trainer = trainer_module.Trainer(config)
-        yield trainer
-        trainer.close()
+    config_file = CONFIGS / f"deepseek_v32_{flavor.lower()}_4k.toml"
+    arguments = ["--job.config_file", str(config_file), *ONE_RANK, "--training.global_batch_size", "1"]
+    return trainer_of([*arguments, *options])
 
 
 def train(trainer: Any, batches: Iterator[Any], steps: int) -> dict[str, Any]:
@@ -150,7 +140,7 @@ def train(trainer: Any, batches: Iterator[Any], steps: int) -> dict[str, Any]:
 
 def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> dict[str, Any]:
     """Train in this process."""
-    with trainer_of(layers, eager, options) as trainer:
+    with trainer_of_cut(layers, eager, options) as trainer:
         if perturbed:
             perturb(trainer.model_parts[0], perturbed)
         return train(trainer, trainer.batch_generator(trainer.dataloader), steps)
@@ -164,7 +154,7 @@ def profile_step(layers: int, eager: bool, options: list[str]) -> dict[str, Any]
 
     machine = measure_machine()
     torch.cuda.empty_cache()
-    with trainer_of(layers, eager, options) as trainer:
+    with trainer_of_cut(layers, eager, options) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
 
         def step() -> None:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from harness import trainer_of
 from mxfp8_loss import (
     EXPERTS,
     MODELS,
@@ -38,7 +39,7 @@ from mxfp8_loss import (
     RECIPES,
     filtered,
     free_memory,
-    job_config,
+    job,
     leave_one_out,
     prepare,
 )
@@ -83,15 +84,11 @@ def parameter_group(model: str, name: str) -> str:
 
 def train_weights(model: str, args: argparse.Namespace) -> dict[str, Tensor]:
     """Train in bfloat16. Return the weights and buffers."""
-    from torchtitan_npu.trainer import Trainer
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(job_config(model, False, ["--debug.seed", "0"], args, folder))
+    with trainer_of(job(model, False, ["--debug.seed", "0"], args)) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
         for step in range(1, args.steps + 1):
             trainer.step = step
             trainer.train_step(batches)
-        trainer.close()
     state = {name: tensor.cpu() for name, tensor in trainer.model_parts[0].state_dict().items()}
     del trainer, batches
     free_memory()
@@ -113,13 +110,11 @@ def run(
     from torchtitan.components.loss import IGNORE_INDEX
 
     from torchtitan_npu.components.replay.replayer import Replayer
-    from torchtitan_npu.trainer import Trainer
 
     losses: list[float] = []
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--debug.seed", "0", "--training.steps", str(args.batches), *options]
-        trainer = Trainer(job_config(model, quantized, options, args, folder))
+    options = ["--debug.seed", "0", "--training.steps", str(args.batches), *options]
+    with trainer_of(job(model, quantized, options, args)) as trainer:
         part = trainer.model_parts[0]
         if weights is not None:
             part.load_state_dict(weights)
@@ -141,7 +136,6 @@ def run(
             losses.append(loss.item())
             visit({name: x.grad for name, x in part.named_parameters() if x.grad is not None})
         choices = trainer.replay.metrics() if isinstance(trainer.replay, Replayer) else {}
-        trainer.close()
     del trainer, part, batches
     free_memory()
     flips = {name.removeprefix("replay/"): number for name, number in choices.items() if "layer" not in name}

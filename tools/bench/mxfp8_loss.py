@@ -22,7 +22,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import CONFIGS, ONE_RANK, machine, rank_environment
+from harness import CONFIGS, ONE_RANK, machine, rank_environment, trainer_of
 
 GIB = 1 << 30
 SEEDS = (0, 1, 2, 3)
@@ -90,20 +89,14 @@ def cut_models(tiny: bool) -> None:
     qwen3_args["30B-A3B"] = replace(qwen3, n_layers=4, moe_args=experts, **vocabulary)
 
 
-def job_config(model: str, quantized: bool, options: list[str], args: argparse.Namespace, folder: str) -> Any:
-    """Return the job of a row. Its only files are in ``folder``."""
-    from torchtitan_npu.config.parser import JobConfigManager
-
+def job(model: str, quantized: bool, options: list[str], args: argparse.Namespace) -> list[str]:
+    """Return the arguments of the job of a row."""
     names = MODELS[model]["converters"] + (["npu_mxfp8"] if quantized else [])
     arguments = ["--job.config_file", str(CONFIGS / MODELS[model]["config"]), *ONE_RANK]
     arguments += ["--model.converters", ",".join(names), "--training.seq_len", str(args.seq_len)]
     arguments += ["--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(args.batch)]
     arguments += ["--lr_scheduler.warmup_steps", "20", "--training.steps", str(args.steps), "--metrics.log_freq", "1"]
-    arguments += ["--activation_checkpoint.mode", "none", *options]
-    config = JobConfigManager().parse_args(arguments)
-    config.job.dump_folder, config.checkpoint.enable = folder, False
-    config.metrics.enable_tensorboard = False
-    return config
+    return [*arguments, "--activation_checkpoint.mode", "none", *options]
 
 
 def free_memory() -> None:
@@ -119,13 +112,9 @@ def train(model: str, quantized: bool, seed: int, options: list[str], args: argp
     """Train in this process. Return the loss of each step, the peak of memory and the time."""
     import torch
 
-    import torchtitan_npu.trainer as trainer_module
-
     losses: list[float] = []
     on_gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder:
-        config = job_config(model, quantized, ["--debug.seed", str(seed), *options], args, folder)
-        trainer = trainer_module.Trainer(config)
+    with trainer_of(job(model, quantized, ["--debug.seed", str(seed), *options], args)) as trainer:
         trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
         batches = trainer.batch_generator(trainer.dataloader)
         start = time.perf_counter()
@@ -136,7 +125,6 @@ def train(model: str, quantized: bool, seed: int, options: list[str], args: argp
                 torch.cuda.reset_peak_memory_stats()
         seconds = time.perf_counter() - start
         memory = torch.cuda.max_memory_allocated() if on_gpu else 0
-        trainer.close()
     del trainer, batches
     free_memory()
     return {"losses": losses, "memory": memory, "seconds": seconds}

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CONFIGS, ONE_RANK, ROOT, machine, need_gpu, rank_environment, write
+from harness import CONFIGS, ONE_RANK, ROOT, machine, need_gpu, rank_environment, trainer_of, write
 from torch import Tensor
 
 GIB = 1 << 30
@@ -123,15 +123,8 @@ ALLOWED = 0.1
 
 def measure_training(config_file: str, steps: int, options: list[str]) -> int:
     """Train with the real Trainer. Return the peak of allocated bytes after the first step."""
-    import torchtitan_npu.trainer as trainer_module
-    from torchtitan_npu.config.parser import JobConfigManager
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = JobConfigManager().parse_args(["--job.config_file", config_file, *options])
-        config.job.dump_folder, config.checkpoint.enable = folder, False
-        config.metrics.enable_tensorboard = False
-        trainer = trainer_module.Trainer(config)
-        batches = trainer.batch_generator(trainer.dataloader)  # type: ignore[arg-type]
+    with trainer_of(["--job.config_file", config_file, *options]) as trainer:
+        batches = trainer.batch_generator(trainer.dataloader)
         for step in range(1, steps + 1):
             trainer.step = step
             trainer.train_step(batches)
@@ -139,7 +132,6 @@ def measure_training(config_file: str, steps: int, options: list[str]) -> int:
             print(f"step {step}: {torch.cuda.max_memory_allocated() / GIB:.2f} GiB", file=sys.stderr)
             if step == 1:
                 torch.cuda.reset_peak_memory_stats()
-        trainer.close()
     return torch.cuda.max_memory_allocated()
 
 

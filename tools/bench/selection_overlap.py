@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness import CONFIGS, ONE_RANK, machine, rank_environment
+from harness import CONFIGS, ONE_RANK, machine, rank_environment, trainer_of
 from make_corpus import tokenizer_config, train_tokenizer
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -152,24 +151,15 @@ def limited(texts: list[str], characters: int) -> Iterator[str]:
         yield text
 
 
-@contextmanager
-def trainer_of(texts: Texts, args: argparse.Namespace, options: list[str], folder: str) -> Iterator[Any]:
-    """Build the trainer in this process, and close it at the end."""
-    import torchtitan_npu.trainer as trainer_module
-    from torchtitan_npu.config.parser import JobConfigManager
-
+def job(texts: Texts, args: argparse.Namespace) -> list[str]:
+    """Return the arguments of the training job."""
     arguments = ["--job.config_file", str(CONFIGS / "deepseek_v32_debugmodel.toml"), *ONE_RANK]
     arguments += ["--model.converters", "npu_dsa", "--model.hf_assets_path", str(texts.tokenizer)]
     arguments += ["--training.dataset_path", str(texts.corpus), "--training.seq_len", str(args.seq_len)]
     arguments += ["--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(args.batch)]
     arguments += ["--training.steps", str(args.dense_steps + args.sparse_steps), "--debug.seed", str(SEED)]
     arguments += ["--lr_scheduler.warmup_steps", str(1 + args.dense_steps // 4), "--metrics.log_freq", "100"]
-    config = JobConfigManager().parse_args([*arguments, *options])
-    config.job.dump_folder, config.checkpoint.enable = folder, False
-    config.metrics.enable_tensorboard = False
-    trainer = trainer_module.Trainer(config)
-    yield trainer
-    trainer.close()
+    return arguments
 
 
 def sparse_attentions(model: torch.nn.Module) -> list[Any]:
@@ -288,7 +278,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         texts = Texts(args.text, args.characters, flavor.vocab_size, args.seq_len, Path(folder))
-        with trainer_of(texts, args, options, folder) as trainer:
+        with trainer_of([*job(texts, args), *options]) as trainer:
             batches = trainer.batch_generator(trainer.dataloader)
             rows = measure(trainer, texts, args.topk, "untrained")
             train(trainer, batches, args.dense_steps, args.seq_len, args.seconds / 3)
