@@ -35,10 +35,6 @@ CALLS = 100
 """Calls after which workers are replaced, because the groups of each layout add threads."""
 
 
-START_METHOD = "forkserver"
-"""``"fork"`` in a program that only runs ranks: it has imported what they need, and has no threads of its own."""
-
-
 class RankError(AssertionError):
     """A rank raised, died or did not finish in time."""
 
@@ -105,7 +101,7 @@ _started: dict[int, _Ranks] = {}
 
 def _start(rank: int) -> _Worker:
     # importing TorchTitan takes seconds of CPU: the fork server does it once
-    context = multiprocessing.get_context(START_METHOD)
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests._helpers.multirank_preload"])
     ours, theirs = context.Pipe()
     # daemons end with the test session

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests._helpers import deepseek_v32_training, layouts, multirank
+from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, plain, recording, state, together, train_until
 
@@ -178,9 +178,6 @@ def weights(name: str, shape: torch.Size) -> Tensor:
 
 
 if __name__ == "__main__":
-    import tests._helpers.multirank_preload  # noqa: F401
-
-    multirank.START_METHOD = "fork"
     _, given, found = sys.argv
     jobs: dict[str, Job] = pickle.loads(Path(given).read_bytes())
     Path(found).write_bytes(pickle.dumps({name: job.run(timeout=600) for name, job in jobs.items()}))
