@@ -27,7 +27,7 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, plain, recording, state, together, train_until
 
 ROOT = Path(__file__).parents[2]
-STEPS = 3
+STEPS = 5
 VISION = {
     "n_layers": 4,  # one more than the vision tower feeds: image tokens have no loss
     "dim": 64,
