@@ -192,8 +192,11 @@ def reads_before_warp_groups(assembly: str) -> bool:
     Triton 3.6 passes arguments to warp groups in the same memory, without a barrier between a warp that reads and one
     that writes. Warps then disagree on the result, and a kernel whose loops depend on it never ends.
     """
-    before, start, _ = assembly.partition("barrier.sync")
-    return bool(start) and "ld.shared" in before
+    if "setmaxnreg" not in assembly:
+        return False
+    before, barrier, _ = assembly.partition("barrier.sync")
+    assert barrier, "the barrier at which warp groups start was not found"
+    return "ld.shared" in before
 
 
 def call_attention() -> None:

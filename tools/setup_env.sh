@@ -38,8 +38,8 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
         }
         echo "$text: done ($((SECONDS - start)) s)"
     }
-    # Install everything that constraints.txt lists, which is complete for Python 3.11 on Linux. Unpacking the packages
-    # of each process takes half of the time. The last step checks the result.
+    # Install everything that constraints.txt lists, which is complete for Python 3.11 on Linux, in two processes that
+    # take about as long. The last step checks the result.
     install_pinned() {
         local large='^\(torch\|triton\|pyarrow\|scipy\|transformers\|mkdocs-material\|lm_eval\)=='
         trap 'kill $(jobs -p)' TERM

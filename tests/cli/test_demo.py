@@ -34,35 +34,38 @@ PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-c import sys; print"*) echo "$VERSION" ;;
     "-m venv") mkdir -p "$3/bin" && touch "$3/bin/activate" && cp "$0" "$3/bin/pip" ;;
-    install*) echo "output of pip" && test "$FAILS" = no ;;
+    install*) echo "output of pip" && case "$*" in *"$FAILS"*) exit 1 ;; esac ;;
 esac
 """
 
 
+PINNED = "install the versions of constraints.txt"
+LAST = "install torchtitan-npu and what it needs"
+
+
 @pytest.mark.parametrize(
-    ("version", "packages", "calls", "fails"),
+    ("version", "fails", "done", "failed"),
     [
-        ("linux 3 12", "install torch", 3, "no"),
-        ("linux 3 11", "install the versions of constraints.txt", 4, "no"),  # two processes at a time
-        ("linux 3 11", "", 1, "yes"),
+        ("linux 3 12", "none", ["install pip", "install torch", LAST], ""),
+        ("linux 3 11", "none", ["install pip", PINNED, LAST], ""),
+        ("linux 3 11", "pip==", [], "install pip"),
+        ("linux 3 11", "triton==", ["install pip"], PINNED),  # the first of two processes
+        ("linux 3 11", "pytest==", ["install pip"], PINNED),  # the second one
     ],
 )
-def test_the_set_up_is_a_line_per_step(version: str, packages: str, calls: int, fails: str, tmp_path: Path) -> None:
-    """With another program in place of Python and pip. Their output is in a log."""
+def test_the_set_up_is_a_line_per_step(version: str, fails: str, done: list[str], failed: str, tmp_path: Path) -> None:
+    """With another program in place of Python and pip, which fails for one package. Their output is in a log."""
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
     environment = os.environ | {"VENV": str(tmp_path / "venv"), "PYTHON": str(tmp_path / "python")}
-    environment |= {"FAILS": fails, "VERSION": version}
+    environment |= {"FAILS": fails, "VERSION": version, "EXTRA": ""}
     command = ["bash", "-c", ". tools/setup_env.sh && echo active"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     log = tmp_path / "venv/setup.log"
     first, create, *rest = re.sub(r" \(\d+ s\)", "", result.stdout).splitlines()
     assert first.startswith("setting up ") and create == f"create {tmp_path}/venv: done"
-    if fails == "no":
-        steps = ["install pip", packages, "install torchtitan-npu and what it needs"]
-        assert rest == [f"{step}: done" for step in steps] + ["active"]
-        assert not result.stderr and log.read_text() == "output of pip\n" * calls
-    else:
-        assert result.returncode == 1 and not rest
-        error = "error: could not install pip; is the package index reachable?"
-        assert result.stderr == f"output of pip\n{error} All output: {log}\n"
+    assert rest == [f"{step}: done" for step in done] + ["active"] * (not failed)
+    assert set(log.read_text().splitlines()) == {"output of pip"}
+    assert result.returncode == bool(failed)
+    error = f"error: could not {failed}; is the package index reachable? All output: {log}"
+    assert result.stderr.splitlines()[-1:] == ([error] if failed else [])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.kernel_memory import reads_before_warp_groups
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,3 +33,16 @@ def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     fitting = [line.split() for line in printed[2:]]
     assert {"grouped_matmul._rows", "moe_permute._gather"} <= {line[1] for line in fitting}
     assert all(len(line) == 2 for line in fitting)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reads"),
+    [
+        (["setmaxnreg.inc", "ld.shared.b32", "barrier.sync 1"], True),
+        (["setmaxnreg.inc", "barrier.sync 1", "ld.shared.b32"], False),
+        (["ld.shared.b32", "bar.sync 0"], False),
+    ],
+    ids=["before", "in a warp group", "no warp groups"],
+)
+def test_reads_before_warp_groups(steps: list[str], reads: bool) -> None:
+    assert reads_before_warp_groups("\n".join(steps)) == reads

@@ -77,6 +77,7 @@ def gradients(
     d_query, d_weights = torch.empty_like(q), torch.empty_like(w)
     d_key = torch.zeros_like(k, dtype=torch.float32)
     k = aligned(k)
+    dy = dy if dy.data_ptr() % 16 == 0 else dy.clone()  # otherwise Triton would copy single elements of 2 bytes
     tokens, top_k = rows.first.numel(), indices.shape[-1]
     # rows that see at most top_k keys have them at the same places already
     may_copy = top_k < key.shape[-3] and top_k <= MOST_PLACES
@@ -142,8 +143,8 @@ def _gradients(
     fence_async_shared()
 
     row_0 = tokens - 1 - 2 * gl.program_id(0)
-    # Another kernel counts the blocks: with Triton 3.6, a reduction before warp_specialize may never end, because warps
-    # write the arguments of the warp groups over its result before others have read it.
+    # Another kernel counts the blocks: with Triton 3.6, a kernel with a reduction before warp_specialize may hang,
+    # because warps write the arguments of the warp groups over its result before others have read it.
     of_pair = plan + 4 * gl.program_id(0)
     blocks = (gl.load(of_pair), gl.load(of_pair + 1), gl.load(of_pair + 2))
     first_0, visible_0, first_1, visible_1 = load_rows(first_key, visible_keys, row_0)

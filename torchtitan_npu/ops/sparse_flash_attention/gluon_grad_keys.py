@@ -30,7 +30,7 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     ROPE,
     SIZE,
     STORED,
-    balanced,
+    balanced_tile,
     keys_of,
     places_of_heads,
 )
@@ -157,7 +157,7 @@ def _tile(tile, selection, KEY_HEADS: gl.constexpr, HALVES: gl.constexpr):
     """
     places, first_row, rows, _, common_blocks = selection[3:]
     tiles_of_row: gl.constexpr = 2 // HALVES * KEY_HEADS
-    tile = balanced(tile, tiles_of_row * rows)
+    tile = balanced_tile(tile, tiles_of_row * rows)
     row = rows - 1 - tile // tiles_of_row
     key_head = tile % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)

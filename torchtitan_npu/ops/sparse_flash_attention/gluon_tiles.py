@@ -73,11 +73,11 @@ def _count_places(
 
 
 @gluon.jit
-def balanced(tile, tiles):
-    """Return the tile that a program has instead of ``tile``, so that all programs have about as many keys.
+def balanced_tile(tile, tiles):
+    """Return the tile that a program processes instead of ``tile``, so that all programs have about as many keys.
 
-    The tiles begin with the longest rows. In every second round, the programs have theirs in reverse order. Otherwise
-    the first program would have the longest row of each round.
+    The tiles begin with the longest rows. In every second round, the programs take them in reverse order. Otherwise the
+    first program would have the longest row of each round.
     """
     programs = gl.num_programs(0)
     turn = tile // programs
@@ -99,10 +99,10 @@ def tile_of_heads(
     """Return the row of a tile of 64 heads in the chunk, its key head, its first head in the group, and its places.
 
     The places are those before the first one without a key, and the number of blocks up to the last key. The last rows
-    come first, because they have the most keys.
+    come in the first rounds, because they have the most keys.
     """
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    tile = balanced(tile, rows * KEY_HEADS * head_blocks)
+    tile = balanced_tile(tile, rows * KEY_HEADS * head_blocks)
     row = rows - 1 - tile // (head_blocks * KEY_HEADS)
     key_head = tile // head_blocks % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
