@@ -283,7 +283,10 @@ def _load_queries(query, weights, row, blocks, q, wq, GROUP: gl.constexpr):
 
 @gluon.jit
 def _d_scores(selected, block, TOP_K: gl.constexpr):
-    """Load the gradients of a block's scores, 0 at places without a key. The slots have only those of row 0."""
+    """Load the gradients of a block's scores, 0 at places without a key.
+
+    They are those of row 1 in a common block, whose slot has those of row 0.
+    """
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, narrow))
     there = _keys_of_block(selected, block, in_block, TOP_K)[1]
