@@ -32,21 +32,24 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
         trap - INT
         [ ! -t 2 ] || printf '\r\033[K' >&2
         wait $! || {
-            tail -n 3 "$setup_log" >&2
+            { grep '^ERROR' "$setup_log" || cat "$setup_log"; } | tail -n 3 >&2
             echo "error: could not $text; is the package index reachable? All output: $setup_log" >&2
             exit 1
         }
         echo "$text: done ($((SECONDS - start)) s)"
     }
-    # Install everything that constraints.txt lists, which is complete for Python 3.11 on Linux, in two processes that
-    # take about as long. The last step checks the result.
+    # Install what constraints.txt lists in two processes that take about the same time. For Python 3.11 on Linux it lists
+    # everything that a CPU build of torch needs. The last step installs what is missing and checks the result.
     install_pinned() {
-        local large='^\(torch\|triton\|pyarrow\|scipy\|transformers\|mkdocs-material\|lm_eval\)=='
-        trap 'kill $(jobs -p)' TERM
+        local large='^\(torch\|triton\|pyarrow\|scipy\|transformers\|mkdocs-material\|lm_eval\)==' first= second=
+        trap 'kill $first $second 2>/dev/null' TERM
         "$VENV/bin/pip" install --no-compile --no-deps $(grep "$large" constraints.txt) &
+        first=$!
         "$VENV/bin/pip" install --no-compile --no-deps $(grep == constraints.txt | grep -v "$large\|^pip==") &
+        second=$!
         wait -n && wait -n || {
-            kill $(jobs -p) 2>/dev/null
+            kill $first $second 2>/dev/null || true
+            wait || true
             return 1
         }
     }

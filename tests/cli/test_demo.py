@@ -34,7 +34,13 @@ PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-c import sys; print"*) echo "$VERSION" ;;
     "-m venv") mkdir -p "$3/bin" && touch "$3/bin/activate" && cp "$0" "$3/bin/pip" ;;
-    install*) echo "output of pip" && case "$*" in *"$FAILS"*) exit 1 ;; esac ;;
+    install*)
+        echo "$*" >>"$VENV/pip"
+        echo "output of pip"
+        case "$*" in *"$FAILS"*) echo "ERROR: $FAILS" && exit 1 ;; esac
+        sleep 0.1
+        echo "output of pip"
+        ;;
 esac
 """
 
@@ -44,28 +50,36 @@ LAST = "install torchtitan-npu and what it needs"
 
 
 @pytest.mark.parametrize(
-    ("version", "fails", "done", "failed"),
+    ("version", "extra", "fails", "done", "failed"),
     [
-        ("linux 3 12", "none", ["install pip", "install torch", LAST], ""),
-        ("linux 3 11", "none", ["install pip", PINNED, LAST], ""),
-        ("linux 3 11", "pip==", [], "install pip"),
-        ("linux 3 11", "triton==", ["install pip"], PINNED),  # the first of two processes
-        ("linux 3 11", "pytest==", ["install pip"], PINNED),  # the second one
+        ("linux 3 12", "", "none", ["install pip", "install torch", LAST], ""),
+        ("linux 3 11", "dev", "none", ["install pip", "install torch", LAST], ""),
+        ("linux 3 11", "", "none", ["install pip", PINNED, LAST], ""),
+        ("linux 3 11", "", "pip==", [], "install pip"),
+        ("linux 3 11", "", "triton==", ["install pip"], PINNED),  # the first of two processes
+        ("linux 3 11", "", "pytest==", ["install pip"], PINNED),  # the second one
     ],
 )
-def test_the_set_up_is_a_line_per_step(version: str, fails: str, done: list[str], failed: str, tmp_path: Path) -> None:
+def test_the_set_up_is_a_line_per_step(
+    version: str, extra: str, fails: str, done: list[str], failed: str, tmp_path: Path
+) -> None:
     """With another program in place of Python and pip, which fails for one package. Their output is in a log."""
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
     environment = os.environ | {"VENV": str(tmp_path / "venv"), "PYTHON": str(tmp_path / "python")}
-    environment |= {"FAILS": fails, "VERSION": version, "EXTRA": ""}
+    environment |= {"FAILS": fails, "VERSION": version, "EXTRA": extra}
     command = ["bash", "-c", ". tools/setup_env.sh && echo active"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     log = tmp_path / "venv/setup.log"
     first, create, *rest = re.sub(r" \(\d+ s\)", "", result.stdout).splitlines()
     assert first.startswith("setting up ") and create == f"create {tmp_path}/venv: done"
     assert rest == [f"{step}: done" for step in done] + ["active"] * (not failed)
-    assert set(log.read_text().splitlines()) == {"output of pip"}
+    of_pip = f"ERROR: {fails}"
+    assert set(log.read_text().splitlines()) == {"output of pip", *[of_pip] * bool(failed)}
     assert result.returncode == bool(failed)
     error = f"error: could not {failed}; is the package index reachable? All output: {log}"
-    assert result.stderr.splitlines()[-1:] == ([error] if failed else [])
+    assert result.stderr.splitlines() == ([of_pip, error] if failed else [])
+    if not failed:
+        _, *pinned, last = (tmp_path / "venv/pip").read_text().splitlines()
+        assert "-c constraints.txt" in last
+        assert [("--no-deps" in call) for call in pinned] == ([True, True] if PINNED in done else [False])
