@@ -8,7 +8,7 @@ GPU happens as late as a GPU may do it:
 - The operands of a matrix product are read when it is issued and again when it is waited for, and must not change.
 - Reading a product that may be in flight is an error.
 - A product that reads memory written by a copy or a store since the last ``fence_async_shared`` is an error.
-- A load or store outside of its tensor is an error.
+- A load or store outside of its tensor is an error, and so is a copy of less than 4 bytes.
 - Warp groups that wait for ever raise a TimeoutError.
 
 Layouts, registers and memory ordering within a warp group are not modelled. Tensors on a GPU are copied to the CPU for
@@ -278,6 +278,10 @@ class Program:
         if source.offsets.shape != memory.data.shape:
             raise TypeError(f"{source.offsets.shape} does not fit {memory.data.shape}")
         source.selected(chosen)
+        itemsize = pointer.storage.itemsize
+        addresses = pointer.storage.data_ptr() + itemsize * offsets[..., :: max(1, 4 // itemsize)]
+        if (addresses % 4)[chosen[..., :: max(1, 4 // itemsize)]].any():
+            raise ValueError("an asynchronous copy takes at least 4 bytes, from a multiple of 4")
         memory.write(torch.full_like(memory.data, garbage(memory.dtype)))
         self.local.copies.append(lambda: memory.write(source.load(Value(chosen), 0)))
 
@@ -474,6 +478,11 @@ def _names(module: ModuleType, of_program: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, constexpr):
             names[name] = value.value
     return names
+
+
+def device_function(module: ModuleType, name: str, program: int, programs: int) -> Callable[..., Any]:
+    """Return a function that kernels call, as one of several programs runs it. It takes and returns :class:`Value`."""
+    return _names(module, Program(program, programs, 0).names())[name]
 
 
 def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -> Callable[..., Any]:

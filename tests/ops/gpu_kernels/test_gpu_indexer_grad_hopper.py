@@ -22,7 +22,6 @@ CASES: dict[str, Any] = {
     "all keys, an odd number of rows": ("TND", [(4, 150), (0, 2), (3, 2)], 192, 6, 0, "head by head"),
     "the same keys at first, then others": ("BSND", [(3, 300)] * 2, 200, 64, 70, "strided"),
     "other keys, documents of a batch": ("BSND", [(5, 150), (2, 90)], 64, 40, 0, "contiguous"),
-    "an odd number of places, in Triton": ("BSND", [(3, 9)], 7, 3, 0, "contiguous"),
     "more places than are compared at once": ("TND", [(3, 2500)], 2300, 64, 2200, "contiguous"),
 }
 
@@ -182,6 +181,13 @@ def test_places_without_a_key_are_ignored(half: torch.dtype) -> None:
     call["dy"] = torch.cat([call["dy"].new_zeros(1), call["dy"].flatten()])[1:].view_as(call["dy"])
     for one, other in zip(run(**call), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)  # sums in another order, then rounded
+
+
+def test_an_odd_number_of_places_runs_in_triton(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gluon kernel copies two gradients of scores at once."""
+    monkeypatch.setattr(gluon_grad, "_gradients", None)  # a launch would fail
+    docs = Documents("BSND", [(3, 9)], True, half, torch.Generator().manual_seed(0))
+    check_gradients_of_scores(gluon_grad.npu_lightning_indexer_grad, docs, (3, 1), 128, ascending(docs, 7, 0))
 
 
 def test_blocks_of_places_may_be_empty(half: torch.dtype) -> None:

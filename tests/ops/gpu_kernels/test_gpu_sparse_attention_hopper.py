@@ -19,15 +19,17 @@ from torch import Tensor
 
 from tests._helpers import gluon_simulator
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.gluon_simulator import simulated
+from tests._helpers.gluon_simulator import Value, device_function, simulated
 from tests._helpers.kernel_checks import DEVICE
 from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents
 from torchtitan_npu.ops import OPS, define
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
-from torchtitan_npu.ops.sparse_flash_attention import gluon, op, reference
+from torchtitan_npu.ops.sparse_flash_attention import gluon, gluon_tiles, op, reference
 
 ROOT = Path(__file__).parents[3]
+TWO_PROGRAMS = 228 * 1024 // 2 - 1024
+"""Bytes of shared memory that each of two programs on a Hopper multiprocessor may use."""
 SCALE = (512 + 64) ** -0.5
 CASES = {
     "one key": ("BSND", [(1, 1)], True, (64, 1), 1, "contiguous"),
@@ -208,6 +210,20 @@ def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.M
             simulated(module, "npu_sparse_flash_attention", seed)(**inputs(1, 600), **lengths)
 
 
+@pytest.mark.parametrize(("tiles", "programs"), [(12, 3), (14, 3), (2, 3), (132, 11)])
+def test_programs_have_balanced_tiles(tiles: int, programs: int) -> None:
+    """Tile ``n`` has ``tiles - n`` keys, so that in order the sums of two programs could differ by a key per round."""
+    processed, sums = [], set()
+    for program in range(programs):
+        balanced = device_function(gluon_tiles, "balanced_tile", program, programs)
+        mine = [int(balanced(Value(tile), Value(tiles))) for tile in range(program, tiles, programs)]
+        processed += mine
+        sums.add(sum(tiles - tile for tile in mine))
+    assert sorted(processed) == list(range(tiles))
+    if tiles % (2 * programs) == 0:
+        assert len(sums) == 1
+
+
 def module_of(source: str, folder: Path) -> ModuleType:
     file = folder / "changed_kernel.py"
     file.write_text(source)
@@ -243,6 +259,8 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     assert "lightning_indexer.gluon._score\n" in printed and "lightning_indexer.gluon_top_k._select\n" in printed
     assert "does not fit" not in printed
     reports = re.findall(r"^(\w+\..*)\nptxas(?:.*\n)*?.* (\d+) bytes spill stores", printed, re.MULTILINE)
+    sizes = {name: int(size) for size, name in re.findall(r"^ +(\d+) (.+)$", printed, re.MULTILINE)}
+    assert sizes["lightning_indexer.gluon_grad._gradients"] <= TWO_PROGRAMS
     spills = {kernel: int(size) for kernel, size in reports}
     assert spills.pop("lightning_indexer.gluon_grad._gradients") <= 16  # outside of its loops
     assert not any(spills.values())

@@ -171,8 +171,8 @@ def _score(
 @gluon.jit
 def _find(ends, row_blocks, unit):
     """Return the row block of a unit: the number of row blocks that end before it."""
-    # Every warp holds all elements, so that the sum needs no shared memory. With Triton 3.6, warps may write the
-    # arguments of the warp groups over a result in shared memory that others have not read.
+    # Every warp holds all elements, so that the sum needs no shared memory, which Triton 3.6 may overwrite too early:
+    # see reads_before_warp_groups in tools/kernel_memory.py.
     layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [128], [256]],
         lane_bases=[[4], [8], [16], [32], [64]],

@@ -41,7 +41,10 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import check_size
 HEADS = gl.constexpr(64)
 SIZE = gl.constexpr(128)
 REGISTERS = {"PRODUCER_REGISTERS": 24, "maxnreg": 128}
-"""Registers per thread of the producer, and of both warp groups on average. With 128, two programs fit."""
+"""Registers per thread of the producer, and of both warp groups on average.
+
+With 128, two programs share a multiprocessor, if each has at most 115712 bytes of shared memory.
+"""
 WORKSPACE = 2**25
 """Places that are copied at once: 192 MiB.
 
@@ -144,7 +147,7 @@ def _gradients(
 
     row_0 = tokens - 1 - 2 * gl.program_id(0)
     # Another kernel counts the blocks: with Triton 3.6, a kernel with a reduction before warp_specialize may hang,
-    # because warps write the arguments of the warp groups over its result before others have read it.
+    # see reads_before_warp_groups in tools/kernel_memory.py.
     of_pair = plan + 4 * gl.program_id(0)
     blocks = (gl.load(of_pair), gl.load(of_pair + 1), gl.load(of_pair + 2))
     first_0, visible_0, first_1, visible_1 = load_rows(first_key, visible_keys, row_0)
@@ -230,7 +233,7 @@ def _consume(shared, selected_0, selected_1, blocks, inputs, results, GROUP: gl.
     dq_0 = gl.zeros([HEADS, SIZE], gl.float32, wide)
     dq_1 = gl.zeros([HEADS, SIZE], gl.float32, wide)
     for step in range(0, common):
-        dy_1 = _d_scores(selected_1, step, TOP_K)
+        dy_1 = _d_scores_of_row_1(selected_1, step, TOP_K)
         # A zero that the compiler cannot know. Otherwise it keeps descriptors of shared memory in registers.
         zero = step >> 30
         mbarrier.wait(bars.index(FULL + step % 2), (step // 2) & 1)
@@ -282,10 +285,10 @@ def _load_queries(query, weights, row, blocks, q, wq, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _d_scores(selected, block, TOP_K: gl.constexpr):
-    """Load the gradients of a block's scores, 0 at places without a key.
+def _d_scores_of_row_1(selected, block, TOP_K: gl.constexpr):
+    """Load the gradients of row 1's scores in a common block, 0 at places without a key.
 
-    They are those of row 1 in a common block, whose slot has those of row 0.
+    The slot of a common block has only those of row 0.
     """
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, narrow))

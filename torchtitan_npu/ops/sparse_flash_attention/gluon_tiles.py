@@ -74,10 +74,10 @@ def _count_places(
 
 @gluon.jit
 def balanced_tile(tile, tiles):
-    """Return the tile that a program processes instead of ``tile``, so that all programs have about as many keys.
+    """Return the tile to process in place of ``tile``, so that all programs process about the same number of keys.
 
-    The tiles begin with the longest rows. In every second round, the programs take them in reverse order. Otherwise the
-    first program would have the longest row of each round.
+    Tiles are ordered from the longest row to the shortest. Every second round is reversed, unless it is incomplete.
+    Otherwise program 0 would have the longest row of every round.
     """
     programs = gl.num_programs(0)
     turn = tile // programs
