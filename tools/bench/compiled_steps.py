@@ -15,16 +15,14 @@ import gc
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import ROOT, installed, rank_environment, write
+from harness import ROOT, installed, rank_environment, trainer_of, write
 
 CONVERTERS = {
     "llama3": ["npu_rms_norm", "npu_rope", "npu_attention"],
@@ -33,9 +31,9 @@ CONVERTERS = {
 SEQUENCE = 512
 
 
-def job(model: str, converters: list[str], compiled: bool, folder: str) -> list[str]:
+def job(model: str, converters: list[str], compiled: bool) -> list[str]:
     """Return the arguments of a job."""
-    arguments = ["--model.name", model, "--model.flavor", "debugmodel", "--job.dump_folder", folder]
+    arguments = ["--model.name", model, "--model.flavor", "debugmodel"]
     arguments += ["--model.hf_assets_path", str(ROOT / "torchtitan_npu/assets/tokenizer")]
     arguments += ["--training.dataset", "tiny_corpus", "--training.seq_len", str(SEQUENCE)]
     arguments += ["--training.local_batch_size", "1", "--training.global_batch_size", "1", "--training.steps", "1000"]
@@ -70,21 +68,6 @@ class Steps:
         """Return the losses so far and the weights, as they are now."""
         state = self.trainer.model_parts[0].state_dict()
         return {"losses": [float(loss) for loss in self.losses], **{key: value.clone() for key, value in state.items()}}
-
-
-@contextmanager
-def trainer_of(model: str, converters: list[str], compiled: bool) -> Iterator[Any]:
-    """Build the trainer of a job, and close it at the end."""
-    import torchtitan_npu.trainer as trainer_module
-    from torchtitan_npu.config.parser import JobConfigManager
-    from torchtitan_npu.config.preflight import check_job
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = JobConfigManager().parse_args(job(model, converters, compiled, folder))
-        check_job(config, 1)
-        trainer = trainer_module.Trainer(config)
-        yield trainer
-        trainer.close()
 
 
 def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -132,7 +115,7 @@ def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
             for compiled in (False, True):
                 name = ("converters" if converters else "eager") + (", compiled" if compiled else "")
                 torch.compiler.reset()
-                running[name] = Steps(stack.enter_context(trainer_of(model, converters, compiled)))
+                running[name] = Steps(stack.enter_context(trainer_of(job(model, converters, compiled))))
                 for _ in range(steps):
                     running[name]()
                 of_both[compiled] = running[name].results()

@@ -96,7 +96,7 @@ def perturb(model: Any, seed: int) -> None:
         parameter.detach().view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
 
 
-def trainer_of_cut(layers: int, eager: bool, options: list[str]) -> AbstractContextManager[Any]:
+def trainer_of_layers(layers: int, eager: bool, options: list[str]) -> AbstractContextManager[Any]:
     """Build the trainer of a model with ``layers`` layers in this process, and close it at the end."""
     from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
 
@@ -140,7 +140,7 @@ def train(trainer: Any, batches: Iterator[Any], steps: int) -> dict[str, Any]:
 
 def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> dict[str, Any]:
     """Train in this process."""
-    with trainer_of_cut(layers, eager, options) as trainer:
+    with trainer_of_layers(layers, eager, options) as trainer:
         if perturbed:
             perturb(trainer.model_parts[0], perturbed)
         return train(trainer, trainer.batch_generator(trainer.dataloader), steps)
@@ -154,7 +154,7 @@ def profile_step(layers: int, eager: bool, options: list[str]) -> dict[str, Any]
 
     machine = measure_machine()
     torch.cuda.empty_cache()
-    with trainer_of_cut(layers, eager, options) as trainer:
+    with trainer_of_layers(layers, eager, options) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
 
         def step() -> None:

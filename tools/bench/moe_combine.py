@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import need_gpu, rank_environment, write, write_partial
-from models import BASIC, BFLOAT16, GIB, converters, perturb, train, trainer_of_cut
+from models import BASIC, BFLOAT16, GIB, converters, perturb, train, trainer_of_layers
 
 LAYERS = 4
 UPSTREAM = "upstream"
@@ -37,7 +37,7 @@ def measure(variants: list[str], runs: int, steps: int) -> Iterator[dict[str, An
     from torchtitan_npu.converters.permute import NpuMoE
 
     names = [name for name in ("npu_dsa", *BASIC) if variants != [UPSTREAM] or name != "npu_permute"]
-    with trainer_of_cut(LAYERS, False, [*BFLOAT16, *EVERY_STEP, *converters(*names)]) as trainer:
+    with trainer_of_layers(LAYERS, False, [*BFLOAT16, *EVERY_STEP, *converters(*names)]) as trainer:
         model = trainer.model_parts[0]
         batches = list(islice(trainer.dataloader, steps))
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors(model)}

@@ -289,6 +289,7 @@ ATTENTION_KERNELS = {
     "FlashMLA": "FlashMLA without lengths",
     "tilelang, pipelined": "tilelang, pipelined",
     "tilelang": "tilelang",
+    "cuDNN": "cuDNN",
 }
 
 
@@ -299,12 +300,14 @@ def attention_peers(numbers: Numbers) -> str:
         name, heads, rows = row["what"].rsplit(", ", 2)
         direction, kernel = name.split(", ", 1)
         cases.setdefault(f"{direction}, {heads}, {rows}", {})[kernel] = row
+    there = {kernel for measured in cases.values() for kernel in measured}
+    columns = {kernel: name for kernel, name in ATTENTION_KERNELS.items() if kernel in there}
     lines = []
     for case, measured in sorted(cases.items(), key=lambda item: item[0].startswith("backward")):
         best = min(row["ms"] for row in measured.values() if "ms" in row)
-        cells = [_peer_cell(measured.get(kernel), best) for kernel in ATTENTION_KERNELS]
+        cells = [_peer_cell(measured.get(kernel), best) for kernel in columns]
         lines.append([case, *cells, f"{measured['ours']['limit_ms']:.2f}"])
-    return "\n\n".join([table(["", *ATTENTION_KERNELS.values(), "limit"], lines), rates(numbers)])
+    return "\n\n".join([table(["", *columns.values(), "limit"], lines), rates(numbers)])
 
 
 def _peer_cell(row: Numbers | None, best: float) -> str:

@@ -5,10 +5,11 @@ A folder holds what is there of the peers, importable from it:
 - ``flash_mla``: FlashMLA, https://github.com/deepseek-ai/FlashMLA. Its sparse prefill takes 64 or 128 heads.
 - ``tilelang`` with its dependencies, and from its examples the modules ``sparse_mla_fwd``, ``sparse_mla_fwd_pipelined``
   and ``sparse_mla_bwd`` of ``deepseek_v32``.
+- ``cudnn``: cuDNN frontend, ``pip install nvidia-cudnn-frontend[cutedsl]``. On Hopper it has the backward pass.
 
 Causal rows are 4096 tokens from the first on. Full rows are 4096 queries at positions 4096 to 8191 of 8192 keys: each
 selects 2048. Rates count the selected pairs. tilelang computes all 2048 places of a causal row, and FlashMLA does so
-unless it gets the number of keys of each row.
+unless it gets the number of keys of each row. cuDNN always gets it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HEADS = (128, 64, 16)
 FORWARD, BACKWARD = 2 * SIZE + ROPE, 5 * SIZE + 3 * ROPE
 """Multiplications and additions for a selected pair, each counted once."""
 PASSES = {"forward": FORWARD, "backward": BACKWARD}
-MODULES = {"tilelang": "tilelang", "FlashMLA": "flash_mla"}
+MODULES = {"tilelang": "tilelang", "FlashMLA": "flash_mla", "cuDNN frontend": "cudnn"}
 npu = torch.ops.npu
 
 
@@ -48,6 +49,8 @@ class Case:
             order = torch.where(order > last, self.keys, order).sort(-1).values
             self.indices[0, start : start + 512, 0] = torch.where(order == self.keys, -1, order)
         self.pairs = 2 * heads * int((self.indices >= 0).sum())
+        self.lengths = (self.indices[0, :, 0] >= 0).sum(-1).int()
+        self.d_out = torch.randn(1, QUERIES, heads, SIZE, device="cuda", dtype=torch.bfloat16)
 
     def ours(self) -> tuple[Run, Run]:
         """Return our forward and backward pass."""
@@ -61,14 +64,13 @@ class Case:
                 query, key, None, self.indices, SCALE, return_softmax_lse=True, **ropes, sparse_mode=3
             )
 
-        d_out, results = torch.randn_like(query), forward()
         arguments = (
             query,
             key,
             None,
             self.indices,
-            d_out,
-            *results,
+            self.d_out,
+            *forward(),
             SCALE,
             1,
             query_rope,
@@ -81,12 +83,28 @@ class Case:
 
     def flash_mla(self, ours: Run, with_lengths: bool) -> Run:
         kernel = import_module("flash_mla").flash_mla_sparse_fwd
-        lengths = (self.indices[0, :, 0] >= 0).sum(-1).int() if with_lengths else None
+        lengths = self.lengths if with_lengths else None
 
         def run() -> tuple[Tensor, ...]:
             return kernel(self.query[0], self.key[0], self.indices[0], SCALE, topk_length=lengths)
 
         check_peer(run()[0], ours()[0][0], 1e-2)
+        return run
+
+    def cudnn(self, forward: Run, backward: Run) -> Run:
+        """Return cuDNN's backward pass. ``forward`` and ``backward`` are ours."""
+        kernel = import_module("cudnn").DSA.sparse_attention_backward_wrapper
+        out, highest, total = forward()
+        log_sum = (highest + total.log())[0, 0]
+        no_sink = torch.full_like(log_sum[0], float("-inf"))
+        given = (self.query[0], self.key[0, :, 0], out[0], self.d_out[0], log_sum, no_sink, self.indices[0, :, 0])
+
+        def run() -> dict[str, Tensor]:
+            return kernel(*given, softmax_scale=SCALE, topk_length=self.lengths)
+
+        gradients, ours = run(), backward()
+        check_peer(gradients["dq"], torch.cat([ours[0], ours[3]], -1)[0], 1e-2)
+        check_peer(gradients["dkv"], torch.cat([ours[1], ours[4]], -1)[0, :, 0], 1e-2)
         return run
 
     def tilelang(self) -> Iterator[tuple[str, Callable[[], Run], int]]:
@@ -126,6 +144,7 @@ def rows(machine: Machine, passes: Sequence[str]) -> Iterator[Row]:
                 ("forward, FlashMLA, given lengths", partial(case.flash_mla, forward, True), FORWARD),
                 *case.tilelang(),
                 ("backward, ours", lambda: backward, BACKWARD),  # noqa: B023
+                ("backward, cuDNN", partial(case.cudnn, forward, backward), BACKWARD),
             ]
             for direction in passes:
                 flops = case.pairs * PASSES[direction]

@@ -21,8 +21,20 @@ WRITTEN_ONLY = ("aten::copy_", "aten::fill_", "aten::zero_")
 """Operators that do not read the tensor that they write."""
 GATHERS = ("aten::embedding", "aten::index", "aten::gather")
 """Operators that read as much as they return."""
-PROFILER_OVERHEAD = ("Command Buffer Full", "Activity Buffer Request")
-"""What the profiler lists among the kernels of an operator, although the device computes nothing."""
+PROFILER_OVERHEAD = (
+    "Activity Buffer Request",
+    "Buffer Flush",
+    "Command Buffer Full",
+    "Driver Compiler",
+    "Force Int",
+    "Instrumentation",
+    "Lazy Function Loading",
+    "Resource",
+    "Runtime Triggered Module Loading",
+    "Unknown",
+    "Unrecognized",
+)
+"""The profiler's names of pauses (Kineto's ``overheadKindString``), which it lists among the kernels of an operator."""
 
 
 class Work(BelowSubclasses):
