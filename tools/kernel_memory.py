@@ -10,9 +10,8 @@ Kernels are compiled at DeepSeek-V3.2's sizes in bfloat16 and not launched, so n
 from __future__ import annotations
 
 import argparse
-import subprocess
-import tempfile
-from pathlib import Path
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -52,8 +51,11 @@ class Compiler:
         self.capability = capability
         self.shared: dict[str, int] = {}
         self.assembly: dict[str, str] = {}
+        self.reports: dict[str, str] = {}
+        """What ptxas says of each kernel: registers, spills, and waits that it adds."""
 
     def install(self) -> None:
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
         driver.set_active(self)
         JITFunction.run = lambda function, *args, **options: self.compile(function, *args, **options)
 
@@ -67,7 +69,8 @@ class Compiler:
         return 0
 
     def compile(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = launch(function, *args, grid=grid, warmup=True, **options)
+        with redirect_stdout(io.StringIO()) as report:
+            compiled = launch(function, *args, grid=grid, warmup=True, **options)
         # torchtitan_npu.ops.lightning_indexer.triton_top_k -> lightning_indexer_top_k
         module = ".".join(function.fn.__module__.split(".")[-2:]).replace(".triton", "")
         name = f"{module}.{function.fn.__name__}"
@@ -79,6 +82,7 @@ class Compiler:
             name += f" ({sum(known.startswith(name) for known in self.assembly) + 1})"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
         self.assembly[name] = compiled.asm["ptx"]
+        self.reports.setdefault(name, report.getvalue())  # empty if the kernel was compiled before
 
 
 launch = JITFunction.run
@@ -177,15 +181,6 @@ def call_gluon() -> None:
     )
 
 
-def ptxas_report(assembly: str) -> str:
-    """Return what ptxas says of a kernel: registers, spills, and waits that it adds."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(assembly)
-        command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", str(file), "-o", str(file.with_suffix(".cubin"))]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
-
-
 def reads_before_warp_groups(assembly: str) -> bool:
     """Return whether a kernel may lose what it reads from shared memory before its warp groups start.
 
@@ -272,10 +267,10 @@ def main() -> None:
         for name, size in sorted(compiler.shared.items(), key=lambda item: -item[1]):
             print(f"  {size:7} {name}{'  does not fit' if size > limit else ''}", flush=True)
         if options.gluon:
-            for name, assembly in compiler.assembly.items():
+            for name, report in compiler.reports.items():
                 if ".gluon" in name:
-                    print(name, ptxas_report(assembly), sep="\n")
-                    if reads_before_warp_groups(assembly):
+                    print(name, report, sep="\n")
+                    if reads_before_warp_groups(compiler.assembly[name]):
                         print("may lose what it reads from shared memory before its warp groups start")
 
 

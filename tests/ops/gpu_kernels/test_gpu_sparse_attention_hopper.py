@@ -234,7 +234,6 @@ def module_of(source: str, folder: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.slow  # compiles for 30 s
 def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     printed = subprocess.run(
