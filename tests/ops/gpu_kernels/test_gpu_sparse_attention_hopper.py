@@ -177,20 +177,17 @@ def test_choice_of_the_kernel(changes: dict[str, Any], suits: bool) -> None:
     assert op.suits_gluon(query, key, value, rope) == suits
 
 
-LAST_WAIT = "    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])\n"
-RELEASE = "    mbarrier.arrive(bars.index(OWN_FREE + W))\n"
+LAST_WAIT = "    total_1, rounded = warpgroup_mma_wait(0, deps=[total_1, rounded])\n"
+RELEASE = "    mbarrier.arrive(bars.index(FREE + 6 * W + 1))\n"
+WAIT = "    mbarrier.wait(bars.index(FULL + 4 * W + quarter), phase)\n"
 FAULTS = {
-    "scores before the keys arrive": ("    mbarrier.wait(bars.index(REST_FULL + W), phase)\n", "", "changed|fence"),
+    "scores before the keys arrive": (WAIT, "", "changed|fence"),
     "keys released before the product": (
         f"{LAST_WAIT}{RELEASE}",
         f"{RELEASE}{LAST_WAIT}",
         "changed|fence",
     ),
-    "a copy without a fence": (
-        "    mbarrier.wait(bars.index(OWN_FULL + W), phase)\n    fence_async_shared()\n",
-        "    mbarrier.wait(bars.index(OWN_FULL + W), phase)\n",
-        "fence",
-    ),
+    "a copy without a fence": (f"{WAIT}    fence_async_shared()\n", WAIT, "fence"),
     "a result in flight": ("    scores = warpgroup_mma_wait(0, deps=[scores])\n", "", "before warpgroup_mma_wait"),
     "keys never released": (RELEASE, "", "not reached"),
 }
