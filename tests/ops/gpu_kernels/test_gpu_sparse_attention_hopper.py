@@ -258,7 +258,8 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     sizes = {name: int(size) for size, name in re.findall(r"^ +(\d+) (.+)$", printed, re.MULTILINE)}
     assert sizes["lightning_indexer.gluon_grad._gradients"] <= TWO_PROGRAMS
     spills = {kernel: int(size) for kernel, size in reports}
-    assert spills.pop("lightning_indexer.gluon_grad._gradients") <= 16  # outside of its loops
-    assert not any(spills.values())
+    spilling = ("lightning_indexer.gluon_grad._gradients", "sparse_flash_attention.gluon_grad_scores.differentiate")
+    # outside of the loops over keys
+    assert all(size <= (16 if name.startswith(spilling) else 0) for name, size in spills.items())
     assert "before its warp groups start" not in printed
     assert "injected" not in printed  # ptxas adds a wait if it cannot tell that a register is not in flight
