@@ -150,9 +150,6 @@ class Memory:
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.data.permute(order), self.unfenced)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
-        return Memory(self.data.view(dtype).view(shape), self.unfenced)
-
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 

@@ -1,19 +1,19 @@
 """Attention over selected keys on Hopper GPUs, in Gluon: one persistent kernel with three warp groups.
 
 A tile is 64 heads of a query row, or of a block of neighbouring rows with fewer heads. Its keys come in blocks of 64,
-in two slots of shared memory: even blocks in slot 0, odd blocks in slot 1. A third warp group gathers them by
-asynchronous copies, in quarters of 128 columns that are released and copied one by one. Consumer ``w``, 0 or 1,
-computes the scores and the softmax of the blocks in slot ``w``. It accumulates its own quarters of the output, ``2 w``
-and ``2 w + 1``, over all blocks. Both consumers therefore need the exponentials of every block, and pass them on in
-shared memory, in the place of the block's rope. The steps of a consumer for its block ``k``:
+in two slots of shared memory: even blocks in slot 0, odd blocks in slot 1. A third warp group gathers the keys by
+asynchronous copies. Consumer ``w``, 0 or 1, computes the scores and the softmax of the blocks in slot ``w``, and
+accumulates half ``w`` of the 512 columns of the output over all blocks. Both consumers therefore need the exponentials
+of every block, and pass them on in shared memory, in the place of the block's rope. The steps of a consumer for its
+block ``k``:
 
-1. Start the products of the queries with its own quarters of the keys, and with the first of the others.
+1. Start the product of the queries with half ``w`` of the keys, its own half, which is refilled first.
 2. Wait for the exponentials of block ``k - 1``, rescale the output and start their product with the values.
-3. Start the products of the queries with the last quarter and with the rope.
+3. Start the product of the queries with the other half and with the rope.
 4. Compute the exponentials, publish them, rescale the output and add their product with the values.
 
-The softmax of one consumer overlaps with products 1 and 2 of the other. Quarters are free one after the other: a slot's
-own ones in step 4, and the others in the other consumer's step 2 for the next block.
+The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
+and the rest of the slot when the other consumer has done its step 2 for the next block.
 
 Exponentials are relative to an origin per head that the consumers share. It moves only if a block's highest score
 exceeds it by more than :data:`MARGIN`, so that its exponentials stay below ``2 ** MARGIN``, which float16 represents.
@@ -37,9 +37,10 @@ from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiproces
 from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length, statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
+    HALF,
     ROPE,
     SIZE,
-    STORED_QUARTER,
+    STORED,
     aligned,
     chosen_by,
     keys_of,
@@ -52,8 +53,6 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
 BLOCK_KEYS = gl.constexpr(64)
-QUARTER = gl.constexpr(128)  # columns
-BEFORE = gl.constexpr(3)  # quarters whose products with the queries start before the other consumer's values are added
 MARGIN = gl.constexpr(8.0)
 REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
@@ -61,14 +60,16 @@ REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
 TILES = Tiles(heads=64, time_per_key=1.0, time_per_head=0.0)
 """All tiles take the same time, whatever number of heads is used."""
 
-# indices of barriers; the first two have one barrier per slot and quarter, the third has one per slot
-FULL = gl.constexpr(0)
-FREE = gl.constexpr(8)
-EXPONENTIALS = gl.constexpr(16)
-STATISTICS = gl.constexpr(18)
-QUERY_FULL = gl.constexpr(19)
-QUERY_FREE = gl.constexpr(20)
-BARRIERS = gl.constexpr(21)
+# indices of barriers; the first five have one barrier per slot
+OWN_FULL = gl.constexpr(0)
+REST_FULL = gl.constexpr(2)
+OWN_FREE = gl.constexpr(4)
+REST_FREE = gl.constexpr(6)
+EXPONENTIALS = gl.constexpr(8)
+STATISTICS = gl.constexpr(10)
+QUERY_FULL = gl.constexpr(11)
+QUERY_FREE = gl.constexpr(12)
+BARRIERS = gl.constexpr(13)
 
 
 def npu_sparse_flash_attention(
@@ -162,20 +163,21 @@ def _attend(
     dtype: gl.constexpr = key.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    q = gl.allocate_shared_memory(dtype, [4, BLOCK_HEADS, QUARTER], layout)
+    q = gl.allocate_shared_memory(dtype, [2, BLOCK_HEADS, HALF], layout)
     q_rope = gl.allocate_shared_memory(dtype, [1, BLOCK_HEADS, ROPE], layout)
-    k = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS, QUARTER], layout)  # quarter n of slot s is at 4 s + n
+    k = gl.allocate_shared_memory(dtype, [4, BLOCK_KEYS, HALF], layout)  # half h of slot s is at 2 s + h
     k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, ROPE], layout)  # then (heads, keys) of exponentials
     origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS], vector)
     sums = gl.allocate_shared_memory(gl.float32, [12, BLOCK_HEADS], vector)
     ones = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS], layout)
     ones.store(gl.full([8, BLOCK_KEYS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for quarter in gl.static_range(8):
-        mbarrier.init(bars.index(FULL + quarter), count=128)  # threads of the producer
-        mbarrier.init(bars.index(FREE + quarter), count=1)
-    mbarrier.init(bars.index(EXPONENTIALS), count=1)
-    mbarrier.init(bars.index(EXPONENTIALS + 1), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(bars.index(OWN_FULL + slot), count=128)  # threads of the producer
+        mbarrier.init(bars.index(REST_FULL + slot), count=128)
+        mbarrier.init(bars.index(OWN_FREE + slot), count=1)
+        mbarrier.init(bars.index(REST_FREE + slot), count=1)
+        mbarrier.init(bars.index(EXPONENTIALS + slot), count=1)
     mbarrier.init(bars.index(STATISTICS), count=2)  # both consumers arrive, and both wait
     mbarrier.init(bars.index(QUERY_FULL), count=128)
     mbarrier.init(bars.index(QUERY_FREE), count=2)
@@ -221,7 +223,7 @@ def _produce(
     query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head = inputs
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of 4 rows
-    columns = gl.arange(0, QUARTER, layout=gl.SliceLayout(0, layout))[None, :]
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))[None, :]
     rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]
     in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, layout))
 
@@ -241,8 +243,8 @@ def _produce(
         at_rope = places_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
         ropes = query_rope + (at_rope + rope_columns)
         real = (first_head + in_block < GROUP)[:, None]
-        for part in gl.static_range(4):
-            async_copy.async_copy_global_to_shared(q.index(part), queries + part * QUARTER, real)
+        async_copy.async_copy_global_to_shared(q.index(0), queries, real)
+        async_copy.async_copy_global_to_shared(q.index(1), queries + HALF, real)
         async_copy.async_copy_global_to_shared(q_rope.index(0), ropes, real)
         async_copy.mbarrier_arrive(bars.index(QUERY_FULL), increment_count=False)
 
@@ -254,14 +256,13 @@ def _produce(
             at_key, there = at_key[:, None], there[:, None]
             keys, ropes = key + (at_key * SIZE + columns), key_rope + (at_key * ROPE + rope_columns)
 
-            for part in gl.static_range(4):
-                quarter = (2 * slot + part) % 4  # the consumer's own ones first
-                place = 4 * slot + quarter
-                mbarrier.wait(bars.index(FREE + place), free)
-                async_copy.async_copy_global_to_shared(k.index(place), keys + quarter * QUARTER, there)
-                if part == 3:
-                    async_copy.async_copy_global_to_shared(k_rope.index(slot), ropes, there)
-                async_copy.mbarrier_arrive(bars.index(FULL + place), increment_count=False)
+            mbarrier.wait(bars.index(OWN_FREE + slot), free)
+            async_copy.async_copy_global_to_shared(k.index(3 * slot), keys + slot * HALF, there)
+            async_copy.mbarrier_arrive(bars.index(OWN_FULL + slot), increment_count=False)
+            mbarrier.wait(bars.index(REST_FREE + slot), free)
+            async_copy.async_copy_global_to_shared(k.index(1 + slot), keys + (1 - slot) * HALF, there)
+            async_copy.async_copy_global_to_shared(k_rope.index(slot), ropes, there)
+            async_copy.mbarrier_arrive(bars.index(REST_FULL + slot), increment_count=False)
         used += (blocks + 1) // 2
         used_1 += blocks // 2
 
@@ -280,12 +281,12 @@ def _consume(
     QUERIES: gl.constexpr,
     W: gl.constexpr,
 ):
-    """Attend to the blocks of slot ``W``, and compute quarters ``2 W`` and ``2 W + 1`` of the output."""
+    """Attend to the blocks of slot ``W``, and compute half ``W`` of the output."""
     sums, bars = shared[5], shared[6]
     indices, visible_keys, places, tokens = selection
     out, softmax_max, softmax_sum = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     per_head: gl.constexpr = gl.SliceLayout(1, narrow)
 
@@ -298,8 +299,7 @@ def _consume(
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
         block_of = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
-        total_0 = gl.zeros([BLOCK_HEADS, QUARTER], gl.float32, wide)
-        total_1 = gl.zeros([BLOCK_HEADS, QUARTER], gl.float32, wide)
+        total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         origin = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)
         highest = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)  # of the consumer's own blocks
         added = _thread_sums(gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow))  # exponentials of its own blocks
@@ -307,26 +307,22 @@ def _consume(
 
         mbarrier.wait(bars.index(QUERY_FULL), turn & 1)
         if W == 0:
-            total_0, total_1, origin, highest, added, rounded = _attend_block(
-                shared, block_of, 0, total_0, total_1, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
+            total, origin, highest, added, rounded = _attend_block(
+                shared, block_of, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
             )
         else:
             # ptxas would otherwise wait in the loop for the first product with the keys before it rescales the total
-            total_0, total_1 = warpgroup_mma_wait(0, deps=[total_0, total_1])
+            total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(bars.index(QUERY_FREE), pred=blocks == 1)
         for block in range(2 - W, blocks, 2):
-            total_0, total_1, origin, highest, added, rounded = _attend_block(
-                *(shared, block_of, block, total_0, total_1, origin, highest, added, rounded),
-                *(GROUP, TOP_K, QUERIES, W, False),
+            total, origin, highest, added, rounded = _attend_block(
+                shared, block_of, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
-            total_0, total_1, origin, factor = _add_other_block(
-                shared, total_0, total_1, origin, used_other + (blocks - 1) // 2, W
-            )
+            total, origin, factor = _add_other_block(shared, total, origin, used_other + (blocks - 1) // 2, W)
             added, rounded = _scaled(added, factor), _scaled(rounded, factor)
-            total_0, total_1 = warpgroup_mma_wait(0, deps=[total_0, total_1])
-            mbarrier.arrive(bars.index(FREE + 4 - 2 * W))
-            mbarrier.arrive(bars.index(FREE + 5 - 2 * W))
+            total = warpgroup_mma_wait(0, deps=[total])
+            mbarrier.arrive(bars.index(REST_FREE + 1 - W))
 
         mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
         other = (turn & 1) * 6 + 3 - 3 * W
@@ -343,13 +339,10 @@ def _consume(
 
         heads = (of_row * KEY_HEADS + key_head) * GROUP
         divisor = gl.convert_layout(gl.where(rounded == 0, 1.0, rounded), gl.SliceLayout(1, wide))
-        average_0 = gl.convert_layout((total_0 * (1 / divisor)[:, None]).to(out.dtype.element_ty), STORED_QUARTER)
-        average_1 = gl.convert_layout((total_1 * (1 / divisor)[:, None]).to(out.dtype.element_ty), STORED_QUARTER)
-        at = first_head + gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, STORED_QUARTER))
-        columns = 2 * W * QUARTER + gl.arange(0, QUARTER, layout=gl.SliceLayout(0, STORED_QUARTER))
-        to = out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :])
-        gl.store(to, average_0, mask=(at < GROUP)[:, None])
-        gl.store(to + QUARTER, average_1, mask=(at < GROUP)[:, None])
+        average = gl.convert_layout((total * (1 / divisor)[:, None]).to(out.dtype.element_ty), STORED)
+        at = first_head + gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, STORED))
+        columns = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, STORED))
+        gl.store(out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :]), average, mask=(at < GROUP)[:, None])
         if W == 0:
             at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
             of_head = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
@@ -365,8 +358,7 @@ def _attend_block(
     shared,
     block_of,
     block,
-    total_0,
-    total_1,
+    total,
     origin,
     highest,
     added,
@@ -381,29 +373,29 @@ def _attend_block(
     q, q_rope, k, k_rope, origins, _, bars, ones = shared
     selected, chosen, visible, without_gap, blocks, scale, used, used_other = block_of
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    wide: gl.constexpr = total_0.type.layout
+    wide: gl.constexpr = total.type.layout
     # A zero that the compiler cannot know. Otherwise it keeps 80 descriptors of shared memory in registers, and spills.
     zero = (used + block // 2) >> 30
+    own = k.index(3 * W + zero)
     phase = (used + block // 2) & 1
-    at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
+
+    mbarrier.wait(bars.index(OWN_FULL + W), phase)
+    fence_async_shared()
     scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
-    for turn in gl.static_range(BEFORE):
-        scores = _add_scores(shared, scores, turn, phase, zero, W)
+    scores = warpgroup_mma(q.index(W + zero), own.permute((1, 0)), scores, use_acc=False, is_async=True)
+    at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
     if QUERIES > 1:
         bits = gl.load(chosen + at)  # long before they are needed
     if not FIRST:
-        total_0, total_1, origin, factor = _add_other_block(
-            shared, total_0, total_1, origin, used_other + (block - 1) // 2, W
-        )
+        total, origin, factor = _add_other_block(shared, total, origin, used_other + (block - 1) // 2, W)
         added, rounded = _scaled(added, factor), _scaled(rounded, factor)
-    for turn in gl.static_range(BEFORE, 4):
-        scores = _add_scores(shared, scores, turn, phase, zero, W)
+    mbarrier.wait(bars.index(REST_FULL + W), phase)
+    fence_async_shared()
+    scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(q_rope.index(zero), k_rope.index(W + zero).permute((1, 0)), scores, is_async=True)
     if not FIRST:
-        total_0 = warpgroup_mma_wait(6 - BEFORE, deps=[total_0])  # products that started later may be in flight
-        mbarrier.arrive(bars.index(FREE + 4 - 2 * W))
-        total_1 = warpgroup_mma_wait(5 - BEFORE, deps=[total_1])
-        mbarrier.arrive(bars.index(FREE + 5 - 2 * W))
+        total = warpgroup_mma_wait(2, deps=[total])  # the two products above may be in flight
+        mbarrier.arrive(bars.index(REST_FREE + 1 - W))
     scores = warpgroup_mma_wait(0, deps=[scores])
     if block + 2 >= blocks:
         mbarrier.arrive(bars.index(QUERY_FREE))
@@ -426,43 +418,28 @@ def _attend_block(
     mbarrier.arrive(bars.index(EXPONENTIALS + W))
 
     factor = _factor(origin, moved)
+    total = _scaled(total, factor)
     added = _scaled(added, factor) + _thread_sums(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
-    total_0 = warpgroup_mma(weights_in_registers, k.index(6 * W + zero), _scaled(total_0, factor), is_async=True)
-    total_1 = warpgroup_mma(weights_in_registers, k.index(6 * W + 1 + zero), _scaled(total_1, factor), is_async=True)
+    total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
     # a product with ones adds up the rounded exponentials, in less time than the threads would take
     weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
     rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), _scaled(rounded, factor), is_async=True)
-    total_0 = warpgroup_mma_wait(2, deps=[total_0])
-    mbarrier.arrive(bars.index(FREE + 6 * W))
-    total_1, rounded = warpgroup_mma_wait(0, deps=[total_1, rounded])
-    mbarrier.arrive(bars.index(FREE + 6 * W + 1))
-    return total_0, total_1, moved, highest, added, rounded
+    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
+    mbarrier.arrive(bars.index(OWN_FREE + W))
+    return total, moved, highest, added, rounded
 
 
 @gluon.jit
-def _add_scores(shared, scores, turn: gl.constexpr, phase, zero, W: gl.constexpr):
-    """Start to add the product of the queries with a quarter of the keys in slot ``W``, of which its own come first."""
-    q, k, bars = shared[0], shared[2], shared[6]
-    quarter: gl.constexpr = (2 * W + turn) % 4
-    mbarrier.wait(bars.index(FULL + 4 * W + quarter), phase)
-    fence_async_shared()
-    keys = k.index(4 * W + quarter + zero).permute((1, 0))
-    return warpgroup_mma(q.index(quarter + zero), keys, scores, use_acc=turn > 0, is_async=True)
-
-
-@gluon.jit
-def _add_other_block(shared, total_0, total_1, origin, count, W: gl.constexpr):
-    """Start to add the products of the other consumer's exponentials with the own quarters of their block's values."""
+def _add_other_block(shared, total, origin, count, W: gl.constexpr):
+    """Start to add the product of the other consumer's exponentials with half ``W`` of the values of their block."""
     k, k_rope, origins, bars = shared[2], shared[3], shared[4], shared[6]
     zero = count >> 30  # as in _attend_block
     mbarrier.wait(bars.index(EXPONENTIALS + 1 - W), count & 1)
     moved = origins.index(1 - W).load(origin.type.layout)
     factor = _factor(origin, moved)
-    weights = k_rope.index(1 - W + zero)
-    total_0 = warpgroup_mma(weights, k.index(4 - 2 * W + zero), _scaled(total_0, factor), is_async=True)
-    total_1 = warpgroup_mma(weights, k.index(5 - 2 * W + zero), _scaled(total_1, factor), is_async=True)
-    return total_0, total_1, moved, factor
+    total = _scaled(total, factor)
+    return warpgroup_mma(k_rope.index(1 - W + zero), k.index(2 - W + zero), total, is_async=True), moved, factor
 
 
 @gluon.jit

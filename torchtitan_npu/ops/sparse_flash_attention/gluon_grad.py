@@ -20,15 +20,18 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_keys import add_to_key
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_scores import differentiate
 from torchtitan_npu.ops.sparse_flash_attention.gluon_pairs import KEYS, MOST_PLACES, plan_pairs
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned
-from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward
+from torchtitan_npu.ops.sparse_flash_attention.triton_grad import QUERIES, Backward, add_to_queries
 from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Selection, Tiles, of_each_query, select
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments
+from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import blocks_of
 
 TILES = Tiles(heads=128, time_per_key=5.6, time_per_head=0.041)
 """Milliseconds of all kernels for 6.3e6 pairs of a row and a key, measured on an H200 with 16, 64 and 128 heads."""
 PAIRED_HEADS = 64
 """Up to this number of heads, rows that are no blocks of queries are in pairs."""
+QUERY_HEADS = 64
+"""Up to this number of heads, one launch adds to the queries and their ropes."""
 
 
 class Pairs(NamedTuple):
@@ -101,8 +104,7 @@ class HopperBackward(Backward):
         differentiate[(min(tiles, multiprocessors(d_out.device)),)](
             *(self.queries[here], self.query_ropes[here], d_out, self.key, self.key_rope, *self.places),
             *(self.selection.counts, self.selection.chosen, self.d_out_out, self.softmax_max, self.softmax_sum),
-            *(self.weights, self.d_scores, self.d_query, self.d_query_rope),
-            *(self.scale, self.scale * LOG2_E.value, start, count),
+            *(self.weights, self.d_scores, self.scale, self.scale * LOG2_E.value, start, count),
             *(len(self.queries) // self.block, self.sequence // self.block),
             *(*self.queries.stride()[:2], *self.query_ropes.stride()[:2], *d_out.stride()[:2]),
             GROUP=group,
@@ -114,7 +116,19 @@ class HopperBackward(Backward):
         )
 
     def add_to_queries(self, start: int, count: int) -> None:
-        """``differentiate`` has written these gradients."""
+        if self.shape["GROUP"] > QUERY_HEADS:
+            super().add_to_queries(start, count)
+            return
+        # Two programs fit on a multiprocessor. With the rope in another launch, d_scores would be read again.
+        config, grid = blocks_of(self.d_query, count * self.key_heads, QUERIES | {"num_stages": 2, "num_warps": 4})
+        rope = self.shape["ROPE"]
+        add_to_queries[grid](
+            *(self.d_scores, self.key, self.key_rope, *self.places, self.d_query, self.d_query_rope, start, count),
+            **self.products | {"BLOCK_GROUP": QUERY_HEADS},  # fewer rows would not be a product of a warp group
+            **config,
+            ROPE=rope,
+            BLOCK_ROPE=rope * config["BLOCK_COLUMNS"] // config["WIDTH"],
+        )
 
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
         if self.pairs is not None:

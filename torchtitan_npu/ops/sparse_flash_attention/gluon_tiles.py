@@ -29,17 +29,6 @@ STORED = gl.constexpr(
     )
 )
 
-# The same for (64, 128).
-STORED_QUARTER = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 128],
-    )
-)
-
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or a copy if not all of its rows start at a multiple of 16 bytes, as asynchronous copies need.
