@@ -1,4 +1,4 @@
-"""Import the training entry in a separate process, because a broken extension may crash it."""
+"""Import the training entry in another process, because a broken extension may crash it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchtitan_npu.cli.doctor.findings import Finding, green, red, yellow
 
 ROOT = Path(__file__).resolve().parents[3]
 """The parent of the package, which may not be installed."""
+STATUS_OF_FAILURE = {"torchtitan_npu.train": red, "torchao": yellow}
 MISSING = "pip install . in a checkout of this repository installs the missing packages"
 BROKEN = (
     "correct the red versions above, or reinstall the package of that file with pip install --force-reinstall --no-deps"
@@ -19,20 +20,21 @@ BROKEN = (
 
 
 def check_imports() -> Iterator[Finding]:
-    """Check the training entry, and torchao, which only the converters ``quantize.*`` import."""
-    for module, status in (("torchtitan_npu.train", red), ("torchao", yellow)):
-        if (error := import_error(module)) is None:
+    """Check the training entry, and torchao, which only the converters ``quantize.*`` import. Both load at once."""
+    imports = [(module, status, start_import(module)) for module, status in STATUS_OF_FAILURE.items()]
+    for module, status, process in imports:
+        stderr = process.communicate()[1]
+        if process.returncode == 0:
             yield green(f"import {module}", "loads")
         else:
+            error = error_in(stderr, process.returncode)
             missing = error.startswith("ModuleNotFoundError")
             yield status(f"import {module}", error, MISSING if missing else BROKEN)
 
 
-def import_error(module: str) -> str | None:
-    """Import ``module`` in a new process. Return its error in one line with the file, or None."""
+def start_import(module: str) -> subprocess.Popen[str]:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return error_in(result.stderr, result.returncode) if result.returncode else None
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def error_in(stderr: str, code: int) -> str:
