@@ -16,7 +16,8 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
     : >"$setup_log"
     # setup_step TEXT COMMAND...: run COMMAND with its output in setup.log. Show TEXT with a spinner, in a log every 10 s.
     setup_step() {
-        local text=$1 start=$SECONDS tick=0
+        local text=$1 start=$SECONDS tick=0 before
+        before=$(wc -l <"$setup_log")
         shift
         "$@" >>"$setup_log" 2>&1 &
         trap "kill $! 2>/dev/null; exit 130" INT
@@ -32,7 +33,9 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$want" ]; then
         trap - INT
         [ ! -t 2 ] || printf '\r\033[K' >&2
         wait $! || {
-            { grep '^ERROR' "$setup_log" || cat "$setup_log"; } | tail -n 3 >&2
+            # two processes may have written: show what failed, if pip says it
+            output=$(tail -n "+$((before + 1))" "$setup_log")
+            { grep '^ERROR' <<<"$output" || echo "$output"; } | tail -n 3 >&2
             echo "error: could not $text; is the package index reachable? All output: $setup_log" >&2
             exit 1
         }

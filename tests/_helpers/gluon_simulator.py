@@ -8,7 +8,9 @@ GPU happens as late as a GPU may do it:
 - The operands of a matrix product are read when it is issued and again when it is waited for, and must not change.
 - Reading a product that may be in flight is an error.
 - A product that reads memory written by a copy or a store since the last ``fence_async_shared`` is an error.
-- A load or store outside of its tensor is an error, and so is a copy of less than 4 bytes.
+- A load or store outside of its tensor is an error.
+- So is a copy of elements of 2 bytes if its tensor does not start at a multiple of 16 bytes, which Triton needs to copy
+  two elements at once, or if it selects one of two.
 - Warp groups that wait for ever raise a TimeoutError.
 
 Layouts, registers and memory ordering within a warp group are not modelled. Tensors on a GPU are copied to the CPU for
@@ -278,10 +280,10 @@ class Program:
         if source.offsets.shape != memory.data.shape:
             raise TypeError(f"{source.offsets.shape} does not fit {memory.data.shape}")
         source.selected(chosen)
-        itemsize = pointer.storage.itemsize
-        addresses = pointer.storage.data_ptr() + itemsize * offsets[..., :: max(1, 4 // itemsize)]
-        if (addresses % 4)[chosen[..., :: max(1, 4 // itemsize)]].any():
-            raise ValueError("an asynchronous copy takes at least 4 bytes, from a multiple of 4")
+        if pointer.storage.itemsize == 2:
+            aligned = pointer.storage.data_ptr() % 16 == 0 and not (offsets[..., ::2] % 2)[chosen[..., ::2]].any()
+            if not aligned or (chosen[..., ::2] != chosen[..., 1::2]).any():
+                raise ValueError("an asynchronous copy takes at least 4 bytes")
         memory.write(torch.full_like(memory.data, garbage(memory.dtype)))
         self.local.copies.append(lambda: memory.write(source.load(Value(chosen), 0)))
 

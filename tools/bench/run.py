@@ -300,7 +300,7 @@ def attention_peers(numbers: Numbers) -> str:
         name, heads, rows = row["what"].rsplit(", ", 2)
         direction, kernel = name.split(", ", 1)
         cases.setdefault(f"{direction}, {heads}, {rows}", {})[kernel] = row
-    there = {kernel for measured in cases.values() for kernel in measured}
+    there = {kernel for measured in cases.values() for kernel, row in measured.items() if _peer_cell(row, 0.0)}
     columns = {kernel: name for kernel, name in ATTENTION_KERNELS.items() if kernel in there}
     lines = []
     for case, measured in sorted(cases.items(), key=lambda item: item[0].startswith("backward")):
