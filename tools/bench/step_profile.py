@@ -34,7 +34,7 @@ PROFILER_OVERHEAD = (
     "Unknown",
     "Unrecognized",
 )
-"""The profiler's names of pauses (Kineto's ``overheadKindString``), which it lists among the kernels of an operator."""
+"""Kineto's names of the profiler's overhead (``overheadKindString``), which is listed among an operator's kernels."""
 
 
 class Work(BelowSubclasses):
