@@ -152,16 +152,19 @@ def call_gluon_attention(
     out, highest, total = sparse_flash_attention_gluon.npu_sparse_flash_attention(
         query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
     )
-    sparse_flash_attention_gluon_grad.npu_sparse_flash_attention_grad(
-        query, key, None, indices, out, out, highest, total, 0.1, query_rope, key_rope, None, None, "BSND", 3
-    )
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        sparse_flash_attention_gluon_grad.npu_sparse_flash_attention_grad(
+            query, key, None, indices, out, out, highest, total, 0.1, query_rope, key_rope, None, None, "BSND", 3
+        )
+    torch.use_deterministic_algorithms(False)
     return highest, total
 
 
 def call_gluon() -> None:
     # few heads, as on a rank of tensor parallel 8, for which several queries are a block
     call_gluon_attention(*attention_inputs(heads=16, queries=8, keys=TOP_K))
-    call_gluon_attention(*attention_inputs(heads=64, keys=2 * TOP_K))  # two queries are a pair, whose keys are copied
+    call_gluon_attention(*attention_inputs(heads=64, keys=2 * TOP_K))
     query, key, query_rope, key_rope, indices = attention_inputs()
     highest, total = call_gluon_attention(query, key, query_rope, key_rope, indices)
     indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(

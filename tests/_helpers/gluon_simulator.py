@@ -137,10 +137,14 @@ def garbage(dtype: torch.dtype) -> float:
 
 
 class Memory:
-    """A shared memory descriptor. All views of an allocation share ``unfenced``, the places written since a fence."""
+    """A shared memory descriptor. All views of an allocation share ``unfenced``, the places written since a fence.
 
-    def __init__(self, data: Tensor, unfenced: set[int]):
+    The place of a slice is that of the memory that it is a slice of.
+    """
+
+    def __init__(self, data: Tensor, unfenced: set[int], place: int | None = None):
         self.data, self.unfenced = data, unfenced
+        self.place = data.data_ptr() if place is None else place
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,7 +154,10 @@ class Memory:
         return Memory(self.data[int(index)], self.unfenced)
 
     def permute(self, order: tuple[int, ...]) -> Memory:
-        return Memory(self.data.permute(order), self.unfenced)
+        return Memory(self.data.permute(order), self.unfenced, self.place)
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        return Memory(self.data.narrow(dim, start, length), self.unfenced, self.place)
 
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
@@ -162,11 +169,11 @@ class Memory:
         if data.shape != self.data.shape or data.dtype != self.data.dtype:
             raise TypeError(f"{data.shape} of {data.dtype} does not fit {self.data.shape} of {self.data.dtype}")
         self.data.copy_(data)
-        self.unfenced.add(self.data.data_ptr())
+        self.unfenced.add(self.place)
 
     def operand(self) -> Tensor:
         """Return a copy for a matrix product."""
-        if self.data.data_ptr() in self.unfenced:
+        if self.place in self.unfenced:
             raise RuntimeError("a product reads shared memory without a fence after the last write")
         return self.data.clone()
 
@@ -238,9 +245,10 @@ class Program:
 
     # gl
 
-    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory | Barriers:
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory | Barriers | Barrier:
         if dtype == torch.int64:
-            return Barriers(shape[0], self.condition, self.errors)
+            barriers = Barriers(shape[0], self.condition, self.errors)
+            return barriers if len(shape) == 2 else barriers.index(0)
         return Memory(torch.full(shape, garbage(dtype), dtype=dtype), self.unfenced)
 
     def warp_specialize(self, functions: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
@@ -256,7 +264,7 @@ class Program:
             raise self.errors[0]
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.local.products, self.local.copies = [], []
+        self.local.products, self.local.copies, self.local.groups = [], [], []
         try:
             function(*arguments)
         except BaseException as error:  # raised in the main thread
@@ -299,6 +307,24 @@ class Program:
 
         self.copies.put(finish)
 
+    def commit_group(self) -> None:
+        copies, self.local.copies = self.local.copies, []
+        finished = threading.Event()
+        self.local.groups.append(finished)
+
+        def finish() -> None:
+            self.pause()
+            for copy in copies:
+                copy()
+            finished.set()
+
+        self.copies.put(finish)
+
+    def wait_group(self, num_outstanding: int) -> None:
+        while len(self.local.groups) > num_outstanding:
+            if not self.local.groups.pop(0).wait(PATIENCE):
+                raise TimeoutError("a copy did not finish")
+
     # mbarrier and warpgroup_mma
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
@@ -340,7 +366,7 @@ class Program:
             num_programs=lambda axis: Value(self.ids[1], torch.int32),
             arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
             zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
-            full=lambda shape, value, dtype, layout=None: Value(torch.full(shape, value, dtype=dtype)),
+            full=lambda shape, value, dtype, layout=None: Value(data_of(value) * torch.ones(shape, dtype=dtype)),
             convert_layout=lambda value, layout, assert_trivial=False: Value(data_of(value)),
             load=lambda pointer, mask=None, other=0: Value(pointer.load(mask, other)),
             store=_store,
@@ -362,7 +388,10 @@ class Program:
         return {
             "gl": self.language(),
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self.async_copy_global_to_shared, mbarrier_arrive=self.mbarrier_arrive
+                async_copy_global_to_shared=self.async_copy_global_to_shared,
+                mbarrier_arrive=self.mbarrier_arrive,
+                commit_group=self.commit_group,
+                wait_group=self.wait_group,
             ),
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: None,
@@ -428,11 +457,15 @@ def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     pointer.storage[offsets[chosen]] = data[chosen]
 
 
-def _atomic_add(pointer: Pointer, value: Value, mask: Value, sem: str) -> None:
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = True, *, sem: str) -> Value:
+    """Add, and return what was there before."""
     assert sem == "relaxed"
-    offsets, chosen, data = torch.broadcast_tensors(pointer.offsets, data_of(mask), data_of(value))
-    Pointer(pointer.storage, offsets).selected(Value(chosen))
+    offsets, chosen, data = torch.broadcast_tensors(
+        pointer.offsets, torch.as_tensor(data_of(mask)), *_tensors((value,))
+    )
+    before = pointer.storage[Pointer(pointer.storage, offsets).selected(Value(chosen))].clone()
     pointer.storage.index_put_((offsets[chosen],), data[chosen], accumulate=True)
+    return Value(before)
 
 
 class Kernel:

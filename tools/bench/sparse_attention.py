@@ -3,7 +3,7 @@
 
     python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--heads 128] [--triton] [--json FILE]
     python tools/bench/sparse_attention.py --peers DIR [--only forward]   # only a comparison with public kernels in DIR
-    python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries, pairs and blocks
+    python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries and blocks
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
 random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
@@ -55,7 +55,7 @@ from harness import (
 )
 from torch import Tensor
 
-from torchtitan_npu.ops.sparse_flash_attention import gluon, gluon_grad, op
+from torchtitan_npu.ops.sparse_flash_attention import gluon, op
 from torchtitan_npu.ops.sparse_flash_attention import triton as kernels
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as of_gradient
 from torchtitan_npu.ops.sparse_flash_attention import triton_query_blocks as query_blocks
@@ -229,29 +229,22 @@ def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
 
 
 def block_rows(machine: Machine) -> Iterator[Row]:
-    """Time single queries, pairs (backward) and the largest blocks of neighbouring queries in turns, for few heads."""
-    for heads, (name, first) in product((16, 32, 64), (("causal", 0), ("full rows", sparse_attention_peers.QUERIES))):
+    """Time single queries and the largest blocks of neighbouring queries in turns, for few heads."""
+    operations = sparse_attention_peers.FORWARD, sparse_attention_peers.BACKWARD
+    passes = list(zip(("forward", "backward"), operations, strict=True))
+    for heads, (name, first) in product((16, 32), (("causal", 0), ("full rows", sparse_attention_peers.QUERIES))):
         case = sparse_attention_peers.Case(heads, first)
-        operations = sparse_attention_peers.FORWARD, sparse_attention_peers.BACKWARD
-        for index, (run, tiles) in enumerate(zip(case.ours(), (gluon.TILES, gluon_grad.TILES), strict=True)):
-            block = min(tiles.heads // heads, query_blocks.MOST_QUERIES)
-            runs = {"single queries": partial(with_block, 1, False, run)}
-            if index == 1:
-                runs["pairs"] = partial(with_block, 1, True, run)
-            if block > 1:
-                runs[f"blocks of {block}"] = partial(with_block, block, False, run)
-            if len(runs) == 1:
-                continue
-            tokens = case.query.shape[1]
-            best = query_blocks.queries_per_block(heads, tokens, tokens, case.keys, TOP_K, True, tiles)
-            no_blocks = best == 1 or (index == 1 and 2 * heads > gluon_grad.PAIRED_HEADS)
-            chosen = ("single queries", "pairs")[index] if no_blocks else f"blocks of {best}"
-            flops = case.pairs * operations[index]
-            what = f"{('forward', 'backward')[index]}, {heads} heads, {name}"
+        tokens = case.query.shape[1]
+        block = gluon.TILES.heads // heads
+        sizes = {"single queries": 1, f"blocks of {block}": block}
+        best = query_blocks.queries_per_block(heads, tokens, tokens, case.keys, TOP_K, True, gluon.TILES)
+        for run, (direction, of_pair) in zip(case.ours(), passes, strict=True):
+            flops = case.pairs * of_pair
+            runs = {queries: partial(with_block, number, run) for queries, number in sizes.items()}
             times = forward_ms(runs)
             for queries, of_size in runs.items():
                 yield {
-                    "what": f"{what}, {queries}{' (chosen)' if queries == chosen else ''}",
+                    "what": f"{direction}, {heads} heads, {name}, {queries}{' (chosen)' * (sizes[queries] == best)}",
                     "length": tokens,
                     "ms": times[queries],
                     "tflops": flops / times[queries] / 1e9,
@@ -260,13 +253,10 @@ def block_rows(machine: Machine) -> Iterator[Row]:
                 }
 
 
-def with_block(queries: int, pairs: bool, run: Callable[[], object]) -> object:
-    """Run with blocks of ``queries``. If that is 1, ``pairs`` says whether two queries are a pair."""
+def with_block(queries: int, run: Callable[[], object]) -> object:
+    """Run with blocks of ``queries``."""
     with mock.patch.object(query_blocks, "queries_per_block", return_value=queries):
-        if pairs:
-            return run()
-        with mock.patch.object(gluon_grad, "PAIRED_HEADS", 0):
-            return run()
+        return run()
 
 
 def main() -> None:
@@ -280,7 +270,7 @@ def main() -> None:
     )
     passes = sparse_attention_peers.PASSES
     parser.add_argument("--only", nargs="+", choices=passes, help="passes of --peers")
-    parser.add_argument("--query-blocks", action="store_true", help="compare single queries with pairs and blocks")
+    parser.add_argument("--query-blocks", action="store_true", help="compare single queries with blocks")
     args = parser.parse_args()
     if args.only and not args.peers:
         parser.error("--only needs --peers DIR")

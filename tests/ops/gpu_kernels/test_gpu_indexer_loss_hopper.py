@@ -13,8 +13,7 @@ from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from tests.ops.gpu_kernels.test_gpu_indexer_loss import check_loss, make
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
 from torchtitan_npu.ops.indexer_kl_loss import gluon, op
-from torchtitan_npu.ops.lightning_indexer import gluon_grad
-from torchtitan_npu.ops.sparse_flash_attention import gluon_pairs
+from torchtitan_npu.ops.lightning_indexer import gluon_grad, gluon_pairs
 
 SCALE = (512 + 64) ** -0.5
 CASES: dict[str, Any] = {

@@ -16,7 +16,7 @@ from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from torchtitan_npu.ops import OPS, define
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
-from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, gluon_pairs, op, triton_grad
+from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, op, triton_grad
 
 SCALE = (512 + 64) ** -0.5
 CASES = {
@@ -30,12 +30,6 @@ CASES = {
     "four queries in a row": ("BSND", [(4, 300), (12, 200)], True, (32, 1), 256, "head by head"),
     "two queries of 64 heads, keys in any order": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
 }
-PAIRS = {
-    "all keys": ("BSND", [(6, 70)], True, (64, 1), 128, 0, "contiguous"),
-    "shared keys at other places, padding": ("BSND", [(4, 220), (3, 190)], True, (40, 1), 192, 0, "head by head"),
-    "two documents in a pair, a row without keys": ("TND", [(3, 900), (3, 2)], True, (16, 1), 128, 70, "strided"),
-}
-"""Ascending selections. The last number is that of keys that all rows selected."""
 IN_SIMULATOR = ("documents of a batch, some shorter", "eight queries in a row, of two documents")
 """Cases of the default run."""
 
@@ -45,11 +39,7 @@ def hopper() -> Any:
     """Return a namespace of operators in which the backward pass has the Gluon kernels."""
     name = "npu_sparse_flash_attention_grad"
     has_gpu = is_hopper(torch.empty(0, device=DEVICE))
-    run = (
-        gluon_grad.npu_sparse_flash_attention_grad
-        if has_gpu
-        else simulated(gluon_grad, name, plan_pairs=simulated(gluon_pairs, "plan_pairs"))
-    )
+    run = gluon_grad.npu_sparse_flash_attention_grad if has_gpu else simulated(gluon_grad, name)
     define("hopper_gradients", [OPS["npu_sparse_flash_attention"], dataclasses.replace(OPS[name], reference=run)])
     return torch.ops.hopper_gradients
 
@@ -72,18 +62,6 @@ def test_agrees_with_the_oracle(
     generator = torch.Generator().manual_seed(0)
     docs = Documents(layout, sizes, causal, half, generator, ARRANGEMENTS[arranged])
     assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, size=512, rope=64, scale=SCALE)
-
-
-@pytest.mark.parametrize("case", PAIRS)
-def test_pairs_agree_with_the_oracle(
-    hopper: Any, half: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout, sizes, causal, heads, top_k, same, arranged = PAIRS[case]
-    monkeypatch.setattr(triton_grad, "WORKSPACE", 12 * heads[0] * top_k)  # three rows, of which a chunk has two
-    docs = Documents(layout, sizes, causal, half, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
-    selected = docs.select_ascending(top_k, same)
-    options: dict[str, Any] = {"size": 512, "rope": 64, "scale": SCALE, "indices": selected}
-    assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, **options)
 
 
 @pytest.mark.slow

@@ -178,17 +178,17 @@ def test_choice_of_the_kernel(changes: dict[str, Any], suits: bool) -> None:
 
 
 LAST_WAIT = "    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])\n"
-RELEASE = "    mbarrier.arrive(bars.index(OWN_FREE + W))\n"
+RELEASE = "    mbarrier.arrive(own_free.index(W))\n"
 FAULTS = {
-    "scores before the keys arrive": ("    mbarrier.wait(bars.index(REST_FULL + W), phase)\n", "", "changed|fence"),
+    "scores before the keys arrive": ("    mbarrier.wait(rest_full.index(W), phase)\n", "", "changed|fence"),
     "keys released before the product": (
         f"{LAST_WAIT}{RELEASE}",
         f"{RELEASE}{LAST_WAIT}",
         "changed|fence",
     ),
     "a copy without a fence": (
-        "    mbarrier.wait(bars.index(OWN_FULL + W), phase)\n    fence_async_shared()\n",
-        "    mbarrier.wait(bars.index(OWN_FULL + W), phase)\n",
+        "    mbarrier.wait(own_full.index(W), phase)\n    fence_async_shared()\n",
+        "    mbarrier.wait(own_full.index(W), phase)\n",
         "fence",
     ),
     "a result in flight": ("    scores = warpgroup_mma_wait(0, deps=[scores])\n", "", "before warpgroup_mma_wait"),
@@ -246,11 +246,12 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     ).stdout
     kernels = {
         "gluon._attend": ("64 heads", "64 heads of 4 queries", "128 heads"),
+        "gluon_grad_fused.add_gradients": ("64 heads", "64 heads of 4 queries", "128 heads"),
         "gluon_grad_scores.differentiate": ("64 heads", "128 heads", "128 heads of 8 queries"),
-        "gluon_grad_keys.add_to_keys": ("64 heads", "128 heads", "128 heads of 2 queries", "128 heads of 8 queries"),
+        "gluon_grad_keys.multiply_keys": ("64 heads", "128 heads", "128 heads of 8 queries"),
     }
     compiled = {f"sparse_flash_attention.{kernel}, {heads}" for kernel, tiles in kernels.items() for heads in tiles}
-    compiled |= {"indexer_kl_loss.gluon._distributions", "sparse_flash_attention.gluon_pairs._plan_pairs"}
+    compiled |= {"indexer_kl_loss.gluon._distributions", "lightning_indexer.gluon_pairs._plan_pairs"}
     compiled |= {
         f"lightning_indexer.{name}" for name in ("gluon._score", "gluon_top_k._select", "gluon_grad._gradients")
     }
@@ -260,7 +261,8 @@ def test_compiled_for_hopper_without_spills(tmp_path: Path) -> None:
     assert sizes["lightning_indexer.gluon_grad._gradients"] <= TWO_PROGRAMS
     spills = {kernel: int(size) for kernel, size in reports}
     assert spills.keys() >= compiled
-    assert spills.pop("lightning_indexer.gluon_grad._gradients") <= 16  # outside of its loops
-    assert not any(spills.values())
+    few = ("lightning_indexer.gluon_grad._gradients", "sparse_flash_attention.gluon_grad_fused.add_gradients")
+    assert all(size <= (64 if name.startswith(few) else 0) for name, size in spills.items())
     assert "before its warp groups start" not in printed
+    assert "serialized" not in printed  # ptxas would wait for each product
     assert "injected" not in printed  # ptxas adds a wait if it cannot tell that a register is not in flight

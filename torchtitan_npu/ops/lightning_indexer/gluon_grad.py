@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of
 from torchtitan_npu.ops.lightning_indexer import triton_grad
-from torchtitan_npu.ops.sparse_flash_attention.gluon_pairs import KEYS, MOST_PLACES, load_rows, plan_pairs
+from torchtitan_npu.ops.lightning_indexer.gluon_pairs import KEYS, MOST_PLACES, load_rows, plan_pairs
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import check_size

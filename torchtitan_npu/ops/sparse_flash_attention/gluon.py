@@ -44,8 +44,13 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     aligned,
     chosen_by,
     keys_of,
+    new_barriers,
+    new_tile_queue,
     place_of_statistics,
     places_of_heads,
+    receive_tile,
+    send_tile,
+    take_tile,
     tile_of_heads,
 )
 from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Tiles, select
@@ -59,17 +64,6 @@ REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
 
 TILES = Tiles(heads=64, time_per_key=1.0, time_per_head=0.0)
 """All tiles take the same time, whatever number of heads is used."""
-
-# indices of barriers; the first five have one barrier per slot
-OWN_FULL = gl.constexpr(0)
-REST_FULL = gl.constexpr(2)
-OWN_FREE = gl.constexpr(4)
-REST_FREE = gl.constexpr(6)
-EXPONENTIALS = gl.constexpr(8)
-STATISTICS = gl.constexpr(10)
-QUERY_FULL = gl.constexpr(11)
-QUERY_FREE = gl.constexpr(12)
-BARRIERS = gl.constexpr(13)
 
 
 def npu_sparse_flash_attention(
@@ -117,7 +111,15 @@ def npu_sparse_flash_attention(
     tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)
     _attend[(min(tiles, multiprocessors(query.device)),)](
         *(queries, query_ropes, key, key_rope, selection.keys, *selection.rows, selection.counts, selection.chosen),
-        *(out, softmax_max, softmax_sum, scale, tokens, sequence),
+        *(
+            out,
+            softmax_max,
+            softmax_sum,
+            torch.zeros(1, dtype=torch.int32, device=query.device),
+            scale,
+            tokens,
+            sequence,
+        ),
         *(*queries.stride()[:2], *query_ropes.stride()[:2]),
         GROUP=group,
         KEY_HEADS=key_heads,
@@ -145,6 +147,7 @@ def _attend(
     out,
     softmax_max,
     softmax_sum,
+    counter,
     scale,  # positive, for powers of 2
     tokens,
     sequence,
@@ -171,27 +174,30 @@ def _attend(
     sums = gl.allocate_shared_memory(gl.float32, [12, BLOCK_HEADS], vector)
     ones = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS], layout)
     ones.store(gl.full([8, BLOCK_KEYS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(bars.index(OWN_FULL + slot), count=128)  # threads of the producer
-        mbarrier.init(bars.index(REST_FULL + slot), count=128)
-        mbarrier.init(bars.index(OWN_FREE + slot), count=1)
-        mbarrier.init(bars.index(REST_FREE + slot), count=1)
-        mbarrier.init(bars.index(EXPONENTIALS + slot), count=1)
-    mbarrier.init(bars.index(STATISTICS), count=2)  # both consumers arrive, and both wait
-    mbarrier.init(bars.index(QUERY_FULL), count=128)
-    mbarrier.init(bars.index(QUERY_FREE), count=2)
+    # a barrier per slot; 128 threads of the producer arrive when their copies have landed
+    own_full, rest_full = new_barriers(2, 128), new_barriers(2, 128)
+    own_free, rest_free, published = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1)
+    query_full, query_free = new_barriers(1, 128), new_barriers(1, 2)
+    statistics = new_barriers(1, 2)  # both consumers arrive, and both wait
+    queue = new_tile_queue()
     fence_async_shared()
 
-    shared = (q, q_rope, k, k_rope, origins, sums, bars, ones)
+    shared = (q, q_rope, k, k_rope, origins, sums, ones)
+    bars = (own_full, rest_full, own_free, rest_free, published, statistics, query_full, query_free)
     results = (out, softmax_max, softmax_sum)
     selection = (indices, visible_keys, places, tokens)
     inputs = (query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head)
     gl.warp_specialize(
         [
-            (_consume, (shared, selection, chosen, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, QUERIES, 0)),
-            (_consume, (shared, selection, chosen, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, QUERIES, 1)),
-            (_produce, (shared, selection, inputs, GROUP, KEY_HEADS, TOP_K, QUERIES)),
+            (
+                _consume,
+                (shared, bars, queue, selection, chosen, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, QUERIES, 0),
+            ),
+            (
+                _consume,
+                (shared, bars, queue, selection, chosen, results, scale, sequence, GROUP, KEY_HEADS, TOP_K, QUERIES, 1),
+            ),
+            (_produce, (shared, bars, queue, counter, selection, inputs, GROUP, KEY_HEADS, TOP_K, QUERIES)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -210,6 +216,9 @@ def _tile(tile, places, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
 @gluon.jit
 def _produce(
     shared,
+    bars,
+    queue,
+    counter,
     selection,
     inputs,
     GROUP: gl.constexpr,
@@ -218,7 +227,9 @@ def _produce(
     QUERIES: gl.constexpr,
 ):
     """Copy the queries of each tile, and its selected keys block by block, zero where a place holds no key."""
-    q, q_rope, k, k_rope, bars = shared[0], shared[1], shared[2], shared[3], shared[6]
+    q, q_rope, k, k_rope = shared[:4]
+    own_full, rest_full, own_free, rest_free = bars[:4]
+    query_full, query_free = bars[6:]
     indices, visible_keys, places, tokens = selection
     query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head = inputs
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -229,14 +240,16 @@ def _produce(
 
     used = 0  # blocks that went through slot 0
     used_1 = 0
-    for tile in range(gl.program_id(0), tokens * KEY_HEADS * head_blocks, gl.num_programs(0)):
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tokens * KEY_HEADS * head_blocks:
+        following = take_tile(counter)
         row, key_head, first_head, _, blocks = _tile(tile, places, tokens, GROUP, KEY_HEADS)
-        turn = tile // gl.num_programs(0)
         first, visible = gl.load(first_key + row), gl.load(visible_keys + row)
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
 
-        mbarrier.wait(bars.index(QUERY_FREE), (turn & 1) ^ 1)
+        mbarrier.wait(query_free.index(0), (turn & 1) ^ 1)
         head = (key_head * GROUP + first_head).to(gl.int64)
         heads = head + in_block  # 64 bits: times a stride it may be large
         queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
@@ -246,7 +259,7 @@ def _produce(
         async_copy.async_copy_global_to_shared(q.index(0), queries, real)
         async_copy.async_copy_global_to_shared(q.index(1), queries + HALF, real)
         async_copy.async_copy_global_to_shared(q_rope.index(0), ropes, real)
-        async_copy.mbarrier_arrive(bars.index(QUERY_FULL), increment_count=False)
+        async_copy.mbarrier_arrive(query_full.index(0), increment_count=False)
 
         for block in range(0, blocks):
             slot = block % 2
@@ -256,20 +269,25 @@ def _produce(
             at_key, there = at_key[:, None], there[:, None]
             keys, ropes = key + (at_key * SIZE + columns), key_rope + (at_key * ROPE + rope_columns)
 
-            mbarrier.wait(bars.index(OWN_FREE + slot), free)
+            mbarrier.wait(own_free.index(slot), free)
             async_copy.async_copy_global_to_shared(k.index(3 * slot), keys + slot * HALF, there)
-            async_copy.mbarrier_arrive(bars.index(OWN_FULL + slot), increment_count=False)
-            mbarrier.wait(bars.index(REST_FREE + slot), free)
+            async_copy.mbarrier_arrive(own_full.index(slot), increment_count=False)
+            mbarrier.wait(rest_free.index(slot), free)
             async_copy.async_copy_global_to_shared(k.index(1 + slot), keys + (1 - slot) * HALF, there)
             async_copy.async_copy_global_to_shared(k_rope.index(slot), ropes, there)
-            async_copy.mbarrier_arrive(bars.index(REST_FULL + slot), increment_count=False)
+            async_copy.mbarrier_arrive(rest_full.index(slot), increment_count=False)
         used += (blocks + 1) // 2
         used_1 += blocks // 2
+        send_tile(queue, following, turn)
+        tile = following
+        turn += 1
 
 
 @gluon.jit
 def _consume(
     shared,
+    bars,
+    queue,
     selection,
     chosen,
     results,
@@ -282,7 +300,9 @@ def _consume(
     W: gl.constexpr,
 ):
     """Attend to the blocks of slot ``W``, and compute half ``W`` of the output."""
-    sums, bars = shared[5], shared[6]
+    sums = shared[5]
+    rest_free = bars[3]
+    statistics, query_full, query_free = bars[5:]
     indices, visible_keys, places, tokens = selection
     out, softmax_max, softmax_sum = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -292,9 +312,10 @@ def _consume(
 
     used = 0  # blocks that went through this consumer's slot
     used_other = 0
-    for tile in range(gl.program_id(0), tokens * KEY_HEADS * head_blocks, gl.num_programs(0)):
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tokens * KEY_HEADS * head_blocks:
         row, key_head, first_head, without_gap, blocks = _tile(tile, places, tokens, GROUP, KEY_HEADS)
-        turn = tile // gl.num_programs(0)
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
@@ -305,24 +326,24 @@ def _consume(
         added = _thread_sums(gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow))  # exponentials of its own blocks
         rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
-        mbarrier.wait(bars.index(QUERY_FULL), turn & 1)
+        mbarrier.wait(query_full.index(0), turn & 1)
         if W == 0:
             total, origin, highest, added, rounded = _attend_block(
-                shared, block_of, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
+                shared, bars, block_of, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
             )
         else:
             # ptxas would otherwise wait in the loop for the first product with the keys before it rescales the total
             total = warpgroup_mma_wait(0, deps=[total])
-            mbarrier.arrive(bars.index(QUERY_FREE), pred=blocks == 1)
+            mbarrier.arrive(query_free.index(0), pred=blocks == 1)
         for block in range(2 - W, blocks, 2):
             total, origin, highest, added, rounded = _attend_block(
-                shared, block_of, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
+                shared, bars, block_of, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
-            total, origin, factor = _add_other_block(shared, total, origin, used_other + (blocks - 1) // 2, W)
+            total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (blocks - 1) // 2, W)
             added, rounded = _scaled(added, factor), _scaled(rounded, factor)
             total = warpgroup_mma_wait(0, deps=[total])
-            mbarrier.arrive(bars.index(REST_FREE + 1 - W))
+            mbarrier.arrive(rest_free.index(1 - W))
 
         mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
         other = (turn & 1) * 6 + 3 - 3 * W
@@ -331,8 +352,8 @@ def _consume(
         sums.index(mine).store(highest)
         sums.index(mine + 1).store(added)
         sums.index(mine + 2).store(rounded)
-        mbarrier.arrive(bars.index(STATISTICS))
-        mbarrier.wait(bars.index(STATISTICS), turn & 1)
+        mbarrier.arrive(statistics.index(0))
+        mbarrier.wait(statistics.index(0), turn & 1)
         highest = gl.maximum(highest, sums.index(other).load(per_head))
         added += sums.index(other + 1).load(per_head)
         rounded += sums.index(other + 2).load(per_head)
@@ -351,11 +372,14 @@ def _consume(
             gl.store(softmax_sum + of_head + at, added, mask=at < GROUP)
         used += (blocks + 1 - W) // 2
         used_other += (blocks + W) // 2
+        tile = receive_tile(queue, turn)
+        turn += 1
 
 
 @gluon.jit
 def _attend_block(
     shared,
+    bars,
     block_of,
     block,
     total,
@@ -370,7 +394,10 @@ def _attend_block(
     FIRST: gl.constexpr,
 ):
     """Add the exponentials of the other consumer's block before ``block``, if any, and those of ``block``."""
-    q, q_rope, k, k_rope, origins, _, bars, ones = shared
+    q, q_rope, k, k_rope, origins = shared[:5]
+    ones = shared[6]
+    own_full, rest_full, own_free, rest_free, published = bars[:5]
+    query_free = bars[7]
     selected, chosen, visible, without_gap, blocks, scale, used, used_other = block_of
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     wide: gl.constexpr = total.type.layout
@@ -379,7 +406,7 @@ def _attend_block(
     own = k.index(3 * W + zero)
     phase = (used + block // 2) & 1
 
-    mbarrier.wait(bars.index(OWN_FULL + W), phase)
+    mbarrier.wait(own_full.index(W), phase)
     fence_async_shared()
     scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
     scores = warpgroup_mma(q.index(W + zero), own.permute((1, 0)), scores, use_acc=False, is_async=True)
@@ -387,18 +414,18 @@ def _attend_block(
     if QUERIES > 1:
         bits = gl.load(chosen + at)  # long before they are needed
     if not FIRST:
-        total, origin, factor = _add_other_block(shared, total, origin, used_other + (block - 1) // 2, W)
+        total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (block - 1) // 2, W)
         added, rounded = _scaled(added, factor), _scaled(rounded, factor)
-    mbarrier.wait(bars.index(REST_FULL + W), phase)
+    mbarrier.wait(rest_full.index(W), phase)
     fence_async_shared()
     scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(q_rope.index(zero), k_rope.index(W + zero).permute((1, 0)), scores, is_async=True)
     if not FIRST:
         total = warpgroup_mma_wait(2, deps=[total])  # the two products above may be in flight
-        mbarrier.arrive(bars.index(REST_FREE + 1 - W))
+        mbarrier.arrive(rest_free.index(1 - W))
     scores = warpgroup_mma_wait(0, deps=[scores])
     if block + 2 >= blocks:
-        mbarrier.arrive(bars.index(QUERY_FREE))
+        mbarrier.arrive(query_free.index(0))
 
     if QUERIES > 1:
         heads = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, narrow))  # all heads of a block are in one tile
@@ -415,7 +442,7 @@ def _attend_block(
     k_rope.index(W).store(weights)
     origins.index(W).store(moved)
     fence_async_shared()
-    mbarrier.arrive(bars.index(EXPONENTIALS + W))
+    mbarrier.arrive(published.index(W))
 
     factor = _factor(origin, moved)
     total = _scaled(total, factor)
@@ -426,16 +453,17 @@ def _attend_block(
     weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
     rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), _scaled(rounded, factor), is_async=True)
     total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
-    mbarrier.arrive(bars.index(OWN_FREE + W))
+    mbarrier.arrive(own_free.index(W))
     return total, moved, highest, added, rounded
 
 
 @gluon.jit
-def _add_other_block(shared, total, origin, count, W: gl.constexpr):
+def _add_other_block(shared, bars, total, origin, count, W: gl.constexpr):
     """Start to add the product of the other consumer's exponentials with half ``W`` of the values of their block."""
-    k, k_rope, origins, bars = shared[2], shared[3], shared[4], shared[6]
+    k, k_rope, origins = shared[2:5]
+    published = bars[4]
     zero = count >> 30  # as in _attend_block
-    mbarrier.wait(bars.index(EXPONENTIALS + 1 - W), count & 1)
+    mbarrier.wait(published.index(1 - W), count & 1)
     moved = origins.index(1 - W).load(origin.type.layout)
     factor = _factor(origin, moved)
     total = _scaled(total, factor)

@@ -1,16 +1,11 @@
-"""The gradients of the selected keys on Hopper GPUs, in Gluon: one persistent kernel with three warp groups.
+"""The contributions of rows to the gradients of their keys on Hopper GPUs, for sums in a fixed order, in Gluon.
 
 A tile is a row with all of its heads, up to 128, and all or half of the columns: shared memory holds these columns of
 the row's queries and output gradients. The softmax and its gradient come in blocks of 64 keys, in two slots: even
-blocks in slot 0, odd blocks in slot 1. A third warp group copies them. Consumer ``w`` multiplies the blocks in slot
-``w`` and adds the products to the keys' gradients by atomic additions, while the other consumer multiplies.
+blocks in slot 0, odd blocks in slot 1. A third warp group copies them. Consumer ``w`` of this persistent kernel
+multiplies the blocks in slot ``w`` and stores the products, while the other consumer multiplies.
 
-Instead of one row, a tile may have a block of rows with the union of their keys, or a pair of rows with their common
-blocks of keys. Another launch then adds the other blocks of each row.
-
-The limit of the kernel is the rate at which an H200 adds float32: 3.8e12 bytes a second if a warp adds at least 128
-adjacent bytes, 3.1e12 with 64 bytes, and 2.3e12 in the layout of the accumulators. Bulk reductions from shared memory
-reach no more.
+Instead of one row, a tile may have a block of rows with the union of their keys.
 """
 
 from __future__ import annotations
@@ -40,26 +35,7 @@ BLOCK_KEYS = gl.constexpr(64)
 REGISTERS = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
-# In these layouts a warp keeps the rows that it has in the accumulator. To add, a thread has 4 adjacent columns and 8
-# threads have 32: reductions of 128 adjacent bytes have the full rate. To store, a thread has 8, as in STORED.
-ADDED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 32], [0, 64], [0, 128], [1, 0], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 256],
-    )
-)
-ADDED_ROPE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [8, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 32],
-    )
-)
+# a thread stores 8 adjacent columns, as in STORED
 STORED_ROPE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]],
@@ -79,7 +55,7 @@ BARRIERS = gl.constexpr(6)
 
 
 @gluon.jit
-def add_to_keys(
+def multiply_keys(
     weights,
     d_scores,
     query,
@@ -89,13 +65,11 @@ def add_to_keys(
     first_key,
     visible_keys,
     places,
-    common_blocks,
     active,
-    d_key,
-    d_key_rope,
+    contributions,
+    rope_contributions,
     first_row,
     rows,
-    list_row,
     query_row,
     query_head,
     rope_row,
@@ -108,8 +82,6 @@ def add_to_keys(
     QUERIES: gl.constexpr,
     BLOCK_HEADS: gl.constexpr,
     HALVES: gl.constexpr,
-    ATOMIC: gl.constexpr,
-    STAGGERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -131,18 +103,15 @@ def add_to_keys(
     fence_async_shared()
 
     shared = (q, do, q_rope, p, ds, bars)
-    selection = (indices, first_key, visible_keys, places, first_row, rows, list_row, common_blocks)
+    selection = (indices, visible_keys, places, first_row, rows)
     inputs = (weights, d_scores, query, query_rope, d_out, active)
     strides = (query_row, query_head, rope_row, rope_head, out_row, out_head)
-    results = (d_key, d_key_rope)
+    results = (contributions, rope_contributions)
     gl.warp_specialize(
         [
-            (_consume, (shared, selection, results, KEY_HEADS, TOP_K, HALVES, ATOMIC, STAGGERED, 0)),
-            (_consume, (shared, selection, results, KEY_HEADS, TOP_K, HALVES, ATOMIC, STAGGERED, 1)),
-            (
-                _produce,
-                (shared, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, QUERIES, BLOCK_HEADS, HALVES, STAGGERED),
-            ),
+            (_consume, (shared, selection, results, KEY_HEADS, TOP_K, HALVES, 0)),
+            (_consume, (shared, selection, results, KEY_HEADS, TOP_K, HALVES, 1)),
+            (_produce, (shared, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, QUERIES, BLOCK_HEADS, HALVES)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -151,21 +120,14 @@ def add_to_keys(
 
 @gluon.jit
 def _tile(tile, selection, KEY_HEADS: gl.constexpr, HALVES: gl.constexpr):
-    """Return a tile's row in the chunk, its key head and its first half of the columns.
-
-    Then come its first key block and the number of its key blocks.
-    """
-    places, first_row, rows, _, common_blocks = selection[3:]
+    """Return a tile's row in the chunk, its key head, its first half of the columns and its number of key blocks."""
+    places, first_row, rows = selection[2:]
     tiles_of_row: gl.constexpr = 2 // HALVES * KEY_HEADS
     tile = balanced_tile(tile, tiles_of_row * rows)
     row = rows - 1 - tile // tiles_of_row
     key_head = tile % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
-    blocks = (count + BLOCK_KEYS - 1) // BLOCK_KEYS
-    start = 0
-    if common_blocks is not None:  # of the row's pair
-        start = gl.load(common_blocks + (first_row + row) // 2)
-    return row, key_head, tile % tiles_of_row // KEY_HEADS, start, blocks - start
+    return row, key_head, tile % tiles_of_row // KEY_HEADS, (count + BLOCK_KEYS - 1) // BLOCK_KEYS
 
 
 @gluon.jit
@@ -180,11 +142,10 @@ def _produce(
     QUERIES: gl.constexpr,
     BLOCK_HEADS: gl.constexpr,
     HALVES: gl.constexpr,
-    STAGGERED: gl.constexpr,
 ):
     """Copy the queries and output gradients of each tile, and block by block the weights and their gradients."""
     q, do, q_rope, p, ds, bars = shared
-    first_row, rows = selection[4], selection[5]
+    first_row, rows = selection[3:]
     weights, d_scores, query, query_rope, d_out, active = inputs
     query_row, query_head, rope_row, rope_head, out_row, out_head = strides
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of 4 rows
@@ -199,7 +160,7 @@ def _produce(
     used_1 = 0
     turn = 0  # tiles with keys
     for tile in range(gl.program_id(0), 2 // HALVES * rows * KEY_HEADS, gl.num_programs(0)):
-        row, key_head, half, start, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
+        row, key_head, half, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
         if blocks > 0:
             of_row = row.to(gl.int64)
             head = (key_head * GROUP).to(gl.int64)
@@ -230,14 +191,11 @@ def _produce(
 
             # 32 bits: the workspace is bounded
             of_heads = ((row * KEY_HEADS + key_head) * GROUP + in_group)[:, None] * TOP_K + in_block
-            for turn_of_block in range(0, blocks):
-                block = turn_of_block
-                if STAGGERED:
-                    block = (turn_of_block + row) % blocks
-                slot = turn_of_block % 2
-                waits = gl.where(slot == 0, used, used_1) + turn_of_block // 2
+            for block in range(0, blocks):
+                slot = block % 2
+                waits = gl.where(slot == 0, used, used_1) + block // 2
                 mbarrier.wait(bars.index(FREE + slot), (waits & 1) ^ 1)
-                at = of_heads + (start + block) * BLOCK_KEYS
+                at = of_heads + block * BLOCK_KEYS
                 async_copy.async_copy_global_to_shared(ds.index(slot), d_scores + at, real)
                 async_copy.async_copy_global_to_shared(p.index(slot), weights + at, real)
                 async_copy.mbarrier_arrive(bars.index(FULL + slot), increment_count=False)
@@ -254,47 +212,41 @@ def _consume(
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
     HALVES: gl.constexpr,
-    ATOMIC: gl.constexpr,
-    STAGGERED: gl.constexpr,
     W: gl.constexpr,
 ):
     """Multiply and add the blocks of slot ``W``."""
     q, do, q_rope, p, ds, bars = shared
-    indices, first_key, visible_keys, _, first_row, rows, list_row, _ = selection
-    d_key, d_key_rope = results
+    indices, visible_keys = selection[:2]
+    first_row, rows = selection[3:]
+    contributions, rope_contributions = results
+    dtype: gl.constexpr = contributions.dtype.element_ty
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    added: gl.constexpr = ADDED if ATOMIC else STORED
-    added_rope: gl.constexpr = ADDED_ROPE if ATOMIC else STORED_ROPE
-    of_rope: gl.constexpr = gl.SliceLayout(1, added_rope)
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, added))[None, :]
-    rope_columns = gl.arange(0, HALF_ROPE, layout=gl.SliceLayout(0, added_rope))[None, :]
-    in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, added))
+    of_rope: gl.constexpr = gl.SliceLayout(1, STORED_ROPE)
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, STORED))[None, :]
+    rope_columns = gl.arange(0, HALF_ROPE, layout=gl.SliceLayout(0, STORED_ROPE))[None, :]
+    in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, STORED))
 
     used = 0  # blocks that went through this consumer's slot
     turn = 0  # tiles with keys
     for tile in range(gl.program_id(0), 2 // HALVES * rows * KEY_HEADS, gl.num_programs(0)):
-        row, key_head, half, start, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
+        row, key_head, half, blocks = _tile(tile, selection, KEY_HEADS, HALVES)
         of_row = (first_row + row).to(gl.int64)
-        selected = indices + of_row * list_row + key_head * TOP_K
-        first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
+        selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
+        visible = gl.load(visible_keys + of_row)
         if blocks > 0:
             mbarrier.wait(bars.index(ROWS_FULL), turn & 1)
             mbarrier.arrive(bars.index(ROWS_FREE), pred=blocks <= W)
             turn += 1
-        for turn_of_block in range(W, blocks, 2):
-            block = turn_of_block
-            if STAGGERED:
-                block = (turn_of_block + row) % blocks
-            at = (start + block) * BLOCK_KEYS + in_block
-            to, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
-            if not ATOMIC:
-                to = (row * KEY_HEADS + key_head) * TOP_K + at
+        for block in range(W, blocks, 2):
+            at = block * BLOCK_KEYS + in_block
+            there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
+            to = (row * KEY_HEADS + key_head) * TOP_K + at
 
-            mbarrier.wait(bars.index(FULL + W), (used + turn_of_block // 2) & 1)
+            mbarrier.wait(bars.index(FULL + W), (used + block // 2) & 1)
             fence_async_shared()
             # A zero that the compiler cannot know. Otherwise it keeps descriptors of shared memory in registers.
-            zero = (used + turn_of_block) >> 30
+            zero = (used + block) >> 30
             left = ds.index(W + zero).permute((1, 0))
             for part in gl.static_range(HALVES):
                 total = gl.zeros([BLOCK_KEYS, HALF], gl.float32, wide)
@@ -305,24 +257,12 @@ def _consume(
                 total, rope = warpgroup_mma_wait(0, deps=[total, rope])
                 if part == HALVES - 1:
                     mbarrier.arrive(bars.index(FREE + W))
-                    mbarrier.arrive(bars.index(ROWS_FREE), pred=turn_of_block + 2 >= blocks)
+                    mbarrier.arrive(bars.index(ROWS_FREE), pred=block + 2 >= blocks)
 
-                # Both are rearranged before the first addition. A rearrangement in shared memory would otherwise wait
-                # for the additions that were issued before it.
-                columns_to_add = gl.convert_layout(total.to(d_key.dtype.element_ty), added)
-                rope_to_add = gl.convert_layout(rope.to(d_key.dtype.element_ty), added_rope)
-                to_columns = d_key + (half + part) * HALF + ((to * SIZE)[:, None] + columns)
-                _send(to_columns, columns_to_add, there, ATOMIC)
+                to_columns = contributions + (half + part) * HALF + ((to * SIZE)[:, None] + columns)
+                gl.store(to_columns, gl.convert_layout(total.to(dtype), STORED), mask=there[:, None])
                 in_rope = gl.convert_layout(to, of_rope, assert_trivial=True)
-                to_ropes = d_key_rope + (half + part) * HALF_ROPE + ((in_rope * ROPE)[:, None] + rope_columns)
-                _send(to_ropes, rope_to_add, gl.convert_layout(there, of_rope, assert_trivial=True), ATOMIC)
+                of_key = gl.convert_layout(there, of_rope, assert_trivial=True)
+                to_ropes = rope_contributions + (half + part) * HALF_ROPE + ((in_rope * ROPE)[:, None] + rope_columns)
+                gl.store(to_ropes, gl.convert_layout(rope.to(dtype), STORED_ROPE), mask=of_key[:, None])
         used += (blocks + 1 - W) // 2
-
-
-@gluon.jit
-def _send(pointers, values, there, ATOMIC: gl.constexpr):
-    """Add ``values`` to the rows ``there``, or store them."""
-    if ATOMIC:
-        gl.atomic_add(pointers, values, mask=there[:, None], sem="relaxed")
-    else:
-        gl.store(pointers, values, mask=there[:, None])

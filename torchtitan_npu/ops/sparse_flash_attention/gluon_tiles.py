@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torchtitan_npu.ops.core.triton_launch import power_of_2
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at
@@ -73,6 +74,54 @@ def _count_places(
 
 
 @gluon.jit
+def new_barrier(count: gl.constexpr):
+    """Allocate and initialize a barrier that ``count`` arrivals complete."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=count)
+    return barrier
+
+
+@gluon.jit
+def new_barriers(number: gl.constexpr, count: gl.constexpr):
+    """Allocate and initialize barriers that ``count`` arrivals complete."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for one in gl.static_range(number):
+        mbarrier.init(barriers.index(one), count=count)
+    return barriers
+
+
+@gluon.jit
+def new_tile_queue():
+    """Allocate what :func:`send_tile` passes to :func:`receive_tile`: a tile, and whether it is sent or received."""
+    place = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    return place, new_barrier(1), new_barrier(2)
+
+
+@gluon.jit
+def take_tile(counter):
+    """Return the next tile that no program has. The first tiles are the programs' own."""
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def send_tile(queue, tile, turn):
+    """Pass a program's ``tile`` number ``turn`` + 1 to its two consumers."""
+    place, sent, received = queue
+    mbarrier.wait(received, (turn & 1) ^ 1)
+    place.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(sent)
+
+
+@gluon.jit
+def receive_tile(queue, turn):
+    place, sent, received = queue
+    mbarrier.wait(sent, turn & 1)
+    tile = gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(received)
+    return tile
+
+
+@gluon.jit
 def balanced_tile(tile, tiles):
     """Return the tile to process in place of ``tile``, so that all programs process about the same number of keys.
 
@@ -102,7 +151,6 @@ def tile_of_heads(
     come in the first rounds, because they have the most keys.
     """
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
-    tile = balanced_tile(tile, rows * KEY_HEADS * head_blocks)
     row = rows - 1 - tile // (head_blocks * KEY_HEADS)
     key_head = tile // head_blocks % KEY_HEADS
     count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)

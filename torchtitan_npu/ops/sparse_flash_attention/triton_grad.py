@@ -96,12 +96,9 @@ class Backward:
         self.shape = shape_of(query, query_rope, self.key_heads, sparse_indices.shape[-1])
         self.select(sparse_indices.contiguous(), rows)
 
-    def select(self, sparse_indices: Tensor, rows: Rows, block: int = 1, together: int = 1) -> None:
-        """Set the selected keys of each row of the kernels, which is a block of neighbouring queries.
-
-        The number of rows of a chunk is a multiple of ``together``.
-        """
-        self.sparse_indices, self.rows, self.block, self.together = sparse_indices, rows, block, together
+    def select(self, sparse_indices: Tensor, rows: Rows, block: int = 1) -> None:
+        """Set the selected keys of each row of the kernels, which is a block of neighbouring queries."""
+        self.sparse_indices, self.rows, self.block = sparse_indices, rows, block
         self.top_k = sparse_indices.shape[-1]
         self.shape |= {"GROUP": self.queries.shape[1] // self.key_heads * block, "TOP_K": self.top_k}
         self.products = product_shape(self.shape)
@@ -112,20 +109,12 @@ class Backward:
         tokens, (heads, size) = len(self.queries), self.queries.shape[1:]
         # With the heads outermost, as the product after attention leaves it, a row of d_out spans one memory page per
         # head. A contiguous copy takes less time than the repeated reads of those pages would.
-        contiguous = self.d_outs.is_contiguous()
-        slots = heads * max(2 * self.top_k, 0 if contiguous else size) * self.queries.element_size()
-        # elements of a row's contributions to its keys, for the deterministic sum
-        added = self.key_heads * self.top_k * (size + self.shape["ROPE"]) if self.deterministic else 0
-        dtype = contribution_dtype(self.queries.dtype)
-        workspace = 2 * WORKSPACE if self.deterministic else WORKSPACE
-        fitting = workspace // (slots * self.block + dtype.itemsize * added)
-        rows = min(tokens // self.block, max(1, fitting // self.together) * self.together)
+        copied = not self.d_outs.is_contiguous()
+        rows = self.rows_per_chunk(copied)
+        self.allocate(rows)
         chunk = rows * self.block
-        self.weights = self.queries.new_empty(chunk, heads, self.top_k)
-        self.d_scores = torch.empty_like(self.weights)
         self.d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=self.queries.device)
-        self.contributions = self.d_out_out.new_empty(rows * added, dtype=dtype)
-        copy = None if contiguous else self.queries.new_empty(chunk, heads, size)
+        copy = self.queries.new_empty(chunk, heads, size) if copied else None
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)
             here = slice(start, start + count)
@@ -136,13 +125,37 @@ class Backward:
                 BLOCK=power_of_2(size),
                 **SUMS,
             )
-            d_out = self.d_outs[here] if copy is None else copy
-            place = start // self.block, count // self.block
-            self.differentiate(*place, d_out)
-            self.add_to_queries(*place)
-            self.add_to_keys(*place, d_out)
-        d_key, d_value, d_key_rope = (t.to(self.key.dtype) for t in (self.d_key, self.d_value, self.d_key_rope))
+            self.process(start // self.block, count // self.block, self.d_outs[here] if copy is None else copy)
+        d_key, d_value, d_key_rope = map(self.gradient_of_keys, (self.d_key, self.d_value, self.d_key_rope))
         return self.d_query, d_key, d_value, self.d_query_rope, d_key_rope
+
+    def rows_per_chunk(self, copied: bool) -> int:
+        """Return the number of rows for which the workspaces are bounded. ``copied`` are the output's gradients."""
+        heads, size = self.queries.shape[1:]
+        slots = self.block * heads * max(2 * self.top_k, size if copied else 0) * self.queries.element_size()
+        added = contribution_dtype(self.queries.dtype).itemsize * self.contributions_per_row()
+        return min(len(self.queries) // self.block, max(1, workspace() // (slots + added)))
+
+    def contributions_per_row(self) -> int:
+        """Return the elements of a row's contributions to its keys, for the deterministic sum."""
+        return self.key_heads * self.top_k * (self.shape["SIZE"] + self.shape["ROPE"]) if self.deterministic else 0
+
+    def allocate(self, rows: int) -> None:
+        """Allocate the workspaces for a chunk."""
+        self.weights = self.queries.new_empty(rows * self.block, self.queries.shape[1], self.top_k)
+        self.d_scores = torch.empty_like(self.weights)
+        dtype = contribution_dtype(self.queries.dtype)
+        self.contributions = self.queries.new_empty(rows * self.contributions_per_row(), dtype=dtype)
+
+    def process(self, start: int, count: int, d_out: Tensor) -> None:
+        """Compute the gradients of a chunk of rows."""
+        self.differentiate(start, count, d_out)
+        self.add_to_queries(start, count)
+        self.add_to_keys(start, count, d_out)
+
+    def gradient_of_keys(self, total: Tensor) -> Tensor:
+        """Return the gradient of keys or values, given its sum in float32."""
+        return total.to(self.key.dtype)
 
     def differentiate(self, start: int, count: int, d_out: Tensor) -> None:
         """Write ``weights`` and ``d_scores``."""
@@ -198,6 +211,11 @@ class Backward:
             return None
         keys = self.key.numel() // self.key.shape[-1]
         return segments_of(self.sparse_indices, self.rows, start, count, keys)
+
+
+def workspace() -> int:
+    """Return the bytes of all workspaces."""
+    return 2 * WORKSPACE if torch.are_deterministic_algorithms_enabled() else WORKSPACE
 
 
 def contribution_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -24,16 +24,15 @@ PLAN = {"num_warps": 8, "maxnreg": 64}
 
 def plan_pairs(
     indices: Tensor,
-    d_scores: Tensor | None,
+    d_scores: Tensor,
     rows: Rows,
     plan: Tensor,
-    copies: tuple[Tensor, Tensor | None] | None,
+    copies: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Count the blocks of each pair of rows, and copy its places, (..., K), if more blocks are common in the copy.
 
     A pair is the last two rows, the two before them, and so on. Its row of ``plan`` has the number of common blocks,
-    the number of blocks of the last row and of the row before, and 1 if it is copied to ``copies``. Without
-    ``d_scores``, the other pairs are copied as they are.
+    the number of blocks of the last row and of the row before, and 1 if it is copied to ``copies``.
 
     In the copy, first come the keys that the other row of the pair selected too, in ascending order, and then the
     remaining places. A pair keeps its order if it is of two documents, or if a row has a key twice, keys that do not
@@ -78,7 +77,7 @@ def _plan_pairs(
     blocks_1 = (end_1 + KEYS - 1) // KEYS
     common = gl.minimum(blocks_0, gl.where(differs > 0, (TOP_K - differs) // KEYS, blocks_1))
     copied = 0
-    if BLOCK > 0:
+    if BLOCK > 0:  # noqa: SIM102  (known when the kernel is compiled)
         if (differs > 0) & (first_0 == first_1):
             at = gl.arange(0, BLOCK, layout=layout)
             keys_0, in_order_0 = _keys_in_order(indices_0, at, end_0)
@@ -107,14 +106,8 @@ def _plan_pairs(
                 inside = at < TOP_K
                 gl.store(to_indices + offset_0 + to_0, keys_0, mask=inside)
                 gl.store(to_indices + offset_1 + to_1, keys_1, mask=inside)
-                if d_scores is not None:
-                    _copy(d_scores + offset_0, at, to_d_scores + offset_0, to_0, inside)
-                    _copy(d_scores + offset_1, at, to_d_scores + offset_1, to_1, inside)
-        if d_scores is None:  # noqa: SIM102  (known when the kernel is compiled)
-            if copied == 0:
-                at = gl.arange(0, BLOCK, layout=layout)
-                _copy(indices_0, at, to_indices + offset_0, at, at < TOP_K)
-                _copy(indices_1, at, to_indices + offset_1, at, (at < TOP_K) & (row_0 > 0))
+                _copy(d_scores + offset_0, at, to_d_scores + offset_0, to_0, inside)
+                _copy(d_scores + offset_1, at, to_d_scores + offset_1, to_1, inside)
     of_pair = plan + 4 * gl.program_id(0)
     gl.store(of_pair, common)
     gl.store(of_pair + 1, blocks_0)
