@@ -356,7 +356,7 @@ def of_peer(measure: Callable[..., Row], *arguments: Any, **row: Any) -> Row:
 
     try:
         return measure(*arguments, **row)
-    except (ImportError, RuntimeError, TypeError, ValueError, triton.TritonError) as problem:
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError, triton.TritonError) as problem:
         return row | {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
 
 

@@ -37,6 +37,8 @@ from torchtitan_npu.ops.core.triton_launch import LOG2_E
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
     HALF,
+    PIECE,
+    PIECES,
     ROPE,
     SIZE,
     chosen_by,
@@ -52,11 +54,8 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
 )
 
 BLOCK_KEYS = gl.constexpr(64)
-PIECE = gl.constexpr(64)
-"""Columns of the keys' gradients that are added at once."""
-PIECES = gl.constexpr(8)
 FIRST_PIECES = gl.constexpr(4)
-"""Consumer 0 adds these pieces. Consumer 1 adds the others and the rope."""
+"""Of the pieces of the keys' gradients, consumer 0 adds these. Consumer 1 adds the others and the rope."""
 REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 """Registers per thread of consumer 0 and of the producer. Consumer 1 has the remaining ones."""
 

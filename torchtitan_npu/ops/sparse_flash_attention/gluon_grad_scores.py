@@ -146,15 +146,9 @@ def _produce(
 
     used = 0  # pieces that went through the slots
     for tile in range(gl.program_id(0), rows * KEY_HEADS * head_blocks, gl.num_programs(0)):
+        balanced = balanced_tile(tile, rows * KEY_HEADS * head_blocks)
         row, key_head, first_head, _, blocks = tile_of_heads(
-            balanced_tile(tile, rows * KEY_HEADS * head_blocks),
-            places,
-            first_row,
-            rows,
-            tokens,
-            BLOCK_KEYS,
-            GROUP,
-            KEY_HEADS,
+            balanced, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
         )
         turn = tile // gl.num_programs(0)
         first, visible = gl.load(first_key + first_row + row), gl.load(visible_keys + first_row + row)
@@ -229,15 +223,9 @@ def _consume(
 
     used = 0  # blocks of the tiles before
     for tile in range(gl.program_id(0), rows * KEY_HEADS * head_blocks, gl.num_programs(0)):
+        balanced = balanced_tile(tile, rows * KEY_HEADS * head_blocks)
         row, key_head, first_head, without_gap, blocks = tile_of_heads(
-            balanced_tile(tile, rows * KEY_HEADS * head_blocks),
-            places,
-            first_row,
-            rows,
-            tokens,
-            BLOCK_KEYS,
-            GROUP,
-            KEY_HEADS,
+            balanced, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
         )
         turn = tile // gl.num_programs(0)
         of_row = (first_row + row).to(gl.int64)
