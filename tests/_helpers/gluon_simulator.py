@@ -13,8 +13,8 @@ GPU happens as late as a GPU may do it:
   two elements at once, or if it selects one of two.
 - Warp groups that wait for ever raise a TimeoutError.
 
-Layouts, registers and memory ordering within a warp group are not modelled. Tensors on a GPU are copied to the CPU for
-a kernel and back, so other kernels of the module run where its tensors are.
+Layouts, registers and memory ordering within a warp group are not modelled. A fence of one group counts for all groups.
+Tensors on a GPU are copied to the CPU for a kernel and back, so other kernels of the module run where its tensors are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Queue
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -366,7 +367,9 @@ class Program:
             num_programs=lambda axis: Value(self.ids[1], torch.int32),
             arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
             zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
-            full=lambda shape, value, dtype, layout=None: Value(data_of(value) * torch.ones(shape, dtype=dtype)),
+            full=lambda shape, value, dtype, layout=None: Value(
+                torch.as_tensor(data_of(value)).to(dtype).expand(shape).clone()
+            ),
             convert_layout=lambda value, layout, assert_trivial=False: Value(data_of(value)),
             load=lambda pointer, mask=None, other=0: Value(pointer.load(mask, other)),
             store=_store,
@@ -535,3 +538,14 @@ def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -
             setattr(copy, name, Kernel(of_kernel, name, seed))
     vars(copy).update(others)
     return getattr(copy, function)
+
+
+def module_of(source: str, folder: Path) -> ModuleType:
+    """Return ``source`` as a module, whose file is written to ``folder``."""
+    file = folder / "changed_kernel.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location("changed_kernel", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

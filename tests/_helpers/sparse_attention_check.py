@@ -36,12 +36,10 @@ def assert_agrees(
     size: int = 4,
     rope: int = 2,
     scale: float = 0.3,
-    indices: list[Tensor] | None = None,
 ) -> None:
     """Check one call. ``npu`` is the namespace of the operator, ``heads`` those of query and key.
 
-    ``size`` and ``rope`` are the numbers of features. ``indices`` are the selected keys of each document, (queries, key
-    heads, top_k), or else random ones. With ``rounds``, the kernel rounds the softmax and its gradient
+    ``size`` and ``rope`` are the numbers of features. With ``rounds``, the kernel rounds the softmax and its gradient
     to the inputs' dtype.
     """
     query_heads, key_heads = heads
@@ -51,8 +49,8 @@ def assert_agrees(
     if with_rope:
         sizes |= {"query_rope": (query_heads, rope), "key_rope": (key_heads, rope)}
     parts = {name: docs.random(OF_KEY[name], *size) for name, size in sizes.items()}
-    if indices is None:  # any keys of the document: the operator masks those beyond the causal boundary
-        indices = docs.select(top_k, key_heads, (torch.ones_like(visible) for visible in docs.visible()))
+    # any keys of the document: the operator masks those beyond the causal boundary
+    indices = docs.select(top_k, key_heads, (torch.ones_like(visible) for visible in docs.visible()))
     inputs = {name: leaf(docs.lay_out(part).to(device)) for name, part in parts.items()}
     lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
     lengths = {name: tensor.to(device) for name, tensor in lengths.items()}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests._helpers.gluon_simulator import simulated
+from tests._helpers import gluon_simulator
+from tests._helpers.gluon_simulator import module_of, simulated
 from tests._helpers.kernel_checks import DEVICE
 from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
 from torchtitan_npu.ops import OPS, define
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
-from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, op, triton_grad
+from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, gluon_grad_fused, op, triton_grad
 
 SCALE = (512 + 64) ** -0.5
 CASES = {
@@ -28,9 +30,13 @@ CASES = {
     "128 heads": ("BSND", [(5, 300)], True, (128, 1), 320, "strided"),
     "eight queries in a row, of two documents": ("TND", [(3, 70), (13, 40)], True, (4, 1), 64, "contiguous"),
     "four queries in a row": ("BSND", [(4, 300), (12, 200)], True, (32, 1), 256, "head by head"),
-    "two queries of 64 heads, keys in any order": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
+    "64 heads, keys in any order": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
 }
-IN_SIMULATOR = ("documents of a batch, some shorter", "eight queries in a row, of two documents")
+IN_SIMULATOR = (
+    "documents of a batch, some shorter",
+    "two key heads, a strided batch",
+    "eight queries in a row, of two documents",
+)
 """Cases of the default run."""
 
 
@@ -58,34 +64,70 @@ def test_agrees_with_the_oracle(
     hopper: Any, half: torch.dtype, case: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, sizes, causal, heads, top_k, arranged = CASES[case]
-    monkeypatch.setattr(triton_grad, "WORKSPACE", 8 * heads[0] * top_k)  # two rows, without deterministic sums
+    # several chunks, if the output's gradients are copied or the sums deterministic
+    monkeypatch.setattr(triton_grad, "WORKSPACE", 8 * heads[0] * top_k)
     generator = torch.Generator().manual_seed(0)
     docs = Documents(layout, sizes, causal, half, generator, ARRANGEMENTS[arranged])
     assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, size=512, rope=64, scale=SCALE)
 
 
-@pytest.mark.slow
-def test_deterministic_gradients_are_bit_identical(half: torch.dtype) -> None:
+def arguments(half: torch.dtype, tokens: int, keys: int, top_k: int) -> dict[str, Any]:
+    """Return the arguments of a backward pass with 64 heads."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(1, *shape, generator=generator).to(DEVICE, half)
 
-    query, out, d_out = (random(40, 64, 512) for _ in range(3))
-    statistics = [torch.full((1, 1, 40, 64), value, device=DEVICE) for value in (3.0, 50.0)]
-    indices = torch.rand(1, 40, 1, 200, generator=generator).argsort(-1)[..., :128].int().to(DEVICE)
-    arguments = (query, random(200, 1, 512), None, indices, d_out, out, *statistics, SCALE)
-    names = ["query", "key", "value", "sparse_indices", "d_out", "out", "softmax_max", "softmax_sum", "scale_value"]
-    given = dict(zip(names, arguments, strict=True))
-    given |= {"query_rope": random(40, 64, 64), "key_rope": random(200, 1, 64), "layout": "BSND", "sparse_mode": 0}
+    highest, total = (torch.full((1, 1, tokens, 64), value, device=DEVICE) for value in (3.0, 50.0))
+    indices = torch.rand(1, tokens, 1, keys, generator=generator).argsort(-1)[..., :top_k].int().to(DEVICE)
+    return {
+        **{name: random(tokens, 64, 512) for name in ("query", "out", "d_out")},
+        **{"query_rope": random(tokens, 64, 64), "key": random(keys, 1, 512), "key_rope": random(keys, 1, 64)},
+        **{"value": None, "sparse_indices": indices, "softmax_max": highest, "softmax_sum": total},
+        **{"scale_value": SCALE, "actual_seq_qlen": None, "actual_seq_kvlen": None},
+        **{"layout": "BSND", "sparse_mode": 0},
+    }
+
+
+@pytest.mark.slow
+def test_deterministic_gradients_are_bit_identical(half: torch.dtype) -> None:
+    given = arguments(half, 40, 200, 128)
     run = simulated(gluon_grad, "npu_sparse_flash_attention_grad") if DEVICE == "cpu" else None
     run = run or gluon_grad.npu_sparse_flash_attention_grad
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = (run(**given, actual_seq_qlen=None, actual_seq_kvlen=None) for _ in range(2))
+        first, second = (run(**given) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+FENCE = "fence_async_shared()\n            "
+WAIT, RELEASE = "dq, dq_rope = warpgroup_mma_wait(1, deps=[dq, dq_rope])", "mbarrier.arrive(free_1)"
+FAULTS = {
+    "the first half of the keys without a fence": (f"{FENCE}mbarrier.arrive(full_0)", "mbarrier.arrive(full_0)"),
+    "the second half of the keys without a fence": (f"{FENCE}mbarrier.arrive(full_1)", "mbarrier.arrive(full_1)"),
+    "the softmax without a fence": (f"{FENCE}mbarrier.arrive(passed_full)", "mbarrier.arrive(passed_full)"),
+    "queries overwritten": ("mbarrier.wait(queries_free, (filled & 1) ^ 1)", "pass"),
+    "the softmax overwritten": ("mbarrier.wait(passed_free, phase ^ 1)", "pass"),
+    "keys that have not arrived": ("mbarrier.wait(full_1, phase)", "pass"),
+    "keys released before the product": (f"{WAIT}\n            {RELEASE}", f"{RELEASE}\n            {WAIT}"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_detects(fault: str, half: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing wait or fence in the kernel is an error of the simulator."""
+    before, after = FAULTS[fault]
+    source = Path(gluon_grad_fused.__file__).read_text()
+    assert source.count(before) == 1
+    module = module_of(source.replace(before, after), tmp_path)
+    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
+    name = "npu_sparse_flash_attention_grad"
+    with pytest.raises((RuntimeError, TimeoutError), match=r"changed|fence"):
+        for seed in range(20):  # threads may happen to run in an order in which the fault has no effect
+            kernel = gluon_simulator.Kernel(module, "add_gradients", seed)
+            simulated(gluon_grad, name, add_gradients=kernel)(**arguments(half, 5, 140, 128))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pairs of neighbouring rows, for kernels that sum the gradients of both rows before they add to those of the keys.
+"""Pairs of neighbouring rows, whose gradients a kernel sums before it adds them to those of the keys.
 
 Blocks of places at which both rows have the same keys are *common*. A kernel counts them, and makes more blocks common
 by another order of the keys.

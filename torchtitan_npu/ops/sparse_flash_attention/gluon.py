@@ -43,13 +43,14 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     STORED,
     aligned,
     chosen_by,
+    get_tile,
     keys_of,
+    new_barrier,
     new_barriers,
     new_tile_queue,
     place_of_statistics,
     places_of_heads,
-    receive_tile,
-    send_tile,
+    put_tile,
     take_tile,
     tile_of_heads,
 )
@@ -177,8 +178,8 @@ def _attend(
     # a barrier per slot; 128 threads of the producer arrive when their copies have landed
     own_full, rest_full = new_barriers(2, 128), new_barriers(2, 128)
     own_free, rest_free, published = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1)
-    query_full, query_free = new_barriers(1, 128), new_barriers(1, 2)
-    statistics = new_barriers(1, 2)  # both consumers arrive, and both wait
+    query_full, query_free = new_barrier(128), new_barrier(2)
+    statistics = new_barrier(2)  # both consumers arrive, and both wait
     queue = new_tile_queue()
     fence_async_shared()
 
@@ -249,7 +250,7 @@ def _produce(
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
 
-        mbarrier.wait(query_free.index(0), (turn & 1) ^ 1)
+        mbarrier.wait(query_free, (turn & 1) ^ 1)
         head = (key_head * GROUP + first_head).to(gl.int64)
         heads = head + in_block  # 64 bits: times a stride it may be large
         queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
@@ -259,7 +260,7 @@ def _produce(
         async_copy.async_copy_global_to_shared(q.index(0), queries, real)
         async_copy.async_copy_global_to_shared(q.index(1), queries + HALF, real)
         async_copy.async_copy_global_to_shared(q_rope.index(0), ropes, real)
-        async_copy.mbarrier_arrive(query_full.index(0), increment_count=False)
+        async_copy.mbarrier_arrive(query_full, increment_count=False)
 
         for block in range(0, blocks):
             slot = block % 2
@@ -278,7 +279,7 @@ def _produce(
             async_copy.mbarrier_arrive(rest_full.index(slot), increment_count=False)
         used += (blocks + 1) // 2
         used_1 += blocks // 2
-        send_tile(queue, following, turn)
+        put_tile(queue, following, turn)
         tile = following
         turn += 1
 
@@ -326,7 +327,7 @@ def _consume(
         added = _thread_sums(gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow))  # exponentials of its own blocks
         rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
-        mbarrier.wait(query_full.index(0), turn & 1)
+        mbarrier.wait(query_full, turn & 1)
         if W == 0:
             total, origin, highest, added, rounded = _attend_block(
                 shared, bars, block_of, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
@@ -334,7 +335,7 @@ def _consume(
         else:
             # ptxas would otherwise wait in the loop for the first product with the keys before it rescales the total
             total = warpgroup_mma_wait(0, deps=[total])
-            mbarrier.arrive(query_free.index(0), pred=blocks == 1)
+            mbarrier.arrive(query_free, pred=blocks == 1)
         for block in range(2 - W, blocks, 2):
             total, origin, highest, added, rounded = _attend_block(
                 shared, bars, block_of, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
@@ -352,8 +353,8 @@ def _consume(
         sums.index(mine).store(highest)
         sums.index(mine + 1).store(added)
         sums.index(mine + 2).store(rounded)
-        mbarrier.arrive(statistics.index(0))
-        mbarrier.wait(statistics.index(0), turn & 1)
+        mbarrier.arrive(statistics)
+        mbarrier.wait(statistics, turn & 1)
         highest = gl.maximum(highest, sums.index(other).load(per_head))
         added += sums.index(other + 1).load(per_head)
         rounded += sums.index(other + 2).load(per_head)
@@ -372,7 +373,7 @@ def _consume(
             gl.store(softmax_sum + of_head + at, added, mask=at < GROUP)
         used += (blocks + 1 - W) // 2
         used_other += (blocks + W) // 2
-        tile = receive_tile(queue, turn)
+        tile = get_tile(queue, turn)
         turn += 1
 
 
@@ -425,7 +426,7 @@ def _attend_block(
         mbarrier.arrive(rest_free.index(1 - W))
     scores = warpgroup_mma_wait(0, deps=[scores])
     if block + 2 >= blocks:
-        mbarrier.arrive(query_free.index(0))
+        mbarrier.arrive(query_free)
 
     if QUERIES > 1:
         heads = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, narrow))  # all heads of a block are in one tile

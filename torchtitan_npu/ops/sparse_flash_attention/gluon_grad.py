@@ -1,7 +1,8 @@
 """The gradient of attention over selected keys on Hopper GPUs, with persistent kernels in Gluon.
 
-One kernel computes all gradients. With deterministic algorithms there are three kernels, because the gradients of the
-keys are stored for each row and added in a fixed order.
+One kernel computes all gradients, given the dot products of ``d_out`` and ``out``. With deterministic algorithms, Gluon
+kernels write the softmax and its gradient, and the contributions of each row to its keys. Triton kernels compute the
+gradients of the queries, and add the contributions in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Tiles,
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments
 
 TILES_IN_ORDER = Tiles(heads=128, time_per_key=5.6, time_per_head=0.041)
-"""Milliseconds of all kernels for 6.3e6 pairs of a row and a key, measured on an H200 with 16, 64 and 128 heads."""
+"""Milliseconds of all kernels for 6.3e6 pairs of a row and a key, measured on an H200 with 16, 64 and 128 heads.
+The kernels were those before commit e4ca70c."""
 
 
 def npu_sparse_flash_attention_grad(*inputs: Any, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -67,7 +69,7 @@ class InOneKernel(HopperBackward):
         return min(rows, max(1, workspace() // (self.block * self.d_outs[0].nbytes))) if copied else rows
 
     def allocate(self, rows: int) -> None:
-        """Nothing passes through memory."""
+        """There are no workspaces."""
 
     def process(self, start: int, count: int, d_out: Tensor) -> None:
         assert self.query_ropes is not None
@@ -95,7 +97,10 @@ class InOneKernel(HopperBackward):
 
 
 class InOrder(HopperBackward):
-    """A backward pass that stores the gradients of the keys for each row, and adds them in a fixed order."""
+    """A backward pass that stores the contributions of each row to its keys, and adds them in a fixed order.
+
+    The gradients of the queries are those of the base class.
+    """
 
     def __init__(self, *inputs: Any, **others: Any):
         super().__init__(TILES_IN_ORDER, *inputs, **others)
@@ -131,8 +136,9 @@ class InOrder(HopperBackward):
         halves = 2 if block == 64 else 1
         tiles = 2 // halves * count * self.key_heads
         multiply_keys[(min(tiles, multiprocessors(d_out.device)),)](
-            *(self.weights, self.d_scores, self.queries[here], self.query_ropes[here], d_out, *self.places),
-            *(self.selection.counts, self.selection.active, *contributions, start, count),
+            *(self.weights, self.d_scores, self.queries[here], self.query_ropes[here], d_out),
+            *(self.sparse_indices, self.rows.visible, self.selection.counts, self.selection.active),
+            *(*contributions, start, count),
             *(*self.queries.stride()[:2], *self.query_ropes.stride()[:2], *d_out.stride()[:2]),
             GROUP=self.shape["GROUP"],
             KEY_HEADS=self.key_heads,

@@ -14,9 +14,9 @@ warp group gathers them. For each block:
 Two rates limit the kernel about equally: that of the additions in the L2 cache, and that of shared memory, which
 delivers both operands of most products. Additions have the full rate if a warp adds at least 128 adjacent bytes.
 
-A fence waits for the additions of its thread. Therefore the third warp group has the fences between its copies and the
-products that read them. Triton synchronizes a warp group before and after it arrives at a barrier, and between two
-accesses to one allocation: so there are few arrivals, and an allocation for each kind of barrier.
+A fence also waits for the additions of its thread. So the third warp group, which adds nothing, fences the keys that it
+copied. Triton synchronizes a warp group before and after it arrives at a barrier, and between two accesses to one
+allocation. So there are few arrivals, and each barrier has its own allocation.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     ROPE,
     SIZE,
     chosen_by,
+    get_tile,
     keys_of,
     new_barrier,
     new_tile_queue,
     place_of_statistics,
     places_of_heads,
-    receive_tile,
-    send_tile,
+    put_tile,
     take_tile,
     tile_of_heads,
 )
 
 BLOCK_KEYS = gl.constexpr(64)
 FIRST_PIECES = gl.constexpr(4)
-"""Of the pieces of the keys' gradients, consumer 0 adds these. Consumer 1 adds the others and the rope."""
+"""Consumer 0 adds these pieces of the keys' gradients. Consumer 1 adds the others and the ropes."""
 REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 """Registers per thread of consumer 0 and of the producer. Consumer 1 has the remaining ones."""
 
-# To add, a thread has 4 adjacent columns and 8 threads have 32, so that a warp adds 128 adjacent bytes of a row. Of the
-# accumulator a thread has columns 0, 1, 8 and 9 of every 16, or those 2, 4 or 6 further. They are adjacent in the sums
-# (see `in_order`), so that this layout differs from the accumulator's in one bit of the lane only.
+# To add, a thread has 4 adjacent columns and 8 threads have 32, so that a warp adds 128 adjacent bytes of a row. In the
+# accumulator, thread i of 4 has columns 2i, 2i + 1, 2i + 8 and 2i + 9 of every 16. These four are adjacent in the sums
+# (`in_order` restores the order), so this layout differs from the accumulator's in one bit of the lane only.
 ADDED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 32], [1, 0], [8, 0]],
@@ -127,19 +127,15 @@ def add_gradients(
     k = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, HALF], layout)
     ropes = gl.allocate_shared_memory(dtype, [2, BLOCK_HEADS, ROPE], layout)  # of the queries, of the keys
     passed = gl.allocate_shared_memory(dtype, [2, BLOCK_HEADS, BLOCK_KEYS], layout)  # gradient of the scores, softmax
-    rows_full, rows_free = new_barrier(1), new_barrier(2)
-    full_0, full_1, free_0, free_1 = (
-        new_barrier(1),
-        new_barrier(1),
-        new_barrier(1),
-        new_barrier(1),
-    )  # halves of the keys
+    queries_full, queries_free = new_barrier(1), new_barrier(2)
+    full_0, free_0 = new_barrier(1), new_barrier(1)  # first half of the keys
+    full_1, free_1 = new_barrier(1), new_barrier(1)  # second half and ropes
     passed_full, passed_free = new_barrier(1), new_barrier(2)
+    queue = new_tile_queue()
     fence_async_shared()
 
     shared = (q, do, k, ropes, passed)
-    queue = new_tile_queue()
-    bars = (rows_full, rows_free, full_0, full_1, free_0, free_1, passed_full, passed_free)
+    bars = (queries_full, queries_free, full_0, full_1, free_0, free_1, passed_full, passed_free)
     selection = (indices, first_key, visible_keys, places, first_row, rows, tokens)
     inputs = (query, query_rope, d_out, key, key_rope, active)
     strides = (query_row, query_head, rope_row, rope_head, out_row, out_head)
@@ -147,8 +143,8 @@ def add_gradients(
     results = (d_query, d_query_rope, d_key, d_key_rope)
     gl.warp_specialize(
         [
-            (_consume_passed, (shared, bars, queue, selection, results, GROUP, KEY_HEADS, TOP_K)),
-            (_consume_keys, (shared, bars, queue, selection, of_heads, results, GROUP, KEY_HEADS, TOP_K, QUERIES)),
+            (_consumer_1, (shared, bars, queue, selection, results, GROUP, KEY_HEADS, TOP_K)),
+            (_consumer_0, (shared, bars, queue, selection, of_heads, results, GROUP, KEY_HEADS, TOP_K, QUERIES)),
             (_produce, (shared, bars, queue, counter, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, QUERIES)),
         ],
         [4, 4],
@@ -172,7 +168,7 @@ def _produce(
 ):
     """Copy the queries and output gradients of each tile, and its selected keys."""
     q, do, k, ropes = shared[:4]
-    rows_full, rows_free, full_0, full_1, free_0, free_1 = bars[:6]
+    queries_full, queries_free, full_0, full_1, free_0, free_1 = bars[:6]
     indices, first_key, visible_keys, places, first_row, rows, tokens = selection
     query, query_rope, d_out, key, key_rope, active = inputs
     query_row, query_head, rope_row, rope_head, out_row, out_head = strides
@@ -180,7 +176,7 @@ def _produce(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of 4 rows
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))[None, :]
     rope_columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))[None, :]
-    in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, layout))
+    in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, layout))  # keys of a block, or heads of a tile
 
     used = 0  # blocks of the tiles before
     filled = 0  # tiles with keys
@@ -204,7 +200,7 @@ def _produce(
             queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
             at_rope = places_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
             d_outs = d_out + (places_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None] + columns)
-            mbarrier.wait(rows_free, (filled & 1) ^ 1)
+            mbarrier.wait(queries_free, (filled & 1) ^ 1)
             for half in gl.static_range(2):
                 async_copy.async_copy_global_to_shared(q.index(half), queries + half * HALF, real)
                 async_copy.async_copy_global_to_shared(do.index(half), d_outs + half * HALF, real)
@@ -212,7 +208,7 @@ def _produce(
             async_copy.commit_group()
             async_copy.wait_group(0)
             fence_async_shared()
-            mbarrier.arrive(rows_full)
+            mbarrier.arrive(queries_full)
             filled += 1
 
         first, visible = gl.load(first_key + first_row + row), gl.load(visible_keys + first_row + row)
@@ -230,6 +226,7 @@ def _produce(
             async_copy.async_copy_global_to_shared(k.index(1), keys + HALF, there)
             async_copy.async_copy_global_to_shared(ropes.index(1), key_rope + (at_key * ROPE + rope_columns), there)
             async_copy.commit_group()
+            # All threads wait for each other's copies here, so the fence of the thread that arrives is one for all.
             async_copy.wait_group(1)
             fence_async_shared()
             mbarrier.arrive(full_0)
@@ -237,13 +234,13 @@ def _produce(
             fence_async_shared()
             mbarrier.arrive(full_1)
         used += blocks
-        send_tile(queue, following, turn)
+        put_tile(queue, following, turn)
         tile = following
         turn += 1
 
 
 @gluon.jit
-def _consume_keys(
+def _consumer_0(
     shared,
     bars,
     queue,
@@ -257,7 +254,7 @@ def _consume_keys(
 ):
     """Compute the softmax and its gradient, the gradient of the first half of the queries, and add the first pieces."""
     q, do, k, ropes, passed = shared
-    rows_full, rows_free, full_0, full_1, free_0 = bars[:5]
+    queries_full, queries_free, full_0, full_1, free_0 = bars[:5]
     passed_full, passed_free = bars[6:]
     indices, first_key, visible_keys, places, first_row, rows, tokens = selection
     chosen, d_out_out, softmax_max, softmax_sum, sequence, scale, scale_2 = of_heads
@@ -288,11 +285,12 @@ def _consume_keys(
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
 
         if blocks > 0:
-            mbarrier.wait(rows_full, filled & 1)
+            mbarrier.wait(queries_full, filled & 1)
             filled += 1
         for block in range(0, blocks):
             phase = (used + block) & 1
-            # Zeros that the compiler cannot know. Otherwise it keeps descriptors of shared memory in registers.
+            # Zeros that the compiler cannot know. Otherwise it keeps descriptors of shared memory in registers, also
+            # those that the products of the queries and of the output's gradients have in common.
             zero, also_zero = (used + block) >> 30, (used + block) >> 29
             mbarrier.wait(full_0, phase)
             scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
@@ -338,17 +336,17 @@ def _consume_keys(
                 if piece == FIRST_PIECES - 1:
                     mbarrier.arrive(passed_free)
                     if block + 1 == blocks:
-                        mbarrier.arrive(rows_free)
+                        mbarrier.arrive(queries_free)
                 _add(d_key, total, to, is_key, piece * PIECE, SIZE)
         used += blocks
-        tile = receive_tile(queue, turn)
+        tile = get_tile(queue, turn)
         turn += 1
         of_query = (of_row * KEY_HEADS + key_head) * GROUP
         _store(d_query, of_query, first_head, dq, 0, HALF, SIZE, GROUP)
 
 
 @gluon.jit
-def _consume_passed(
+def _consumer_1(
     shared,
     bars,
     queue,
@@ -360,7 +358,7 @@ def _consume_passed(
 ):
     """Compute the gradients of the second half and of the ropes of the queries, and add the other pieces and ropes."""
     k, ropes, passed = shared[2:]
-    rows_free, free_1, passed_full, passed_free = bars[1], bars[5], bars[6], bars[7]
+    queries_free, free_1, passed_full, passed_free = bars[1], bars[5], bars[6], bars[7]
     indices, first_key, visible_keys, places, first_row, rows, tokens = selection
     d_query, d_query_rope, d_key, d_key_rope = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -380,7 +378,7 @@ def _consume_passed(
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         dq_rope = gl.zeros([BLOCK_HEADS, ROPE], gl.float32, narrow)
         for block in range(0, blocks):
-            zero = (used + block) >> 30  # as in _consume_keys
+            zero = (used + block) >> 30  # as in _consumer_0
             at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
             to, is_key = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
             mbarrier.wait(passed_full, (used + block) & 1)
@@ -399,10 +397,10 @@ def _consume_passed(
                 if piece == PIECES - 1:
                     mbarrier.arrive(passed_free)
                     if block + 1 == blocks:
-                        mbarrier.arrive(rows_free)
+                        mbarrier.arrive(queries_free)
                 _add(d_key, total, to, is_key, piece * PIECE, SIZE)
         used += blocks
-        tile = receive_tile(queue, turn)
+        tile = get_tile(queue, turn)
         turn += 1
         of_query = (of_row * KEY_HEADS + key_head) * GROUP
         _store(d_query, of_query, first_head, dq, HALF, HALF, SIZE, GROUP)

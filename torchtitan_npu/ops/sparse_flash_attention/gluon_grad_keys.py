@@ -62,7 +62,6 @@ def multiply_keys(
     query_rope,
     d_out,
     indices,
-    first_key,
     visible_keys,
     places,
     active,
@@ -214,7 +213,7 @@ def _consume(
     HALVES: gl.constexpr,
     W: gl.constexpr,
 ):
-    """Multiply and add the blocks of slot ``W``."""
+    """Multiply the blocks of slot ``W`` and store the contributions."""
     q, do, q_rope, p, ds, bars = shared
     indices, visible_keys = selection[:2]
     first_row, rows = selection[3:]

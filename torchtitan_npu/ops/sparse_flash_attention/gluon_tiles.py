@@ -92,7 +92,7 @@ def new_barriers(number: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def new_tile_queue():
-    """Allocate what :func:`send_tile` passes to :func:`receive_tile`: a tile, and whether it is sent or received."""
+    """Allocate what :func:`put_tile` passes to :func:`get_tile`: a place for a tile, and two barriers."""
     place = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     return place, new_barrier(1), new_barrier(2)
 
@@ -104,20 +104,21 @@ def take_tile(counter):
 
 
 @gluon.jit
-def send_tile(queue, tile, turn):
-    """Pass a program's ``tile`` number ``turn`` + 1 to its two consumers."""
-    place, sent, received = queue
-    mbarrier.wait(received, (turn & 1) ^ 1)
+def put_tile(queue, tile, turn):
+    """Pass to both consumers the tile that follows tile number ``turn`` of the program."""
+    place, full, free = queue
+    mbarrier.wait(free, (turn & 1) ^ 1)
     place.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(sent)
+    mbarrier.arrive(full)
 
 
 @gluon.jit
-def receive_tile(queue, turn):
-    place, sent, received = queue
-    mbarrier.wait(sent, turn & 1)
+def get_tile(queue, turn):
+    """Return the tile that follows tile number ``turn`` of the program."""
+    place, full, free = queue
+    mbarrier.wait(full, turn & 1)
     tile = gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(received)
+    mbarrier.arrive(free)
     return tile
 
 
@@ -125,6 +126,7 @@ def receive_tile(queue, turn):
 def balanced_tile(tile, tiles):
     """Return the tile to process in place of ``tile``, so that all programs process about the same number of keys.
 
+    For kernels in which program ``n`` processes tile ``n`` of each round, which are the deterministic ones.
     Tiles are ordered from the longest row to the shortest. Every second round is reversed, unless it is incomplete.
     Otherwise program 0 would have the longest row of every round.
     """
@@ -148,7 +150,7 @@ def tile_of_heads(
     """Return the row of a tile of 64 heads in the chunk, its key head, its first head in the group, and its places.
 
     The places are those before the first one without a key, and the number of blocks up to the last key. The last rows
-    come in the first rounds, because they have the most keys.
+    come first, because they have the most keys.
     """
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     row = rows - 1 - tile // (head_blocks * KEY_HEADS)

@@ -2,7 +2,7 @@
 
 1. ``_multiply_and_sum`` computes the dot products of ``d_out`` and ``out``.
 2. ``_differentiate`` writes the softmax and its gradient, (rows, heads, top-k), to a workspace of bounded size.
-3. ``add_to_queries`` and ``_add_to_keys`` multiply them with keys and queries.
+3. ``_add_to_queries`` and ``_add_to_keys`` multiply them with keys and queries.
 
 Each is a product over all heads of a row, so each key of a row is added to once, for any number of heads.
 """
@@ -174,12 +174,8 @@ class Backward:
         for of_key, gradient in ((self.key, self.d_query), (self.key_rope, self.d_query_rope)):
             if gradient.numel():
                 config, grid = blocks_of(gradient, count * self.key_heads, options)
-                add_to_queries[grid](
-                    *(self.d_scores, of_key, None, *self.places, gradient, None, start, count),
-                    **self.products,
-                    **config,
-                    ROPE=0,
-                    BLOCK_ROPE=16,
+                _add_to_queries[grid](
+                    *(self.d_scores, of_key, *self.places, gradient, start, count), **self.products, **config
                 )
 
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
@@ -337,15 +333,13 @@ def _differentiate(
 
 
 @triton.jit
-def add_to_queries(
+def _add_to_queries(
     d_scores,
     key,
-    key_rope,
     indices,
     first_key,
     visible_keys,
     d_query,
-    d_query_rope,
     first_row,
     rows,
     GROUP: tl.constexpr,
@@ -353,26 +347,19 @@ def add_to_queries(
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROPE: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write d_query of a row, d_scores · keys, (heads, top-k) (top-k, width), for a block of columns.
-
-    With ``ROPE``, each program has an equal part of the rope's columns, too.
-    """
+    """Write d_query of a row, d_scores · keys, (heads, top-k) (top-k, width), for a block of columns."""
     in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
 
     group = tl.arange(0, BLOCK_GROUP)
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-    first_rope = first_column // BLOCK_COLUMNS * BLOCK_ROPE
     of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
     total = tl.zeros((BLOCK_GROUP, BLOCK_COLUMNS), tl.float32)
-    total_rope = tl.zeros((BLOCK_GROUP, BLOCK_ROPE), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
         keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
@@ -382,16 +369,9 @@ def add_to_queries(
         ds = tl.load(d_scores + of_left + places[None, :], mask=mask, other=0.0)
         k = tile(key, keys * WIDTH, there, first_column, WIDTH, BLOCK_COLUMNS)
         total = tl.dot(ds, k, total, input_precision="ieee")
-        if ROPE:
-            k = tile(key_rope, keys * ROPE, there, first_rope, ROPE, BLOCK_ROPE)
-            total_rope = tl.dot(ds, k, total_rope, input_precision="ieee")
     of_heads = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None]
     mask = (group < GROUP)[:, None] & (columns < WIDTH)[None, :]
     tl.store(d_query + of_heads * WIDTH + columns[None, :], total.to(d_query.dtype.element_ty), mask=mask)
-    if ROPE:
-        columns = first_rope + tl.arange(0, BLOCK_ROPE)
-        mask = (group < GROUP)[:, None] & (columns < ROPE)[None, :]
-        tl.store(d_query_rope + of_heads * ROPE + columns[None, :], total_rope.to(d_query.dtype.element_ty), mask=mask)
 
 
 @triton.jit

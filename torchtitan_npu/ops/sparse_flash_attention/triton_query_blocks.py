@@ -52,7 +52,7 @@ class Selection(NamedTuple):
     rows: Rows
     """The keys that each row of ``keys`` may attend to. A list of a block has indices into all keys."""
     counts: Tensor
-    """Places up to the last key, and those before the first place without one: (2, rows). A pair has the first only."""
+    """Places up to the last key, and those before the first place without one: (2, rows)."""
     chosen: Tensor | None
     """If bit i is set, query i of the block selected the key: (blocks, places) int8. Read for blocks only."""
     active: Tensor | None
