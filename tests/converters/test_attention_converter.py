@@ -136,8 +136,8 @@ def test_more_documents_than_the_operator_takes() -> None:
 
 def train_documents(layout: dict[str, int]) -> Record:
     smaller = {"n_layers": 2, "dim": 64, "n_heads": 4}
-    layouts.TINY["llama3_documents"] = ("llama3", "debugmodel_varlen_attn", smaller)
-    return layouts.train("llama3_documents", layout, {"model.converters": ["npu_attention"]})
+    layouts.TINY["llama3_varlen"] = ("llama3", "debugmodel_varlen_attn", smaller)
+    return layouts.train("llama3_varlen", layout, {"model.converters": ["npu_attention"]})
 
 
 def test_documents_in_a_pipeline() -> None:
