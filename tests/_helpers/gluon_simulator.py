@@ -379,8 +379,6 @@ class Program:
             minimum=elementwise(torch.minimum),
             **{name: elementwise(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt")},
             inline_asm_elementwise=_assembly,
-            split=lambda value: tuple(Value(data) for data in data_of(value).unbind(-1)),
-            join=lambda first, second: Value(torch.stack([data_of(first), data_of(second)], -1)),
             max=lambda value, axis: Value(_maximum(data_of(value), axis)),
             min=lambda value, axis: Value(data_of(value).amin(axis)),
             sum=lambda value, axis: Value(data_of(value).sum(axis, dtype=value.dtype)),
@@ -446,16 +444,7 @@ def _reduce(values: tuple[Value, ...], axis: int, combine: Callable[..., tuple[V
 
 
 def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: torch.dtype, **_: Any) -> Value:
-    """Run a conversion, or one of the experiments of sparse attention's kernel."""
-    if "ex2.approx" in assembly and len(values) == 5:
-        early, scores, scale, before, after = _tensors(tuple(values))
-        return Value(torch.where(before == after, early, torch.exp2(scores * scale - after)))
-    if "ex2.approx" in assembly:
-        block, before, after = _tensors(tuple(values))
-        return Value(block * torch.where(before == after, 1.0, torch.exp2(before - after)))
-    if "%moved" in assembly:
-        block, factor = _tensors(tuple(values))
-        return Value(block * factor)
+    """Run a conversion, the only assembly that is simulated."""
     name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
     assert assembly == f"cvt.rn.{name}.f32 $0, $2, $1;" and constraints == "=r,r,r"
     return values[0].to(dtype)

@@ -60,16 +60,6 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, che
 
 BLOCK_KEYS = gl.constexpr(64)
 MARGIN = gl.constexpr(8.0)
-# experiments, see tools/bench/attention_variants.py
-EARLY = gl.constexpr(False)
-ALL = gl.constexpr(False)
-COMPARED = gl.constexpr(False)
-KNOWN = gl.constexpr(False)
-BRANCH_OTHER = gl.constexpr(False)
-BRANCH_OWN = gl.constexpr(False)
-IN_REGISTERS = gl.constexpr(False)
-THREAD_SUMS = gl.constexpr(False)
-SCORES_FIRST = gl.constexpr(False)
 REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
@@ -335,10 +325,7 @@ def _consume(
         origin = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)
         highest = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)  # of the consumer's own blocks
         added = _thread_sums(gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow))  # exponentials of its own blocks
-        if THREAD_SUMS:
-            rounded = added
-        else:
-            rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+        rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
         mbarrier.wait(query_full, turn & 1)
         if W == 0:
@@ -362,10 +349,7 @@ def _consume(
         mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
         other = (turn & 1) * 6 + 3 - 3 * W
         added = gl.convert_layout(gl.sum(added, 1), per_head)
-        if THREAD_SUMS:
-            rounded = gl.convert_layout(gl.sum(rounded, 1), per_head)
-        else:
-            rounded = gl.convert_layout(gl.sum(rounded, 1) / 8, per_head)  # of 8 equal columns
+        rounded = gl.convert_layout(gl.sum(rounded, 1) / 8, per_head)  # of 8 equal columns
         sums.index(mine).store(highest)
         sums.index(mine + 1).store(added)
         sums.index(mine + 2).store(rounded)
@@ -430,29 +414,17 @@ def _attend_block(
     at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
     if QUERIES > 1:
         bits = gl.load(chosen + at)  # long before they are needed
-    if SCORES_FIRST:
-        mbarrier.wait(rest_full.index(W), phase)
-        fence_async_shared()
-        scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma(q_rope.index(zero), k_rope.index(W + zero).permute((1, 0)), scores, is_async=True)
-        if FIRST:
-            scores = warpgroup_mma_wait(0, deps=[scores])
-        else:
-            total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (block - 1) // 2, W)
-            added, rounded = _scaled(added, factor), _scaled(rounded, factor)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-    else:
-        if not FIRST:
-            total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (block - 1) // 2, W)
-            added, rounded = _scaled(added, factor), _scaled(rounded, factor)
-        mbarrier.wait(rest_full.index(W), phase)
-        fence_async_shared()
-        scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma(q_rope.index(zero), k_rope.index(W + zero).permute((1, 0)), scores, is_async=True)
-        if not FIRST:
-            total = warpgroup_mma_wait(2, deps=[total])  # the two products above may be in flight
-            mbarrier.arrive(rest_free.index(1 - W))
-        scores = warpgroup_mma_wait(0, deps=[scores])
+    if not FIRST:
+        total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (block - 1) // 2, W)
+        added, rounded = _scaled(added, factor), _scaled(rounded, factor)
+    mbarrier.wait(rest_full.index(W), phase)
+    fence_async_shared()
+    scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(q_rope.index(zero), k_rope.index(W + zero).permute((1, 0)), scores, is_async=True)
+    if not FIRST:
+        total = warpgroup_mma_wait(2, deps=[total])  # the two products above may be in flight
+        mbarrier.arrive(rest_free.index(1 - W))
+    scores = warpgroup_mma_wait(0, deps=[scores])
     if block + 2 >= blocks:
         mbarrier.arrive(query_free)
 
@@ -462,71 +434,26 @@ def _attend_block(
     elif (block + 1) * BLOCK_KEYS > without_gap:
         there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
         scores = gl.where(there[None, :], scores, float("-inf"))
-    if ALL:
-        # No exponential waits for the highest score of the block. They are recomputed if the origin moves.
-        before = gl.where(origin == float("-inf"), 0.0, origin)
-        early = gl.exp2(scores * scale - before[:, None])
-        block_highest = gl.max(scores, 1) * scale
-        highest = gl.maximum(highest, block_highest)
-        moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
-        after = gl.where(moved == float("-inf"), 0.0, moved)
-        exponentials = _recomputed_all(early, scores, scale, before[:, None], after[:, None])
-    elif EARLY:
-        # Half of the exponentials do not wait for the highest score. They are recomputed if the origin moves.
-        before = gl.where(origin == float("-inf"), 0.0, origin)
-        first, second = _halves(scores)
-        half_layout: gl.constexpr = gl.SliceLayout(1, first.type.layout)
-        early = gl.exp2(first * scale - gl.convert_layout(before, half_layout, assert_trivial=True)[:, None])
-        block_highest = gl.max(scores, 1) * scale
-        highest = gl.maximum(highest, block_highest)
-        moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
-        after = gl.where(moved == float("-inf"), 0.0, moved)
-        early = _recomputed(
-            early,
-            first,
-            scale,
-            gl.convert_layout(before, half_layout, assert_trivial=True)[:, None],
-            gl.convert_layout(after, half_layout, assert_trivial=True)[:, None],
-        )
-        late = gl.exp2(second * scale - gl.convert_layout(after, half_layout, assert_trivial=True)[:, None])
-        exponentials = gl.convert_layout(_joined(early, late), narrow, assert_trivial=True)
-    else:
-        block_highest = gl.max(scores, 1) * scale
-        highest = gl.maximum(highest, block_highest)
-        moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
-        # -inf - -inf is NaN, so scores that are all -inf subtract 0
-        exponentials = gl.exp2(scores * scale - gl.where(moved == float("-inf"), 0.0, moved)[:, None])
-    if SCORES_FIRST and not FIRST:
-        total, exponentials = warpgroup_mma_wait(0, deps=[total, exponentials])
-        mbarrier.arrive(rest_free.index(1 - W))
+    block_highest = gl.max(scores, 1) * scale
+    highest = gl.maximum(highest, block_highest)
+    moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
+    # -inf - -inf is NaN, so scores that are all -inf subtract 0
+    exponentials = gl.exp2(scores * scale - gl.where(moved == float("-inf"), 0.0, moved)[:, None])
     weights = _rounded(exponentials, q)
     k_rope.index(W).store(weights)
     origins.index(W).store(moved)
-    if not IN_REGISTERS:
-        fence_async_shared()
+    fence_async_shared()
     mbarrier.arrive(published.index(W))
 
-    if BRANCH_OWN and COMPARED:
-        total = _moved(total, origin, moved)
-    else:
-        factor = _factor(origin, moved)
-        total = _scaled_if_moved(total, factor) if BRANCH_OWN else _scaled(total, factor)
-        added = _scaled(added, factor) + _thread_sums(exponentials)
+    factor = _factor(origin, moved)
+    total = _scaled(total, factor)
+    added = _scaled(added, factor) + _thread_sums(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
     total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
-    if BRANCH_OWN and COMPARED:
-        factor = _factor(origin, moved)
-        added = _scaled(added, factor) + _thread_sums(exponentials)
-    if THREAD_SUMS:
-        rounded = _scaled(rounded, factor) + _thread_sums(weights.to(gl.float32))
-        total = warpgroup_mma_wait(0, deps=[total])
-    else:
-        # a product with ones adds up the rounded exponentials, in less time than the threads would take
-        weights_of_ones = gl.convert_layout(
-            weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True
-        )
-        rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), _scaled(rounded, factor), is_async=True)
-        total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
+    # a product with ones adds up the rounded exponentials, in less time than the threads would take
+    weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
+    rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), _scaled(rounded, factor), is_async=True)
+    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
     mbarrier.arrive(own_free.index(W))
     return total, moved, highest, added, rounded
 
@@ -536,20 +463,12 @@ def _add_other_block(shared, bars, total, origin, count, W: gl.constexpr):
     """Start to add the product of the other consumer's exponentials with half ``W`` of the values of their block."""
     k, k_rope, origins = shared[2:5]
     published = bars[4]
-    zero = 0 if KNOWN else count >> 30  # as in _attend_block
+    zero = count >> 30  # as in _attend_block
     mbarrier.wait(published.index(1 - W), count & 1)
     moved = origins.index(1 - W).load(origin.type.layout)
-    if IN_REGISTERS:
-        weights = k_rope.index(1 - W).load(gl.DotOperandLayout(0, total.type.layout, 2))
-    else:
-        weights = k_rope.index(1 - W + zero)
-    if BRANCH_OTHER and COMPARED:
-        total = _moved(total, origin, moved)
-    else:
-        factor = _factor(origin, moved)
-        total = _scaled_if_moved(total, factor) if BRANCH_OTHER else _scaled(total, factor)
-    total = warpgroup_mma(weights, k.index(2 - W + zero), total, is_async=True)
-    return total, moved, _factor(origin, moved)
+    factor = _factor(origin, moved)
+    total = _scaled(total, factor)
+    return warpgroup_mma(k_rope.index(1 - W + zero), k.index(2 - W + zero), total, is_async=True), moved, factor
 
 
 @gluon.jit
@@ -580,106 +499,3 @@ def _scaled(block, factor):
 def _factor(origin, moved):
     """Return the factor that makes exponentials relative to ``origin`` relative to ``moved``."""
     return gl.where(origin == moved, 1.0, gl.exp2(origin - moved))
-
-
-@gluon.jit
-def _halves(scores):
-    """Return the scores of the first 32 keys and of the others."""
-    return gl.split(scores.reshape([BLOCK_HEADS, 2, BLOCK_KEYS // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def _joined(first, second):
-    """Return halves as :func:`_halves` took them."""
-    return gl.join(first, second).permute((0, 2, 1)).reshape([BLOCK_HEADS, BLOCK_KEYS])
-
-
-RECOMPUTE = gl.constexpr(
-    "{ .reg .pred %moved; .reg .f32 %x; setp.neu.f32 %moved, $64, $80;"
-    " setp.neu.or.f32 %moved, $66, $82, %moved; @!%moved bra DONE; "
-    + " ".join(
-        f"mul.f32 %x, ${32 + i}, ${48 + i}; sub.f32 %x, %x, ${80 + i}; ex2.approx.ftz.f32 ${i}, %x;" for i in range(16)
-    )
-    + " DONE: }"
-)
-RECOMPUTE_OPERANDS = gl.constexpr(",".join(["=f"] * 16 + [str(i) for i in range(16)] + ["f"] * 64))
-
-
-@gluon.jit
-def _recomputed(exponentials, scores, scale, before, after):
-    """Return ``exponentials``, recomputed relative to ``after`` if a thread's ``before`` and ``after`` differ."""
-    return gl.inline_asm_elementwise(
-        RECOMPUTE,
-        RECOMPUTE_OPERANDS,
-        [exponentials, scores, scale, before, after],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=16,
-    )
-
-
-SCALE_ALL = gl.constexpr(
-    "{ .reg .pred %moved; setp.neu.f32 %moved, $256, 0f3F800000;"
-    " setp.neu.or.f32 %moved, $258, 0f3F800000, %moved; @!%moved bra DONE; "
-    + " ".join(f"mul.f32 ${i}, ${i}, ${256 + i};" for i in range(128))
-    + " DONE: }"
-)
-SCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128))
-
-
-@gluon.jit
-def _scaled_if_moved(block, factor):
-    """Multiply the rows of a block by the factors of their heads, unless those of a thread are 1."""
-    factors = gl.convert_layout(factor, gl.SliceLayout(1, block.type.layout), assert_trivial=True)[:, None]
-    return gl.inline_asm_elementwise(
-        SCALE_ALL, SCALE_OPERANDS, [block, factors], dtype=gl.float32, is_pure=True, pack=128
-    )
-
-
-RECOMPUTE_ALL = gl.constexpr(
-    "{ .reg .pred %moved; .reg .f32 %x; setp.neu.f32 %moved, $128, $160;"
-    " setp.neu.or.f32 %moved, $130, $162, %moved; @!%moved bra DONE; "
-    + " ".join(
-        f"mul.f32 %x, ${64 + i}, ${96 + i}; sub.f32 %x, %x, ${160 + i}; ex2.approx.ftz.f32 ${i}, %x;" for i in range(32)
-    )
-    + " DONE: }"
-)
-RECOMPUTE_ALL_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 128))
-
-
-@gluon.jit
-def _recomputed_all(exponentials, scores, scale, before, after):
-    """Return ``exponentials``, recomputed relative to ``after`` if a thread's ``before`` and ``after`` differ."""
-    return gl.inline_asm_elementwise(
-        RECOMPUTE_ALL,
-        RECOMPUTE_ALL_OPERANDS,
-        [exponentials, scores, scale, before, after],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=32,
-    )
-
-
-MOVE = gl.constexpr(
-    "{ .reg .pred %moved, %same; .reg .f32 %f, %g; setp.neu.f32 %moved, $256, $384;"
-    " setp.neu.or.f32 %moved, $258, $386, %moved; @!%moved bra DONE; "
-    + " ".join(
-        f"sub.f32 {factor}, ${256 + i}, ${384 + i}; ex2.approx.ftz.f32 {factor}, {factor};"
-        f" setp.eq.f32 %same, ${256 + i}, ${384 + i}; selp.f32 {factor}, 0f3F800000, {factor}, %same;"
-        for i, factor in ((0, "%f"), (2, "%g"))
-    )
-    + " ".join(f"mul.f32 ${i}, ${i}, %{'g' if i & 2 else 'f'};" for i in range(128))
-    + " DONE: }"
-)
-MOVE_OPERANDS = gl.constexpr(",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 256))
-
-
-@gluon.jit
-def _moved(block, before, after):
-    """Make a block that is relative to the origin ``before`` relative to ``after``."""
-    layout: gl.constexpr = gl.SliceLayout(1, block.type.layout)
-    before = gl.convert_layout(before, layout, assert_trivial=True)[:, None]
-    after = gl.convert_layout(after, layout, assert_trivial=True)[:, None]
-    return gl.inline_asm_elementwise(
-        MOVE, MOVE_OPERANDS, [block, before, after], dtype=gl.float32, is_pure=True, pack=128
-    )
