@@ -47,6 +47,7 @@ def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = N
 
 
 def add_flavors() -> None:
+    assert not any(f"{name}_documents" in TINY for name in TINY)  # tiny_models adds flavors of these names
     tiny_models.add_flavors(TINY)
 
 
