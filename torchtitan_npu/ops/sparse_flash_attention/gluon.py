@@ -112,15 +112,8 @@ def npu_sparse_flash_attention(
     tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)
     _attend[(min(tiles, multiprocessors(query.device)),)](
         *(queries, query_ropes, key, key_rope, selection.keys, *selection.rows, selection.counts, selection.chosen),
-        *(
-            out,
-            softmax_max,
-            softmax_sum,
-            torch.zeros(1, dtype=torch.int32, device=query.device),
-            scale,
-            tokens,
-            sequence,
-        ),
+        *(out, softmax_max, softmax_sum, torch.zeros(1, dtype=torch.int32, device=query.device)),
+        *(scale, tokens, sequence),
         *(*queries.stride()[:2], *query_ropes.stride()[:2]),
         GROUP=group,
         KEY_HEADS=key_heads,

@@ -21,7 +21,7 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_fused import add_gradi
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_keys import multiply_keys
 from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_scores import differentiate
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, aligned
-from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward, workspace
+from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward
 from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Tiles, select
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments
 
@@ -66,7 +66,7 @@ class InOneKernel(HopperBackward):
     def rows_per_chunk(self, copied: bool) -> int:
         """Return all rows, or a number for which the copy of the output's gradients is bounded."""
         rows = len(self.queries) // self.block
-        return min(rows, max(1, workspace() // (self.block * self.d_outs[0].nbytes))) if copied else rows
+        return min(rows, max(1, self.workspace() // (self.block * self.d_outs[0].nbytes))) if copied else rows
 
     def allocate(self, rows: int) -> None:
         """There are no workspaces."""

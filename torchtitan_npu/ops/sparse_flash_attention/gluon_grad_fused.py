@@ -254,8 +254,7 @@ def _consumer_0(
 ):
     """Compute the softmax and its gradient, the gradient of the first half of the queries, and add the first pieces."""
     q, do, k, ropes, passed = shared
-    queries_full, queries_free, full_0, full_1, free_0 = bars[:5]
-    passed_full, passed_free = bars[6:]
+    queries_full, _, full_0, full_1, free_0, _, passed_full, passed_free = bars
     indices, first_key, visible_keys, places, first_row, rows, tokens = selection
     chosen, d_out_out, softmax_max, softmax_sum, sequence, scale, scale_2 = of_heads
     d_query, d_key = results[0], results[2]
@@ -330,14 +329,7 @@ def _consumer_0(
             to, is_key = keys_of(selected, at_added, first, visible, key_head, KEY_HEADS, TOP_K)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(free_0)
-            for piece in gl.static_range(FIRST_PIECES):
-                total = _multiply_piece(shared, zero, piece)
-                total = warpgroup_mma_wait(0, deps=[total])
-                if piece == FIRST_PIECES - 1:
-                    mbarrier.arrive(passed_free)
-                    if block + 1 == blocks:
-                        mbarrier.arrive(queries_free)
-                _add(d_key, total, to, is_key, piece * PIECE, SIZE)
+            _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, 0, FIRST_PIECES)
         used += blocks
         tile = get_tile(queue, turn)
         turn += 1
@@ -358,7 +350,7 @@ def _consumer_1(
 ):
     """Compute the gradients of the second half and of the ropes of the queries, and add the other pieces and ropes."""
     k, ropes, passed = shared[2:]
-    queries_free, free_1, passed_full, passed_free = bars[1], bars[5], bars[6], bars[7]
+    free_1, passed_full = bars[5], bars[6]
     indices, first_key, visible_keys, places, first_row, rows, tokens = selection
     d_query, d_query_rope, d_key, d_key_rope = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -391,20 +383,30 @@ def _consumer_1(
             mbarrier.arrive(free_1)
             rope = warpgroup_mma_wait(0, deps=[rope])
             _add(d_key_rope, rope, to, is_key, 0, ROPE)
-            for piece in gl.static_range(FIRST_PIECES, PIECES):
-                total = _multiply_piece(shared, zero, piece)
-                total = warpgroup_mma_wait(0, deps=[total])
-                if piece == PIECES - 1:
-                    mbarrier.arrive(passed_free)
-                    if block + 1 == blocks:
-                        mbarrier.arrive(queries_free)
-                _add(d_key, total, to, is_key, piece * PIECE, SIZE)
+            _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, FIRST_PIECES, PIECES)
         used += blocks
         tile = get_tile(queue, turn)
         turn += 1
         of_query = (of_row * KEY_HEADS + key_head) * GROUP
         _store(d_query, of_query, first_head, dq, HALF, HALF, SIZE, GROUP)
         _store(d_query_rope, of_query, first_head, dq_rope, 0, ROPE, ROPE, GROUP)
+
+
+@gluon.jit
+def _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, START: gl.constexpr, END: gl.constexpr):
+    """Multiply and add pieces of the gradients of a block's keys.
+
+    Release the softmax before the last addition, and the queries if the block is the last one.
+    """
+    queries_free, passed_free = bars[1], bars[7]
+    for piece in gl.static_range(START, END):
+        total = _multiply_piece(shared, zero, piece)
+        total = warpgroup_mma_wait(0, deps=[total])
+        if piece == END - 1:
+            mbarrier.arrive(passed_free)
+            if block + 1 == blocks:
+                mbarrier.arrive(queries_free)
+        _add(d_key, total, to, is_key, piece * PIECE, SIZE)
 
 
 @gluon.jit

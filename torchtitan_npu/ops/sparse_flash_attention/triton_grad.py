@@ -129,12 +129,16 @@ class Backward:
         d_key, d_value, d_key_rope = map(self.gradient_of_keys, (self.d_key, self.d_value, self.d_key_rope))
         return self.d_query, d_key, d_value, self.d_query_rope, d_key_rope
 
+    def workspace(self) -> int:
+        """Return the bytes of all workspaces."""
+        return 2 * WORKSPACE if self.deterministic else WORKSPACE
+
     def rows_per_chunk(self, copied: bool) -> int:
         """Return the number of rows for which the workspaces are bounded. ``copied`` are the output's gradients."""
         heads, size = self.queries.shape[1:]
         slots = self.block * heads * max(2 * self.top_k, size if copied else 0) * self.queries.element_size()
         added = contribution_dtype(self.queries.dtype).itemsize * self.contributions_per_row()
-        return min(len(self.queries) // self.block, max(1, workspace() // (slots + added)))
+        return min(len(self.queries) // self.block, max(1, self.workspace() // (slots + added)))
 
     def contributions_per_row(self) -> int:
         """Return the elements of a row's contributions to its keys, for the deterministic sum."""
@@ -207,11 +211,6 @@ class Backward:
             return None
         keys = self.key.numel() // self.key.shape[-1]
         return segments_of(self.sparse_indices, self.rows, start, count, keys)
-
-
-def workspace() -> int:
-    """Return the bytes of all workspaces."""
-    return 2 * WORKSPACE if torch.are_deterministic_algorithms_enabled() else WORKSPACE
 
 
 def contribution_dtype(dtype: torch.dtype) -> torch.dtype:
