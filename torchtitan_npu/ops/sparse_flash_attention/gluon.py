@@ -8,15 +8,14 @@ of every block, and pass them on in shared memory, in the place of the block's r
 block ``k``:
 
 1. Start the product of the queries with half ``w`` of the keys, its own half, which is refilled first.
-2. Wait for the exponentials of block ``k - 1``, rescale the output and start their product with the values.
+2. Wait for the exponentials of block ``k - 1``, load them and start their product with the values.
 3. Start the product of the queries with the other half and with the rope.
-4. Compute the exponentials, publish them, rescale the output and add their product with the values.
+4. Compute the exponentials, publish them and add their product with the values.
 
 The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
-and the rest of the slot when the other consumer has done its step 2 for the next block.
-
-Exponentials are relative to an origin per head that the consumers share. It moves only if a block's highest score
-exceeds it by more than :data:`MARGIN`, so that its exponentials stay below ``2 ** MARGIN``, which float16 represents.
+and the rest of the slot when the other consumer has done its step 2 for the next block. A block's time is that of
+steps 2 to 4, one consumer after the other, so they do without what would delay them: threads that wait for each other
+(see :mod:`gluon_softmax`), and a fence between the exponentials and the product, which takes them from registers.
 """
 
 from __future__ import annotations
@@ -35,6 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors
 from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length, statistics_shape
+from torchtitan_npu.ops.sparse_flash_attention.gluon_softmax import (
+    PER_THREAD,
+    exponentials_of,
+    factor_between,
+    moved_total,
+    of_each_thread,
+    rounded_like,
+    scaled,
+    thread_sums,
+)
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
     HALF,
@@ -59,8 +68,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
 BLOCK_KEYS = gl.constexpr(64)
-MARGIN = gl.constexpr(8.0)
-REGISTERS = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72}
+REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
 TILES = Tiles(heads=64, time_per_key=1.0, time_per_head=0.0)
@@ -160,11 +168,12 @@ def _attend(
     dtype: gl.constexpr = key.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    threads: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     q = gl.allocate_shared_memory(dtype, [2, BLOCK_HEADS, HALF], layout)
     q_rope = gl.allocate_shared_memory(dtype, [1, BLOCK_HEADS, ROPE], layout)
     k = gl.allocate_shared_memory(dtype, [4, BLOCK_KEYS, HALF], layout)  # half h of slot s is at 2 s + h
     k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, ROPE], layout)  # then (heads, keys) of exponentials
-    origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS], vector)
+    origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS, 4], threads)
     sums = gl.allocate_shared_memory(gl.float32, [12, BLOCK_HEADS], vector)
     ones = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS], layout)
     ones.store(gl.full([8, BLOCK_KEYS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
@@ -221,8 +230,7 @@ def _produce(
     QUERIES: gl.constexpr,
 ):
     """Copy the queries of each tile, and its selected keys block by block, zero where a place holds no key."""
-    q, q_rope, k, k_rope = shared[:4]
-    own_full, rest_full, own_free, rest_free = bars[:4]
+    q, q_rope = shared[:2]
     query_full, query_free = bars[6:]
     indices, visible_keys, places, tokens = selection
     query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head = inputs
@@ -242,6 +250,7 @@ def _produce(
         first, visible = gl.load(first_key + row), gl.load(visible_keys + row)
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
+        index = gl.load(selected + in_block, mask=in_block < TOP_K, other=-1)
 
         mbarrier.wait(query_free, (turn & 1) ^ 1)
         head = (key_head * GROUP + first_head).to(gl.int64)
@@ -255,26 +264,38 @@ def _produce(
         async_copy.async_copy_global_to_shared(q_rope.index(0), ropes, real)
         async_copy.mbarrier_arrive(query_full, increment_count=False)
 
-        for block in range(0, blocks):
-            slot = block % 2
-            free = ((gl.where(slot == 0, used, used_1) + block // 2) & 1) ^ 1
-            at = block * BLOCK_KEYS + in_block
-            at_key, there = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
-            at_key, there = at_key[:, None], there[:, None]
-            keys, ropes = key + (at_key * SIZE + columns), key_rope + (at_key * ROPE + rope_columns)
-
-            mbarrier.wait(own_free.index(slot), free)
-            async_copy.async_copy_global_to_shared(k.index(3 * slot), keys + slot * HALF, there)
-            async_copy.mbarrier_arrive(own_full.index(slot), increment_count=False)
-            mbarrier.wait(rest_free.index(slot), free)
-            async_copy.async_copy_global_to_shared(k.index(1 + slot), keys + (1 - slot) * HALF, there)
-            async_copy.async_copy_global_to_shared(k_rope.index(slot), ropes, there)
-            async_copy.mbarrier_arrive(rest_full.index(slot), increment_count=False)
+        of_block = (shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block)
+        for block in range(0, blocks, 2):
+            index = _copy_block(of_block, index, block, used + block // 2, KEY_HEADS, TOP_K, 0)
+            if block + 1 < blocks:
+                index = _copy_block(of_block, index, block + 1, used_1 + block // 2, KEY_HEADS, TOP_K, 1)
         used += (blocks + 1) // 2
         used_1 += blocks // 2
         put_tile(queue, following, turn)
         tile = following
         turn += 1
+
+
+@gluon.jit
+def _copy_block(of_block, index, block, count, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, SLOT: gl.constexpr):
+    """Copy the keys of a block, and return the indices of the next one."""
+    shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block = of_block
+    k, k_rope = shared[2:4]
+    own_full, rest_full, own_free, rest_free = bars[:4]
+    at = (block + 1) * BLOCK_KEYS + in_block
+    following = gl.load(selected + at, mask=at < TOP_K, other=-1)  # long before it is needed
+    there = ((index >= 0) & (index < visible))[:, None]
+    row = ((first + index) * KEY_HEADS + key_head).to(gl.int64)[:, None]
+    keys, ropes = key + row * SIZE + columns, key_rope + row * ROPE + rope_columns
+    free = (count & 1) ^ 1
+    mbarrier.wait(own_free.index(SLOT), free)
+    async_copy.async_copy_global_to_shared(k.index(3 * SLOT), keys + SLOT * HALF, there)
+    async_copy.mbarrier_arrive(own_full.index(SLOT), increment_count=False)
+    mbarrier.wait(rest_free.index(SLOT), free)
+    async_copy.async_copy_global_to_shared(k.index(1 + SLOT), keys + (1 - SLOT) * HALF, there)
+    async_copy.async_copy_global_to_shared(k_rope.index(SLOT), ropes, there)
+    async_copy.mbarrier_arrive(rest_full.index(SLOT), increment_count=False)
+    return following
 
 
 @gluon.jit
@@ -315,9 +336,9 @@ def _consume(
         visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
         block_of = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
         total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
-        origin = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)
-        highest = gl.full([BLOCK_HEADS], float("-inf"), gl.float32, per_head)  # of the consumer's own blocks
-        added = _thread_sums(gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow))  # exponentials of its own blocks
+        origin = of_each_thread(float("-inf"))
+        highest = of_each_thread(float("-inf"))  # of the consumer's own blocks
+        added = of_each_thread(0.0)  # exponentials of its own blocks
         rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
         mbarrier.wait(query_full, turn & 1)
@@ -335,12 +356,13 @@ def _consume(
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
             total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (blocks - 1) // 2, W)
-            added, rounded = _scaled(added, factor), _scaled(rounded, factor)
+            added, rounded = added * factor, scaled(rounded, factor)
             total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(rest_free.index(1 - W))
 
         mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
         other = (turn & 1) * 6 + 3 - 3 * W
+        highest = gl.convert_layout(gl.max(highest, 1), per_head) * scale
         added = gl.convert_layout(gl.sum(added, 1), per_head)
         rounded = gl.convert_layout(gl.sum(rounded, 1) / 8, per_head)  # of 8 equal columns
         sums.index(mine).store(highest)
@@ -361,7 +383,8 @@ def _consume(
         if W == 0:
             at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
             of_head = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
-            added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(origin - highest))
+            of_heads = gl.convert_layout(gl.max(origin, 1), per_head)  # of four equal ones
+            added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(of_heads - highest))
             gl.store(softmax_max + of_head + at, highest / LOG2_E, mask=at < GROUP)
             gl.store(softmax_sum + of_head + at, added, mask=at < GROUP)
         used += (blocks + 1 - W) // 2
@@ -409,7 +432,7 @@ def _attend_block(
         bits = gl.load(chosen + at)  # long before they are needed
     if not FIRST:
         total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (block - 1) // 2, W)
-        added, rounded = _scaled(added, factor), _scaled(rounded, factor)
+        added, rounded = added * factor, scaled(rounded, factor)
     mbarrier.wait(rest_full.index(W), phase)
     fence_async_shared()
     scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
@@ -427,25 +450,21 @@ def _attend_block(
     elif (block + 1) * BLOCK_KEYS > without_gap:
         there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
         scores = gl.where(there[None, :], scores, float("-inf"))
-    block_highest = gl.max(scores, 1) * scale
+    exponentials, moved, block_highest = exponentials_of(scores, scale, origin)
     highest = gl.maximum(highest, block_highest)
-    moved = gl.where(block_highest > origin + MARGIN, block_highest, origin)
-    # -inf - -inf is NaN, so scores that are all -inf subtract 0
-    exponentials = gl.exp2(scores * scale - gl.where(moved == float("-inf"), 0.0, moved)[:, None])
-    weights = _rounded(exponentials, q)
+    weights = rounded_like(exponentials, q)
     k_rope.index(W).store(weights)
     origins.index(W).store(moved)
-    fence_async_shared()
     mbarrier.arrive(published.index(W))
 
-    factor = _factor(origin, moved)
-    total = _scaled(total, factor)
-    added = _scaled(added, factor) + _thread_sums(exponentials)
+    total = moved_total(total, origin, moved)
+    factor = factor_between(origin, moved)
+    added = added * factor + thread_sums(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
     total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
     # a product with ones adds up the rounded exponentials, in less time than the threads would take
     weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
-    rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), _scaled(rounded, factor), is_async=True)
+    rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), scaled(rounded, factor), is_async=True)
     total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
     mbarrier.arrive(own_free.index(W))
     return total, moved, highest, added, rounded
@@ -456,39 +475,9 @@ def _add_other_block(shared, bars, total, origin, count, W: gl.constexpr):
     """Start to add the product of the other consumer's exponentials with half ``W`` of the values of their block."""
     k, k_rope, origins = shared[2:5]
     published = bars[4]
-    zero = count >> 30  # as in _attend_block
     mbarrier.wait(published.index(1 - W), count & 1)
-    moved = origins.index(1 - W).load(origin.type.layout)
-    factor = _factor(origin, moved)
-    total = _scaled(total, factor)
-    return warpgroup_mma(k_rope.index(1 - W + zero), k.index(2 - W + zero), total, is_async=True), moved, factor
-
-
-@gluon.jit
-def _rounded(exponentials, queries):
-    """Return ``exponentials`` in the dtype of ``queries``.
-
-    One instruction converts two numbers. Without assembly, ptxas converts them one by one at a quarter of the rate,
-    because they are also added up.
-    """
-    name: gl.constexpr = "bf16x2" if queries.dtype == gl.bfloat16 else "f16x2"
-    assembly: gl.constexpr = "cvt.rn." + name + ".f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(assembly, "=r,r,r", [exponentials], dtype=queries.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _thread_sums(exponentials):
-    """Add up the keys of each thread, (64 heads, 4 threads): the threads of a head are added once at a tile's end."""
-    return gl.sum(gl.sum(exponentials.reshape([BLOCK_HEADS, 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _scaled(block, factor):
-    """Multiply the rows of a block by the factors of their heads."""
-    return block * gl.convert_layout(factor, gl.SliceLayout(1, block.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _factor(origin, moved):
-    """Return the factor that makes exponentials relative to ``origin`` relative to ``moved``."""
-    return gl.where(origin == moved, 1.0, gl.exp2(origin - moved))
+    moved = origins.index(1 - W).load(PER_THREAD)
+    weights = k_rope.index(1 - W).load(gl.DotOperandLayout(0, total.type.layout, 2))
+    total = moved_total(total, origin, moved)
+    total = warpgroup_mma(weights, k.index(2 - W), total, is_async=True)
+    return total, moved, factor_between(origin, moved)
