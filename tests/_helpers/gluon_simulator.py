@@ -541,11 +541,6 @@ def _names(module: ModuleType, of_program: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def device_function(module: ModuleType, name: str, program: int, programs: int) -> Callable[..., Any]:
-    """Return a function that kernels call, as one of several programs runs it. It takes and returns :class:`Value`."""
-    return _names(module, Program(program, programs, 0).names())[name]
-
-
 def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -> Callable[..., Any]:
     """Return ``function`` of a copy of ``module``, which launches Gluon kernels, with these kernels run in Python.
 

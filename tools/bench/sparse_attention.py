@@ -55,10 +55,11 @@ from harness import (
 )
 from torch import Tensor
 
-from torchtitan_npu.ops.sparse_flash_attention import gluon, op
+from torchtitan_npu.ops.sparse_flash_attention import op
 from torchtitan_npu.ops.sparse_flash_attention import triton as kernels
 from torchtitan_npu.ops.sparse_flash_attention import triton_grad as of_gradient
 from torchtitan_npu.ops.sparse_flash_attention import triton_query_blocks as query_blocks
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS
 
 HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
 SCALE = (SIZE + ROPE) ** -0.5
@@ -235,9 +236,9 @@ def block_rows(machine: Machine) -> Iterator[Row]:
     for heads, (name, first) in product((16, 32), (("causal", 0), ("full rows", sparse_attention_peers.QUERIES))):
         case = sparse_attention_peers.Case(heads, first)
         tokens = case.query.shape[1]
-        block = gluon.TILES.heads // heads
+        block = BLOCK_HEADS.value // heads
         sizes = {"single queries": 1, f"blocks of {block}": block}
-        best = query_blocks.queries_per_block(heads, tokens, tokens, case.keys, TOP_K, True, gluon.TILES)
+        best = query_blocks.queries_per_block(heads, tokens, tokens, case.keys, TOP_K, True)
         for run, (direction, of_pair) in zip(case.ours(), passes, strict=True):
             flops = case.pairs * of_pair
             runs = {queries: partial(with_block, number, run) for queries, number in sizes.items()}

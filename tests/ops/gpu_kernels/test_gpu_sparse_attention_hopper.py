@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tests._helpers import gluon_simulator
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.gluon_simulator import Value, device_function, module_of, simulated
+from tests._helpers.gluon_simulator import module_of, simulated
 from tests._helpers.kernel_checks import DEVICE
 from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents
 from torchtitan_npu.ops import OPS, define
 from torchtitan_npu.ops.core.triton_kernel import is_hopper
-from torchtitan_npu.ops.sparse_flash_attention import gluon, gluon_tiles, op, reference
+from torchtitan_npu.ops.sparse_flash_attention import gluon, op, reference
 
 ROOT = Path(__file__).parents[3]
 TWO_PROGRAMS = 228 * 1024 // 2 - 1024
@@ -208,25 +208,10 @@ def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.M
             simulated(module, "npu_sparse_flash_attention", seed)(**inputs(1, 600), **lengths)
 
 
-@pytest.mark.parametrize(("tiles", "programs"), [(12, 3), (14, 3), (2, 3), (132, 11)])
-def test_programs_have_balanced_tiles(tiles: int, programs: int) -> None:
-    """Tile ``n`` has ``tiles - n`` keys. In order, neighbouring programs would differ by a key per round."""
-    processed, sums = [], set()
-    for program in range(programs):
-        balanced = device_function(gluon_tiles, "balanced_tile", program, programs)
-        mine = [int(balanced(Value(tile), Value(tiles))) for tile in range(program, tiles, programs)]
-        processed += mine
-        sums.add(sum(tiles - tile for tile in mine))
-    assert sorted(processed) == list(range(tiles))
-    if tiles % (2 * programs) == 0:
-        assert len(sums) == 1
-
-
 SPILLS = {
     "sparse_flash_attention.gluon._attend": 64,
     "lightning_indexer.gluon_grad._gradients": 16,
     "sparse_flash_attention.gluon_grad_fused.add_gradients": 64,
-    "sparse_flash_attention.gluon_grad_keys.multiply_keys": 8,
 }
 """Bytes that a kernel may spill. Most are spilled and loaded once per block of keys or less often."""
 
@@ -244,8 +229,6 @@ def test_compiled_for_hopper_with_few_spills(tmp_path: Path) -> None:
     kernels = {
         "gluon._attend": ("64 heads", "64 heads of 4 queries", "128 heads"),
         "gluon_grad_fused.add_gradients": ("64 heads", "64 heads of 4 queries", "128 heads"),
-        "gluon_grad_scores.differentiate": ("64 heads", "128 heads", "128 heads of 8 queries"),
-        "gluon_grad_keys.multiply_keys": ("64 heads", "128 heads", "128 heads of 8 queries"),
     }
     compiled = {f"sparse_flash_attention.{kernel}, {heads}" for kernel, tiles in kernels.items() for heads in tiles}
     compiled |= {"indexer_kl_loss.gluon._distributions", "lightning_indexer.gluon_pairs._plan_pairs"}

@@ -63,16 +63,13 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     take_tile,
     tile_of_heads,
 )
-from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import Tiles, select
+from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import select
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
 BLOCK_KEYS = gl.constexpr(64)
 REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
-
-TILES = Tiles(heads=64, time_per_key=1.0, time_per_head=0.0)
-"""All tiles take the same time, whatever number of heads is used."""
 
 
 def npu_sparse_flash_attention(
@@ -114,7 +111,7 @@ def npu_sparse_flash_attention(
 
     sequence = tokens if layout_query == "TND" else query.shape[1]
     lengths = sequence_length(query, actual_seq_lengths_query), sequence_length(key, actual_seq_lengths_kv)
-    selection = select(sparse_indices, rows, key, heads, sequence, (*lengths, sparse_mode == 3), TILES)
+    selection = select(sparse_indices, rows, key, heads, sequence, (*lengths, sparse_mode == 3))
     block = selection.queries
     group, tokens, sequence = heads // key_heads * block, tokens // block, sequence // block
     tiles = tokens * key_heads * blocks_in(group, BLOCK_HEADS.value)

@@ -11,6 +11,8 @@ warp group gathers them. For each block:
 3. Both multiply the softmax and its gradient with the output gradients and the queries, 64 columns at a time, and add
    the products to the gradients of the keys. The keys of the next block arrive meanwhile.
 
+With deterministic algorithms, the products are stored instead, and another kernel adds them in a fixed order.
+
 Two rates limit the kernel about equally: that of the additions in the L2 cache, and that of shared memory, which
 delivers both operands of most products. Additions have the full rate if a warp adds at least 128 adjacent bytes.
 
@@ -32,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import debug_barrier
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
@@ -66,6 +69,17 @@ ADDED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 32], [1, 0], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [0, 16], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+)
+
+# To store, a thread keeps its sums. Of half precision, 4 threads have 32 adjacent bytes.
+STORED_PIECE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, 64],
@@ -116,10 +130,14 @@ def add_gradients(
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
     QUERIES: gl.constexpr,
+    IN_ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Allocate shared memory, initialize the barriers and run the three warp groups."""
+    """Allocate shared memory, initialize the barriers and run the three warp groups.
+
+    With ``IN_ORDER``, ``d_key`` and ``d_key_rope`` are the products at all places, (tiles of heads, rows, N2, K, size).
+    """
     dtype: gl.constexpr = key.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q = gl.allocate_shared_memory(dtype, [2, BLOCK_HEADS, HALF], layout)
@@ -143,8 +161,11 @@ def add_gradients(
     results = (d_query, d_query_rope, d_key, d_key_rope)
     gl.warp_specialize(
         [
-            (_consumer_1, (shared, bars, queue, selection, results, GROUP, KEY_HEADS, TOP_K)),
-            (_consumer_0, (shared, bars, queue, selection, of_heads, results, GROUP, KEY_HEADS, TOP_K, QUERIES)),
+            (_consumer_1, (shared, bars, queue, selection, results, GROUP, KEY_HEADS, TOP_K, IN_ORDER)),
+            (
+                _consumer_0,
+                (shared, bars, queue, selection, of_heads, results, GROUP, KEY_HEADS, TOP_K, QUERIES, IN_ORDER),
+            ),
             (_produce, (shared, bars, queue, counter, selection, inputs, strides, GROUP, KEY_HEADS, TOP_K, QUERIES)),
         ],
         [4, 4],
@@ -251,6 +272,7 @@ def _consumer_0(
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
     QUERIES: gl.constexpr,
+    IN_ORDER: gl.constexpr,
 ):
     """Compute the softmax and its gradient, the gradient of the first half of the queries, and add the first pieces."""
     q, do, k, ropes, passed = shared
@@ -275,6 +297,8 @@ def _consumer_0(
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
+        # 32 bits: the workspace is bounded
+        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
         heads = first_head + in_heads
         real = heads < GROUP
         statistics = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
@@ -325,11 +349,14 @@ def _consumer_0(
             passed.index(1).store(weights)
             fence_async_shared()
             mbarrier.arrive(passed_full)
-            at_added = place + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
-            to, is_key = keys_of(selected, at_added, first, visible, key_head, KEY_HEADS, TOP_K)
+            if IN_ORDER:
+                to, is_key = first_place + place, None
+            else:
+                at_added = place + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
+                to, is_key = keys_of(selected, at_added, first, visible, key_head, KEY_HEADS, TOP_K)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(free_0)
-            _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, 0, FIRST_PIECES)
+            _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, 0, FIRST_PIECES, IN_ORDER)
         used += blocks
         tile = get_tile(queue, turn)
         turn += 1
@@ -347,6 +374,7 @@ def _consumer_1(
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
     TOP_K: gl.constexpr,
+    IN_ORDER: gl.constexpr,
 ):
     """Compute the gradients of the second half and of the ropes of the queries, and add the other pieces and ropes."""
     k, ropes, passed = shared[2:]
@@ -367,12 +395,17 @@ def _consumer_1(
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
+        # 32 bits: the workspace is bounded
+        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         dq_rope = gl.zeros([BLOCK_HEADS, ROPE], gl.float32, narrow)
         for block in range(0, blocks):
             zero = (used + block) >> 30  # as in _consumer_0
-            at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
-            to, is_key = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
+            if IN_ORDER:
+                to, is_key = first_place + block * BLOCK_KEYS, None
+            else:
+                at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
+                to, is_key = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
             mbarrier.wait(passed_full, (used + block) & 1)
             left = passed.index(zero)
             dq = warpgroup_mma(left, k.index(1 + zero), dq, is_async=True)
@@ -382,8 +415,8 @@ def _consumer_1(
             dq, dq_rope = warpgroup_mma_wait(1, deps=[dq, dq_rope])
             mbarrier.arrive(free_1)
             rope = warpgroup_mma_wait(0, deps=[rope])
-            _add(d_key_rope, rope, to, is_key, 0, ROPE)
-            _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, FIRST_PIECES, PIECES)
+            _add(d_key_rope, rope, to, is_key, 0, ROPE, IN_ORDER)
+            _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, FIRST_PIECES, PIECES, IN_ORDER)
         used += blocks
         tile = get_tile(queue, turn)
         turn += 1
@@ -393,7 +426,19 @@ def _consumer_1(
 
 
 @gluon.jit
-def _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, START: gl.constexpr, END: gl.constexpr):
+def _add_pieces(
+    shared,
+    bars,
+    zero,
+    block,
+    blocks,
+    d_key,
+    to,
+    is_key,
+    START: gl.constexpr,
+    END: gl.constexpr,
+    IN_ORDER: gl.constexpr,
+):
     """Multiply and add pieces of the gradients of a block's keys.
 
     Release the softmax before the last addition, and the queries if the block is the last one.
@@ -406,7 +451,7 @@ def _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, START: gl.
             mbarrier.arrive(passed_free)
             if block + 1 == blocks:
                 mbarrier.arrive(queries_free)
-        _add(d_key, total, to, is_key, piece * PIECE, SIZE)
+        _add(d_key, total, to, is_key, piece * PIECE, SIZE, IN_ORDER)
 
 
 @gluon.jit
@@ -422,12 +467,22 @@ def _multiply_piece(shared, zero, piece: gl.constexpr):
 
 
 @gluon.jit
-def _add(target, total, to, is_key, column: gl.constexpr, WIDTH: gl.constexpr):
-    """Add 64 columns to the gradients of the keys ``to``, whose columns :func:`in_order` puts in order."""
-    columns = column + gl.arange(0, PIECE, layout=gl.SliceLayout(0, ADDED))[None, :]
+def _add(target, total, to, is_key, column: gl.constexpr, WIDTH: gl.constexpr, IN_ORDER: gl.constexpr):
+    """Add 64 columns to the gradients of the keys ``to``, whose columns :func:`in_order` puts in order.
+
+    With ``IN_ORDER``, store them at the places from ``to`` on, whether these hold a key or not.
+    """
     adjacent = total.reshape([BLOCK_KEYS, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([BLOCK_KEYS, PIECE])
-    pointers = target + ((to * WIDTH)[:, None] + columns)
-    gl.atomic_add(pointers, gl.convert_layout(adjacent, ADDED), mask=is_key[:, None], sem="relaxed")
+    if IN_ORDER:
+        places = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, STORED_PIECE))[:, None]
+        columns = column + gl.arange(0, PIECE, layout=gl.SliceLayout(0, STORED_PIECE))[None, :]
+        product = gl.convert_layout(adjacent.to(target.dtype.element_ty), STORED_PIECE, assert_trivial=True)
+        gl.store(target + to * WIDTH + (places * WIDTH + columns), product)
+        debug_barrier()  # otherwise ptxas stores during the next product, for which it has too few registers
+    else:
+        columns = column + gl.arange(0, PIECE, layout=gl.SliceLayout(0, ADDED))[None, :]
+        pointers = target + ((to * WIDTH)[:, None] + columns)
+        gl.atomic_add(pointers, gl.convert_layout(adjacent, ADDED), mask=is_key[:, None], sem="relaxed")
 
 
 @gluon.jit

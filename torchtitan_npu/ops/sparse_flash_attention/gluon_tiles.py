@@ -123,20 +123,6 @@ def get_tile(queue, turn):
 
 
 @gluon.jit
-def balanced_tile(tile, tiles):
-    """Return the tile to process in place of ``tile``, so that all programs process about the same number of keys.
-
-    For kernels in which program ``n`` processes tile ``n`` of each round, which are the deterministic ones.
-    Tiles are ordered from the longest row to the shortest. Every second round is reversed, unless it is incomplete.
-    Otherwise program 0 would have the longest row of every round.
-    """
-    programs = gl.num_programs(0)
-    turn = tile // programs
-    reverse = (turn % 2 == 1) & ((turn + 1) * programs <= tiles)
-    return gl.where(reverse, (2 * turn + 1) * programs - 1 - tile, tile)
-
-
-@gluon.jit
 def tile_of_heads(
     tile,
     places,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2, unfilled
 from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import Segments, add_segments, segments_of
@@ -146,10 +146,10 @@ class Backward:
 
     def allocate(self, rows: int) -> None:
         """Allocate the workspaces for a chunk."""
-        self.weights = self.queries.new_empty(rows * self.block, self.queries.shape[1], self.top_k)
-        self.d_scores = torch.empty_like(self.weights)
+        slots = (rows * self.block, self.queries.shape[1], self.top_k)
+        self.weights, self.d_scores = (unfilled(slots, self.queries.dtype, self.queries.device) for _ in range(2))
         dtype = contribution_dtype(self.queries.dtype)
-        self.contributions = self.queries.new_empty(rows * self.contributions_per_row(), dtype=dtype)
+        self.contributions = unfilled((rows * self.contributions_per_row(),), dtype, self.queries.device)
 
     def process(self, start: int, count: int, d_out: Tensor) -> None:
         """Compute the gradients of a chunk of rows."""

@@ -1,6 +1,6 @@
 """Blocks of neighbouring queries that share a tile, with the union of the keys that they selected.
 
-A tile of the Gluon kernels holds 64 or 128 heads. On a tensor-parallel rank a query has fewer, so that a tile would
+A tile of the Gluon kernels holds 64 heads. On a tensor-parallel rank a query has fewer, so that a tile would
 gather a key for each query that selected it. A block of queries gathers each key of the union once, and a bit says
 which queries selected it.
 """
@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, multiprocessors, power_of_2
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import count_places
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, count_places
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at
 
 MOST_QUERIES = 8
 """The most queries of a block: a key has one bit for each."""
-PLACES = 128
-"""The length of a list of keys is a multiple of this, the largest block of keys of the kernels."""
+PLACES = 64
+"""The length of a list of keys is a multiple of this, the kernels' block of keys."""
 GAIN = 1.1
 """Blocks must be this much faster by estimate, because lists and masks take time, too."""
 MARKS = 2**26
@@ -31,15 +31,6 @@ BLOCK = 2048
 """Places or keys that a program handles at once."""
 PROGRAMS = 4
 """Programs per multiprocessor."""
-
-
-class Tiles(NamedTuple):
-    """The tiles of a kernel. Processing a key takes a constant time, and some more for each head."""
-
-    heads: int
-    """The most heads of a block of queries."""
-    time_per_key: float
-    time_per_head: float
 
 
 class Selection(NamedTuple):
@@ -60,24 +51,23 @@ class Selection(NamedTuple):
 
 
 @cache
-def queries_per_block(heads: int, tokens: int, queries: int, keys: int, top_k: int, causal: bool, tiles: Tiles) -> int:
+def queries_per_block(heads: int, tokens: int, queries: int, keys: int, top_k: int, causal: bool) -> int:
     """Return the number of neighbouring queries per block that takes the least time if queries select random keys.
 
     Selections of trained indexers overlap more than random ones, so blocks gain at least as much as estimated. Blocks
     divide ``tokens``; ``queries`` and ``keys`` are those of a document.
     """
 
-    def time(block: int) -> float:
+    def keys_per_query(block: int) -> float:
         least = max(1, keys - queries + 1) if causal else keys
         visible = [least + (keys - least) * (i + 0.5) / 8 for i in range(8)]
-        union = sum(n * (1 - (1 - min(top_k, n) / n) ** block) for n in visible)
-        return union / block * (tiles.time_per_key + tiles.time_per_head * block * heads)
+        return sum(n * (1 - (1 - min(top_k, n) / n) ** block) for n in visible) / block
 
-    sizes = [n for n in (2, 4, MOST_QUERIES) if tokens % n == 0 and n * heads <= tiles.heads]
+    sizes = [n for n in (2, 4, MOST_QUERIES) if tokens % n == 0 and n * heads <= BLOCK_HEADS.value]
     if not sizes or not keys:
         return 1
-    best = min(sizes, key=time)
-    return best if GAIN * time(best) < time(1) else 1
+    best = min(sizes, key=keys_per_query)
+    return best if GAIN * keys_per_query(best) < keys_per_query(1) else 1
 
 
 def select(
@@ -87,7 +77,6 @@ def select(
     heads: int,
     tokens: int,
     document: tuple[int, int, bool],
-    tiles: Tiles,
 ) -> Selection:
     """Return the keys of each query, or of blocks of queries if these are faster and there is one key head.
 
@@ -98,7 +87,7 @@ def select(
     queries, keys, causal = document
     block = 1
     if key_heads == 1:
-        block = queries_per_block(heads, tokens, queries, keys, top_k, causal, tiles)
+        block = queries_per_block(heads, tokens, queries, keys, top_k, causal)
     if block == 1:
         return of_each_query(sparse_indices, rows)
     return unite(sparse_indices, rows, block, key.shape[-3], key.numel() // key.shape[-1])

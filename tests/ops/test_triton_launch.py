@@ -1,0 +1,33 @@
+"""Helpers to launch kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.profiler import profile
+
+from tests._helpers.kernel_checks import DEVICE
+from torchtitan_npu.ops.core.triton_launch import unfilled
+
+SHAPE = (3, 5)
+
+
+def is_filled(allocate: Callable[[], Tensor]) -> bool:
+    with profile(record_shapes=True) as events:
+        allocate()
+    filled = [event.input_shapes[0] for event in events.key_averages(True) if event.key == "aten::fill_"]
+    return list(SHAPE) in filled
+
+
+def test_a_workspace_is_not_filled() -> None:
+    device = torch.device(DEVICE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert is_filled(lambda: torch.empty(SHAPE, device=device))
+        assert not is_filled(lambda: unfilled(SHAPE, torch.float32, device))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    workspace = unfilled(SHAPE, torch.bfloat16, device)
+    assert workspace.shape == SHAPE and workspace.dtype == torch.bfloat16 and workspace.is_contiguous()
