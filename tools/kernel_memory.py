@@ -78,6 +78,8 @@ class Compiler:
             name += f", {options['GROUP']} heads"
             if options["QUERIES"] > 1:
                 name += f" of {options['QUERIES']} queries"
+            if options.get("IN_ORDER"):
+                name += ", in order"
         if ".gluon" in module and self.assembly.get(name, compiled.asm["ptx"]) != compiled.asm["ptx"]:
             name += f" ({sum(known.startswith(name) for known in self.assembly) + 1})"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)

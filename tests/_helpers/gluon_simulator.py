@@ -36,7 +36,7 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language.core import constexpr
 
-from torchtitan_npu.ops.sparse_flash_attention import gluon_softmax
+from tests._helpers import ptx
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")}
 THREADS = 128
@@ -388,7 +388,6 @@ class Program:
             minimum=elementwise(torch.minimum),
             **{name: elementwise(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt")},
             inline_asm_elementwise=_assembly,
-            split=lambda value: tuple(map(Value, data_of(value).unbind(-1))),
             max=lambda value, axis: Value(_maximum(data_of(value), axis)),
             min=lambda value, axis: Value(data_of(value).amin(axis)),
             sum=lambda value, axis: Value(data_of(value).sum(axis, dtype=value.dtype)),
@@ -453,24 +452,16 @@ def _reduce(values: tuple[Value, ...], axis: int, combine: Callable[..., tuple[V
     return tuple(Value(data_of(value).amax(axis)) for value in values)
 
 
-def _assembly(assembly: str, constraints: str, values: list[Value], *, dtype: Any, **_: Any) -> Any:
-    """Run a conversion, or what gluon_softmax.py has in assembly. Nothing else is simulated."""
-    if assembly == gluon_softmax.EXPONENTIALS.value:
-        return _exponentials(*_tensors(tuple(values)))
-    if assembly == gluon_softmax.MOVE.value:
-        total, before, after = _tensors(tuple(values))
-        return Value(total * torch.where(before == after, 1.0, torch.exp2(before - after)))
+def _assembly(
+    assembly: str, constraints: str, values: list[Value], *, dtype: torch.dtype, is_pure: bool, pack: int
+) -> Value:
+    """Run assembly for numbers of 32 bits, or convert to half precision."""
+    assert is_pure
+    if dtype == torch.float32:
+        return Value(ptx.run(assembly, constraints, _tensors(tuple(values)), pack))
     name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
     assert assembly == f"cvt.rn.{name}.f32 $0, $2, $1;" and constraints == "=r,r,r"
     return values[0].to(dtype)
-
-
-def _exponentials(early: Tensor, scores: Tensor, scale: Tensor, origin: Tensor, highest: Tensor) -> tuple[Value, Value]:
-    """Compute the exponentials of (heads, eights of keys, 4 threads, 2 keys) again if a head's origin moves."""
-    of_head = _maximum(highest * scale, 2)[:, :, None]
-    moved = torch.where(of_head > origin + gluon_softmax.MARGIN.value, of_head, origin)
-    again = torch.exp2(scores * scale - torch.where(moved == -torch.inf, 0, moved))
-    return Value(torch.where(moved == origin, early, again)), Value(moved.expand(early.shape))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from tests._helpers.kernel_checks import DEVICE
-from torchtitan_npu.ops.core.triton_launch import unfilled
+from torchtitan_npu.ops.core.triton_launch import uninitialized
 
 SHAPE = (3, 5)
 
@@ -26,8 +26,8 @@ def test_a_workspace_is_not_filled() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert is_filled(lambda: torch.empty(SHAPE, device=device))
-        assert not is_filled(lambda: unfilled(SHAPE, torch.float32, device))
+        assert not is_filled(lambda: uninitialized(SHAPE, torch.float32, device))
     finally:
         torch.use_deterministic_algorithms(False)
-    workspace = unfilled(SHAPE, torch.bfloat16, device)
+    workspace = uninitialized(SHAPE, torch.bfloat16, device)
     assert workspace.shape == SHAPE and workspace.dtype == torch.bfloat16 and workspace.is_contiguous()

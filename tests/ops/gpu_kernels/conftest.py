@@ -1,7 +1,7 @@
 """Run the Triton kernels on the GPU, or in Triton's interpreter on a machine without one."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from tests._helpers.forbidden_pages import forbidden_pages
 from tests._helpers.kernel_checks import DEVICE, dtype_on
 from tests._helpers.quick_interpreter import quick_interpreter
 from torchtitan_npu.ops import OPS, define
+from torchtitan_npu.ops.core import triton_launch
+from torchtitan_npu.ops.lightning_indexer import triton_grad as indexer_triton_grad
+from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, triton_grad
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -18,6 +21,19 @@ def _out_of_bounds_is_an_error() -> Iterator[None]:
         yield
         return
     with quick_interpreter(), forbidden_pages():
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _workspaces_are_nan() -> Iterator[None]:
+    """Have what a kernel reads of a workspace without writing it be NaN."""
+
+    def not_a_number(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(tuple(shape), torch.nan, dtype=dtype, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (triton_launch, gluon_grad, triton_grad, indexer_triton_grad):
+            patch.setattr(module, "uninitialized", not_a_number)
         yield
 
 

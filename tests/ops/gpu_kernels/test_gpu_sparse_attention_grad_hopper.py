@@ -1,4 +1,4 @@
-"""The Gluon kernels of sparse attention's gradient, on a Hopper GPU or else in a simulator, against the oracle."""
+"""The Gluon kernel of sparse attention's gradient, on a Hopper GPU or else in a simulator, against the oracle."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ CASES = {
     "rows that see no key": ("TND", [(3, 2), (1, 2)], True, (16, 1), 64, "contiguous"),
     "two key heads, a strided batch": ("BSND", [(2, 130)] * 2, False, (144, 2), 128, "tokens first"),
     "several blocks": ("BSND", [(3, 600)], False, (64, 1), 576, "contiguous"),
+    "200 heads": ("BSND", [(3, 130)], False, (200, 1), 64, "contiguous"),
     "128 heads": ("BSND", [(5, 300)], True, (128, 1), 320, "strided"),
     "eight queries in a row, of two documents": ("TND", [(3, 70), (13, 40)], True, (4, 1), 64, "contiguous"),
     "four queries in a row": ("BSND", [(4, 300), (12, 200)], True, (32, 1), 256, "head by head"),
     "64 heads, keys in any order": ("BSND", [(6, 200)], False, (64, 1), 192, "contiguous"),
 }
-IN_SIMULATOR = (
-    "documents of a batch, some shorter",
-    "two key heads, a strided batch",
-    "eight queries in a row, of two documents",
-)
-"""Cases of the default run."""
+BY_DEFAULT = {
+    "documents of a batch, some shorter": (False, True),
+    "two key heads, a strided batch": (False,),
+    "eight queries in a row, of two documents": (False, True),
+}
+"""Cases of the default run, with atomic and with deterministic sums."""
 
 
 @pytest.fixture(scope="module")
 def hopper() -> Any:
-    """Return a namespace of operators in which the backward pass has the Gluon kernels."""
+    """Return a namespace of operators in which the backward pass has the Gluon kernel."""
     name = "npu_sparse_flash_attention_grad"
     has_gpu = is_hopper(torch.empty(0, device=DEVICE))
     run = gluon_grad.npu_sparse_flash_attention_grad if has_gpu else simulated(gluon_grad, name)
@@ -50,7 +51,7 @@ def hopper() -> Any:
     return torch.ops.hopper_gradients
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "in order"])
+@pytest.fixture
 def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.use_deterministic_algorithms(request.param)
     yield request.param
@@ -58,14 +59,25 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_SIMULATOR)) for case in CASES]
+    ("case", "deterministic"),
+    [
+        pytest.param(
+            *(case, deterministic),
+            marks=[pytest.mark.slow] * (deterministic not in BY_DEFAULT.get(case, ())),
+            id=case + ", in order" * deterministic,
+        )
+        for case in CASES
+        for deterministic in (False, True)
+    ],
+    indirect=["deterministic"],
 )
 def test_agrees_with_the_oracle(
     hopper: Any, half: torch.dtype, case: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gluon_grad, "multiprocessors", lambda _: 3)  # as in the simulator: several tiles per program
     layout, sizes, causal, heads, top_k, arranged = CASES[case]
     # Several chunks of up to three rows, if the sums are deterministic, or of up to two, if d_out is copied
-    three_rows = 3 * 2304 * heads[1] * top_k  # with two tiles of heads
+    three_rows = 3 * heads[1] * top_k * 2 * (512 + 64) * 2  # two tiles of heads, 2 bytes
     monkeypatch.setattr(triton_grad, "WORKSPACE", three_rows // 2 if deterministic else 2048 * heads[0])
     generator = torch.Generator().manual_seed(0)
     docs = Documents(layout, sizes, causal, half, generator, ARRANGEMENTS[arranged])
@@ -137,11 +149,11 @@ def test_the_simulator_detects(fault: str, half: torch.dtype, tmp_path: Path, mo
         (128, 2048, False, True),
         (16, 64, False, True),
         (128, 100, False, False),
-        (256, 64, False, False),
+        (256, 64, False, True),
         (16, 64, True, False),
     ],
 )
-def test_choice_of_the_kernels(heads: int, top_k: int, value: bool, suits: bool) -> None:
+def test_choice_of_the_kernel(heads: int, top_k: int, value: bool, suits: bool) -> None:
     query, key = (torch.zeros(1, 2, n, 512, dtype=torch.bfloat16) for n in (heads, 1))
     rope, indices = torch.zeros(1, 2, heads, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 1, top_k, dtype=torch.int32)
     assert op.grad_suits_gluon(query, key, key if value else None, rope, indices) == suits

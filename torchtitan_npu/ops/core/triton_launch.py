@@ -41,10 +41,10 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def unfilled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a kernel that writes all that is read of it.
+def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor, for a workspace. Not for fake tensors.
 
-    With torch's deterministic algorithms, ``torch.empty`` fills its result, which for 2 GiB takes 0.7 ms on an H200.
+    With torch's deterministic algorithms, ``torch.empty`` would fill it, which takes 0.7 ms for 2 GiB on an H200.
     """
     storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=device)
     return torch.empty(0, dtype=dtype, device=device).set_(storage).view(shape)

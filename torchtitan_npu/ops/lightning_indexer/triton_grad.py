@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import part_of, power_of_2, unfilled
+from torchtitan_npu.ops.core.triton_launch import part_of, power_of_2, uninitialized
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segments, segments_of
 
@@ -67,7 +67,7 @@ def gradients(
     per_row = key_heads * top_k * size
     step = max(1, WORKSPACE // per_row) if in_order else tokens
     places = (min(step, tokens), key_heads, top_k, size)
-    contributions = unfilled(places, d_key.dtype, d_key.device) if in_order else d_key
+    contributions = uninitialized(places, d_key.dtype, d_key.device) if in_order else d_key
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
         _gradients[(part[2], key_heads)](

@@ -13,9 +13,10 @@ block ``k``:
 4. Compute the exponentials, publish them and add their product with the values.
 
 The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
-and the rest of the slot when the other consumer has done its step 2 for the next block. A block's time is that of
-steps 2 to 4, one consumer after the other, so they do without what would delay them: threads that wait for each other
-(see :mod:`gluon_softmax`), and a fence between the exponentials and the product, which takes them from registers.
+and the rest of the slot when the other consumer has done its step 2 for the next block.
+
+Each consumer's steps 2 to 4 wait for those of the other, which limits the speed. So threads exchange nothing in the
+softmax (see :mod:`gluon_softmax`), and the product takes the exponentials from registers, which needs no fence.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_softmax import (
     PER_THREAD,
     exponentials_of,
     factor_between,
-    moved_total,
-    of_each_thread,
-    rounded_like,
-    scaled,
-    thread_sums,
+    fill_per_thread,
+    multiply_rows,
+    rescale_total,
+    round_like,
+    sum_by_thread,
 )
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
+    BLOCK_KEYS,
     HALF,
     ROPE,
     SIZE,
@@ -67,7 +69,6 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import select
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import by_token, check_size
 
-BLOCK_KEYS = gl.constexpr(64)
 REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 """Registers per thread of the second consumer and of the producer. The first consumer has the remaining ones."""
 
@@ -282,6 +283,7 @@ def _copy_block(of_block, index, block, count, KEY_HEADS: gl.constexpr, TOP_K: g
     at = (block + 1) * BLOCK_KEYS + in_block
     following = gl.load(selected + at, mask=at < TOP_K, other=-1)  # long before it is needed
     there = ((index >= 0) & (index < visible))[:, None]
+    # 32 bits suffice, but 64 need four addresses for all columns, because the offsets of columns are constants then
     row = ((first + index) * KEY_HEADS + key_head).to(gl.int64)[:, None]
     keys, ropes = key + row * SIZE + columns, key_rope + row * ROPE + rope_columns
     free = (count & 1) ^ 1
@@ -333,9 +335,9 @@ def _consume(
         visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
         block_of = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
         total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
-        origin = of_each_thread(float("-inf"))
-        highest = of_each_thread(float("-inf"))  # of the consumer's own blocks
-        added = of_each_thread(0.0)  # exponentials of its own blocks
+        origin = fill_per_thread(float("-inf"))
+        highest = fill_per_thread(float("-inf"))  # of the consumer's own blocks
+        added = fill_per_thread(0.0)  # exponentials of its own blocks
         rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
         mbarrier.wait(query_full, turn & 1)
@@ -353,13 +355,13 @@ def _consume(
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
             total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (blocks - 1) // 2, W)
-            added, rounded = added * factor, scaled(rounded, factor)
+            added, rounded = added * factor, multiply_rows(rounded, factor)
             total = warpgroup_mma_wait(0, deps=[total])
             mbarrier.arrive(rest_free.index(1 - W))
 
         mine = (turn & 1) * 6 + 3 * W  # in turns, because the other consumer may still read those of the last tile
         other = (turn & 1) * 6 + 3 - 3 * W
-        highest = gl.convert_layout(gl.max(highest, 1), per_head) * scale
+        highest = gl.convert_layout(gl.max(highest, 1), per_head)
         added = gl.convert_layout(gl.sum(added, 1), per_head)
         rounded = gl.convert_layout(gl.sum(rounded, 1) / 8, per_head)  # of 8 equal columns
         sums.index(mine).store(highest)
@@ -429,7 +431,7 @@ def _attend_block(
         bits = gl.load(chosen + at)  # long before they are needed
     if not FIRST:
         total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (block - 1) // 2, W)
-        added, rounded = added * factor, scaled(rounded, factor)
+        added, rounded = added * factor, multiply_rows(rounded, factor)
     mbarrier.wait(rest_full.index(W), phase)
     fence_async_shared()
     scores = warpgroup_mma(q.index(1 - W + zero), k.index(1 + W + zero).permute((1, 0)), scores, is_async=True)
@@ -449,19 +451,19 @@ def _attend_block(
         scores = gl.where(there[None, :], scores, float("-inf"))
     exponentials, moved, block_highest = exponentials_of(scores, scale, origin)
     highest = gl.maximum(highest, block_highest)
-    weights = rounded_like(exponentials, q)
+    weights = round_like(exponentials, q)
     k_rope.index(W).store(weights)
     origins.index(W).store(moved)
     mbarrier.arrive(published.index(W))
 
-    total = moved_total(total, origin, moved)
+    total = rescale_total(total, origin, moved)
     factor = factor_between(origin, moved)
-    added = added * factor + thread_sums(exponentials)
+    added = added * factor + sum_by_thread(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
     total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
     # a product with ones adds up the rounded exponentials, in less time than the threads would take
     weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
-    rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), scaled(rounded, factor), is_async=True)
+    rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), multiply_rows(rounded, factor), is_async=True)
     total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
     mbarrier.arrive(own_free.index(W))
     return total, moved, highest, added, rounded
@@ -475,6 +477,6 @@ def _add_other_block(shared, bars, total, origin, count, W: gl.constexpr):
     mbarrier.wait(published.index(1 - W), count & 1)
     moved = origins.index(1 - W).load(PER_THREAD)
     weights = k_rope.index(1 - W).load(gl.DotOperandLayout(0, total.type.layout, 2))
-    total = moved_total(total, origin, moved)
+    total = rescale_total(total, origin, moved)
     total = warpgroup_mma(weights, k.index(2 - W), total, is_async=True)
     return total, moved, factor_between(origin, moved)

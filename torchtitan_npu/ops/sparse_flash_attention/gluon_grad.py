@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, unfilled
-from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_fused import REGISTERS, add_gradients, in_order
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, uninitialized
+from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_fused import REGISTERS, add_gradients, restore_columns
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, aligned
 from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward, contribution_dtype
 from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import select
@@ -22,8 +22,7 @@ from torchtitan_npu.ops.sparse_flash_attention.triton_segments import add_segmen
 def npu_sparse_flash_attention_grad(*inputs: Any, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients as the reference does.
 
-    Takes what the Gluon forward pass takes, with at most 128 heads per key head, a top-k that is a multiple of 64, and
-    no ``value``.
+    Takes what the Gluon forward pass takes, with a top-k that is a multiple of 64, and no ``value``.
     """
     return HopperBackward(*inputs, **others).run()
 
@@ -56,8 +55,8 @@ class HopperBackward(Backward):
         """Allocate the contributions of a chunk to the keys, and to their ropes."""
         dtype = contribution_dtype(self.queries.dtype)
         places = rows * self.contributions_per_row() // (self.shape["SIZE"] + self.shape["ROPE"])
-        self.of_places = tuple(
-            unfilled((places * self.shape[name],), dtype, self.queries.device) for name in ("SIZE", "ROPE")
+        self.key_contributions = tuple(
+            uninitialized((places * self.shape[name],), dtype, self.queries.device) for name in ("SIZE", "ROPE")
         )
 
     def process(self, start: int, count: int, d_out: Tensor) -> None:
@@ -69,7 +68,7 @@ class HopperBackward(Backward):
             *(self.queries[here], self.query_ropes[here], d_out, self.key, self.key_rope, *self.places),
             *(self.selection.counts, self.selection.chosen, self.selection.active),
             *(self.d_out_out, self.softmax_max, self.softmax_sum),
-            *(self.d_query, self.d_query_rope, *(self.of_places if self.deterministic else totals)),
+            *(self.d_query, self.d_query_rope, *(self.key_contributions if self.deterministic else totals)),
             torch.zeros(1, dtype=torch.int32, device=d_out.device),
             *(self.scale, self.scale * LOG2_E.value, start, count),
             *(len(self.queries) // self.block, self.sequence // self.block),
@@ -86,9 +85,9 @@ class HopperBackward(Backward):
         if segments is None:
             return
         places = count * self.key_heads * self.top_k
-        for contributions, total in zip(self.of_places, totals, strict=True):
+        for contributions, total in zip(self.key_contributions, totals, strict=True):
             for of_heads in contributions[: self.head_tiles * places * total.shape[-1]].chunk(self.head_tiles):
                 add_segments(of_heads, segments, total)
 
     def gradient_of_keys(self, total: Tensor) -> Tensor:
-        return in_order(total, self.key.dtype)
+        return restore_columns(total, self.key.dtype)

@@ -39,6 +39,7 @@ from triton.language import debug_barrier
 from torchtitan_npu.ops.core.triton_launch import LOG2_E
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     BLOCK_HEADS,
+    BLOCK_KEYS,
     HALF,
     PIECE,
     PIECES,
@@ -56,7 +57,6 @@ from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import (
     tile_of_heads,
 )
 
-BLOCK_KEYS = gl.constexpr(64)
 FIRST_PIECES = gl.constexpr(4)
 """Consumer 0 adds these pieces of the keys' gradients. Consumer 1 adds the others and the ropes."""
 REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
@@ -64,7 +64,7 @@ REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 
 # To add, a thread has 4 adjacent columns and 8 threads have 32, so that a warp adds 128 adjacent bytes of a row. In the
 # accumulator, thread i of 4 has columns 2i, 2i + 1, 2i + 8 and 2i + 9 of every 16. These four are adjacent in the sums
-# (`in_order` restores the order), so this layout differs from the accumulator's in one bit of the lane only.
+# (`restore_columns` restores the order), so this layout differs from the accumulator's in one bit of the lane only.
 ADDED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 32], [1, 0], [8, 0]],
@@ -87,7 +87,7 @@ STORED_PIECE = gl.constexpr(
 )
 
 
-def in_order(total: Tensor, dtype: torch.dtype) -> Tensor:
+def restore_columns(total: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sums for the keys, (..., columns), with their columns in order."""
     columns = total.unflatten(-1, (total.shape[-1] // 16, 4, 2, 2)).transpose(-3, -2)
     return columns.to(dtype, memory_format=torch.contiguous_format).flatten(-4)
@@ -415,7 +415,7 @@ def _consumer_1(
             dq, dq_rope = warpgroup_mma_wait(1, deps=[dq, dq_rope])
             mbarrier.arrive(free_1)
             rope = warpgroup_mma_wait(0, deps=[rope])
-            _add(d_key_rope, rope, to, is_key, 0, ROPE, IN_ORDER)
+            _add_or_store(d_key_rope, rope, to, is_key, 0, ROPE, IN_ORDER)
             _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, FIRST_PIECES, PIECES, IN_ORDER)
         used += blocks
         tile = get_tile(queue, turn)
@@ -451,7 +451,7 @@ def _add_pieces(
             mbarrier.arrive(passed_free)
             if block + 1 == blocks:
                 mbarrier.arrive(queries_free)
-        _add(d_key, total, to, is_key, piece * PIECE, SIZE, IN_ORDER)
+        _add_or_store(d_key, total, to, is_key, piece * PIECE, SIZE, IN_ORDER)
 
 
 @gluon.jit
@@ -467,8 +467,8 @@ def _multiply_piece(shared, zero, piece: gl.constexpr):
 
 
 @gluon.jit
-def _add(target, total, to, is_key, column: gl.constexpr, WIDTH: gl.constexpr, IN_ORDER: gl.constexpr):
-    """Add 64 columns to the gradients of the keys ``to``, whose columns :func:`in_order` puts in order.
+def _add_or_store(target, total, to, is_key, column: gl.constexpr, WIDTH: gl.constexpr, IN_ORDER: gl.constexpr):
+    """Add 64 columns to the gradients of the keys ``to``, whose columns :func:`restore_columns` puts in order.
 
     With ``IN_ORDER``, store them at the places from ``to`` on, whether these hold a key or not.
     """

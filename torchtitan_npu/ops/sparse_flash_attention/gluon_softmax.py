@@ -1,14 +1,16 @@
-"""The softmax of the forward kernel on Hopper GPUs. Threads exchange nothing in it, unless a head's origin moves.
+"""The softmax of the forward kernel on Hopper GPUs, in which threads rarely wait for each other.
 
-In an accumulator, four threads share a head, and each has two of eight adjacent columns. A vector of heads therefore
-has a number for each of these threads, (heads, 4): the origin, four times, or each thread's own maximum or sum.
+Exponentials are relative to an *origin* per head: a running maximum that is updated only if a block's highest score
+exceeds it by more than :data:`MARGIN`. So exponentials are at most ``2 ** MARGIN``, which float16 represents. Updates
+are rare after a row's first block. So exponentials are computed relative to the former origin, before the block's
+highest score is known, and computed again in a warp in which an origin moves.
 
-Exponentials are relative to an origin per head. It moves to a block's highest score if that exceeds it by more than
-:data:`MARGIN`. So exponentials stay below ``2 ** MARGIN``, which float16 represents. That a score exceeds it is rare
-after a row's first block. So exponentials are computed relative to the former origin, without the block's highest
-score. A warp in which a score exceeds it branches to code that finds the highest scores and computes them again.
-Both that branch and the one that rescales a total are in assembly: Gluon's need all warps of a group to agree, which
-takes longer than a multiplication of the total.
+In an accumulator, four threads share a head, and each has two of eight adjacent columns. Therefore a vector of heads
+has a number for each of these threads, (heads, 4): the origin four times, or each thread's own maximum or sum.
+
+What depends on whether an origin of the warp moves is in assembly. A branch in Gluon would need all four warps to
+agree, which takes longer than to multiply a total by 1. All threads of a warp must reach the assembly together, because
+it has ``vote`` and ``shfl``, so it must not be called in a branch that threads may take alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PER_THREAD = gl.constexpr(
 
 
 @gluon.jit
-def of_each_thread(number):
+def fill_per_thread(number):
     """Return a vector that is ``number`` for each head and thread."""
     return gl.full([BLOCK_HEADS, 4], number, gl.float32, PER_THREAD)
 
@@ -41,27 +43,30 @@ def of_each_thread(number):
 def exponentials_of(scores, scale, origin):
     """Return the exponentials of (64 heads, 64 keys), the origin they are relative to, and the highest scores.
 
-    The highest scores are those of each thread, and are not scaled.
+    The highest scores are those of each thread, and are scaled.
     """
-    of_threads = _of_threads(scores)
-    highest = gl.convert_layout(gl.max(gl.max(of_threads, 3), 1), PER_THREAD, assert_trivial=True)
+    by_thread = _split_by_thread(scores)
+    highest = gl.convert_layout(gl.max(gl.max(by_thread, 3), 1), PER_THREAD, assert_trivial=True) * scale
     before = gl.where(origin == float("-inf"), 0.0, origin)  # -inf - -inf is NaN
-    early = gl.exp2(of_threads * scale - _beside(before, of_threads))
-    exponentials, moved = gl.inline_asm_elementwise(
+    early = gl.exp2(by_thread * scale - _expand(before, by_thread))
+    moved = gl.inline_asm_elementwise(
+        ORIGIN, ORIGIN_OPERANDS, [origin, highest], dtype=gl.float32, is_pure=True, pack=2
+    )
+    exponentials = gl.inline_asm_elementwise(
         EXPONENTIALS,
         EXPONENTIALS_OPERANDS,
-        [early, of_threads, scale, _beside(origin, of_threads), _beside(highest, of_threads)],
-        dtype=[gl.float32, gl.float32],
+        [early, by_thread, scale, _expand(origin, by_thread), _expand(moved, by_thread)],
+        dtype=gl.float32,
         is_pure=True,
         pack=32,
     )
-    return _as_block(exponentials, scores), _first_of_threads(moved), highest
+    return _join_threads(exponentials, scores), moved, highest
 
 
 @gluon.jit
-def thread_sums(block):
+def sum_by_thread(block):
     """Add up the columns of each thread, (heads, 4 threads): the threads of a head are added once at a tile's end."""
-    sums = gl.sum(gl.sum(_of_threads(block), 3), 1)
+    sums = gl.sum(gl.sum(_split_by_thread(block), 3), 1)
     return gl.convert_layout(sums, PER_THREAD, assert_trivial=True)
 
 
@@ -72,29 +77,29 @@ def factor_between(before, after):
 
 
 @gluon.jit
-def scaled(block, factor):
+def multiply_rows(block, factor):
     """Multiply the rows of a block by the factors of their heads."""
-    of_threads = _of_threads(block)
-    return _as_block(of_threads * _beside(factor, of_threads), block)
+    by_thread = _split_by_thread(block)
+    return _join_threads(by_thread * _expand(factor, by_thread), block)
 
 
 @gluon.jit
-def moved_total(total, before, after):
+def rescale_total(total, before, after):
     """Make a total of (64 heads, 256 columns) that is relative to ``before`` relative to ``after``."""
-    of_threads = _of_threads(total)
-    moved = gl.inline_asm_elementwise(
-        MOVE,
-        MOVE_OPERANDS,
-        [of_threads, _beside(before, of_threads), _beside(after, of_threads)],
+    by_thread = _split_by_thread(total)
+    rescaled = gl.inline_asm_elementwise(
+        RESCALE,
+        RESCALE_OPERANDS,
+        [by_thread, _expand(before, by_thread), _expand(after, by_thread)],
         dtype=gl.float32,
         is_pure=True,
         pack=128,
     )
-    return _as_block(moved, total)
+    return _join_threads(rescaled, total)
 
 
 @gluon.jit
-def rounded_like(exponentials, queries):
+def round_like(exponentials, queries):
     """Return ``exponentials`` in the dtype of ``queries``, half precision.
 
     One instruction converts two numbers. Without assembly, ptxas converts them one by one at a quarter of the rate,
@@ -106,77 +111,81 @@ def rounded_like(exponentials, queries):
 
 
 @gluon.jit
-def _of_threads(block):
+def _split_by_thread(block):
     """Return a block of an accumulator as (heads, eights of columns, 4 threads, 2 columns)."""
     return block.reshape([block.shape[0], block.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
-def _as_block(of_threads, like):
-    """Return a block of :func:`_of_threads` in the shape and layout of ``like``."""
-    return gl.convert_layout(of_threads.reshape(like.shape), like.type.layout, assert_trivial=True)
+def _join_threads(by_thread, like):
+    """Return a block of :func:`_split_by_thread` in the shape and layout of ``like``."""
+    return gl.convert_layout(by_thread.reshape(like.shape), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def _beside(vector, of_threads):
-    """Return a vector, (heads, 4 threads), so that it broadcasts to a block of :func:`_of_threads`."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, of_threads.type.layout))
+def _expand(vector, by_thread):
+    """Return a vector, (heads, 4 threads), so that it broadcasts to a block of :func:`_split_by_thread`."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread.type.layout))
     return gl.convert_layout(vector, layout, assert_trivial=True)[:, None, :, None]
 
 
-@gluon.jit
-def _first_of_threads(of_threads):
-    """Return the first number that each thread has of each head, (heads, 4 threads)."""
-    first, _ = gl.split(of_threads.reshape([BLOCK_HEADS, 2, 2, 2, 4, 2]))
-    first, _ = gl.split(first.permute((0, 2, 3, 4, 1)))
-    first, _ = gl.split(first.permute((0, 2, 3, 1)))
-    first, _ = gl.split(first.permute((0, 2, 1)))
-    return gl.convert_layout(first, PER_THREAD, assert_trivial=True)
+# The assembly depends on the order in which a thread's numbers are packed, that of its registers: two columns of a
+# head, two of the head eight rows below, then the next eight columns. So numbers 0 and 2 are of its two heads. Triton
+# 3.6 and 3.7 pack in this order, without a promise. "&" keeps outputs out of the registers of inputs that are still
+# read.
 
-
-# Numbers of a thread have the order of its registers: two columns of a head, two of the head eight rows below, then
-# the next eight columns. So numbers 0 and 2 are of its two heads.
-
-EXPONENTIALS = gl.constexpr(
-    # $0 to $31: exponentials, first relative to the former origin. $32 and $34: the origins
-    # $96 to $127: scores. $128: scale. $160, $162: former origins. $192, $194: the thread's highest scores
-    "{ .reg .pred %moves; .reg .f32 %first, %second, %other;"
-    " mov.f32 $32, $160; mov.f32 $34, $162;"
-    " mul.f32 %first, $192, $128; mul.f32 %second, $194, $128;"
-    f" add.f32 %other, $160, {MARGIN.value}; setp.gt.f32 %moves, %first, %other;"
-    f" add.f32 %other, $162, {MARGIN.value}; setp.gt.or.f32 %moves, %second, %other, %moves;"
-    " vote.sync.any.pred %moves, %moves, 0xffffffff; @!%moves bra.uni DONE; "
+# $0, $1: origins. $2, $3: former origins. $4, $5: the thread's highest scores
+ORIGIN = gl.constexpr(
+    "{ .reg .pred %any, %higher; .reg .f32 %first, %second, %other;"
+    " mov.f32 $0, $2; mov.f32 $1, $3;"
+    f" add.f32 %other, $2, {MARGIN.value}; setp.gt.f32 %any, $4, %other;"
+    f" add.f32 %other, $3, {MARGIN.value}; setp.gt.or.f32 %any, $5, %other, %any;"
+    " vote.sync.any.pred %any, %any, 0xffffffff; @!%any bra.uni DONE;"
+    " mov.f32 %first, $4; mov.f32 %second, $5;"
     + "".join(
         f" shfl.sync.bfly.b32 %other, {highest}, {distance}, 0x1f, 0xffffffff; max.f32 {highest}, {highest}, %other;"
         for distance in (1, 2)
         for highest in ("%first", "%second")
     )
     + "".join(
-        f" add.f32 %other, ${former}, {MARGIN.value}; setp.gt.f32 %moves, {highest}, %other;"
-        f" selp.f32 ${origin}, {highest}, ${former}, %moves;"
-        f" setp.eq.f32 %moves, ${origin}, 0fFF800000; selp.f32 {highest}, 0f00000000, ${origin}, %moves;"
-        for origin, former, highest in ((32, 160, "%first"), (34, 162, "%second"))
+        f" add.f32 %other, ${former}, {MARGIN.value}; setp.gt.f32 %higher, {highest}, %other;"
+        f" selp.f32 ${former - 2}, {highest}, ${former}, %higher;"
+        for former, highest in ((2, "%first"), (3, "%second"))
+    )
+    + " DONE: }"
+)
+ORIGIN_OPERANDS = gl.constexpr("=&f,=&f,f,f,f,f")
+
+# $0 to $31: exponentials, and at first those relative to the former origin. $64 to $95: scores. $96: scale.
+# $128, $130: former origins. $160, $162: origins
+EXPONENTIALS = gl.constexpr(
+    "{ .reg .pred %any, %unset; .reg .f32 %first, %second, %other;"
+    " setp.neu.f32 %any, $128, $160; setp.neu.or.f32 %any, $130, $162, %any;"
+    " vote.sync.any.pred %any, %any, 0xffffffff; @!%any bra.uni DONE;"
+    + "".join(
+        f" setp.eq.f32 %unset, ${origin}, 0fFF800000; neg.f32 {minus}, ${origin};"
+        f" selp.f32 {minus}, 0f00000000, {minus}, %unset;"
+        for origin, minus in ((160, "%first"), (162, "%second"))
     )
     + "".join(
-        f" mul.f32 %other, ${96 + i}, $128; sub.f32 %other, %other, {'%second' if i & 2 else '%first'};"
-        f" ex2.approx.ftz.f32 ${i}, %other;"
+        f" fma.rn.f32 %other, ${64 + i}, $96, {'%second' if i & 2 else '%first'}; ex2.approx.ftz.f32 ${i}, %other;"
         for i in range(32)
     )
     + " DONE: }"
 )
-EXPONENTIALS_OPERANDS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(32)] + ["f"] * 128))
+EXPONENTIALS_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + [str(i) for i in range(32)] + ["f"] * 128))
 
-MOVE = gl.constexpr(
-    # $0 to $127: the total. $256, $258: former origins. $384, $386: origins
-    "{ .reg .pred %moves; .reg .f32 %first, %second;"
-    " setp.neu.f32 %moves, $256, $384; setp.neu.or.f32 %moves, $258, $386, %moves;"
-    " vote.sync.any.pred %moves, %moves, 0xffffffff; @!%moves bra.uni DONE; "
+# $0 to $127: the total. $256, $258: former origins. $384, $386: origins
+RESCALE = gl.constexpr(
+    "{ .reg .pred %any, %same; .reg .f32 %first, %second;"
+    " setp.neu.f32 %any, $256, $384; setp.neu.or.f32 %any, $258, $386, %any;"
+    " vote.sync.any.pred %any, %any, 0xffffffff; @!%any bra.uni DONE;"
     + "".join(
         f" sub.f32 {factor}, ${former}, ${origin}; ex2.approx.ftz.f32 {factor}, {factor};"
-        f" setp.eq.f32 %moves, ${former}, ${origin}; selp.f32 {factor}, 0f3F800000, {factor}, %moves;"
-        for origin, former, factor in ((384, 256, "%first"), (386, 258, "%second"))
+        f" setp.eq.f32 %same, ${former}, ${origin}; selp.f32 {factor}, 0f3F800000, {factor}, %same;"
+        for former, origin, factor in ((256, 384, "%first"), (258, 386, "%second"))
     )
     + "".join(f" mul.f32 ${i}, ${i}, {'%second' if i & 2 else '%first'};" for i in range(128))
     + " DONE: }"
 )
-MOVE_OPERANDS = gl.constexpr(",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 256))
+RESCALE_OPERANDS = gl.constexpr(",".join(["=&f"] * 128 + [str(i) for i in range(128)] + ["f"] * 256))

@@ -19,6 +19,7 @@ PIECE = gl.constexpr(64)  # columns
 PIECES = gl.constexpr(8)  # of a key without its rope, which is another piece
 HALF = gl.constexpr(256)
 BLOCK_HEADS = gl.constexpr(64)
+BLOCK_KEYS = gl.constexpr(64)
 # A layout to store (64, HALF): a thread has 8 adjacent columns, and a warp keeps the rows of its accumulator.
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(

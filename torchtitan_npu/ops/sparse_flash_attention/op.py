@@ -388,7 +388,7 @@ grad_in_gluon = kernel(reference.npu_sparse_flash_attention_grad, "gluon_grad")
 def cuda_grad(
     query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, sparse_indices: Tensor, **others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the Gluon kernels on a Hopper GPU at the sizes they take, else those of Triton."""
+    """Run the Gluon kernel on a Hopper GPU at the sizes it takes, else those of Triton."""
     inputs = {"query": query, "key": key, "value": value, "query_rope": query_rope, "sparse_indices": sparse_indices}
     hopper = is_hopper(query) and grad_suits_gluon(query, key, value, query_rope, sparse_indices)
     return (grad_in_gluon if hopper else grad_in_triton)(**inputs, **others)
@@ -397,10 +397,10 @@ def cuda_grad(
 def grad_suits_gluon(
     query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, sparse_indices: Tensor
 ) -> bool:
-    """Return whether the Gluon kernels take these: as in the forward pass, without ``value`` and in whole blocks."""
+    """Return whether the Gluon kernel takes these: as in the forward pass, without ``value`` and in whole blocks."""
     if value is not None or not suits_gluon(query, key, value, query_rope):
         return False
-    return sparse_indices.shape[-1] % 64 == 0 and query.shape[-2] // key.shape[-2] <= 128
+    return sparse_indices.shape[-1] % 64 == 0
 
 
 declare(

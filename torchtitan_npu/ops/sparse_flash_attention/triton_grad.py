@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2, unfilled
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2, uninitialized
 from torchtitan_npu.ops.sparse_flash_attention.checks import sequence_length
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_segments import Segments, add_segments, segments_of
@@ -114,7 +114,7 @@ class Backward:
         self.allocate(rows)
         chunk = rows * self.block
         self.d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=self.queries.device)
-        copy = self.queries.new_empty(chunk, heads, size) if copied else None
+        copy = uninitialized((chunk, heads, size), self.queries.dtype, self.queries.device) if copied else None
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)
             here = slice(start, start + count)
@@ -136,9 +136,9 @@ class Backward:
     def rows_per_chunk(self, copied: bool) -> int:
         """Return the number of rows for which the workspaces are bounded. ``copied`` are the output's gradients."""
         heads, size = self.queries.shape[1:]
-        slots = self.block * heads * max(2 * self.top_k, size if copied else 0) * self.queries.element_size()
+        slots = heads * max(2 * self.top_k, size if copied else 0) * self.queries.element_size()
         added = contribution_dtype(self.queries.dtype).itemsize * self.contributions_per_row()
-        return min(len(self.queries) // self.block, max(1, self.workspace() // (slots + added)))
+        return min(len(self.queries), max(1, self.workspace() // (slots + added)))
 
     def contributions_per_row(self) -> int:
         """Return the elements of a row's contributions to its keys, for the deterministic sum."""
@@ -146,10 +146,10 @@ class Backward:
 
     def allocate(self, rows: int) -> None:
         """Allocate the workspaces for a chunk."""
-        slots = (rows * self.block, self.queries.shape[1], self.top_k)
-        self.weights, self.d_scores = (unfilled(slots, self.queries.dtype, self.queries.device) for _ in range(2))
+        slots = (rows, self.queries.shape[1], self.top_k)
+        self.weights, self.d_scores = (uninitialized(slots, self.queries.dtype, self.queries.device) for _ in range(2))
         dtype = contribution_dtype(self.queries.dtype)
-        self.contributions = unfilled((rows * self.contributions_per_row(),), dtype, self.queries.device)
+        self.contributions = uninitialized((rows * self.contributions_per_row(),), dtype, self.queries.device)
 
     def process(self, start: int, count: int, d_out: Tensor) -> None:
         """Compute the gradients of a chunk of rows."""
