@@ -345,6 +345,7 @@ class Program:
         self.pause()
         if pred:
             barrier.arrive(count)
+            self.pause()  # what the others may do now may come first
 
     def warpgroup_mma(self, left: Any, right: Memory, total: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         assert is_async
