@@ -13,8 +13,9 @@ GPU happens as late as a GPU may do it:
   two elements at once, or if it selects one of two.
 - Warp groups that wait for ever raise a TimeoutError.
 
-Layouts, registers and memory ordering within a warp group are not modelled. A fence of one group counts for all groups.
-Tensors on a GPU are copied to the CPU for a kernel and back, so other kernels of the module run where its tensors are.
+Registers and memory ordering within a warp group are not modelled, nor are layouts, except that of accumulators in
+assembly. A fence of one group counts for all groups. Tensors on a GPU are copied to the CPU for a kernel and back, so
+other kernels of the module run where its tensors are.
 """
 
 from __future__ import annotations
@@ -412,7 +413,7 @@ class Program:
                 wait=self.wait,
                 arrive=self.arrive,
             ),
-            "debug_barrier": lambda: None,  # all threads of a program run in step
+            "debug_barrier": lambda: None,  # threads of a warp group run in step
             "fence_async_shared": self.unfenced.clear,
             "warpgroup_mma": self.warpgroup_mma,
             "warpgroup_mma_wait": self.warpgroup_mma_wait,

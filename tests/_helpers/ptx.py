@@ -33,7 +33,8 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
 def run(assembly: str, constraints: str, values: list[Tensor], pack: int) -> Tensor:
     """Return what ``inline_asm_elementwise`` computes for blocks of an accumulator, as their threads have them.
 
-    Blocks are (64 heads, 4 threads) or (64 heads, eights of columns, 4 threads, 2 columns).
+    Blocks are (64 heads, 4 threads) or (64 heads, eights of columns, 4 threads, 2 columns). A missing early clobber (&)
+    has no effect here.
     """
     outputs = constraints.count("=")
     blocks = torch.broadcast_tensors(*values)
@@ -45,7 +46,7 @@ def run(assembly: str, constraints: str, values: list[Tensor], pack: int) -> Ten
     for place, name in enumerate(names):
         if name.isdigit():  # an input in the register of an output
             operands[int(name)] = operands[place]
-    registers = {f"${place}": value for place, value in enumerate(operands)}
+    registers = {f"${place}": value for place, value in enumerate(operands) if not names[place].isdigit()}
     _execute(assembly, registers)
     return _block([registers[f"${place}"] for place in range(outputs)], blocks[0].shape)
 

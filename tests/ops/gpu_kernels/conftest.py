@@ -1,6 +1,7 @@
 """Run the Triton kernels on the GPU, or in Triton's interpreter on a machine without one."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -26,14 +27,19 @@ def _out_of_bounds_is_an_error() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def _workspaces_are_nan() -> Iterator[None]:
-    """Have what a kernel reads of a workspace without writing it be NaN."""
+    """Fill workspaces with NaN, so that a kernel that reads what it has not written returns NaN."""
 
     def not_a_number(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan, dtype=dtype, device=device)
 
+    original = triton_launch.uninitialized
     with pytest.MonkeyPatch.context() as patch:
-        for module in (triton_launch, gluon_grad, triton_grad, indexer_triton_grad):
-            patch.setattr(module, "uninitialized", not_a_number)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan_npu.") and getattr(module, "uninitialized", None) is original:
+                patch.setattr(module, "uninitialized", not_a_number)
+        assert (
+            gluon_grad.uninitialized is triton_grad.uninitialized is indexer_triton_grad.uninitialized is not_a_number
+        )
         yield
 
 

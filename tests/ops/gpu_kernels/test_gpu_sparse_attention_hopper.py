@@ -180,7 +180,7 @@ def test_choice_of_the_kernel(changes: dict[str, Any], suits: bool) -> None:
 
 LAST_WAIT = "    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])\n"
 RELEASE = "    mbarrier.arrive(own_free.index(W))\n"
-STORES = "    k_rope.index(W).store(weights)\n    origins.index(W).store(moved)\n"
+STORES = "    k_rope.index(W).store(weights)\n    origins.index(W).store(new_origin)\n"
 PUBLISH = "    mbarrier.arrive(published.index(W))\n"
 FAULTS = {
     "scores before the keys arrive": ("    mbarrier.wait(rest_full.index(W), phase)\n", "", "changed|fence"),
@@ -209,9 +209,9 @@ def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.M
     source = Path(gluon.__file__).read_text()
     assert source.count(before) == 1
     module = module_of(source.replace(before, after), tmp_path)
-    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
     lengths = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
     expected = simulated(gluon, "npu_sparse_flash_attention")(**inputs(1, 600), **lengths)
+    monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
     found = ""
     for seed in range(40):  # threads may happen to run in an order in which the fault has no effect
         try:
@@ -228,7 +228,7 @@ def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.M
 SPILLS = {
     "sparse_flash_attention.gluon._attend": 64,
     "lightning_indexer.gluon_grad._gradients": 16,
-    "sparse_flash_attention.gluon_grad_fused.add_gradients": 64,
+    "sparse_flash_attention.gluon_grad_kernel.add_gradients": 64,
 }
 """Bytes that a kernel may spill. Most are spilled and loaded once per block of keys or less often."""
 
@@ -245,7 +245,7 @@ def test_compiled_for_hopper_with_few_spills(tmp_path: Path) -> None:
     ).stdout
     kernels = {
         "gluon._attend": ("64 heads", "64 heads of 4 queries", "128 heads"),
-        "gluon_grad_fused.add_gradients": tuple(
+        "gluon_grad_kernel.add_gradients": tuple(
             f"{heads}{order}"
             for heads in ("64 heads", "64 heads of 4 queries", "128 heads")
             for order in ("", ", in order")

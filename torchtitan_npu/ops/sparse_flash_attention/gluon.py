@@ -15,8 +15,8 @@ block ``k``:
 The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
 and the rest of the slot when the other consumer has done its step 2 for the next block.
 
-Each consumer's steps 2 to 4 wait for those of the other, which limits the speed. So threads exchange nothing in the
-softmax (see :mod:`gluon_softmax`), and the product takes the exponentials from registers, which needs no fence.
+Each consumer's steps 2 to 4 wait for those of the other, which limits the speed. So threads exchange scores only if an
+origin moves (see :mod:`gluon_softmax`), and the product takes the exponentials from registers, which needs no fence.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def _attend(
     q_rope = gl.allocate_shared_memory(dtype, [1, BLOCK_HEADS, ROPE], layout)
     k = gl.allocate_shared_memory(dtype, [4, BLOCK_KEYS, HALF], layout)  # half h of slot s is at 2 s + h
     k_rope = gl.allocate_shared_memory(dtype, [2, BLOCK_KEYS, ROPE], layout)  # then (heads, keys) of exponentials
-    origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS, 4], threads)
+    origins = gl.allocate_shared_memory(gl.float32, [2, BLOCK_HEADS, 4], threads)  # for each of a head's threads
+    # of two tiles and both consumers: the maximum, the sum, and the sum of the rounded exponentials
     sums = gl.allocate_shared_memory(gl.float32, [12, BLOCK_HEADS], vector)
     ones = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS], layout)
     ones.store(gl.full([8, BLOCK_KEYS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
@@ -208,9 +209,7 @@ def _attend(
 @gluon.jit
 def _tile(tile, places, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
     """Return a tile as :func:`tile_of_heads` does, but with one block of places without keys if the row has no key."""
-    row, key_head, first_head, without_gap, blocks = tile_of_heads(
-        tile, places, 0, tokens, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
-    )
+    row, key_head, first_head, without_gap, blocks = tile_of_heads(tile, places, 0, tokens, tokens, GROUP, KEY_HEADS)
     return row, key_head, first_head, without_gap, gl.maximum(blocks, 1)
 
 
@@ -283,7 +282,7 @@ def _copy_block(of_block, index, block, count, KEY_HEADS: gl.constexpr, TOP_K: g
     at = (block + 1) * BLOCK_KEYS + in_block
     following = gl.load(selected + at, mask=at < TOP_K, other=-1)  # long before it is needed
     there = ((index >= 0) & (index < visible))[:, None]
-    # 32 bits suffice, but 64 need four addresses for all columns, because the offsets of columns are constants then
+    # 64 bits, although 32 suffice: column offsets are then constants of the copies, and four addresses serve for all
     row = ((first + index) * KEY_HEADS + key_head).to(gl.int64)[:, None]
     keys, ropes = key + row * SIZE + columns, key_rope + row * ROPE + rope_columns
     free = (count & 1) ^ 1
@@ -449,15 +448,15 @@ def _attend_block(
     elif (block + 1) * BLOCK_KEYS > without_gap:
         there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
         scores = gl.where(there[None, :], scores, float("-inf"))
-    exponentials, moved, block_highest = exponentials_of(scores, scale, origin)
+    exponentials, new_origin, block_highest = exponentials_of(scores, scale, origin)
     highest = gl.maximum(highest, block_highest)
     weights = round_like(exponentials, q)
     k_rope.index(W).store(weights)
-    origins.index(W).store(moved)
+    origins.index(W).store(new_origin)
     mbarrier.arrive(published.index(W))
 
-    total = rescale_total(total, origin, moved)
-    factor = factor_between(origin, moved)
+    total = rescale_total(total, origin, new_origin)
+    factor = factor_between(origin, new_origin)
     added = added * factor + sum_by_thread(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
     total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
@@ -466,7 +465,7 @@ def _attend_block(
     rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), multiply_rows(rounded, factor), is_async=True)
     total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
     mbarrier.arrive(own_free.index(W))
-    return total, moved, highest, added, rounded
+    return total, new_origin, highest, added, rounded
 
 
 @gluon.jit
@@ -475,8 +474,8 @@ def _add_other_block(shared, bars, total, origin, count, W: gl.constexpr):
     k, k_rope, origins = shared[2:5]
     published = bars[4]
     mbarrier.wait(published.index(1 - W), count & 1)
-    moved = origins.index(1 - W).load(PER_THREAD)
+    new_origin = origins.index(1 - W).load(PER_THREAD)
     weights = k_rope.index(1 - W).load(gl.DotOperandLayout(0, total.type.layout, 2))
-    total = rescale_total(total, origin, moved)
+    total = rescale_total(total, origin, new_origin)
     total = warpgroup_mma(weights, k.index(2 - W), total, is_async=True)
-    return total, moved, factor_between(origin, moved)
+    return total, new_origin, factor_between(origin, new_origin)

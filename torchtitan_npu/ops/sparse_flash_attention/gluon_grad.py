@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, multiprocessors, uninitialized
-from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_fused import REGISTERS, add_gradients, restore_columns
+from torchtitan_npu.ops.sparse_flash_attention.gluon_grad_kernel import REGISTERS, add_gradients, restore_columns
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, aligned
 from torchtitan_npu.ops.sparse_flash_attention.triton_grad import Backward, contribution_dtype
 from torchtitan_npu.ops.sparse_flash_attention.triton_query_blocks import select

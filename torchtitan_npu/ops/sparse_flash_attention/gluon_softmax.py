@@ -1,16 +1,16 @@
-"""The softmax of the forward kernel on Hopper GPUs, in which threads rarely wait for each other.
+"""The softmax of the forward kernel on Hopper GPUs, in which threads rarely exchange numbers.
 
-Exponentials are relative to an *origin* per head: a running maximum that is updated only if a block's highest score
-exceeds it by more than :data:`MARGIN`. So exponentials are at most ``2 ** MARGIN``, which float16 represents. Updates
-are rare after a row's first block. So exponentials are computed relative to the former origin, before the block's
-highest score is known, and computed again in a warp in which an origin moves.
+Exponentials are relative to an *origin* per head: a running maximum that moves only if a block's highest score exceeds
+it by more than :data:`MARGIN`. Exponentials are therefore at most ``2 ** MARGIN``, which float16 represents. An origin
+rarely moves after a row's first block. Each block's exponentials are computed relative to the former origin, before its
+highest score is known. A warp in which an origin moves computes them again.
 
-In an accumulator, four threads share a head, and each has two of eight adjacent columns. Therefore a vector of heads
-has a number for each of these threads, (heads, 4): the origin four times, or each thread's own maximum or sum.
+In an accumulator, four threads share a head, and each has two of every eight adjacent columns. A vector of heads is
+therefore (heads, 4): the origin four times, or each thread's own maximum or sum.
 
-What depends on whether an origin of the warp moves is in assembly. A branch in Gluon would need all four warps to
-agree, which takes longer than to multiply a total by 1. All threads of a warp must reach the assembly together, because
-it has ``vote`` and ``shfl``, so it must not be called in a branch that threads may take alone.
+Code that runs only if an origin of the warp moves is inline assembly. A branch in Gluon would need all four warps to
+agree, which takes longer than multiplying a total by 1. All threads of a warp must reach the assembly together, because
+it uses ``vote`` and ``shfl``: do not call it in a branch that some threads may not take.
 """
 
 from __future__ import annotations
@@ -41,26 +41,23 @@ def fill_per_thread(number):
 
 @gluon.jit
 def exponentials_of(scores, scale, origin):
-    """Return the exponentials of (64 heads, 64 keys), the origin they are relative to, and the highest scores.
-
-    The highest scores are those of each thread, and are scaled.
-    """
+    """Return the exponentials of (64 heads, 64 keys), their origin, and each thread's highest score times ``scale``."""
     by_thread = _split_by_thread(scores)
     highest = gl.convert_layout(gl.max(gl.max(by_thread, 3), 1), PER_THREAD, assert_trivial=True) * scale
     before = gl.where(origin == float("-inf"), 0.0, origin)  # -inf - -inf is NaN
     early = gl.exp2(by_thread * scale - _expand(before, by_thread))
-    moved = gl.inline_asm_elementwise(
+    new_origin = gl.inline_asm_elementwise(
         ORIGIN, ORIGIN_OPERANDS, [origin, highest], dtype=gl.float32, is_pure=True, pack=2
     )
     exponentials = gl.inline_asm_elementwise(
         EXPONENTIALS,
         EXPONENTIALS_OPERANDS,
-        [early, by_thread, scale, _expand(origin, by_thread), _expand(moved, by_thread)],
+        [early, by_thread, scale, _expand(origin, by_thread), _expand(new_origin, by_thread)],
         dtype=gl.float32,
         is_pure=True,
         pack=32,
     )
-    return _join_threads(exponentials, scores), moved, highest
+    return _join_threads(exponentials, scores), new_origin, highest
 
 
 @gluon.jit
@@ -131,8 +128,8 @@ def _expand(vector, by_thread):
 
 # The assembly depends on the order in which a thread's numbers are packed, that of its registers: two columns of a
 # head, two of the head eight rows below, then the next eight columns. So numbers 0 and 2 are of its two heads. Triton
-# 3.6 and 3.7 pack in this order, without a promise. "&" keeps outputs out of the registers of inputs that are still
-# read.
+# 3.6 and 3.7 pack in this order, but do not document it. With "&", no output shares a register with an input that is
+# read later.
 
 # $0, $1: origins. $2, $3: former origins. $4, $5: the thread's highest scores
 ORIGIN = gl.constexpr(

@@ -130,7 +130,6 @@ def tile_of_heads(
     first_row,
     rows,
     tokens,
-    BLOCK_KEYS: gl.constexpr,
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
 ):

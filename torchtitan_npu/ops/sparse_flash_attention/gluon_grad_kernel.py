@@ -205,9 +205,7 @@ def _produce(
     tile = gl.program_id(0)
     while tile < rows * KEY_HEADS * head_blocks:
         following = take_tile(counter)
-        row, key_head, first_head, _, blocks = tile_of_heads(
-            tile, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
-        )
+        row, key_head, first_head, _, blocks = tile_of_heads(tile, places, first_row, rows, tokens, GROUP, KEY_HEADS)
         if blocks > 0:
             of_row = row.to(gl.int64)
             heads = (key_head * GROUP + first_head).to(gl.int64) + in_block  # times a stride it may need 64 bits
@@ -292,7 +290,7 @@ def _consumer_0(
     tile = gl.program_id(0)
     while tile < rows * KEY_HEADS * head_blocks:
         row, key_head, first_head, without_gap, blocks = tile_of_heads(
-            tile, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
+            tile, places, first_row, rows, tokens, GROUP, KEY_HEADS
         )
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
@@ -389,9 +387,7 @@ def _consumer_1(
     turn = 0  # tiles
     tile = gl.program_id(0)
     while tile < rows * KEY_HEADS * head_blocks:
-        row, key_head, first_head, _, blocks = tile_of_heads(
-            tile, places, first_row, rows, tokens, BLOCK_KEYS, GROUP, KEY_HEADS
-        )
+        row, key_head, first_head, _, blocks = tile_of_heads(tile, places, first_row, rows, tokens, GROUP, KEY_HEADS)
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
