@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib.util
 import operator
 import random
+import re
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from queue import Queue
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -549,6 +551,21 @@ def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -
             setattr(copy, name, Kernel(of_kernel, name, seed))
     vars(copy).update(others)
     return getattr(copy, function)
+
+
+def find_fault(run: Callable[[int], str], expected: str) -> None:
+    """Fail unless an error of ``run``, or what it returns, matches ``expected`` for one of 40 seeds.
+
+    Threads may happen to run in an order in which a fault has no effect.
+    """
+    for seed in range(40):
+        try:
+            found = run(seed)
+        except (RuntimeError, TimeoutError) as raised:
+            found = str(raised)
+        if re.search(expected, found):
+            return
+    pytest.fail(f"not detected; at last: {found}")
 
 
 def module_of(source: str, folder: Path) -> ModuleType:

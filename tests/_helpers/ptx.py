@@ -42,7 +42,7 @@ def run(assembly: str, constraints: str, values: list[Tensor], pack: int) -> Ten
     for block in blocks:
         operands += _numbers_of_threads(block)
     names = constraints.split(",")
-    assert len(names) == len(operands) and outputs == pack == len(_numbers_of_threads(blocks[0]))
+    assert len(names) == len(operands) and outputs == pack
     for place, name in enumerate(names):
         if name.isdigit():  # an input in the register of an output
             operands[int(name)] = operands[place]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests._helpers import gluon_simulator
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.gluon_simulator import module_of, simulated
+from tests._helpers.gluon_simulator import find_fault, module_of, simulated
 from tests._helpers.kernel_checks import DEVICE
 from tests._helpers.sparse_attention_check import assert_agrees
 from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents
@@ -212,17 +212,12 @@ def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.M
     lengths = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
     expected = simulated(gluon, "npu_sparse_flash_attention")(**inputs(1, 600), **lengths)
     monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)
-    found = ""
-    for seed in range(40):  # threads may happen to run in an order in which the fault has no effect
-        try:
-            results = simulated(module, "npu_sparse_flash_attention", seed)(**inputs(1, 600), **lengths)
-        except (RuntimeError, TimeoutError) as raised:
-            found = str(raised)
-        else:
-            found = "" if all(map(torch.equal, results, expected)) else "the results differ"
-        if re.search(error, found):
-            return
-    pytest.fail(f"not detected; at last: {found}")
+
+    def run(seed: int) -> str:
+        results = simulated(module, "npu_sparse_flash_attention", seed)(**inputs(1, 600), **lengths)
+        return "" if all(map(torch.equal, results, expected)) else "the results differ"
+
+    find_fault(run, error)
 
 
 SPILLS = {

@@ -295,8 +295,8 @@ def _consumer_0(
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
-        # 32 bits: the workspace is bounded
-        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
+        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K  # if stored in order
+        of_keys = (selected, first_place, first, visible, key_head)
         heads = first_head + in_heads
         real = heads < GROUP
         statistics = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
@@ -347,11 +347,7 @@ def _consumer_0(
             passed.index(1).store(weights)
             fence_async_shared()
             mbarrier.arrive(passed_full)
-            if IN_ORDER:
-                to, is_key = first_place + place, None
-            else:
-                at_added = place + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
-                to, is_key = keys_of(selected, at_added, first, visible, key_head, KEY_HEADS, TOP_K)
+            to, is_key = _targets(of_keys, place, KEY_HEADS, TOP_K, IN_ORDER)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(free_0)
             _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, 0, FIRST_PIECES, IN_ORDER)
@@ -391,17 +387,13 @@ def _consumer_1(
         of_row = (first_row + row).to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
-        # 32 bits: the workspace is bounded
-        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
+        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K  # if stored in order
+        of_keys = (selected, first_place, first, visible, key_head)
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         dq_rope = gl.zeros([BLOCK_HEADS, ROPE], gl.float32, narrow)
         for block in range(0, blocks):
             zero = (used + block) >> 30  # as in _consumer_0
-            if IN_ORDER:
-                to, is_key = first_place + block * BLOCK_KEYS, None
-            else:
-                at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
-                to, is_key = keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
+            to, is_key = _targets(of_keys, block * BLOCK_KEYS, KEY_HEADS, TOP_K, IN_ORDER)
             mbarrier.wait(passed_full, (used + block) & 1)
             left = passed.index(zero)
             dq = warpgroup_mma(left, k.index(1 + zero), dq, is_async=True)
@@ -419,6 +411,17 @@ def _consumer_1(
         of_query = (of_row * KEY_HEADS + key_head) * GROUP
         _store(d_query, of_query, first_head, dq, HALF, HALF, SIZE, GROUP)
         _store(d_query_rope, of_query, first_head, dq_rope, 0, ROPE, ROPE, GROUP)
+
+
+@gluon.jit
+def _targets(of_keys, place, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
+    """Return where the products of a block from ``place`` on go, for :func:`_add_or_store`."""
+    selected, first_place, first, visible, key_head = of_keys
+    if IN_ORDER:
+        return first_place + place, True  # 32 bits: the workspace is bounded
+    else:
+        at = place + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
+        return keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
 
 
 @gluon.jit
