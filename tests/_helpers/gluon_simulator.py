@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -229,8 +229,8 @@ class InFlight:
         self.read = self.read_operands()
         self.result: Value | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(Value(data_of(self)), name)  # an error: the result is not there yet
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("a product is read before warpgroup_mma_wait")
 
     def read_operands(self) -> list[Tensor]:
         return [data_of(t).clone() if isinstance(t, Value) else t.operand() for t in self.operands]

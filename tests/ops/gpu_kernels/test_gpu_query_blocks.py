@@ -51,11 +51,12 @@ def test_lists_of_keys(queries: int, block: int, monkeypatch: pytest.MonkeyPatch
         (16, 4096, 131072, 1),  # few keys in common
         (16, 4097, 4096, 1),
         (32, 4096, 4096, 2),
+        (32, 4096, 8192, 2),
         (64, 4096, 4096, 1),
     ],
 )
 def test_queries_per_block(heads: int, queries: int, keys: int, block: int) -> None:
-    """The fastest size by measurements with random keys on an H200."""
+    """The size of the least estimated time. For 16 heads, and 32 causal, an H200 agrees with random keys."""
     assert queries_per_block(heads, queries, queries, keys, 2048, True) == block
 
 

@@ -78,9 +78,9 @@ def test_agrees_with_the_oracle(
 ) -> None:
     monkeypatch.setattr(gluon_grad, "multiprocessors", lambda _: 3)  # as in the simulator: several tiles per program
     layout, sizes, causal, heads, top_k, arranged = CASES[case]
-    # In most cases several chunks, of up to three rows if the sums are deterministic, or up to two if d_out is copied
-    three_rows = 3 * heads[1] * top_k * 2 * (512 + 64) * 2  # two tiles of heads, 2 bytes
-    monkeypatch.setattr(triton_grad, "WORKSPACE", three_rows // 2 if deterministic else 2048 * heads[0])
+    # In most cases several chunks, of up to three rows with two tiles of heads, or up to two if only d_out is copied
+    row = heads[1] * top_k * 2 * (512 + 64) * triton_grad.contribution_dtype(half).itemsize
+    monkeypatch.setattr(triton_grad, "WORKSPACE", 3 * row // 2 if deterministic else 2048 * heads[0])
     generator = torch.Generator().manual_seed(0)
     docs = Documents(layout, sizes, causal, half, generator, ARRANGEMENTS[arranged])
     assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, size=512, rope=64, scale=SCALE)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
+from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2, uninitialized
 from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
 from torchtitan_npu.ops.lightning_indexer.triton_grad import Gradients, gradients
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at, rows_of
@@ -37,9 +37,9 @@ def loss(
     rows = rows_of(x.layout, x.sparse_mode, x.query, x.key, x.actual_seq_qlen, x.actual_seq_klen)
     tokens, top_k = rows.first.numel(), x.sparse_indices.shape[-1]
     indices = x.sparse_indices.contiguous()
-    target, scores = (torch.empty_like(indices, dtype=torch.float32) for _ in range(2))
+    target, scores = (uninitialized(indices.shape, torch.float32, indices.device) for _ in range(2))
     distributions(x, rows, indices, target, scores)
-    losses = torch.empty(tokens, dtype=torch.float32, device=x.query.device)
+    losses = uninitialized((tokens,), torch.float32, x.query.device)
     slots = power_of_2(top_k)
     # overwrites the scores with their gradients
     _divergence[(tokens,)](

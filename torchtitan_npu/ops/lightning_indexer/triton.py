@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of, power_of_2
+from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of, power_of_2, uninitialized
 from torchtitan_npu.ops.lightning_indexer.triton_top_k import select_top_k
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, rows_of
 
@@ -78,7 +78,7 @@ def best_keys(
     # the second dimension of a grid is at most 65535
     step = min(2**15, max(16, WORKSPACE // (width * key_heads) // 16 * 16))
     scored = min(step, tokens) if keys > known else 0
-    scores = torch.empty(scored * key_heads, width, dtype=torch.float32, device=query.device)
+    scores = uninitialized((scored * key_heads, width), torch.float32, query.device)
     causal = layout_query == "BSND" and sparse_mode == 3 and actual_seq_lengths_query is None
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))

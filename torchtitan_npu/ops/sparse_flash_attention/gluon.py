@@ -261,11 +261,11 @@ def _produce(
         async_copy.async_copy_global_to_shared(q_rope.index(0), ropes, real)
         async_copy.mbarrier_arrive(query_full, increment_count=False)
 
-        of_block = (shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block)
+        of_tile = (shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block)
         for block in range(0, blocks, 2):
-            index = _copy_block(of_block, index, block, used + block // 2, KEY_HEADS, TOP_K, 0)
+            index = _copy_block(of_tile, index, block, used + block // 2, KEY_HEADS, TOP_K, 0)
             if block + 1 < blocks:
-                index = _copy_block(of_block, index, block + 1, used_1 + block // 2, KEY_HEADS, TOP_K, 1)
+                index = _copy_block(of_tile, index, block + 1, used_1 + block // 2, KEY_HEADS, TOP_K, 1)
         used += (blocks + 1) // 2
         used_1 += blocks // 2
         put_tile(queue, following, turn)
@@ -274,9 +274,9 @@ def _produce(
 
 
 @gluon.jit
-def _copy_block(of_block, index, block, count, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, SLOT: gl.constexpr):
-    """Copy the keys of a block, and return the indices of the next one."""
-    shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block = of_block
+def _copy_block(of_tile, index, block, used, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, SLOT: gl.constexpr):
+    """Copy the keys of ``block`` to slot ``SLOT``, which ``used`` blocks went through, and return the next indices."""
+    shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block = of_tile
     k, k_rope = shared[2:4]
     own_full, rest_full, own_free, rest_free = bars[:4]
     at = (block + 1) * BLOCK_KEYS + in_block
@@ -285,7 +285,7 @@ def _copy_block(of_block, index, block, count, KEY_HEADS: gl.constexpr, TOP_K: g
     # 64 bits, although 32 suffice: column offsets are then constants of the copies, and four addresses serve for all
     row = ((first + index) * KEY_HEADS + key_head).to(gl.int64)[:, None]
     keys, ropes = key + row * SIZE + columns, key_rope + row * ROPE + rope_columns
-    free = (count & 1) ^ 1
+    free = (used & 1) ^ 1
     mbarrier.wait(own_free.index(SLOT), free)
     async_copy.async_copy_global_to_shared(k.index(3 * SLOT), keys + SLOT * HALF, there)
     async_copy.mbarrier_arrive(own_full.index(SLOT), increment_count=False)
@@ -332,7 +332,7 @@ def _consume(
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
-        block_of = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
+        of_tile = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
         total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         origin = fill_per_thread(float("-inf"))
         highest = fill_per_thread(float("-inf"))  # of the consumer's own blocks
@@ -342,7 +342,7 @@ def _consume(
         mbarrier.wait(query_full, turn & 1)
         if W == 0:
             total, origin, highest, added, rounded = _attend_block(
-                shared, bars, block_of, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
+                shared, bars, of_tile, 0, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, True
             )
         else:
             # ptxas would otherwise wait in the loop for the first product with the keys before it rescales the total
@@ -350,7 +350,7 @@ def _consume(
             mbarrier.arrive(query_free, pred=blocks == 1)
         for block in range(2 - W, blocks, 2):
             total, origin, highest, added, rounded = _attend_block(
-                shared, bars, block_of, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
+                shared, bars, of_tile, block, total, origin, highest, added, rounded, GROUP, TOP_K, QUERIES, W, False
             )
         if (blocks + W) % 2 == 0:  # the other consumer computed the last exponentials
             total, origin, factor = _add_other_block(shared, bars, total, origin, used_other + (blocks - 1) // 2, W)
@@ -380,11 +380,11 @@ def _consume(
         gl.store(out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :]), average, mask=(at < GROUP)[:, None])
         if W == 0:
             at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
-            of_head = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
-            of_heads = gl.convert_layout(gl.max(origin, 1), per_head)  # of four equal ones
-            added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(of_heads - highest))
-            gl.store(softmax_max + of_head + at, highest / LOG2_E, mask=at < GROUP)
-            gl.store(softmax_sum + of_head + at, added, mask=at < GROUP)
+            first_statistic = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
+            origin_of_head = gl.convert_layout(gl.max(origin, 1), per_head)  # of four equal ones
+            added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(origin_of_head - highest))
+            gl.store(softmax_max + first_statistic + at, highest / LOG2_E, mask=at < GROUP)
+            gl.store(softmax_sum + first_statistic + at, added, mask=at < GROUP)
         used += (blocks + 1 - W) // 2
         used_other += (blocks + W) // 2
         tile = get_tile(queue, turn)
@@ -395,7 +395,7 @@ def _consume(
 def _attend_block(
     shared,
     bars,
-    block_of,
+    of_tile,
     block,
     total,
     origin,
@@ -413,7 +413,7 @@ def _attend_block(
     ones = shared[6]
     own_full, rest_full, own_free, rest_free, published = bars[:5]
     query_free = bars[7]
-    selected, chosen, visible, without_gap, blocks, scale, used, used_other = block_of
+    selected, chosen, visible, without_gap, blocks, scale, used, used_other = of_tile
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     wide: gl.constexpr = total.type.layout
     # A zero that the compiler cannot know. Otherwise it keeps 80 descriptors of shared memory in registers, and spills.

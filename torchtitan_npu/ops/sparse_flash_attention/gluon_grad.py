@@ -41,7 +41,7 @@ class HopperBackward(Backward):
         self.head_tiles = blocks_in(self.shape["GROUP"], BLOCK_HEADS.value)
 
     def rows_per_chunk(self, copied: bool) -> int:
-        """Return all rows, or a number for which the copy of the output's gradients and contributions are bounded."""
+        """Return the rows of a chunk: all, or fewer if ``d_out`` is copied or contributions are stored."""
         rows = len(self.queries) // self.block
         per_row = self.block * self.d_outs[0].nbytes if copied else 0
         per_row += self.contributions_per_row() * contribution_dtype(self.queries.dtype).itemsize

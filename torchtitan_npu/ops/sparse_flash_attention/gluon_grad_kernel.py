@@ -275,7 +275,7 @@ def _consumer_0(
     """Compute the softmax and its gradient, the gradient of the first half of the queries, and add the first pieces."""
     q, do, k, ropes, passed = shared
     queries_full, _, full_0, full_1, free_0, _, passed_full, passed_free = bars
-    indices, first_key, visible_keys, places, first_row, rows, tokens = selection
+    places, first_row, rows, tokens = selection[3:]
     chosen, d_out_out, softmax_max, softmax_sum, sequence, scale, scale_2 = of_heads
     d_query, d_key = results[0], results[2]
     dtype: gl.constexpr = d_query.dtype.element_ty
@@ -293,10 +293,8 @@ def _consumer_0(
             tile, places, first_row, rows, tokens, GROUP, KEY_HEADS
         )
         of_row = (first_row + row).to(gl.int64)
-        selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
-        first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
-        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K  # if stored in order
-        of_keys = (selected, first_place, first, visible, key_head)
+        of_keys = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
+        selected, visible = of_keys[:2]
         heads = first_head + in_heads
         real = heads < GROUP
         statistics = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
@@ -373,7 +371,7 @@ def _consumer_1(
     """Compute the gradients of the second half and of the ropes of the queries, and add the other pieces and ropes."""
     k, ropes, passed = shared[2:]
     free_1, passed_full = bars[5], bars[6]
-    indices, first_key, visible_keys, places, first_row, rows, tokens = selection
+    places, first_row, rows, tokens = selection[3:]
     d_query, d_query_rope, d_key, d_key_rope = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -385,10 +383,7 @@ def _consumer_1(
     while tile < rows * KEY_HEADS * head_blocks:
         row, key_head, first_head, _, blocks = tile_of_heads(tile, places, first_row, rows, tokens, GROUP, KEY_HEADS)
         of_row = (first_row + row).to(gl.int64)
-        selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
-        first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
-        first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K  # if stored in order
-        of_keys = (selected, first_place, first, visible, key_head)
+        of_keys = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         dq_rope = gl.zeros([BLOCK_HEADS, ROPE], gl.float32, narrow)
         for block in range(0, blocks):
@@ -414,9 +409,23 @@ def _consumer_1(
 
 
 @gluon.jit
+def _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
+    """Return a tile's indices, its visible keys, its first key, its key head, and its first place in the workspace."""
+    indices, first_key, visible_keys, _, first_row, rows, _ = selection
+    of_row = (first_row + row).to(gl.int64)
+    selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
+    first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
+    first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
+    return selected, visible, first, key_head, first_place
+
+
+@gluon.jit
 def _targets(of_keys, place, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
-    """Return where the products of a block from ``place`` on go, for :func:`_add_or_store`."""
-    selected, first_place, first, visible, key_head = of_keys
+    """Return where :func:`_add_or_store` writes the products of the block that starts at ``place``, and which it adds.
+
+    These are keys, or with ``IN_ORDER`` the first place in the workspace.
+    """
+    selected, visible, first, key_head, first_place = of_keys
     if IN_ORDER:
         return first_place + place, True  # 32 bits: the workspace is bounded
     else:

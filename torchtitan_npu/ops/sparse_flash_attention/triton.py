@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2
+from torchtitan_npu.ops.core.triton_launch import LOG2_E, blocks_in, power_of_2, uninitialized
 from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import count_of, keys_at, rows_of
 from torchtitan_npu.ops.sparse_flash_attention.triton_tiles import (
@@ -68,9 +68,10 @@ def npu_sparse_flash_attention(
 
     blocks = blocks_in(top_k, SCORES["BLOCK_KEYS"])
     chunk = min(tokens, max(1, WORKSPACE // (heads * top_k * query.element_size())))
-    weights = query.new_empty(chunk, heads, top_k)
-    block_max = torch.empty(chunk, heads, blocks, dtype=torch.float32, device=query.device)
-    block_sum, block_sum_rounded = torch.empty_like(block_max), torch.empty_like(block_max)
+    weights = uninitialized((chunk, heads, top_k), query.dtype, query.device)
+    block_max, block_sum, block_sum_rounded = (
+        uninitialized((chunk, heads, blocks), torch.float32, query.device) for _ in range(3)
+    )
     shape = shape_of(query, query_rope, key_heads, top_k)
     products = product_shape(shape)
     coarse = query.dtype != torch.float16

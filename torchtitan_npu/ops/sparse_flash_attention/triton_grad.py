@@ -113,7 +113,7 @@ class Backward:
         rows = self.rows_per_chunk(copied)
         self.allocate(rows)
         chunk = rows * self.block
-        self.d_out_out = torch.empty(chunk, heads, dtype=torch.float32, device=self.queries.device)
+        self.d_out_out = uninitialized((chunk, heads), torch.float32, self.queries.device)
         copy = uninitialized((chunk, heads, size), self.queries.dtype, self.queries.device) if copied else None
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)

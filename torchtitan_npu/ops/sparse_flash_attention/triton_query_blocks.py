@@ -16,13 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.ops.core.triton_launch import blocks_in, multiprocessors, power_of_2
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, count_places
+from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, BLOCK_KEYS, count_places
 from torchtitan_npu.ops.sparse_flash_attention.triton_rows import Rows, keys_at
 
 MOST_QUERIES = 8
 """The most queries of a block: a key has one bit for each."""
-PLACES = 64
-"""The length of a list of keys is a multiple of this, the kernels' block of keys."""
 GAIN = 1.1
 """Blocks must be this much faster by estimate, because lists and masks take time, too."""
 MARKS = 2**26
@@ -59,6 +57,7 @@ def queries_per_block(heads: int, tokens: int, queries: int, keys: int, top_k: i
     """
 
     def keys_per_query(block: int) -> float:
+        """Return the keys per query, to which time is proportional: a tile takes as long for any number of heads."""
         least = max(1, keys - queries + 1) if causal else keys
         visible = [least + (keys - least) * (i + 0.5) / 8 for i in range(8)]
         return sum(n * (1 - (1 - min(top_k, n) / n) ** block) for n in visible) / block
@@ -104,7 +103,7 @@ def unite(sparse_indices: Tensor, rows: Rows, queries: int, sequence: int, keys:
     top_k = sparse_indices.shape[-1]
     blocks = rows.first.numel() // queries
     # a power of 2, because the kernels are compiled for it
-    places = blocks_in(min(queries * top_k, power_of_2(sequence)), PLACES) * PLACES
+    places = blocks_in(min(queries * top_k, power_of_2(sequence)), BLOCK_KEYS.value) * BLOCK_KEYS.value
     lists = torch.empty(blocks, 1, places, dtype=torch.int32, device=sparse_indices.device)
     chosen = torch.empty(blocks, places, dtype=torch.int8, device=lists.device)
     of_blocks = torch.empty(5, blocks, dtype=torch.int32, device=lists.device)
