@@ -1,7 +1,6 @@
 """Run the Triton kernels on the GPU, or in Triton's interpreter on a machine without one."""
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,9 +10,15 @@ from tests._helpers.forbidden_pages import forbidden_pages
 from tests._helpers.kernel_checks import DEVICE, dtype_on
 from tests._helpers.quick_interpreter import quick_interpreter
 from torchtitan_npu.ops import OPS, define
-from torchtitan_npu.ops.core import triton_launch
+from torchtitan_npu.ops.indexer_kl_loss import triton as loss_triton
+from torchtitan_npu.ops.lightning_indexer import gluon_grad as indexer_gluon_grad
+from torchtitan_npu.ops.lightning_indexer import triton as indexer_triton
 from torchtitan_npu.ops.lightning_indexer import triton_grad as indexer_triton_grad
-from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, triton_grad
+from torchtitan_npu.ops.lightning_indexer import triton_top_k
+from torchtitan_npu.ops.sparse_flash_attention import gluon_grad, triton, triton_grad
+
+INDEXER = (indexer_gluon_grad, indexer_triton, indexer_triton_grad, triton_top_k, loss_triton)
+WITH_WORKSPACES = (gluon_grad, triton, triton_grad, *INDEXER)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -27,19 +32,14 @@ def _out_of_bounds_is_an_error() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def _workspaces_are_nan() -> Iterator[None]:
-    """Fill workspaces with NaN, so that a kernel that reads what it has not written returns NaN."""
+    """Fill workspaces with NaN, so that a kernel that reads what it has not written returns NaN or wrong keys."""
 
     def not_a_number(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan, dtype=dtype, device=device)
 
-    original = triton_launch.uninitialized
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torchtitan_npu.") and getattr(module, "uninitialized", None) is original:
-                patch.setattr(module, "uninitialized", not_a_number)
-        assert (
-            gluon_grad.uninitialized is triton_grad.uninitialized is indexer_triton_grad.uninitialized is not_a_number
-        )
+        for module in WITH_WORKSPACES:
+            patch.setattr(module, "uninitialized", not_a_number)
         yield
 
 

@@ -56,7 +56,7 @@ def test_lists_of_keys(queries: int, block: int, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_queries_per_block(heads: int, queries: int, keys: int, block: int) -> None:
-    """The size of the least estimated time. For 16 heads, and 32 causal, an H200 agrees with random keys."""
+    """The size with the least estimated time. An H200 agrees for 4096 and 8192 keys of 16 heads, and 4096 of 32."""
     assert queries_per_block(heads, queries, queries, keys, 2048, True) == block
 
 

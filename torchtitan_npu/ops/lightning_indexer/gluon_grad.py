@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of
+from torchtitan_npu.ops.core.triton_launch import blocks_in, part_of, uninitialized
 from torchtitan_npu.ops.lightning_indexer import triton_grad
 from torchtitan_npu.ops.lightning_indexer.gluon_pairs import KEYS, MOST_PLACES, load_rows, plan_pairs
 from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import aligned
@@ -87,7 +87,8 @@ def gradients(
     # a multiple of 16 rows: pairs stay together, and pointers aligned
     step = max(16, WORKSPACE // top_k // 16 * 16) if may_copy else max(1, tokens)
     held = min(step, tokens)
-    copies = (indices.new_empty(held, top_k), dy.new_empty(held, top_k)) if may_copy else None
+    shape = (held, top_k)
+    copies = (indices.new_empty(shape), uninitialized(shape, dy.dtype, dy.device)) if may_copy else None
     plan = indices.new_empty(blocks_in(held, 2), 4)
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))

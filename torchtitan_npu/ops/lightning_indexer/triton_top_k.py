@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2
+from torchtitan_npu.ops.core.triton_launch import blocks_in, power_of_2, uninitialized
 from torchtitan_npu.ops.core.triton_math import ordered
 from torchtitan_npu.ops.lightning_indexer.op import SEGMENT
 
@@ -57,7 +57,7 @@ def select_in_rounds(
             launch(values, source, (places, best), segments, block)
             return
         to_places = torch.empty(rows, segments * count, dtype=torch.int32, device=values.device)
-        to_best = torch.empty_like(to_places, dtype=torch.float32)
+        to_best = uninitialized(to_places.shape, torch.float32, values.device)
         launch(values, source, (to_places, to_best), segments, block)
         values, source, most = to_best, to_places, segments * count
 

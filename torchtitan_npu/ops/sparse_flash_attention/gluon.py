@@ -275,7 +275,7 @@ def _produce(
 
 @gluon.jit
 def _copy_block(of_tile, index, block, used, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, SLOT: gl.constexpr):
-    """Copy the keys of ``block`` to slot ``SLOT``, which ``used`` blocks went through, and return the next indices."""
+    """Copy the keys of ``block`` to slot ``SLOT``, after ``used`` blocks, and return the indices of the next block."""
     shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block = of_tile
     k, k_rope = shared[2:4]
     own_full, rest_full, own_free, rest_free = bars[:4]

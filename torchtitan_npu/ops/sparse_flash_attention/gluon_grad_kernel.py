@@ -410,7 +410,10 @@ def _consumer_1(
 
 @gluon.jit
 def _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
-    """Return a tile's indices, its visible keys, its first key, its key head, and its first place in the workspace."""
+    """Return a tile's indices, the number of its visible keys, its first key, its key head and its first place.
+
+    The place is that in the workspace, with ``IN_ORDER``.
+    """
     indices, first_key, visible_keys, _, first_row, rows, _ = selection
     of_row = (first_row + row).to(gl.int64)
     selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
@@ -421,9 +424,10 @@ def _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS: gl.constexpr,
 
 @gluon.jit
 def _targets(of_keys, place, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
-    """Return where :func:`_add_or_store` writes the products of the block that starts at ``place``, and which it adds.
+    """Return the targets of :func:`_add_or_store` for the block that starts at ``place``, and a mask.
 
-    These are keys, or with ``IN_ORDER`` the first place in the workspace.
+    Targets are keys, and the mask says which places hold one. With ``IN_ORDER`` the target is the block's first place
+    in the workspace, and all products are stored.
     """
     selected, visible, first, key_head, first_place = of_keys
     if IN_ORDER:

@@ -57,7 +57,7 @@ def queries_per_block(heads: int, tokens: int, queries: int, keys: int, top_k: i
     """
 
     def keys_per_query(block: int) -> float:
-        """Return the keys per query, to which time is proportional: a tile takes as long for any number of heads."""
+        """Return the expected keys of a block per query. Time is proportional to it, because tiles are padded."""
         least = max(1, keys - queries + 1) if causal else keys
         visible = [least + (keys - least) * (i + 0.5) / 8 for i in range(8)]
         return sum(n * (1 - (1 - min(top_k, n) / n) ** block) for n in visible) / block
