@@ -369,7 +369,7 @@ def main() -> None:
             sys.stdout.flush()
             os._exit(0) if scenario == "failing" else sys.exit()
         children.append(child)
-    print(json.dumps([os.waitpid(child, 0)[1] for child in children]))
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 
 
 if __name__ == "__main__":

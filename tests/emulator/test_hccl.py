@@ -84,7 +84,7 @@ def test_failure(failing: Outcome, check: str, ranks: tuple[int, ...]) -> None:
 
 def test_watchdog_ends_the_process(failing: Outcome) -> None:
     _, statuses, errors = failing
-    assert statuses == [0, 0, 0, signal.SIGKILL, signal.SIGABRT]
+    assert statuses == [0, 0, 0, -signal.SIGKILL, -signal.SIGABRT]
     assert "HCCL watchdog thread terminated with exception: communicator group_name_" in errors
 
 
