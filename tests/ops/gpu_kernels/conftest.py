@@ -1,6 +1,7 @@
 """Run the Triton kernels on the GPU, or in Triton's interpreter on a machine without one."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from tests._helpers.forbidden_pages import forbidden_pages
 from tests._helpers.kernel_checks import DEVICE, dtype_on
 from tests._helpers.quick_interpreter import quick_interpreter
 from torchtitan_npu.ops import OPS, define
+from torchtitan_npu.ops.core import triton_launch
 from torchtitan_npu.ops.indexer_kl_loss import triton as loss_triton
 from torchtitan_npu.ops.lightning_indexer import gluon_grad as indexer_gluon_grad
 from torchtitan_npu.ops.lightning_indexer import triton as indexer_triton
@@ -41,6 +43,13 @@ def _workspaces_are_nan() -> Iterator[None]:
         for module in WITH_WORKSPACES:
             patch.setattr(module, "uninitialized", not_a_number)
         yield
+        forgotten = [
+            name
+            for name, module in list(sys.modules.items())
+            if name.startswith("torchtitan_npu.ops.") and module is not triton_launch
+            if getattr(module, "uninitialized", None) is triton_launch.uninitialized
+        ]
+        assert not forgotten, "WITH_WORKSPACES does not have them"
 
 
 @pytest.fixture(scope="session")

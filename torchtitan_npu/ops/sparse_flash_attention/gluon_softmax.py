@@ -129,8 +129,7 @@ def _expand(vector, by_thread):
 # The assembly depends on the order in which a thread's numbers are packed, that of its registers: two columns of a
 # head, two of the head eight rows below, then the next eight columns. So numbers 0 and 2 are of its two heads. Triton
 # 3.6 and 3.7 pack in this order, but do not document it. With a later Triton, run test_gpu_sparse_attention_hopper.py
-# on a GPU.
-# With "&", no output shares a register with an input that is read later.
+# on a GPU. With "&", no output shares a register with an input that is read later.
 
 # $0, $1: origins. $2, $3: former origins. $4, $5: the thread's highest scores
 ORIGIN = gl.constexpr(
