@@ -1,4 +1,4 @@
-"""Imports point one way, so that a reader knows what a folder can depend on."""
+"""Imports point down only, in annotations and inside functions too, so that a reader knows what a module may touch."""
 
 import ast
 from pathlib import Path
@@ -6,52 +6,62 @@ from pathlib import Path
 import torchtitan_npu
 
 PACKAGE = Path(torchtitan_npu.__file__).parent
-LAYERS = [
-    {"cli", "planner", "prover"},
-    {"train", "trainer"},
-    # the checks of a job before it starts ask every layer below for its limits
-    {"config.preflight", "config.checkpoint_files", "config.compile", "config.pipeline"},
-    {"upstream"},
-    {"converters", "models", "distributed", "components", "compile"},
-    {"emulator"},
-    {"ops"},
-    # hooks into TorchTitan's functions, for the layers above
-    {"upstream.hooks", "upstream.rebind"},
-    {"torch_internals"},
-    # sections of the configuration, and what every layer needs; what platform prepares, it imports in that call
-    {"cann", "chips", "config", "errors", "log", "platform", "pytree"},
-]
-"""Each module imports from its own layer and those below it. The longest matching name counts."""
+ROOMS = (
+    # ground floor
+    *("errors", "log", "pytree", "cann", "chips", "progress", "dist_utils"),
+    *("torch_internals", "titan_internals", "platform", "config"),
+    # operators, their GPU kernels, and the emulator of CANN
+    *("ops", "gpu_kernels", "emulator"),
+    *("layers", "compile", "converters", "distributed", "models"),
+    *("components", "train_specs", "preflight", "trainer", "train"),
+    *("prover", "planner", "cli"),
+)
+"""Folders and root modules of the package, from the ground up. Each imports only those before it."""
+WITHOUT_TORCHTITAN = ("ops", "gpu_kernels", "emulator", "layers")
+"""What is independent of TorchTitan's version."""
 
 
-def imports(path: Path) -> list[str]:
-    """Return the modules of this package that ``path`` imports at its top level, without the package's name."""
-    found = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-            parts = node.module.split(".")[1:]  # type: ignore[union-attr]
-            names = [alias.name for alias in node.names]
-            found += [".".join([*parts, name]) for name in names if parts or (PACKAGE / f"{name}.py").exists()]
-        elif isinstance(node, ast.Import):
-            found += [alias.name.partition(".")[2] for alias in node.names if alias.name.startswith(PACKAGE.name + ".")]
+def imports(path: Path) -> set[str]:
+    """Return the dotted names that ``path`` imports anywhere, with the package's relative imports resolved."""
+    package = [PACKAGE.name, *path.relative_to(PACKAGE).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            found |= {f"{source}.{alias.name}" for alias in node.names}
     return found
 
 
-def layer(module: str) -> int:
-    first, second, *_ = [*module.split("."), ""]
-    for name in (f"{first}.{second}", first):
-        for number, names in enumerate(LAYERS):
-            if name in names:
-                return number
-    raise AssertionError(f"{module} is in no layer")
+def room(dotted: str) -> str | None:
+    """Return the room of a name in this package, or ``None`` for other packages and for the package's root."""
+    first, _, rest = dotted.partition(".")
+    name = rest.split(".")[0]
+    exists = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+    return name if first == PACKAGE.name and name and exists else None
 
 
-def test_no_module_imports_from_a_higher_layer() -> None:
+def modules() -> dict[Path, str]:
+    """Return the room of each module, without the package's ``__init__.py``, which registers what is above."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    parts = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in paths}
+    return {path: names[0] for path, names in parts.items() if names != ("__init__",)}
+
+
+def test_imports_point_down() -> None:
     wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts == ("__init__",):
-            continue
-        name = ".".join(parts)
-        wrong += [f"{name} imports {module}" for module in imports(path) if layer(module) < layer(name)]
+    for path, own in modules().items():
+        for name in imports(path):
+            other = room(name)
+            if other is not None and other != own and ROOMS.index(other) > ROOMS.index(own):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_operators_layers_and_emulator_do_not_import_torchtitan() -> None:
+    paths = [path for path, own in modules().items() if own in WITHOUT_TORCHTITAN]
+    assert len(paths) > 50
+    wrong = [f"{path}: {name}" for path in paths for name in imports(path) if name.split(".")[0] == "torchtitan"]
     assert not wrong, "\n".join(wrong)

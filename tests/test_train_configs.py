@@ -21,9 +21,10 @@ import torchtitan_npu
 from tools import planned_memory
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.parser import JobConfigManager
-from torchtitan_npu.config.preflight import build_on_meta, check_job
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.converters import exact_converters
+from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 torchtitan_npu.register()
 

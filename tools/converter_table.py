@@ -54,7 +54,7 @@ def job(model: str, flavor: str = "debugmodel", backend: str = "standard") -> An
 
 def built(config: Any) -> Any:
     """Build the model of the job on the meta device."""
-    from torchtitan_npu.config.preflight import build_on_meta
+    from torchtitan_npu.preflight.job_context import build_on_meta
 
     config = copy.deepcopy(config)
     config.parallelism.expert_parallel_comm_backend = "standard"  # a model with DeepEP needs its package
@@ -88,7 +88,7 @@ def replaced(name: str, listed: list[str], config: Any, model: Any) -> str:
 def converter(name: str, listed: list[str], config: Any) -> Any:
     """Build the converter ``name`` for one rank."""
     from torchtitan_npu.converters import CONVERTERS
-    from torchtitan_npu.upstream.parallel_dims import ParallelDims
+    from torchtitan_npu.distributed.parallel_dims import ParallelDims
 
     config = copy.deepcopy(config)
     config.model.converters = listed

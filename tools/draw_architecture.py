@@ -24,7 +24,7 @@ START = [
     (2.9, 7.6, 2.5, 1.15, "config/", "parse, preflight: a misspelt\nname is a one-line error", BLUE),
     (5.8, 7.6, 2.5, 1.15, "train.py, trainer.py", "subclass of TorchTitan's\nTrainer: model on meta", BLUE),
     (8.7, 7.6, 2.5, 1.15, "converters/", "nn.RMSNorm becomes\nNpuRMSNorm, same weight", BLUE),
-    (11.6, 7.6, 2.5, 1.15, "upstream/train_specs.py", "corrected() calls the plans\n(TP, CP, EP, FSDP, compile)", BLUE),
+    (11.6, 7.6, 2.5, 1.15, "train_specs/adapt.py", "corrected() calls the plans\n(TP, CP, EP, FSDP, compile)", BLUE),
 ]
 STEP = [
     (0.0, 4.9, 2.5, 1.15, "x in layer 0", "(bsz, seqlen, dim)\nbfloat16", GRAY),

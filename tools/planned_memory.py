@@ -55,9 +55,9 @@ def plan(file: Path, stage: int) -> dict[str, Any]:
     """Return the bytes that the first rank of a pipeline stage needs, as a job for NPUs."""
     from torchtitan_npu import platform
     from torchtitan_npu.config.parser import JobConfigManager
-    from torchtitan_npu.config.preflight import check_job
     from torchtitan_npu.planner.layout import world_size_of
     from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
+    from torchtitan_npu.preflight.job import check_job
 
     with platform.job_for("npu"):
         config = JobConfigManager().parse_args(["--job.config_file", str(file)])

@@ -85,15 +85,15 @@ def prepare() -> None:
         _shard_cpu_attention()
         for warning in (
             "In CPU autocast, but the target dtype",  # float32 needs no autocast
-            "DTensor .* may not have complete support on cpu",  # see upstream/initial_weights.py
+            "DTensor .* may not have complete support on cpu",  # see distributed/initial_weights.py
             "Set timeout is now only supported for",  # gloo keeps its first timeout
         ):
             warnings.filterwarnings("ignore", message=warning)
 
 
 def _replace_triton_kernels() -> None:
-    """Register a module in place of TorchTitan's Triton kernel: see :mod:`torchtitan_npu.upstream.permute_indices`."""
-    from torchtitan_npu.upstream import permute_indices
+    """Register a module in place of TorchTitan's Triton kernel: see ``titan_internals.permute_indices``."""
+    from torchtitan_npu.titan_internals import permute_indices
 
     sys.modules.setdefault("torchtitan.models.moe.kernels", permute_indices)
 

@@ -21,12 +21,14 @@ from torchtitan.tools.utils import device_module
 from torchtitan.train import Trainer as TitanTrainer
 
 import torchtitan_npu.converters
-import torchtitan_npu.upstream.train_specs  # noqa: F401
+import torchtitan_npu.train_specs.adapt  # noqa: F401
 from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.compile.device_graphs import DeviceGraphs
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.components.batch_copies import without_waiting
+from torchtitan_npu.components.checkpoint.manager import CheckpointManager
+from torchtitan_npu.components.checkpoint.stop_checkpoint import save_before_stop
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.components.job_control.progress import PHASES, Progress
 from torchtitan_npu.components.job_control.rank_monitor import RankMonitor
@@ -39,25 +41,23 @@ from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.components.triton_adamw.optimizer import clip_in_step
 from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs, takes_attention_masks
+from torchtitan_npu.distributed.context_parallel import model_inputs, takes_attention_masks
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.errors import EXIT_FAILED, EXIT_NONFINITE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.layers.documents import DOCUMENT_ENDS
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.models.documents import DOCUMENT_ENDS
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
-from torchtitan_npu.torch_internals.pipelining import stage_modules
-from torchtitan_npu.upstream.batch_copies import without_waiting
-from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
-from torchtitan_npu.upstream.hooks import (
+from torchtitan_npu.titan_internals.hooks import (
     clip_grad_norm_with,
     train_step_with,
     train_with,
     with_checkpoint_manager,
     with_peak_flops,
 )
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
-from torchtitan_npu.upstream.stop_checkpoint import save_before_stop
+from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
+from torchtitan_npu.torch_internals.pipelining import stage_modules
 
 
 class JobStopped(SystemExit):
@@ -79,8 +79,6 @@ class Trainer(TitanTrainer):
         if isinstance(self.loss_fn, ChunkedLossPerToken):
             self.loss_fn.use_output(self.model_parts)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
-        own_context = getattr(self.model_args, "context_parallel", None)
-        self.context_parallel = context_parallel(job_config, self.parallel_dims, own_context)
         graphed_parts = self.model_parts if job_config.npu.device_graphs else []
         self.device_graphs = DeviceGraphs(graphed_parts, self.device.type)
         self.checked_steps = CheckedSteps(self)
@@ -114,7 +112,6 @@ class Trainer(TitanTrainer):
             tokenizer=self.tokenizer,
             dims=self.parallel_dims,
             job_config=self.job_config,
-            context=self.context_parallel,
         )
         if self.replay:
             tokens, document_ends = input_dict["input"], None

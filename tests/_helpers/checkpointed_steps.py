@@ -13,8 +13,8 @@ from torchtitan.distributed.activation_checkpoint import apply_ac  # noqa: E402
 from torchtitan.models.deepseek_v3.infra.parallelize import _op_sac_save_list  # noqa: E402
 
 from tests._helpers.converted_models import build, tokens  # noqa: E402
+from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing  # noqa: E402
 from torchtitan_npu.planner import Calls  # noqa: E402
-from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing  # noqa: E402
 
 LAYERS = 3
 CONVERTERS = {"llama3": (), "deepseek_v3": ("npu_permute", "npu_gmm")}

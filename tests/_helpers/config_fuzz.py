@@ -305,7 +305,7 @@ def outside(key: str, kind: Any, allowed: Any) -> st.SearchStrategy[Any]:
 def keys() -> dict[str, tuple[Any, Any]]:
     """Return the type and the allowed values of every key, from the dataclasses themselves."""
     from torchtitan_npu.config.job_config import JobConfig
-    from torchtitan_npu.config.value_table import TABLE, config_keys
+    from torchtitan_npu.preflight.value_table import TABLE, config_keys
 
     return {key: (kind, TABLE.get(key)) for key, kind, _ in config_keys(JobConfig()) if key not in HARNESS}
 
@@ -407,7 +407,7 @@ def _serve(path: list[str], connection: Connection) -> None:
     from tests._helpers import layouts
     from tests._helpers.deepseek_v32_training import SMALLER
     from torchtitan_npu.config.parser import JobConfigManager
-    from torchtitan_npu.config.preflight import check_job, check_start
+    from torchtitan_npu.preflight.job import check_job, check_start
 
     layouts.add_flavors()
     layouts.add_flavor("deepseek_v32", "tiny", {**SMALLER, "n_layers": 2, "inter_dim": 96, "moe_inter_dim": 32})

@@ -19,21 +19,20 @@ from torchtitan.tools.utils import set_default_dtype
 
 from tests._helpers.layouts import DEGREES
 from tests._helpers.recorded_calls import check_sampled
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.config.job_config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS, exact_converters
 from torchtitan_npu.converters.attention import VarlenDocuments
-from torchtitan_npu.distributed.context_parallel import context_parallel
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
-from torchtitan_npu.models.documents import Documents, Ends
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.tied_weights import ties_weights
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.layers.documents import Documents, Ends
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.core.call_description import describe
 from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
 from torchtitan_npu.torch_internals.dispatch import OpOverload
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
-from torchtitan_npu.upstream.tied_weights import ties_weights
 
 RANKS = 8
 BATCH, SEQUENCE = 2, 2048
@@ -203,7 +202,7 @@ def train_step(config: JobConfig, args: Any) -> Step:
             elif getattr(args, "attn_type", None) == "varlen":
                 extra["attention_masks"] = VarlenDocuments.of(_documents(batch, config.training.seq_len, device))
             if dims.cp_enabled:
-                own = context_parallel(config, dims, getattr(args, "context_parallel", None))
+                own = getattr(model, "context_parallel", None)
                 prepare = own.prepare if own else prepare_context_parallel_input
                 balancer = config.parallelism.context_parallel_load_balancer
                 inputs, labels, extra = prepare(inputs, labels, extra, dims.get_mesh("cp"), device, balancer)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchtitan.models.moe import MoEArgs
 from transformers import DeepseekV32Config
 
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs
 
 VOCABULARY, POSITIONS = 96, 1024

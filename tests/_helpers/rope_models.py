@@ -24,7 +24,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.converted_models import assert_no_further, convert, initialise, job
 from tests._helpers.layouts import TINY
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.models.deepseek_v32 import attention as deepseek_v32_attention
 from torchtitan_npu.models.deepseek_v32 import indexer as deepseek_v32_indexer
 from torchtitan_npu.ops.core.arguments import by_name

@@ -10,8 +10,8 @@ from torch import nn
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
+from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
 
 
 class Loader:

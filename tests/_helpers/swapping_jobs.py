@@ -21,9 +21,9 @@ def swapping_options(model: str) -> dict[str, Any]:
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_npu
-    from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
-    from torchtitan_npu.upstream.registries import known_models
-    from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers, with_swap
+    from torchtitan_npu.components.optimizers import SwappableOptimizers, with_swap
+    from torchtitan_npu.train_specs.adapted_spec import AdaptedTrainSpec
+    from torchtitan_npu.train_specs.registries import known_models
 
     def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
         assert isinstance(spec.build_optimizers_fn, SwappableOptimizers)

@@ -63,7 +63,7 @@ class Record:
 def recording(config: Any) -> Iterator[tuple[Any, Record]]:
     """Yield the job's Trainer, at its last checkpoint if it has one, and the record of its steps."""
     import torchtitan_npu.trainer as trainer_module
-    from torchtitan_npu.config.preflight import check_job
+    from torchtitan_npu.preflight.job import check_job
 
     mesh_groups.start_job()
     check_job(config, int(os.environ["WORLD_SIZE"]))

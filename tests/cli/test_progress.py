@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.cli import progress
+from torchtitan_npu import progress
 from torchtitan_npu.cli.main import COMMANDS
-from torchtitan_npu.cli.progress import Progress, waiting_for
+from torchtitan_npu.progress import Progress, waiting_for
 
 
 def wait_for(found: io.StringIO, text: str) -> None:

@@ -18,9 +18,9 @@ from tests._helpers.layouts import add_flavor
 from tests._helpers.multirank import RankError, run_on_ranks
 from torchtitan_npu import platform
 from torchtitan_npu.compile.device_graphs import Arguments, DeviceGraphs
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.rotary.tables import RotaryTables
+from torchtitan_npu.layers.rotary.tables import RotaryTables
+from torchtitan_npu.preflight.job import check_job
 
 SHARED = "shared_indexer"
 DETERMINISTIC = {"debug.deterministic": True, "debug.deterministic_warn_only": True}

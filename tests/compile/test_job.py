@@ -16,9 +16,9 @@ from torchtitan_npu.compile import compile_progress
 from torchtitan_npu.compile.backend import make_backend
 from torchtitan_npu.compile.compile_progress import CompileProgress, log_compile_progress
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline import check_schedule
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.preflight.pipeline import check_schedule
 from torchtitan_npu.trainer import usage_error
 
 torchtitan_npu.register()

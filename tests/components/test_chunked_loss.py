@@ -33,7 +33,6 @@ from tests._helpers.linear_cross_entropy import (
 from tests._helpers.training import TOLERANCE
 from tests.models.test_qwen3_vl_training import SIZES
 from torchtitan_npu.components import chunked_loss
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.chunked_loss import (
     ChunkedLossPerToken,
     LinearCrossEntropy,
@@ -43,6 +42,7 @@ from torchtitan_npu.components.chunked_loss import (
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.planner import fake_ranks
 
 

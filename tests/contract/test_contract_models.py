@@ -13,7 +13,7 @@ from tests._helpers.contract_step import MODELS, RANKS, Step, job, matching, mod
 from tests._helpers.recorded_calls import check_calls, step_name
 from torchtitan_npu.converters import exact_converters
 from torchtitan_npu.converters.dsa import FusedAttention
-from torchtitan_npu.models.documents import Documents
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.planner import fake_ranks
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu.config.parser import JobConfigManager
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.config.shipped_files import train_configs
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 
 def test_dry_run_with_torch_npu(

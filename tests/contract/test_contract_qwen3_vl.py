@@ -16,7 +16,7 @@ from tests._helpers import contract_step as step
 from tests._helpers.contract_step import Step
 from tests._helpers.recorded_calls import check_calls, step_name
 from torchtitan_npu.converters.attention import NpuDocumentMask
-from torchtitan_npu.models.documents import Documents, Ends
+from torchtitan_npu.layers.documents import Documents, Ends
 from torchtitan_npu.models.qwen3_vl import (
     Grids,
     Qwen3VLModel,

@@ -21,9 +21,9 @@ from tests._helpers.recorded_calls import check_calls, step_name
 from tests.contract.test_contract_models import EVIDENCE, EXPECTED, ExpectedCalls
 from tests.test_train_configs import FILES, load, world_size
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import fake_ranks
+from torchtitan_npu.preflight.job import check_job
 
 GATHER = {"npu_gather_backward"}
 """torch_npu's own kernel of the gradient of a router's scores."""

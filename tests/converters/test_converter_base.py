@@ -13,7 +13,7 @@ from tools.converter_table import PAGE, START
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.base import Converter, _ranges, modules_of_type, retyped, summary
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.registries import known_converters
+from torchtitan_npu.titan_internals.converter_registry import known_converters
 
 
 class LoudSiLU(nn.SiLU):

@@ -18,12 +18,12 @@ from tests._helpers.converted_models import LAYOUT, build_on_meta, convert, job
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
 from torchtitan_npu.converters import CONVERTERS, dsa
 from torchtitan_npu.converters.dsa import NpuSparseAttention
+from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.documents import Documents
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.indexer_kl_loss import spans
 from torchtitan_npu.planner import BelowSubclasses, Calls
-from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 GRADIENT, LOSS = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"

@@ -41,7 +41,7 @@ from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.permute import NpuMoE, NpuTokenReorderer
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import Calls
-from torchtitan_npu.upstream.registries import known_converters
+from torchtitan_npu.titan_internals.converter_registry import known_converters
 
 BOTH = ("npu_permute", "npu_gmm")
 ORDERS = [("npu_permute",), ("npu_gmm",), BOTH, BOTH[::-1]]

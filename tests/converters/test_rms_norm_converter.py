@@ -30,7 +30,7 @@ from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.rms_norm import NpuRMSNorm
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.registries import known_converters
+from torchtitan_npu.titan_internals.converter_registry import known_converters
 
 COUNTS = {"llama3": 13, "llama4": 13, "qwen3": 33, "deepseek_v3": 19, "gpt_oss": 9}
 

@@ -50,10 +50,10 @@ from tests._helpers.rope_models import (
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.rotary_functions import replacements, rotate
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.rotary.tables import HALF
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer, apply_rotary_half
-from torchtitan_npu.models.rotary.tables import HALF
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.upstream.registries import known_converters
+from torchtitan_npu.titan_internals.converter_registry import known_converters
 
 AS_CONTEXT_PARALLEL = torch.arange(9, 9 + SEQUENCE, dtype=torch.int32).expand(BATCH, SEQUENCE)
 

@@ -42,7 +42,7 @@ from tests._helpers.rope_models import (
     tokens,
 )
 from torchtitan_npu.converters.rotary_functions import rotate
-from torchtitan_npu.models.rotary.tables import HALF, HALF_OF_COMPLEX, INTERLEAVE
+from torchtitan_npu.layers.rotary.tables import HALF, HALF_OF_COMPLEX, INTERLEAVE
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])

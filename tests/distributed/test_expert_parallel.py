@@ -40,16 +40,16 @@ from tests._helpers.multirank import run_on_ranks
 from tests.config.test_preflight import job
 from torchtitan_npu import platform
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.distributed.expert_parallel import (
     STYLES,
     NpuExpertParallel,
     NpuExpertTensorParallel,
     with_fused_dispatch,
 )
+from torchtitan_npu.distributed.gpt_oss_experts import NpuGptossExpertTensorParallel
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.gpt_oss_experts import NpuGptossExpertTensorParallel
-from torchtitan_npu.upstream.rebind import refers_to
+from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.titan_internals.rebind import refers_to
 
 RANKS, EXPERTS, TOP_K = 2, 6, 2
 VARIANTS = {

@@ -29,8 +29,8 @@ from torchtitan_npu.components.expert_balance import sum_over_tensor_parallel
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
 from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 TP, DP = 2, 2
 BATCH, CHUNK = 3, 4

@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
-from torchtitan_npu.distributed.sequence_gather import head_tail_order, in_sequence_order
+from torchtitan_npu.dist_utils import head_tail_order, in_sequence_order
 
 
 def test_head_tail_order_is_torchs() -> None:

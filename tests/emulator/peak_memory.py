@@ -94,7 +94,7 @@ def measure(name: str) -> Measured:
     """Train a job on this rank, with the allocator's settings of train_configs/env/npu.env."""
     import torch
 
-    from torchtitan_npu.config.preflight import check_job
+    from torchtitan_npu.preflight.job import check_job
     from torchtitan_npu.trainer import Trainer
 
     mesh_groups.start_job()

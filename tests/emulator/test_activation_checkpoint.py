@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests._helpers.checkpointed_steps import RECOMPUTED, recomputed
+from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
 from torchtitan_npu.planner import Calls
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
-from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)

@@ -117,7 +117,7 @@ from tests._helpers.converted_models import LAYOUT
 from torchtitan.distributed import ParallelDims
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
-from torchtitan_npu.models.sparse_attention.attention import SparseAttention
+from torchtitan_npu.layers.sparse_attention import SparseAttention
 
 config = JobConfig()
 config.model.converters, config.training.seq_len = ["npu_dsa"], 1024

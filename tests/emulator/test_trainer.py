@@ -22,8 +22,8 @@ from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.torch_internals.hccl import hccl_options, options_of
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 ROOT = Path(__file__).parents[2]
 TWO_LAYERS = """from tests._helpers.layouts import add_flavor

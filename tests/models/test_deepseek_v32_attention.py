@@ -28,14 +28,14 @@ from tests._helpers.deepseek_v32_models import (
     tokens,
 )
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.documents import Documents
+from torchtitan_npu.layers.sparse_attention import divergence, index_scores, select
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
-from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.models.sparse_attention.attention import divergence, index_scores, select
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.preflight.job import check_job
 
 TOP_KS = (1, TOP_K, SEQUENCE + 9)
 

@@ -15,12 +15,12 @@ from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, build, model_arg
 from tests._helpers.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
 from tests._helpers.multirank import run_on_ranks
 from tests.config.test_preflight import job
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel, GatheredKeys
-from torchtitan_npu.models.documents import Documents
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.preflight.job import check_job
 
 LAYERS = 3
 

@@ -30,6 +30,7 @@ from tests._helpers.deepseek_v32_models import (
 from tests._helpers.random_weights import randomise
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.layers.sparse_attention import index_scores
 from torchtitan_npu.models.deepseek_v32 import (
     DeepSeekV32Model,
     DeepSeekV32ModelArgs,
@@ -37,7 +38,6 @@ from torchtitan_npu.models.deepseek_v32 import (
     deepseekv32_args,
 )
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
-from torchtitan_npu.models.sparse_attention.attention import index_scores
 
 torchtitan_npu.register()
 

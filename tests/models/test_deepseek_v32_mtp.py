@@ -14,10 +14,10 @@ from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, VOCABULARY, build, model_args
 from tests._helpers.deepseek_v32_training import CONVERTERS, train_on
 from tests._helpers.training import TOLERANCE, Record, assert_same_gradients
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.components.loss import LossPerToken
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
-from torchtitan_npu.models.documents import Documents
 
 WEIGHT = 0.3
 

@@ -18,10 +18,10 @@ from tests._helpers.deepseek_v32_models import build, model_args, start_batch, t
 from tests._helpers.layouts import DEGREES
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
 from torchtitan_npu.planner import BelowSubclasses, fake_ranks
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 torchtitan_npu.register()
 

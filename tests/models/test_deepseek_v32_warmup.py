@@ -19,8 +19,8 @@ from tests._helpers.deepseek_v32_models import build, model_args, start_batch, t
 from tests._helpers.deepseek_v32_training import CONVERTERS, DIVERGENCE_TOLERANCE, SELECTIVE, WARMUP, one_rank, train
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import TOLERANCE, Record
+from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
 from torchtitan_npu.planner import Calls
-from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 PRODUCT = "npu_grouped_matmul"
 

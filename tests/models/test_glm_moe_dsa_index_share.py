@@ -20,10 +20,10 @@ import torchtitan_npu
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
+from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
+from torchtitan_npu.layers.sparse_attention import index_scores, select
 from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs
-from torchtitan_npu.models.sparse_attention.attention import index_scores, select
 from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpoint_wrapper
-from torchtitan_npu.upstream.activation_checkpoint import corrected_checkpointing
 
 torchtitan_npu.register()
 

@@ -24,9 +24,9 @@ from torchtitan_npu.models.qwen3_vl import (
     position_ids,
     qwen3_vl_args,
 )
-from torchtitan_npu.models.qwen3_vl.dataloader import PackedRows, build_image_text_dataloader, collate, patchify
 from torchtitan_npu.models.qwen3_vl.patch_grids import patch_places, patches_of
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import COLOURS, MOVES, SEEDS, SIDES, Picture, draw
+from torchtitan_npu.train_specs.qwen3_vl_dataloader import PackedRows, build_image_text_dataloader, collate, patchify
 
 torchtitan_npu.register()
 

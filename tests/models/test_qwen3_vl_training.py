@@ -16,9 +16,9 @@ from tests._helpers import layouts
 from tests._helpers.converted_models import full
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import Record, assert_same_gradients, recording
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl import Qwen3VLStateDictAdapter, qwen3_vl_args
+from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.prover.tiny_models import TINY
 
 TOLERANCE = 1e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss
 
 
 def with_loss() -> tuple[Tensor, Tensor, Tensor, AuxiliaryLoss]:

@@ -16,7 +16,6 @@ import torch
 from tests._helpers.layouts import add_flavor, add_flavors, job_config
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.config.parser import JobConfigManager
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.planner import advice, fake_device, fake_ranks
 from torchtitan_npu.planner.active_modules import innermost
@@ -30,6 +29,7 @@ from torchtitan_npu.planner.plot import draw
 from torchtitan_npu.planner.search import Layout, _dry_run, print_layouts
 from torchtitan_npu.planner.step_time import Rates
 from torchtitan_npu.planner.traffic import Traffic
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 CONFIGS = train_configs()
 LLAMA, DEEPSEEK = CONFIGS / "llama3_debugmodel.toml", CONFIGS / "deepseek_v32_debugmodel.toml"

@@ -13,6 +13,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.estimated_traffic import estimated_traffic
@@ -23,7 +24,6 @@ from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
 from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
 from torchtitan_npu.planner.traffic import Traffic, hccl_memory
 from torchtitan_npu.torch_internals.collectives import process_group
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
 
 add_flavor("llama3", "two_layers", {"n_layers": 2})
 for model in ("deepseek_v3", "deepseek_v32"):

@@ -9,8 +9,6 @@ import pytest
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu.config.parser import JobConfigManager
-from torchtitan_npu.config.pipeline import check_schedule
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import dry_run_rank
@@ -23,6 +21,8 @@ from torchtitan_npu.planner.pipeline_schedule import (
     modules_per_rank,
 )
 from torchtitan_npu.planner.representative_ranks import representative_ranks
+from torchtitan_npu.preflight.job_context import build_on_meta
+from torchtitan_npu.preflight.pipeline import check_schedule
 
 add_flavor("llama3", "four_layers", {"n_layers": 4})
 add_flavor("llama3", "six_layers", {"n_layers": 6})

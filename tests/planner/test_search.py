@@ -11,9 +11,7 @@ import pytest
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu.cli.plan import command
-from torchtitan_npu.config.parallelism import check_degrees
 from torchtitan_npu.config.parser import JobConfigManager
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import dry_run_rank
@@ -25,6 +23,8 @@ from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
 from torchtitan_npu.planner.search import dividing, own_layout
 from torchtitan_npu.planner.step_time import Rates
 from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated, repeated_groups
+from torchtitan_npu.preflight.job_context import build_on_meta
+from torchtitan_npu.preflight.parallelism import check_degrees
 
 CONFIGS = train_configs()
 for model in ("llama3", "deepseek_v32"):

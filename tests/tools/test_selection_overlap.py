@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 import torch
 
-from torchtitan_npu.models.sparse_attention.attention import select
+from torchtitan_npu.layers.sparse_attention import select
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 

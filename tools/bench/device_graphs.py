@@ -131,7 +131,7 @@ def measure(trainer: Any, batches: Any, steps: int) -> dict[str, float]:
 def measure_both(model: str, tokens: int, variant: str, steps: int) -> dict[str, dict[str, float]]:
     """Train a model in this process, without graphs and then with them."""
     import torchtitan_npu.trainer as trainer_module
-    from torchtitan_npu.config.preflight import check_job
+    from torchtitan_npu.preflight.job import check_job
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +165,7 @@ def main() -> int:
         raise SystemExit("device_graphs.py needs a GPU or an NPU")
     os.environ.update(rank_environment())
     platform.prepare()
-    import torchtitan_npu.upstream.train_specs  # noqa: F401
+    import torchtitan_npu.train_specs.adapt  # noqa: F401
 
     add_flavors()
     rows: list[dict[str, Any]] = []

@@ -46,13 +46,13 @@ from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from tests._helpers.collectives import Collective, Collectives  # noqa: E402
 from tests._helpers.undecomposed_matmul import undecomposed_matmul  # noqa: E402
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # noqa: E402
+from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.planner import AssumedLoad, fake_device, fake_ranks  # noqa: E402
 from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache  # noqa: E402
 from torchtitan_npu.torch_internals.dtensor_rules import has_rule  # noqa: E402
-from torchtitan_npu.upstream.parallel_dims import ParallelDims  # noqa: E402
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()

@@ -67,9 +67,9 @@ def measure_attention(converters: list[str], flavor: str, seq_len: int, stage: s
     from torchtitan.protocols.model_converter import build_model_converters
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
     from torchtitan_npu.config.job_config import JobConfig
-    from torchtitan_npu.upstream.parallel_dims import ParallelDims
+    from torchtitan_npu.distributed.parallel_dims import ParallelDims
+    from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 
     config = JobConfig()
     config.model.name, config.model.flavor, config.model.converters = "deepseek_v32", flavor, converters

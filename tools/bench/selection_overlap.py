@@ -88,7 +88,7 @@ def ranges(topk: int, seq_len: int) -> dict[str, tuple[int, int]]:
 
 def random_mask(seq_len: int, topk: int, device: torch.device) -> Tensor:
     """Return random selections of ``topk`` visible keys, (1, seq_len, seq_len)."""
-    from torchtitan_npu.models.sparse_attention.attention import select
+    from torchtitan_npu.layers.sparse_attention import select
 
     generator = torch.Generator(device).manual_seed(SEED)
     scores = torch.rand(1, seq_len, seq_len, generator=generator, device=device)
@@ -163,14 +163,14 @@ def job(texts: Texts, args: argparse.Namespace) -> list[str]:
 
 
 def sparse_attentions(model: torch.nn.Module) -> list[Any]:
-    from torchtitan_npu.models.sparse_attention.attention import SparseAttention
+    from torchtitan_npu.layers.sparse_attention import SparseAttention
 
     return [module for module in model.modules() if isinstance(module, SparseAttention)]
 
 
 def train(trainer: Any, batches: Iterator[Any], steps: int, topk: int, seconds: float) -> None:
     """Train for ``steps`` steps or ``seconds``, in which a query selects ``topk`` keys."""
-    from torchtitan_npu.components.auxiliary_loss import step_means
+    from torchtitan_npu.components.metrics import step_means
 
     for attention in sparse_attentions(trainer.model_parts[0]):
         attention.topk = topk
@@ -190,7 +190,7 @@ def train(trainer: Any, batches: Iterator[Any], steps: int, topk: int, seconds: 
 @torch.no_grad()
 def selections(trainer: Any, tokens: Tensor, topk: int) -> tuple[list[Tensor], float]:
     """Return the selected keys of each layer, (1, seq_len, seq_len), and the next-token loss of ``tokens``."""
-    from torchtitan_npu.models.sparse_attention.attention import mask_of
+    from torchtitan_npu.layers.sparse_attention import mask_of
 
     model, masks = trainer.model_parts[0], []
     attentions = sparse_attentions(model)

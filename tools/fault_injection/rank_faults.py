@@ -25,10 +25,10 @@ from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.metrics import MetricsProcessor
 
 from tools.fault_injection.plan import Plan
+from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.components.validation import Validator
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.trainer import Trainer
-from torchtitan_npu.upstream.checkpoint_manager import CheckpointManager
 
 FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 SLOW_S = 0.3

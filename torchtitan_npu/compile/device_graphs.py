@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torchtitan.tools.logging import logger
 
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.rotary.tables import RotaryTables
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
+from torchtitan_npu.layers.rotary.tables import RotaryTables
 from torchtitan_npu.torch_internals.tensors import modification_count
 
 GRAPH_CLASSES = {"cuda": "CUDAGraph", "npu": "NPUGraph"}

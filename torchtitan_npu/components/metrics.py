@@ -6,21 +6,23 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import dist_sum
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_peak_flops
 
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
-from torchtitan_npu.components.auxiliary_loss import auxiliary_losses, step_means
 from torchtitan_npu.components.replay.replayer import Replayer, flip_summary
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss, auxiliary_losses
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.upstream.hooks import with_peak_flops
+from torchtitan_npu.titan_internals.hooks import with_peak_flops
 
 
 class MetricsProcessor(TitanMetricsProcessor):
@@ -84,3 +86,27 @@ def build_metrics_processor(
     job_config: JobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs | None = None, tag: str | None = None
 ) -> MetricsProcessor:
     return MetricsProcessor(job_config, parallel_dims, tag)
+
+
+def step_means(losses: list[AuxiliaryLoss], dims: ParallelDims) -> dict[str, float]:
+    """Return this step's mean of each loss, by name, over the tokens of the global batch and the modules that have it.
+
+    Collective: every rank must call it. Pipeline stages have different modules, and perhaps none with the loss.
+    """
+    means: dict[str, tuple[float, int]] = {}
+    for name in sorted({loss.name for loss in losses}):
+        named = [loss for loss in losses if loss.name == name]
+        total = torch.stack([loss.total / loss.tokens for loss in named]).sum()  # type: ignore[operator, arg-type]
+        meshes = ["loss", "tp"] if named[0].rank_weight < 1 else ["loss"]
+        for mesh in filter(None, map(dims.get_optional_mesh, meshes)):
+            total = torch.tensor(dist_sum(total, mesh), device=total.device)
+        means[name] = total.item(), len(named)
+    stages = [means]
+    if dims.pp_enabled:
+        stages *= dims.pp
+        torch.distributed.all_gather_object(stages, means, group=dims.get_mesh("pp").get_group())
+    return {
+        name: sum(stage[name][0] for stage in stages if name in stage)
+        / sum(stage[name][1] for stage in stages if name in stage)
+        for name in sorted(set().union(*stages))
+    }

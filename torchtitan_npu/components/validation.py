@@ -19,7 +19,7 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_npu.components.dataloader import build_text_validation_dataloader
 from torchtitan_npu.components.expert_balance import reset_token_counts
-from torchtitan_npu.distributed.context_parallel import context_parallel, model_inputs
+from torchtitan_npu.distributed.context_parallel import model_inputs
 
 
 class Validator(TitanValidator):
@@ -61,7 +61,6 @@ class Validator(TitanValidator):
             tokenizer=self.tokenizer,
             dims=dims,
             job_config=self.job_config,
-            context=context_parallel(self.job_config, dims, getattr(model_args, "context_parallel", None)),
         )
 
     @torch.no_grad()

@@ -9,16 +9,24 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchtitan_npu.config.check_helpers import check_known
-from torchtitan_npu.errors import UsageError, shown
+from torchtitan_npu.errors import UsageError, did_you_mean, shown
 
 LARGEST = 2**31 - 1
 """The largest integer of a key without its own maximum. Beyond it, time-outs and sizes overflow in torch."""
 NAME_BYTES, PATH_BYTES = 255, 1000
 """Limits of Linux for a name, and for a path with room for the files that a job writes below it."""
+
+
+def check_known(key: str, value: str, known: Iterable[str]) -> None:
+    """Raise unless ``value`` is one of ``known``; the error suggests the nearest."""
+    names = sorted(known)
+    if value not in names:
+        listed = ", ".join(name or '""' for name in names)
+        raise UsageError(f"{key} {shown(value)} is not known{did_you_mean(value, names)} (known: {listed})")
 
 
 class Allowed(Protocol):

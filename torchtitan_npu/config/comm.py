@@ -2,17 +2,11 @@
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import Comm as TitanComm
 
-from torchtitan_npu import platform
-from torchtitan_npu.config.allowed import NAME, PATH, Allowed, ListOf, Number, Text
-from torchtitan_npu.config.check_helpers import check_known
+from torchtitan_npu.config.allowed import NAME, PATH, Allowed, ListOf, Number, Text, check_known
 from torchtitan_npu.errors import UsageError
-
-if TYPE_CHECKING:
-    from torchtitan_npu.config.preflight import JobContext
 
 MESH_DIMENSIONS = ("pp", "dp_replicate", "fsdp", "efsdp", "cp", "tp", "ep", "etp")
 """TorchTitan's mesh dimensions that have process groups."""
@@ -50,9 +44,3 @@ def hccl_buffers(comm: TitanComm) -> dict[str, int]:
             raise UsageError(f"comm.hccl_buffers lists {name} twice")
         found[name] = int(size)
     return found
-
-
-def check_comm(job: "JobContext") -> None:
-    comm = job.config.comm
-    if hccl_buffers(comm) and platform.job_backend() != "npu":
-        raise UsageError(f"comm.hccl_buffers is for HCCL; this job runs on {platform.job_backend()}")

@@ -2,13 +2,9 @@
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torchtitan_npu.config.allowed import NAME, Allowed, ListOf
-from torchtitan_npu.errors import UsageError
-
-if TYPE_CHECKING:
-    from torchtitan_npu.config.preflight import JobContext
 
 ALLOWED: dict[str, Allowed] = {"filter_fqns": ListOf(NAME)}
 
@@ -40,12 +36,3 @@ class Mxfp8:
 
     round_mode: Literal["rint"] = "rint"
     """The rounding mode of elements. For float8 the NPU operators have only this one: to nearest, ties to even."""
-
-
-def check_mxfp8(job: "JobContext") -> None:
-    options = job.config.mxfp8
-    if "npu_mxfp8" not in job.config.model.converters:
-        if options != Mxfp8():
-            raise UsageError("section [mxfp8] is for the converter npu_mxfp8, which model.converters does not list")
-    elif not (options.linear or options.experts):
-        raise UsageError("mxfp8.linear or mxfp8.experts must be true with the converter npu_mxfp8")

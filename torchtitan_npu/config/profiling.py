@@ -2,17 +2,11 @@
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torchtitan.config.job_config import Profiling as TitanProfiling
 
-from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import PATH, Allowed, ListOf, Number
-from torchtitan_npu.config.check_helpers import check_not_on_cpu
-from torchtitan_npu.errors import UsageError
-
-if TYPE_CHECKING:
-    from torchtitan_npu.config.preflight import JobContext
 
 ALLOWED: dict[str, Allowed] = {
     "save_traces_folder": PATH,
@@ -44,26 +38,3 @@ class Profiling(TitanProfiling):
 
     npu_stack: bool = False
     """Record the Python stack of each operator. On NPUs."""
-
-
-def check_profiling(job: "JobContext") -> None:
-    profiling = job.config.profiling
-    for key in ("enable_profiling", "enable_memory_snapshot"):
-        check_not_on_cpu({f"profiling.{key}": getattr(profiling, key)})
-    for key, default in vars(Profiling()).items():
-        if key.startswith("npu_") and getattr(profiling, key) != default:
-            if platform.job_backend() != "npu":
-                raise UsageError(f"profiling.{key} is for torch_npu's profiler; this job is not for NPUs")
-            if not profiling.enable_profiling:
-                raise UsageError(f"profiling.{key} needs profiling.enable_profiling = true")
-    if not profiling.enable_profiling:
-        return
-    cycle = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.profile_freq < cycle:
-        raise UsageError(
-            f"profiling.profile_freq is {profiling.profile_freq}; "
-            f"it must be at least profiler_warmup + profiler_active, {cycle}"
-        )
-    for rank in profiling.npu_ranks:
-        if not 0 <= rank < job.world_size:
-            raise UsageError(f"profiling.npu_ranks: there is no rank {rank}; the job has {job.world_size}")

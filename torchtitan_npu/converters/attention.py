@@ -26,12 +26,10 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.converters.base import Converter, register, retyped
-from torchtitan_npu.distributed.local_tensor import local
-from torchtitan_npu.distributed.microbatches import Microbatches
-from torchtitan_npu.distributed.sequence_gather import gathered, in_sequence_order
+from torchtitan_npu.dist_utils import Microbatches, gathered, in_sequence_order, local
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.models.packed_attention import DocumentMask, FrameAttention, MaskedAttention, starts_document
+from torchtitan_npu.layers.documents import Documents
+from torchtitan_npu.layers.packed_attention import DocumentMask, FrameAttention, MaskedAttention, starts_document
 from torchtitan_npu.ops.fusion_attention.function import attention, causal_mask, packed_attention
 
 SEQUENCE_DIM = 2  # (bsz, heads, seqlen, head_dim)

@@ -18,8 +18,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.models.sparse_attention.attention import SparseAttention, SparseAttentionArgs, at_least_float32
+from torchtitan_npu.layers.documents import Documents
+from torchtitan_npu.layers.sparse_attention import SparseAttention, SparseAttentionArgs, at_least_float32
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.dense_indexer_kl_loss.function import dense_loss
 from torchtitan_npu.ops.fusion_attention.function import CAUSAL, causal_mask

@@ -11,7 +11,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.converters.permute import deepep_error
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
 from torchtitan_npu.ops.mxfp8.function import Recipe, mx_grouped_matmul

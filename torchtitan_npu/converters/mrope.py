@@ -20,8 +20,8 @@ from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
 from torchtitan_npu.converters.rotary_functions import rotated
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.rotary.mrope import MRoPERotation, MRoPETables
-from torchtitan_npu.models.rotary.tables import RotaryTables, from_concatenated
+from torchtitan_npu.layers.rotary.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.layers.rotary.tables import RotaryTables, from_concatenated
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mrope.function import mrope
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
-from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu import platform
-from torchtitan_npu.compile.adapted_spec import AdaptedTrainSpec
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.errors import UsageError
@@ -121,16 +119,7 @@ class PermuteConverter(Converter):
     operators = ("npu_moe_token_permute", "npu_moe_token_unpermute")
 
     def job_error(self) -> str | None:
-        return super().job_error() or deepep_error(self.name, self.job_config) or self._dispatch_error()
-
-    def _dispatch_error(self) -> str | None:
-        name, degree = self.job_config.model.name, self.job_config.parallelism.expert_parallel_degree
-        if degree == 1 or isinstance(get_train_spec(name), AdaptedTrainSpec):
-            return None
-        return (
-            f"{self.name} with expert parallel needs a train spec with its dispatch: register the spec of {name} as "
-            "torchtitan_npu.upstream.train_specs.adapt(spec)"
-        )
+        return super().job_error() or deepep_error(self.name, self.job_config)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [

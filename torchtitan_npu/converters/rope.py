@@ -1,8 +1,8 @@
 """``npu_rope``: attention rotates its queries and keys by the fused operator.
 
 A model's attention calls a rotation function that the model has registered
-(:mod:`torchtitan_npu.models.rotary.registry`), on neighbouring elements or on halves of a head. A converted module runs
-its own code with a function on ``npu_rotary_mul`` in that one's place (:mod:`torchtitan_npu.upstream.hooks`). This
+(:mod:`torchtitan_npu.layers.rotary.registry`), on neighbouring elements or on halves of a head. A converted module runs
+its own code with a function on ``npu_rotary_mul`` in that one's place (``titan_internals.hooks``). This
 includes a user's module that calls a registered function.
 
 Positions on several axes (MRoPE) belong to ``npu_mrope``.
@@ -24,9 +24,9 @@ from torchtitan_npu.converters.rotary_modules import (
 )
 from torchtitan_npu.converters.rotary_table_hooks import BufferTables, PositionTables, pass_tables_by_keyword
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.rotary.mrope import MRoPERotation
+from torchtitan_npu.layers.rotary.tables import HALF
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.models.rotary.mrope import MRoPERotation
-from torchtitan_npu.models.rotary.tables import HALF
 from torchtitan_npu.ops import OPS
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_npu.distributed.local_tensor import local
-from torchtitan_npu.models.rotary.registry import ROTATIONS
-from torchtitan_npu.models.rotary.tables import (
+from torchtitan_npu.dist_utils import local
+from torchtitan_npu.layers.rotary.registry import ROTATIONS
+from torchtitan_npu.layers.rotary.tables import (
     HALF,
     HALF_OF_COMPLEX,
     HALF_OF_TABLES,

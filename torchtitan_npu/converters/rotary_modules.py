@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan_npu.converters.rotary_functions import replacements
-from torchtitan_npu.models.rotary.registry import PASSTHROUGH_PACKAGES, ROTATIONS, Rotation
-from torchtitan_npu.models.rotary.tables import FROM_COMPLEX, Pairing, RotaryTables
-from torchtitan_npu.upstream.hooks import with_rotations
-from torchtitan_npu.upstream.rebind import refers_to
+from torchtitan_npu.layers.rotary.registry import PASSTHROUGH_PACKAGES, ROTATIONS, Rotation
+from torchtitan_npu.layers.rotary.tables import FROM_COMPLEX, Pairing, RotaryTables
+from torchtitan_npu.titan_internals.hooks import with_rotations
+from torchtitan_npu.titan_internals.rebind import refers_to
 
 
 def method_names(cls: type[nn.Module]) -> list[str]:

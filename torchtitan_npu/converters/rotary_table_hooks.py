@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_npu.converters.rotary_functions import rows
-from torchtitan_npu.models.rotary.tables import Pairing, RotaryTables
+from torchtitan_npu.layers.rotary.tables import Pairing, RotaryTables
 from torchtitan_npu.torch_internals.tensors import modification_count
 
 

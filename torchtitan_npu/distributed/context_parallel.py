@@ -20,8 +20,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.distributed.microbatches import Microbatches
-from torchtitan_npu.models.documents import DOCUMENT_ENDS, positions_in_documents
+from torchtitan_npu.dist_utils import Microbatches
+from torchtitan_npu.layers.documents import DOCUMENT_ENDS, positions_in_documents
 
 
 class ContextParallel:
@@ -83,19 +83,26 @@ class ContextParallel:
         raise NotImplementedError(f"{type(self).__name__} takes no attention masks")
 
 
-def context_parallel(job_config: JobConfig, dims: ParallelDims, default: str | None) -> ContextParallel | None:
-    """Return the job's own context parallel, or None if it has none or uses TorchTitan's."""
-    cls = context_class(job_config, default) if dims.cp_enabled else None
-    return cls(dims.get_mesh("cp"), job_config.parallelism.context_parallel_load_balancer) if cls else None
+def apply_context_parallel(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> bool:
+    """Parallelize the attention of ``model`` by its own class, if it has one. Return whether it has.
+
+    The instance is ``model.context_parallel``, which :func:`model_inputs` uses for every batch.
+    """
+    cls = context_class(job_config, model) if dims.cp_enabled else None
+    if cls is None:
+        return False
+    context = cls(dims.get_mesh("cp"), job_config.parallelism.context_parallel_load_balancer)
+    context.parallelize(model)
+    model.context_parallel = context  # type: ignore[assignment]
+    return True
 
 
-def context_class(job_config: JobConfig, default: str | None) -> type[ContextParallel] | None:
-    """Return the class that ``npu.context_parallel`` names, or else the model's ``default``."""
-    name = npu_options(job_config).context_parallel or default
-    if not name:
-        return None
-    module_name, _, class_name = name.partition(":")
-    return getattr(importlib.import_module(module_name), class_name)
+def context_class(job_config: JobConfig, model: nn.Module) -> type[ContextParallel] | None:
+    """Return the class that ``npu.context_parallel`` names, or else that of the model."""
+    if name := npu_options(job_config).context_parallel:
+        module_name, _, class_name = name.partition(":")
+        return getattr(importlib.import_module(module_name), class_name)
+    return getattr(model, "context_parallel_class", None)
 
 
 def model_inputs(
@@ -107,12 +114,11 @@ def model_inputs(
     tokenizer: Any,
     dims: ParallelDims,
     job_config: JobConfig,
-    context: ContextParallel | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
     """Turn a batch into what the model gets: inputs, labels, and extra inputs and keyword arguments.
 
-    This is ``post_dataloading_process`` of TorchTitan's Trainer, with ``context`` in place of its context parallel
-    unless that is None. TorchTitan's Validator makes attention masks for scaled dot-product attention too, and models
+    This is ``post_dataloading_process`` of TorchTitan's Trainer, with the model's context parallel, if it has one, in
+    place of TorchTitan's. TorchTitan's Validator makes attention masks for scaled dot-product attention too, and models
     refuse them; here they are made only for a model that takes them.
     """
     inputs = input_dict["input"]
@@ -130,6 +136,7 @@ def model_inputs(
     elif document_ends is not None and getattr(model_args, "takes_document_positions", False):
         extra_inputs["positions"] = positions_in_documents(document_ends).expand(3, -1, -1)
     if dims.cp_enabled:
+        context: ContextParallel | None = getattr(model, "context_parallel", None)
         prepare = context.prepare if context else prepare_context_parallel_input
         inputs, labels, extra_kwargs = prepare(
             inputs,

@@ -18,8 +18,8 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.moe_permute.function import unpermute
-from torchtitan_npu.upstream.hooks import token_combine_with, token_dispatch_with, with_expert_parallel_styles
-from torchtitan_npu.upstream.rebind import refers_to
+from torchtitan_npu.titan_internals.hooks import token_combine_with, token_dispatch_with, with_expert_parallel_styles
+from torchtitan_npu.titan_internals.rebind import refers_to
 
 
 def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> ParallelizeFunction:

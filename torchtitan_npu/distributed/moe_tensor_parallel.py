@@ -33,7 +33,7 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.upstream.hooks import calls_moe_parallel, with_moe_parallel
+from torchtitan_npu.titan_internals.hooks import calls_moe_parallel, with_moe_parallel
 
 
 def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:

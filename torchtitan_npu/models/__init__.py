@@ -1,8 +1,8 @@
 """Models that TorchTitan 0.2.2 does not have, laid out like its own.
 
 Each package has ``args.py`` (sizes and options), ``model.py``, ``parallelize.py`` and ``state_dict_adapter.py``, and a
-``get_train_spec`` in its ``__init__.py`` with the model's flavors, data loader and validator. ``rotary`` and
-``sparse_attention`` have parts that several models and the converters share.
+``get_train_spec`` in its ``__init__.py`` with the model's flavors. What models and converters share is in
+:mod:`torchtitan_npu.layers`. Data loaders and validators are added in :mod:`torchtitan_npu.train_specs`.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun
 from torchtitan_npu.planner.dry_run_ranks import Failure, assumed_load, attempt
 from torchtitan_npu.planner.report import GIB
 from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
+from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.progress import Progress
 
 
 @dataclass

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.expert_load import Load, balanced, uneven
 from torchtitan_npu.planner.parameters import model_args
+from torchtitan_npu.progress import Progress
 from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_limit
 
 T = TypeVar("T")

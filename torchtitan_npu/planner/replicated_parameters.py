@@ -10,12 +10,12 @@ from typing import Any
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import build_on_meta
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.planner.fake_devices import fake_ranks
 from torchtitan_npu.planner.layout import with_layout
 from torchtitan_npu.planner.parameters import Size, module_of, sizes
 from torchtitan_npu.planner.trainer import without_outputs
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 ONLY_TP = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "pp": 1, "ep": 1}
 

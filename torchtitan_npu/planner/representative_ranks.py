@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.parameters import Size, sizes
 from torchtitan_npu.planner.pipeline_schedule import (
@@ -12,6 +11,7 @@ from torchtitan_npu.planner.pipeline_schedule import (
     microbatches_in_flight,
     modules_per_rank,
 )
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 REPRESENTATIVE = ("representative", "all-kinds")
 """Values of ``--rank`` that select the representative ranks."""

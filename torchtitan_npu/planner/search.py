@@ -12,10 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.pipeline import check_schedule
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun
 from torchtitan_npu.planner.dry_run_ranks import Failure, assumed_load, attempt
@@ -26,6 +23,9 @@ from torchtitan_npu.planner.replicated_parameters import heads
 from torchtitan_npu.planner.report import GIB
 from torchtitan_npu.planner.step_time import Rates, step_seconds
 from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
+from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.preflight.pipeline import check_schedule
+from torchtitan_npu.progress import Progress
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
 """The largest degrees of the search, except for the file's own layout."""

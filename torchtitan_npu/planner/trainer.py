@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torchtitan.protocols.train_spec import TrainSpec
 
+from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.tied_weights import ties_weights
+from torchtitan_npu.planner.dry_run_trainer import local_rank, train_step
 from torchtitan_npu.planner.expert_load import AssumedLoad, Load, balanced
 from torchtitan_npu.planner.fake_devices import fake_device
 from torchtitan_npu.planner.pipeline_stages import schedule_with_shapes
 from torchtitan_npu.planner.unsupported_jobs import compiles_model
 from torchtitan_npu.trainer import Trainer
-from torchtitan_npu.upstream.dry_run_trainer import local_rank, train_step
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
-from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
-from torchtitan_npu.upstream.tied_weights import ties_weights
 
 
 class DryRunTrainer(Trainer):

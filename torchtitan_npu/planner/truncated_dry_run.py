@@ -9,12 +9,12 @@ from itertools import takewhile
 from typing import Any
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.parameters import model_args, sizes
 from torchtitan_npu.planner.per_rank import recomputed
 from torchtitan_npu.planner.pipeline_schedule import has_one_stage_per_rank, modules_per_rank
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 KEPT = 3, 4
 """Repeated groups of layers in the two dry runs: the first, the last, and one or two with identical neighbours."""

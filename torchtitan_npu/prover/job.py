@@ -16,12 +16,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.model import check_model
 from torchtitan_npu.config.parser import JobConfigManager, import_module
-from torchtitan_npu.config.preflight import JobContext
 from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.converters import exact_converters
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.preflight.model import check_model
 from torchtitan_npu.prover.draws import DEGREES, Draw, Model
 from torchtitan_npu.prover.tiny_models import TINY, add_flavors
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.prover.draws import Draw, ranks_of
 from torchtitan_npu.prover.job import Subject, parse, to_toml, with_settings
 from torchtitan_npu.prover.ranks import RankError, RankTimeout, run_on_ranks

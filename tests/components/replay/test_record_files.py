@@ -28,8 +28,8 @@ from torchtitan_npu.components.replay.record_files import (
     write_header,
 )
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 torchtitan_npu.register()
 

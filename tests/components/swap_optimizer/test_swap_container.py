@@ -11,10 +11,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.config.test_preflight import job
+from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
-from torchtitan_npu.config.preflight import check_job
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.swap_optimizers import SwappableOptimizers
+from torchtitan_npu.preflight.job import check_job
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests._helpers import layouts
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import TOLERANCE, Record, assert_same_gradients, recording, together, train_until
 from torchtitan_npu.components.corpus import ASSETS
-from torchtitan_npu.models.documents import DOCUMENT_ENDS, Documents
+from torchtitan_npu.layers.documents import DOCUMENT_ENDS, Documents
 from torchtitan_npu.prover import tiny_models
 from torchtitan_npu.prover.tiny_models import TINY
 

@@ -26,7 +26,7 @@ from torchtitan_npu.components.user_data.documents import ChatEncoder
 from torchtitan_npu.components.user_data.packing import DOCUMENTS_PER_TASK
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.documents import DOCUMENT_ENDS, positions_in_documents
+from torchtitan_npu.layers.documents import DOCUMENT_ENDS, positions_in_documents
 
 TOKENIZER = HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
 TEMPLATE = str(ASSETS / "chat/template.jinja")

@@ -12,7 +12,7 @@ from torchtitan_npu.components.nonfinite.checked_steps import create_states
 from torchtitan_npu.components.triton_adamw import triton as kernels
 from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW, clip_in_step
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.hooks import clip_grad_norm_with
+from torchtitan_npu.titan_internals.hooks import clip_grad_norm_with
 
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = [(7,), (40, 50), (), (3, 0), (512,), (3, 333)]

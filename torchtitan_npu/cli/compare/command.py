@@ -26,8 +26,8 @@ from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import read_curve
 from torchtitan_npu.cli.compare.train_runs import Runs, TrainingError, train_all
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import one_line
+from torchtitan_npu.progress import Progress
 
 DEFAULTS = Tolerance()
 PROG = "torchtitan-npu compare"

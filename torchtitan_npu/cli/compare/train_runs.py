@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.progress import Progress
 
 from .configuration import CONFIGURATION_FILE
 from .console_log import parse_step_line
@@ -111,7 +111,7 @@ def check_runs(runs: Runs) -> None:
     platform.prepare()
     torchtitan_npu.register()
     from torchtitan_npu.config.parser import JobConfigManager, import_module
-    from torchtitan_npu.config.preflight import check_job, check_start
+    from torchtitan_npu.preflight.job import check_job, check_start
 
     for name in runs.converters:
         # The choices that a candidate replays do not exist yet. The model's are checked with the baseline.

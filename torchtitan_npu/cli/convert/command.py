@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED, OneLineParser
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, one_line
+from torchtitan_npu.progress import Progress
 
 PROG = "torchtitan-npu convert"
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")

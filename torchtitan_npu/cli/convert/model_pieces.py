@@ -27,10 +27,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.mtp import ALLOWED as MTP_ALLOWED
-from torchtitan_npu.config.preflight import build_on_meta
 from torchtitan_npu.config.training import ALLOWED as TRAINING_ALLOWED
 from torchtitan_npu.errors import UsageError, did_you_mean
-from torchtitan_npu.upstream.registries import known_models
+from torchtitan_npu.preflight.job_context import build_on_meta
+from torchtitan_npu.train_specs.registries import known_models
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

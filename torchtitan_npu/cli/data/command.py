@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_npu.cli.arguments import OneLineParser
-from torchtitan_npu.cli.progress import waiting_for
 from torchtitan_npu.errors import ERROR_PREFIX, UsageError
+from torchtitan_npu.progress import waiting_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,12 +56,12 @@ def main(argv: list[str]) -> int:
 def show_rows(args: argparse.Namespace, options: list[str]) -> int:
     """Print the first rows. Return 1 if there are fewer than asked for."""
     import torchtitan_npu.trainer  # noqa: F401 - registers the models
-    from torchtitan_npu.config.data import check_data
-    from torchtitan_npu.config.model import check_model, check_tokenizer
     from torchtitan_npu.config.parser import JobConfigManager, import_module
-    from torchtitan_npu.config.preflight import JobContext
-    from torchtitan_npu.config.training import check_dataset_files
-    from torchtitan_npu.config.value_table import check_values
+    from torchtitan_npu.preflight.data import check_data
+    from torchtitan_npu.preflight.job_context import JobContext
+    from torchtitan_npu.preflight.model import check_model, check_tokenizer
+    from torchtitan_npu.preflight.training import check_dataset_files
+    from torchtitan_npu.preflight.value_table import check_values
 
     if args.show < 1:
         raise UsageError(f"--show {args.show}: must be at least 1")
@@ -102,7 +102,7 @@ def describe_row(inputs: dict[str, Tensor], labels: Tensor, tokenizer: Any) -> I
     """Yield lines about each document of a batch of one row."""
     from torchtitan.components.loss import IGNORE_INDEX
 
-    from torchtitan_npu.models.documents import DOCUMENT_ENDS, Documents
+    from torchtitan_npu.layers.documents import DOCUMENT_ENDS, Documents
 
     tokens, (targets,) = inputs["input"], labels.tolist()
     ends = inputs.get(DOCUMENT_ENDS, tokens == tokenizer.eos_id)

@@ -25,7 +25,7 @@ from torchtitan_npu.cli.doctor.imports import check_imports
 from torchtitan_npu.cli.doctor.network import check_interfaces
 from torchtitan_npu.cli.doctor.versions import check_versions, version_of
 from torchtitan_npu.cli.network_interfaces import addresses
-from torchtitan_npu.cli.progress import Progress
+from torchtitan_npu.progress import Progress
 
 if TYPE_CHECKING:
     from torchtitan_npu.platform import Backend

@@ -25,11 +25,11 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan_npu.cli.arguments import OneLineParser, memory_size
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.emulator.build import CANN_VERSIONS, BuildError, build
 from torchtitan_npu.emulator.environment import Machine, Observation, process_variables
 from torchtitan_npu.emulator.records import join_calls, join_trace, launch_table
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.progress import Progress
 
 SHARED_MEMORY = Path("/dev/shm")
 ROOM_FOR_COLLECTIVES = 2**30

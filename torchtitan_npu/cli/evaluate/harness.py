@@ -14,8 +14,8 @@ from lm_eval.tasks import TaskManager
 from torchtitan_npu.cli.evaluate.scoring import score, windows
 from torchtitan_npu.cli.generate.generation import Sampling, generate
 from torchtitan_npu.cli.generate.loading import InferenceModel
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, did_you_mean
+from torchtitan_npu.progress import Progress
 
 MAX_NEW_TOKENS = 256
 """Unless the task says how many."""

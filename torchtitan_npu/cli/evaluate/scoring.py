@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.cli.generate.loading import InferenceModel
-from torchtitan_npu.cli.progress import Progress
+from torchtitan_npu.progress import Progress
 
 
 class Score(NamedTuple):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_npu.cli.arguments import OneLineParser, checkpoint_parser, read_utf8
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError, one_line
+from torchtitan_npu.progress import Progress
 
 PROG = "torchtitan-npu generate"
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_npu.cli.generate.loading import InferenceModel
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.documents import Documents, Ends
 from torchtitan_npu.models.deepseek_v32.attention import Attention as SparseAttention
 from torchtitan_npu.models.deepseek_v32.attention import OwnKeys
-from torchtitan_npu.models.documents import Documents, Ends
 
 
 class CachedTokens:

@@ -21,15 +21,15 @@ from torchtitan.tools import utils
 
 from torchtitan_npu.cli.generate.kv_cache import CachedTokens, attach_caches
 from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
+from torchtitan_npu.components.checkpoint.manager import load_weights
 from torchtitan_npu.components.checkpoint.source import Source
-from torchtitan_npu.config.checkpoint_files import check_source
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.model import check_tokenizer
 from torchtitan_npu.config.parser import JobConfigManager, import_module
-from torchtitan_npu.config.preflight import check_job
+from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.upstream.checkpoint_manager import load_weights
-from torchtitan_npu.upstream.parallel_dims import ParallelDims
+from torchtitan_npu.preflight.checkpoint_files import check_source
+from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.preflight.model import check_tokenizer
 
 MODELS = ("llama3", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 DEGREES = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from torchtitan_npu.cli.progress import Progress
+from torchtitan_npu.progress import Progress
 
 from .thresholds import PERTURBED
 from .training import Curve, add_flavor, applicable_converters, job_config, largest_difference, train

@@ -19,9 +19,9 @@ from rich.console import Console
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.progress import Progress
 
 from .cases import LAYOUTS, ranks_of
 from .training import (

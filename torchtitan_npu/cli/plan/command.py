@@ -27,8 +27,8 @@ from rich.console import Console
 
 from torchtitan_npu.chips import DEFAULT_CHIP, find_chip
 from torchtitan_npu.cli.arguments import OneLineParser, memory_size
-from torchtitan_npu.cli.progress import Progress
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.progress import Progress
 
 
 def build_parser() -> OneLineParser:
@@ -148,10 +148,10 @@ def dry_run(
     args: argparse.Namespace, config: Any, rates: Any, world_size: int, report: dict[str, Any], console: Console
 ) -> int:
     """Dry-run the job, and if it does not fit, try changes that may make it fit."""
-    from torchtitan_npu.config.preflight import check_job
     from torchtitan_npu.planner.dry_run_ranks import Failure, dry_run_ranks
     from torchtitan_npu.planner.layout import layout_name
     from torchtitan_npu.planner.representative_ranks import selected_ranks
+    from torchtitan_npu.preflight.job import check_job
 
     with Progress("plan: checking the job"):
         check_job(config, world_size)
@@ -224,11 +224,12 @@ def search_layouts(
     args: argparse.Namespace, config: Any, rates: Any, world_size: int, report: dict[str, Any], console: Console
 ) -> int:
     """Estimate every layout that divides the ranks, and dry-run the best."""
-    from torchtitan_npu.config.preflight import build_on_meta, check_job
     from torchtitan_npu.planner.dry_run_ranks import assumed_load
     from torchtitan_npu.planner.layout import degrees
     from torchtitan_npu.planner.parameters import Size, arithmetic, print_arithmetic, sizes
     from torchtitan_npu.planner.search import own_layout, print_layouts, search
+    from torchtitan_npu.preflight.job import check_job
+    from torchtitan_npu.preflight.job_context import build_on_meta
 
     own = own_layout(config, world_size)
     with Progress("plan: checking the job"):

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_npu.cli.arguments import OneLineParser
-from torchtitan_npu.cli.progress import Progress, waiting_for
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.progress import Progress, waiting_for
 
 if TYPE_CHECKING:
     from torchtitan_npu.prover.draws import Draw
@@ -107,7 +107,7 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 
 
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:
-    from torchtitan_npu.config.check_helpers import check_known
+    from torchtitan_npu.config.allowed import check_known
     from torchtitan_npu.prover import ranks
     from torchtitan_npu.prover.coverage import summary
     from torchtitan_npu.prover.draws import Draws, describe, ranks_of

@@ -21,8 +21,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan_npu.components.expert_balance import reset_token_counts
 from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
 from torchtitan_npu.components.nonfinite.kept_step import Batch, KeptStep, random_states, set_random_states
-from torchtitan_npu.distributed.file_group import gather, new_file_group
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import gather, local, new_file_group
 from torchtitan_npu.errors import EXIT_NONFINITE, UsageError
 from torchtitan_npu.log import log_on_first_rank
 

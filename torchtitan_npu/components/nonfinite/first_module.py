@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 

@@ -9,7 +9,6 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import MoE, TokenChoiceTopKRouter
 
-from torchtitan_npu.components.replay.choices import Choices, choices_of
 from torchtitan_npu.components.replay.record_files import EXPERTS, KEYS
 from torchtitan_npu.components.replay.recorder import Recorder
 from torchtitan_npu.components.replay.replayer import Replayer
@@ -19,6 +18,7 @@ from torchtitan_npu.config.job_config import JobConfig, replay_options
 from torchtitan_npu.converters.base import replace_modules, with_forward
 from torchtitan_npu.converters.gating import NpuRouter
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.routing_decisions import Choices, choices_of
 
 
 def install_choices(model: nn.Module, seq_len: int) -> None:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_npu.components.replay.choices import Choices
 from torchtitan_npu.components.replay.record_files import (
     HEADER,
     KINDS,
@@ -23,8 +22,9 @@ from torchtitan_npu.components.replay.record_files import (
     write_header,
 )
 from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
-from torchtitan_npu.distributed.file_group import gather, new_file_group
+from torchtitan_npu.dist_utils import gather, new_file_group
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.routing_decisions import Choices
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.tools.utils import device_type
 
-from torchtitan_npu.components.replay.choices import Choices
 from torchtitan_npu.components.replay.record_files import (
     EXPERTS,
     KINDS,
@@ -26,6 +25,7 @@ from torchtitan_npu.components.replay.record_files import (
 )
 from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
 from torchtitan_npu.errors import UsageError, shown
+from torchtitan_npu.layers.routing_decisions import Choices
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 

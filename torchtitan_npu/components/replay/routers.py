@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
-from torchtitan_npu.components.replay.choices import Choices
 from torchtitan_npu.converters.gating import EPSILON, NpuRouter
-from torchtitan_npu.upstream.hooks import limit_to_groups
+from torchtitan_npu.layers.routing_decisions import Choices
+from torchtitan_npu.titan_internals.hooks import limit_to_groups
 
 
 class ReplayRouter(TokenChoiceTopKRouter):

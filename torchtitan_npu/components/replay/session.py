@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_npu.components.replay.choices import Choices, choices_of
 from torchtitan_npu.components.replay.record_files import KINDS, header_of, sequence_hash
 from torchtitan_npu.config.job_config import JobConfig, dsa_options
-from torchtitan_npu.distributed.file_group import gather
-from torchtitan_npu.models.documents import positions_in_documents
+from torchtitan_npu.dist_utils import gather
+from torchtitan_npu.layers.documents import positions_in_documents
+from torchtitan_npu.layers.routing_decisions import Choices, choices_of
 
 
 class Session:

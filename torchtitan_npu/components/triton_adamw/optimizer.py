@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.components.swap_optimizer.adam_update import local_gradient
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
 
 

@@ -15,8 +15,8 @@ from torchtitan_npu.components.user_data.documents import Document, Encoder
 from torchtitan_npu.components.user_data.files import BadRecord
 from torchtitan_npu.components.user_data.order import Mixture, Place, State
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.documents import DOCUMENT_ENDS
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.models.documents import DOCUMENT_ENDS
 
 DOCUMENTS_PER_TASK = 32
 """Documents that a worker process tokenizes before the next worker's turn."""

@@ -8,14 +8,12 @@ from torchtitan.models.deepseek_v3 import get_train_spec as get_deepseek_v3_trai
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.components.dataloader import build_text_dataloader
-from torchtitan_npu.components.validation import Validator
+from torchtitan_npu.layers.rotary.registry import register_passthrough_package
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.flavors import cut, debug
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 from torchtitan_npu.models.deepseek_v32.state_dict_adapter import DeepSeekV32StateDictAdapter
-from torchtitan_npu.models.rotary.registry import register_passthrough_package
 
 __all__ = ["DeepSeekV32Model", "DeepSeekV32ModelArgs", "DeepSeekV32StateDictAdapter", "deepseekv32_args"]
 
@@ -77,7 +75,5 @@ def get_train_spec() -> TrainSpec:
         model_cls=DeepSeekV32Model,
         model_args=deepseekv32_args,
         parallelize_fn=parallelize_deepseekv32,
-        build_dataloader_fn=build_text_dataloader,
-        build_validator_fn=Validator,
         state_dict_adapter=DeepSeekV32StateDictAdapter,
     )

@@ -12,10 +12,8 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
-from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options
-from torchtitan_npu.config.model import JobChecks
+from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options, npu_options
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32.checks import check_device_graphs, check_parallelism
 
 INDEX = ("index_q", "index_k", "index_weights")
 """What an indexer computes, in the order of the arguments of ``SparseAttention.forward``."""
@@ -25,14 +23,8 @@ INDEX_ROPES = ("half", "interleave")
 
 @dataclass
 class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
-    context_parallel: ClassVar[str] = "torchtitan_npu.models.deepseek_v32.context_parallel:DSAContextParallel"
-    """The context-parallel class of this model's attention, unless the job names another."""
-
     config_sections: ClassVar[tuple[str, ...]] = ("dsa", "mtp")
     """Sections of the job's config that apply to this model."""
-
-    job_checks: ClassVar[JobChecks] = (check_parallelism, check_device_graphs)
-    """Called before the start with these arguments and the job's config."""
 
     norm_eps: float = 1e-6
     """The released value; TorchTitan's deepseek_v3 has 1e-5."""
@@ -168,6 +160,28 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     def attended_keys(self) -> int:
         """Return the largest number of keys that a query attends to."""
         return self.seq_len if self.warmup else self.index_topk
+
+    def check_job(self, job_config: JobConfig) -> None:
+        """Raise :class:`UsageError` for options of a job that the model does not support, before the start."""
+        warmup = dsa_options(job_config).stage == "warmup"  # args do not have the job's options yet
+        for key in ("tensor_parallel_degree", "context_parallel_degree"):
+            if getattr(job_config.parallelism, key) > 1 and not (self.absorb or warmup):
+                raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")
+        if npu_options(job_config).device_graphs:
+            self._check_device_graphs(job_config)
+
+    def _check_device_graphs(self, job_config: JobConfig) -> None:
+        """Raise if a layer has arguments or results that a device graph does not take."""
+        mtp_layers, masked = mtp_options(job_config).layers, dsa_options(job_config).document_mask
+        shares = "S" in self.index_topk_pattern
+        reasons = {
+            "dsa.document_mask = true: the host finds the documents of each batch": masked,
+            f"mtp.layers = {mtp_layers}: such a layer returns two tensors": mtp_layers > 0,
+            f"model.flavor {job_config.model.flavor!r}: its layers pass selected keys to the next ones": shares,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UsageError(f"npu.device_graphs cannot be combined with {reason}")
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         super().update_from_config(job_config, **kwargs)

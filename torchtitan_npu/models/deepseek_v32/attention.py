@@ -8,11 +8,11 @@ from torch import Tensor, einsum, nn
 from torchtitan.models.deepseek_v3.model.model import Attention as DeepSeekV3Attention
 from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
-from torchtitan_npu.components.replay.choices import Choices
+from torchtitan_npu.layers.documents import Documents
+from torchtitan_npu.layers.routing_decisions import Choices
+from torchtitan_npu.layers.sparse_attention import SparseAttention
 from torchtitan_npu.models.deepseek_v32.args import INDEX, DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
-from torchtitan_npu.models.documents import Documents
-from torchtitan_npu.models.sparse_attention.attention import SparseAttention
 
 
 class Inputs(nn.Module):

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from torchtitan.models.deepseek_v3.model.model import TransformerBlock
 
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.attention import Attention
-from torchtitan_npu.models.documents import Documents
 
 
 class Block(TransformerBlock):

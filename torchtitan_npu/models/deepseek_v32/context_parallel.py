@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_npu.distributed.context_parallel import ContextParallel
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.attention import Attention, OwnKeys
-from torchtitan_npu.models.documents import Documents
 
 
 class Span(NamedTuple):

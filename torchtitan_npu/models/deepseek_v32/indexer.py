@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb, reshape_for_broadcast
 from torchtitan.models.utils import trunc_normal_
 
-from torchtitan_npu.distributed.local_tensor import local
+from torchtitan_npu.dist_utils import local
+from torchtitan_npu.layers.rotary.registry import register_rotation
+from torchtitan_npu.layers.rotary.tables import HALF_OF_COMPLEX
+from torchtitan_npu.layers.sparse_attention import at_least_float32
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
-from torchtitan_npu.models.rotary.registry import register_rotation
-from torchtitan_npu.models.rotary.tables import HALF_OF_COMPLEX
-from torchtitan_npu.models.sparse_attention.attention import at_least_float32
 
 
 def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = None) -> Tensor:

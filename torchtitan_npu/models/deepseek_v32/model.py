@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
-from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
-from torchtitan_npu.distributed.microbatches import Microbatches
+from torchtitan_npu.dist_utils import Microbatches
+from torchtitan_npu.distributed.context_parallel import ContextParallel
+from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
+from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
 from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, run_mtp_layers
-from torchtitan_npu.models.documents import Documents
 
 
 class DeepSeekV32Model(DeepSeekV3Model):
@@ -25,6 +27,9 @@ class DeepSeekV32Model(DeepSeekV3Model):
     Layers of multi-token prediction follow the others in ``layers``, as in the release. So sharding, activation
     checkpointing and expert balancing apply to them too.
     """
+
+    context_parallel_class: ClassVar[type[ContextParallel]] = DSAContextParallel
+    """The context parallel of this model's attention, unless the job names another."""
 
     def __init__(self, model_args: DeepSeekV32ModelArgs) -> None:
         without_layers = copy.copy(model_args)

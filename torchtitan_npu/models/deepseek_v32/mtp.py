@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.models.utils import trunc_normal_
 
-from torchtitan_npu.components.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss
+from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.block import Block
-from torchtitan_npu.models.documents import Documents
 
 
 class MTPBlock(Block):

@@ -14,7 +14,7 @@ from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseek
 
 from torchtitan_npu.compile.block_regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
-from torchtitan_npu.upstream.hooks import with_compile, with_tensor_parallel
+from torchtitan_npu.titan_internals.hooks import with_compile, with_tensor_parallel
 
 
 def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:

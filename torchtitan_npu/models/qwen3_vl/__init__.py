@@ -9,14 +9,12 @@ from torchtitan.models.qwen3 import get_train_spec as get_qwen3_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
-from torchtitan_npu.models.qwen3_vl.dataloader import build_image_text_dataloader
 from torchtitan_npu.models.qwen3_vl.model import Qwen3VLModel
 from torchtitan_npu.models.qwen3_vl.parallelize import parallelize_qwen3_vl
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_places
 from torchtitan_npu.models.qwen3_vl.position_ids import check_visual_tokens, position_ids
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import register_datasets
 from torchtitan_npu.models.qwen3_vl.state_dict_adapter import Qwen3VLStateDictAdapter
-from torchtitan_npu.models.qwen3_vl.validate import ImageTextValidator
 
 __all__ = [
     "Grids",
@@ -99,7 +97,5 @@ def get_train_spec() -> TrainSpec:
         model_cls=Qwen3VLModel,
         model_args=qwen3_vl_args,
         parallelize_fn=parallelize_qwen3_vl,
-        build_dataloader_fn=build_image_text_dataloader,
-        build_validator_fn=ImageTextValidator,
         state_dict_adapter=Qwen3VLStateDictAdapter,
     )

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import nn
+from torchtitan.config import JobConfig
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
-from torchtitan_npu.config.model import JobChecks
+from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.qwen3_vl.checks import check_parallelism, check_pictures
+from torchtitan_npu.models.qwen3_vl.shapes_dataset import SEEDS
 from torchtitan_npu.ops.mrope.op import section_problem
 
 
@@ -52,7 +53,6 @@ class VisionArgs:
 
 @dataclass
 class Qwen3VLModelArgs(Qwen3ModelArgs):
-    job_checks: ClassVar[JobChecks] = (check_parallelism, check_pictures)
     """Called before the start with these arguments and the job's config."""
 
     takes_document_positions: ClassVar[bool] = True
@@ -91,6 +91,39 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
                 f"vision.deepstack_layers {self.vision.deepstack_layers} must be below the tower's "
                 f"{self.vision.n_layers} layers, and at most as many as the decoder's {self.n_layers} layers"
             )
+
+    def check_job(self, job_config: JobConfig) -> None:
+        """Raise :class:`UsageError` for options of a job that the model does not support, before the start."""
+        self.check_pictures(job_config)
+        parallelism = job_config.parallelism
+        if parallelism.context_parallel_degree > 1:
+            raise UsageError(
+                f"parallelism.context_parallel_degree is {parallelism.context_parallel_degree}; it must be 1 for "
+                "qwen3_vl: context parallel does not split images and their three-axis positions"
+            )
+        if parallelism.pipeline_parallel_degree > 1:
+            raise UsageError(
+                f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; it must be 1 for "
+                "qwen3_vl: images are not split into microbatches, and later stages would need their features"
+            )
+        if self.vision.n_heads % parallelism.tensor_parallel_degree:
+            raise UsageError(
+                f"parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree} does not divide the "
+                f"{self.vision.n_heads} heads of the vision tower"
+            )
+
+    def check_pictures(self, job_config: JobConfig) -> None:
+        """Check the options of datasets of pictures."""
+        for name in ("training", "validation") if job_config.validation.enable else ("training",):
+            dataset = getattr(job_config, name).dataset
+            if dataset.lower() in SEEDS and not npu_options(job_config).layout_independent_data:
+                raise UsageError(
+                    f"npu.layout_independent_data must be true with {name}.dataset {dataset!r}: every rank draws its "
+                    "own rows, and TorchTitan's loader splits a stream"
+                )
+        validation = job_config.validation
+        if validation.enable and validation.dataset.lower() in SEEDS and validation.steps == -1:
+            raise UsageError("validation.steps must be at least 1: the dataset of pictures is infinite")
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters, and the decoder's FLOPs per token as TorchTitan counts them.

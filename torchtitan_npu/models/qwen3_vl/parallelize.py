@@ -20,7 +20,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama4.infra.parallelize import apply_fsdp
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp, parallelize_qwen3
 
-from torchtitan_npu.upstream.hooks import with_activation_checkpoint, with_fsdp, with_tensor_parallel
+from torchtitan_npu.titan_internals.hooks import with_activation_checkpoint, with_fsdp, with_tensor_parallel
 
 
 def parallelize_qwen3_vl(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:

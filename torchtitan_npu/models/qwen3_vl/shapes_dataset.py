@@ -1,7 +1,7 @@
 """Pictures of coloured shapes with captions, drawn from a seed: image-text data that needs no download.
 
 The datasets are ``shapes`` for training and ``shapes_validation``. A model with images gets pictures and captions
-(:mod:`torchtitan_npu.models.qwen3_vl.dataloader`), a text model gets the captions.
+(:mod:`torchtitan_npu.train_specs.qwen3_vl_dataloader`), a text model gets the captions.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.utils import trunc_normal_
 
-from torchtitan_npu.models.packed_attention import FrameAttention
+from torchtitan_npu.layers.packed_attention import FrameAttention
+from torchtitan_npu.layers.rotary.tables import RotaryTables
+from torchtitan_npu.layers.rotary.vision import apply_rotary_vision
 from torchtitan_npu.models.qwen3_vl.args import VisionArgs
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, frame_runs, interpolation
-from torchtitan_npu.models.rotary.tables import RotaryTables
-from torchtitan_npu.models.rotary.vision import apply_rotary_vision
 
 
 class VisionAttention(nn.Module):

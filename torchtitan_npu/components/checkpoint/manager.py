@@ -1,0 +1,503 @@
+"""TorchTitan's CheckpointManager with atomic saves, checked loads and one writer per folder.
+
+Faults of TorchTitan 0.2.2 (components/checkpoint.py) that it works around:
+
+- Saving into an existing ``step-N`` overwrites its files one by one; a kill leaves a mixture that loads.
+- ``keep_latest_k`` deletes by step, counts half-written folders and every name that contains ``step-N``.
+- A checkpoint of the model only, the default last save, cannot be resumed, and hides the full state before it.
+- A changed learning rate or optimizer setting is replaced with the checkpoint's, without a word.
+- Ranks wait for the slowest with ``comm.train_timeout_seconds``: one rank that writes for longer ends the job.
+- An empty checkpoint folder turns ``initial_load_path`` off.
+- An export to Hugging Face has no config and no tokenizer, and leaves a second copy of the weights in ``sharded``.
+
+Delete it when TorchTitan publishes checkpoints with a rename and checks them on load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import uuid
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.optim.lr_scheduler import LambdaLR
+from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, TRAIN_STATE, AsyncMode, ModelWrapper
+from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
+
+from torchtitan_npu.components.checkpoint import manifest as manifests
+from torchtitan_npu.components.checkpoint.checkpoint_folder import (
+    SavedCheckpoint,
+    recover,
+    rename_for_deletion,
+    saved_checkpoints,
+    stale_checkpoints,
+)
+from torchtitan_npu.components.checkpoint.hugging_face_files import write_model_files
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, file_record
+from torchtitan_npu.components.checkpoint.source import Source, find_source
+from torchtitan_npu.components.checkpoint.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    PlainDataPlanner,
+    Publication,
+)
+from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
+from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
+from torchtitan_npu.config.checkpoint import STATES
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.dist_utils import gather, new_file_group
+from torchtitan_npu.errors import UsageError, file_error
+from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.models.hugging_face_config import hugging_face_config
+from torchtitan_npu.titan_internals.hooks import loading_in, saving_in
+
+T = TypeVar("T")
+COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
+"""Sections whose changes since the checkpoint are logged when a job resumes."""
+WAIT_AFTER_ERROR_S = 5.0
+"""A job that fails waits this long for an asynchronous save."""
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """Save, load and purge checkpoints. The interface is TorchTitan's: ``save``, ``load`` and ``close``."""
+
+    lock: WriterLock | None = None
+    last_save_model_only: bool
+    last_save_in_hf: bool
+
+    def __init__(self, *args: Any, job_config: JobConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.job_config = job_config
+        settings = {
+            f"{section}.{key}": value
+            for section in COMPARED_SECTIONS
+            for key, value in asdict(getattr(job_config, section)).items()
+        }
+        self.settings = json.loads(json.dumps(settings))  # as they are read from a manifest
+        self.run = uuid.uuid4().hex
+        """A job that resumes continues the run of its checkpoint."""
+        self.loaded: Path | None = None
+        """The checkpoint of this folder that the job has loaded."""
+        self.sequence_at_start = 0.0
+        """Position of the newest checkpoint when the job started: it has written the later ones."""
+        self.group: dist.ProcessGroup | None = None
+        """Where ranks wait for each other's work on files."""
+        if self.enable and dist.is_initialized():
+            self.group = new_file_group()
+            if hasattr(self, "pg"):  # of asynchronous saves, with the default time-out of half an hour
+                self.pg = new_file_group()
+        if self.enable and not self.load_only:
+            self.lock = WriterLock(Path(self.folder))
+            note, self.lock.token = on_first_rank(self._take_folder, self.group)
+            if note:
+                log_on_first_rank(note, logging.WARNING)
+
+    def _take_folder(self) -> tuple[str, str]:
+        assert self.lock is not None
+        if self.job_config.checkpoint.create_seed_checkpoint and saved_checkpoints(Path(self.folder)):
+            raise UsageError(
+                f"checkpoint.create_seed_checkpoint: {self.folder} has checkpoints already: set another job.dump_folder"
+            )
+        note = self.lock.acquire()
+        recover(Path(self.folder))
+        return note, self.lock.token
+
+    def close(self) -> None:
+        """Wait for the last asynchronous save, and release the folder. After an error, wait a few seconds only."""
+        lock, self.lock = self.lock, None
+        if lock:
+            still_writes = False
+            try:
+                if not isinstance(sys.exception(), Exception):
+                    self._async_wait()
+                elif self.save_future:  # its other ranks may have ended
+                    still_writes = bool(wait([self.save_future], WAIT_AFTER_ERROR_S).not_done)
+            finally:
+                if is_first_rank() and not still_writes:  # else the lock is stale when this process ends
+                    lock.release()
+        super().close()
+
+    # saving
+
+    def _async_wait(self) -> None:
+        try:
+            super()._async_wait()
+        except CheckpointException as error:
+            self.save_future = None
+            raise _save_error(self.folder, error) from error
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        super().save(curr_step, last_step)
+        if last_step and self._should_save(curr_step, last_step):
+            self._purge_stale_checkpoints()  # TorchTitan purges only after the saves before the last
+
+    def _save_last_step(self, curr_step: int) -> None:
+        options = self.last_save_model_only, self.last_save_in_hf
+        if 0 < curr_step < self.job_config.training.steps:  # stopped early: the job must be able to continue
+            self.last_save_model_only = self.last_save_in_hf = False
+        super()._save_last_step(curr_step)
+        self.last_save_model_only, self.last_save_in_hf = options
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save as TorchTitan does, in a folder beside ``checkpoint_id`` that gets this name when it is complete."""
+        try:
+            return self._save(state_dict, Path(checkpoint_id), async_mode, enable_garbage_collection, to_hf)
+        except CheckpointException as error:
+            raise _save_error(checkpoint_id, error) from error
+
+    def _save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint: Path,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool,
+        to_hf: bool,
+    ) -> Any:
+        assert self.lock is not None
+        publication = Publication(self.run, self.settings, self.lock)
+        if to_hf:
+            folder = publication.folder_of(checkpoint)
+            export = saving_in(TitanCheckpointManager.dcp_save, self.group)
+            export(self, state_dict, str(folder), async_mode, enable_garbage_collection, to_hf=True)
+            if note := on_first_rank(lambda: self._complete_export(folder), self.group):
+                log_on_first_rank(note, logging.WARNING)
+            files = _file_records(folder, self.group)
+            on_first_rank(lambda: publication.publish(checkpoint, files, full=False), self.group)
+            return None
+        writer = CheckpointWriter(checkpoint, publication)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer, process_group=self.group)
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # as if no writer were given
+        future: Any = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager)
+        future.add_done_callback(lambda _: stager.close())
+        return future
+
+    def _complete_export(self, folder: Path) -> str:
+        """Add what transformers needs to the export in ``folder``. Return what is missing, or an empty string."""
+        shutil.rmtree(folder / "sharded")  # each rank's part of the weights, from which the files were written
+        job, config, problems = self.job_config, None, []
+        args = getattr(self.states[MODEL].model[0], "model_args", None)
+        try:
+            config = hugging_face_config(job.model.name, args)
+        except UsageError as error:
+            problems.append(f"the export has no config.json: {error}")
+        try:
+            write_model_files(
+                folder, config, Path(job.model.hf_assets_path), TORCH_DTYPE_MAP[job.checkpoint.export_dtype]
+            )
+        except UsageError as error:  # the weights of a finished job must not depend on these files
+            problems.append(f"the export has no config.json and no tokenizer: {error}")
+        return "; ".join(problems)
+
+    def _purge_stale_checkpoints(self) -> None:
+        lock = self.lock
+        if self.keep_latest_k > 0 and lock:
+            on_first_rank(lambda: self._queue_stale_checkpoints(lock), self.group)
+
+    def _queue_stale_checkpoints(self, lock: WriterLock) -> None:
+        lock.check_held()
+        for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
+            self.purge_queue.put(str(rename_for_deletion(checkpoint, lock.token)))
+
+    def keep_before(self, step: int) -> Path | None:
+        """Keep the newest checkpoint that leads to ``step``, which is not finite, and return it. None if there is none.
+
+        Collective: waits for an asynchronous save. A job that saves nothing marks nothing.
+        """
+        if not self.enable:
+            return None
+        if self.lock:
+            self._async_wait()
+        return on_first_rank(lambda: self._keep_newest(step), self.group)
+
+    def _keep_newest(self, step: int) -> Path | None:
+        # after a rollback, the folder may have newer checkpoints that do not lead to this step
+        leading = [
+            c
+            for c in saved_checkpoints(Path(self.folder))
+            if c.step < step and (c.is_full or c.step == 0)
+            if c.path == self.loaded or (c.sequence > self.sequence_at_start and c.manifest)
+        ]
+        if not leading:
+            return None
+        if self.lock:
+            leading[-1].keep(f"The last checkpoint before step {step}, whose loss or gradient norm is not finite.")
+        return leading[-1].path
+
+    # loading
+
+    @torch.no_grad()
+    def load(self, step: int = -1) -> bool:
+        """Load the checkpoint of ``step``, the newest one for -1, or the initial weights. Return False if none."""
+        if not self.enable:
+            return False
+        job, folder = self.job_config, Path(self.folder)
+        saved = on_first_rank(lambda: saved_checkpoints(folder), self.group)
+        self.sequence_at_start = saved[-1].sequence if saved else 0.0
+        assets = getattr(job.model, "hf_assets_path", "")
+        source = on_first_rank(
+            lambda: find_source(job.checkpoint, saved, folder, job.training.steps, step, assets), self.group
+        )
+        if source is None:
+            return False
+        if source.note:
+            log_on_first_rank(source.note, logging.WARNING)
+        if source.is_finished:
+            assert source.saved is not None
+            self.states[TRAIN_STATE].load_state_dict({"step": source.saved.step, "ntokens_seen": 0})
+            return True
+        source = self._intact_source(source, saved)
+        logger.info(f"Loading the checkpoint from {source.path}.")
+        configured = self._optimizer_settings()
+        self.dcp_load(
+            self._states_to_load(source.model_only),
+            checkpoint_id=str(source.path),
+            from_hf=source.in_hugging_face_format,
+            from_quantized=self.initial_load_in_hf_quantized,
+        )
+        self._apply_optimizer_settings(configured)
+        self.loaded = source.saved.path if source.saved else None
+        if source.saved and source.saved.manifest:
+            self.run = source.saved.manifest.run
+            self._log_changes(source.saved.manifest)
+        elif source.saved:
+            log_on_first_rank(
+                f"{source.path} has no manifest.json: only the sizes of its files were checked", logging.WARNING
+            )
+        elif not source.model_only:  # a new run that continues the state of another one
+            manifest, _ = on_first_rank(lambda: _manifest_or_damage(source.path), self.group)
+            if manifest:
+                self._log_changes(manifest)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+        return True
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        try:
+            if from_hf:
+                load = loading_in(TitanCheckpointManager.dcp_load, self.group)
+                load(self, state_dict, checkpoint_id, from_hf, from_quantized)
+                return
+            reader, planner = CheckpointReader(checkpoint_id), PlainDataPlanner()
+            dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=self.group)
+        except CheckpointException as error:
+            raise _load_error(checkpoint_id, error) from error
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _intact_source(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
+        """Return ``source`` if its files are as they were written, or the checkpoint to fall back to."""
+        problem = _damage_of(source.path, self.group)
+        if problem is None:
+            return source
+        damaged = source.saved
+        if damaged is None:
+            raise UsageError(problem)
+        usable = on_first_rank(lambda: _sources_before(damaged, saved), self.group)
+        fallback = next((s for s in usable if _damage_of(s.path, self.group) is None), None)
+        intact = fallback.saved if fallback else None
+        if fallback is None or intact is None:
+            raise UsageError(f"{problem}; no intact checkpoint was written before it")
+        if not self.job_config.checkpoint.fallback:
+            raise UsageError(
+                f"{problem}; the newest intact checkpoint before it is {intact.name}: checkpoint.fallback = true, or "
+                f"checkpoint.load_step = {intact.step}, continues from there"
+            )
+        log_on_first_rank(
+            f"{problem}; checkpoint.fallback: the job continues from {intact.name}, and the steps after it are lost",
+            logging.ERROR,
+        )
+        return fallback
+
+    def _optimizer_settings(self) -> list[list[dict[str, Any]]]:
+        """Return the job's options of each parameter group of each optimizer."""
+        return [
+            [{key: value for key, value in group.items() if key != "params"} for group in s.optimizer.param_groups]
+            for s in self.states[LR_SCHEDULER].schedulers
+        ]
+
+    def _apply_optimizer_settings(self, configured: list[list[dict[str, Any]]]) -> None:
+        """Give each optimizer the job's options again. Loading has replaced them with those of the checkpoint."""
+        for scheduler, groups in zip(self.states[LR_SCHEDULER].schedulers, configured, strict=True):
+            base_lrs = [group["initial_lr"] for group in groups]
+            if not isinstance(scheduler, LambdaLR):
+                if scheduler.base_lrs != base_lrs:
+                    raise UsageError(
+                        f"optimizer.lr is {base_lrs[0]}, {scheduler.base_lrs[0]} in the checkpoint: the schedule "
+                        f"{type(scheduler).__name__} cannot continue with another one"
+                    )
+                # some, such as OneCycleLR, also set the momentum of each step
+                of_schedule = {"lr", "betas", "momentum"} if getattr(scheduler, "cycle_momentum", False) else {"lr"}
+                for group, options in zip(scheduler.optimizer.param_groups, groups, strict=True):
+                    group.update({key: value for key, value in options.items() if key not in of_schedule})
+                continue
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            lrs = [lr * factor for lr, factor in zip(base_lrs, factors, strict=True)]
+            for group, options, lr in zip(scheduler.optimizer.param_groups, groups, lrs, strict=True):
+                group.update(options | {"lr": lr})
+            scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": base_lrs, "_last_lr": lrs})
+
+    def _log_changes(self, manifest: Manifest) -> None:
+        for key, value in self.settings.items():
+            before = manifest.settings.get(key, value)
+            if before != value:
+                log_on_first_rank(
+                    f"{key} was {before} in step-{manifest.step} and is {value} from here on", logging.WARNING
+                )
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call ``function`` on rank 0. Return its result on every rank, or raise its error for the user on every rank."""
+    outcome: list[Any] = [None, ""]
+    if is_first_rank():
+        try:
+            outcome[0] = function()
+        except UsageError as error:
+            outcome[1] = str(error)
+        except OSError as error:
+            outcome[1] = file_error(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1]:
+        raise UsageError(outcome[1])
+    return outcome[0]
+
+
+def load_weights(model: torch.nn.Module, source: Source, adapter: Any, quantized: bool) -> None:
+    """Load the weights of ``model`` from ``source`` on any layout, as a job loads its initial weights.
+
+    ``adapter`` is the model's state-dict adapter, ``quantized`` is ``checkpoint.initial_load_in_hf_quantized``.
+    """
+    group = new_file_group() if dist.is_initialized() else None
+    if problem := _damage_of(source.path, group):
+        raise UsageError(problem)
+    weights = ModelWrapper(model)
+    state, path, options = weights.state_dict(), str(source.path), {"process_group": group, "no_dist": group is None}
+    try:
+        if source.in_hugging_face_format:
+            theirs = adapter.to_hf(state)
+            dcp.load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
+            state = adapter.from_hf(theirs)
+        else:
+            dcp.load(state, storage_reader=CheckpointReader(path), planner=PlainDataPlanner(), **options)
+    except CheckpointException as error:
+        raise _load_error(path, error) from error
+    weights.load_state_dict(state)
+
+
+def _files_of_this_rank(names: list[str]) -> list[str]:
+    """Return the part of ``names`` that this rank reads."""
+    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
+
+
+def _file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """Return the records of all files below ``folder``. Each rank reads some of them and forces them to disk."""
+    names = on_first_rank(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()), group)
+    records: dict[str, FileRecord] = {}
+    problem = ""
+    try:
+        records = {name: file_record(folder / name, sync=True) for name in _files_of_this_rank(names)}
+    except OSError as error:
+        problem = file_error(error)
+    parts = gather((records, problem), group)
+    if problems := [problem for _, problem in parts if problem]:
+        raise UsageError(problems[0])
+    return {name: record for records, _ in parts for name, record in records.items()}
+
+
+def _sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> list[Source]:
+    """Return what a job can load in place of ``damaged``, the newest first. After a rollback, older steps only."""
+    before = [c for c in saved[: saved.index(damaged)] if c.step < damaged.step]
+    return [Source(c.path, model_only=not c.is_full, saved=c) for c in reversed(before) if c.is_full or c.step == 0]
+
+
+def _damage_of(path: Path, group: dist.ProcessGroup | None) -> str | None:
+    """Return why the checkpoint at ``path`` must not be loaded, or None. Each rank reads some of its files."""
+    manifest, found = on_first_rank(lambda: _manifest_or_damage(path), group)
+    if manifest:
+        try:
+            manifest.check_files(path, _files_of_this_rank(list(manifest.files)))
+        except DamagedCheckpoint as error:
+            found = str(error)
+        except OSError as error:
+            found = file_error(error)
+    return next(filter(None, gather(found, group)), None)
+
+
+def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str]:
+    """Return the manifest of the checkpoint at ``path``, or why it must not be loaded. Neither if it needs none."""
+    try:
+        if (path / manifests.NAME).exists():
+            return Manifest.read(path), ""
+        stored_shapes(path)
+        return None, ""
+    except DamagedCheckpoint as error:
+        return None, str(error)
+    except OSError as error:
+        return None, file_error(error)
+
+
+def _save_error(path: str, error: CheckpointException) -> Exception:
+    """Return the first error of a rank, which every rank gets: one line if the file system refuses the files."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, UsageError):
+        return cause
+    if isinstance(cause, OSError):
+        return UsageError(f"{path} cannot be written: {file_error(cause)}")
+    return RuntimeError(f"{path} was not written: {type(cause).__name__}: {cause}")
+
+
+def _load_error(checkpoint_id: str, error: CheckpointException) -> Exception:
+    """Return the first error of a rank: one line if the checkpoint does not fit the job."""
+    cause = next(iter(error.failures.values()))[0]
+    text = str(cause).splitlines()[0] if str(cause) else ""
+    if isinstance(cause, UsageError):
+        return cause
+    if isinstance(cause, RuntimeError) and text.startswith("Missing key in checkpoint state_dict: "):
+        name = text.rpartition(": ")[2].rstrip(".")
+        section = name.partition(".")[0]
+        if section in STATES:
+            return UsageError(
+                f"{checkpoint_id} has no {name}, which the job needs; "
+                f'checkpoint.exclude_from_loading = ["{section}"] starts without its state'
+            )
+        return UsageError(f"{checkpoint_id} has no {name}, which the job needs: it is of another model")
+    if isinstance(cause, ValueError) and text.startswith("Size mismatch"):
+        return UsageError(f"{checkpoint_id} is of another model: {text}")
+    return RuntimeError(f"{checkpoint_id} was not loaded: {type(cause).__name__}: {cause}")

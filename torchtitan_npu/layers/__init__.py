@@ -1,0 +1,1 @@
+"""Modules and values that know neither a job nor TorchTitan."""

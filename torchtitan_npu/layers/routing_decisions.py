@@ -1,0 +1,101 @@
+"""A layer's choices, as a module of the model, and the operators through which they pass.
+
+The operators are opaque: compiled regions and activation checkpointing see one operator, in the forward pass and in its
+recomputation alike, and no files.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+
+class Session(Protocol):
+    """A job's record of routing decisions (``components.replay``)."""
+
+    @property
+    def runs_now(self) -> bool: ...
+
+    @property
+    def replays_now(self) -> bool: ...
+
+    def running(self, microbatch: int) -> AbstractContextManager[None]: ...
+
+    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor: ...
+
+    def recorded(self, choices: Choices, places: Tensor) -> Tensor: ...
+
+
+_handles = itertools.count()
+_by_handle: WeakValueDictionary[int, Choices] = WeakValueDictionary()
+
+
+class Choices(nn.Module):
+    """Pass a layer's choices to the job's session, which records or replaces them. Without a session, a copy."""
+
+    def __init__(self, kind: str, layer: int, top_k: int, out_of: int) -> None:
+        super().__init__()
+        self.kind = kind
+        """``EXPERTS`` or ``KEYS``."""
+        self.layer = layer
+        self.top_k = top_k
+        self.out_of = out_of
+        """The number of experts, or of tokens in a sequence."""
+        self.token_mesh: Any = None
+        """The mesh over which the tokens of a sequence are split before this layer, except for context parallel."""
+        self.session: Session | None = None
+        # a tensor: torch.compile would guard on a number, and compile the same router again for each layer
+        number = next(_handles)
+        self.handle = torch.tensor(number, device="cpu")
+        _by_handle[number] = self
+
+    def extra_repr(self) -> str:
+        return f"{self.kind} of layer {self.layer}, top_k={self.top_k} of {self.out_of}"
+
+    def forward(self, own: Tensor, places: Tensor | None = None) -> Tensor:
+        """Return the choices to use, in the shape of ``own``, those that the layer has made.
+
+        Experts are (tokens, top_k), keys are (bsz, tokens, 1, top_k). ``places`` (bsz, tokens) are the queries' places
+        among the keys that the indices of ``own`` count.
+        """
+        return torch.ops.torchtitan_npu.choose(own, places, self.handle)
+
+    def recorded_keys(self, places: Tensor) -> Tensor | None:
+        """Return the keys to attend to, int32 (bsz, tokens, 1, top_k), or ``None`` if the layer chooses them."""
+        if self.session is None or not self.session.replays_now:
+            return None
+        return torch.ops.torchtitan_npu.recorded_keys(places, self.handle, self.top_k)
+
+
+def choices_of(model: nn.Module) -> list[Choices]:
+    return [module for module in model.modules() if isinstance(module, Choices)]
+
+
+@torch.library.custom_op("torchtitan_npu::choose", mutates_args=())
+def _choose(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
+    choices = _by_handle[int(handle)]
+    if choices.session is None or not choices.session.runs_now:
+        return own.clone()
+    return choices.session.choose(choices, own, places)
+
+
+@_choose.register_fake
+def _(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
+    return torch.empty_like(own)
+
+
+@torch.library.custom_op("torchtitan_npu::recorded_keys", mutates_args=())
+def _recorded_keys(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
+    choices = _by_handle[int(handle)]
+    assert choices.session is not None
+    return choices.session.recorded(choices, places)
+
+
+@_recorded_keys.register_fake
+def _(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
+    return places.new_empty((*places.shape, 1, top_k), dtype=torch.int32)

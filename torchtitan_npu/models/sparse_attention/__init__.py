@@ -1,1 +1,0 @@
-"""DeepSeek's sparse attention (DSA), for the models that have it and for ``npu_dsa``. Neither imports the other."""

@@ -1,0 +1,91 @@
+"""Check the checkpoint that a job will load, before the job starts: its files, and the tensors of its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from torchtitan_npu.components.checkpoint.checkpoint_folder import saved_checkpoints
+from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
+from torchtitan_npu.components.checkpoint.source import Source, find_source, initial_load_key
+from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes, unused_weights
+from torchtitan_npu.errors import UsageError, file_error
+from torchtitan_npu.preflight.job_context import JobContext
+
+STATES = ("optimizer.", "lr_scheduler.", "train_state.", "dataloader.")
+"""Beginnings of names in a checkpoint that are not the model's."""
+
+
+def check_checkpoint_files(job: JobContext) -> None:
+    """Raise :class:`UsageError` if the job cannot load what it asks for."""
+    config, checkpoint = job.config, job.config.checkpoint
+    if not checkpoint.enable or checkpoint.create_seed_checkpoint:
+        return
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    steps, assets = config.training.steps, config.model.hf_assets_path
+    key = "checkpoint.folder"
+    try:
+        saved = saved_checkpoints(folder)
+        key = key if saved else initial_load_key(checkpoint)
+        source = find_source(checkpoint, saved, folder, steps, checkpoint.load_step, assets)
+    except OSError as error:
+        raise UsageError(f"{key}: {file_error(error)}") from error
+    if source is not None and not source.is_finished:
+        check_source(job, source, key)
+
+
+def check_source(job: JobContext, source: Source, key: str) -> None:
+    """Raise :class:`UsageError` if ``source``, which ``key`` names, is not of the job's model or is incomplete."""
+    checkpoint = job.config.checkpoint
+    try:
+        stored = stored_shapes(source.path)
+    except (DamagedCheckpoint, OSError) as error:
+        if source.saved:  # the load reports it, together with the checkpoint to fall back to
+            return
+        reason = file_error(error) if isinstance(error, OSError) else error
+        raise UsageError(f"{key}: {reason}") from error
+    wanted = _wanted(job, source)
+    for name, tensor in wanted.items():
+        if name not in stored and not (job.ties_weights and name in ("output.weight", "lm_head.weight")):
+            raise UsageError(f"{source.path} has no {name}: it is not of {_model(job)}")
+        if name not in stored:
+            continue
+        shape = stored[name]
+        if checkpoint.initial_load_in_hf_quantized and name.endswith("_blocks"):
+            shape = _shape_of_mxfp4(shape)
+        if shape != tuple(tensor.shape):
+            raise UsageError(
+                f"{name} is {shape} in {source.path} and {tuple(tensor.shape)} in {_model(job)}: "
+                "the checkpoint is of another model"
+            )
+    if source.in_hugging_face_format:
+        unused = unused_weights(stored, wanted, job.ties_weights)
+    else:
+        unused = sorted(name for name in stored if name not in wanted and not name.startswith(STATES))
+    if unused:
+        others = f" and {len(unused) - 1} more tensors" if len(unused) > 1 else ""
+        raise UsageError(f"{source.path} has {unused[0]}{others} that {_model(job)} lacks: it is of another model")
+
+
+def _wanted(job: JobContext, source: Source) -> dict[str, Tensor]:
+    """Return the model's tensors on the meta device, by their names in the format of ``source``."""
+    tensors = job.model.state_dict()
+    if not source.in_hugging_face_format:
+        return tensors
+    adapter = job.train_spec.state_dict_adapter
+    if adapter is None:
+        raise UsageError(
+            f"checkpoint.initial_load_in_hf: {_model(job)} has no state-dict adapter for Hugging Face's format"
+        )
+    return adapter(job.model_args, None).to_hf(tensors)
+
+
+def _shape_of_mxfp4(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a weight that is stored as ``(*rows, groups, bytes)``, with two numbers in a byte."""
+    *rows, groups, size = blocks
+    return (*rows, groups * size * 2)
+
+
+def _model(job: JobContext) -> str:
+    return f"{job.config.model.name} {job.config.model.flavor}"
