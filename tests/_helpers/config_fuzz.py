@@ -3,7 +3,7 @@
 Property: an accepted job trains two steps with a finite loss; a refused one prints one line, exits with 2 and writes no
 file; a value outside of what its key allows is refused by a line that names the key. If that line is about another key
 of the case, the case runs again without this key: a module of configuration keys, for instance, is imported first.
-``tools/fuzz_config.py`` runs thousands of cases, ``tests/config/test_values.py`` some of them.
+``tools/fuzz_config.py`` runs thousands of cases, ``tests/preflight/test_values.py`` some of them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrap
 
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_an_npu_recomputes_what_a_cpu_does(name: str) -> None:
-    """tests/upstream/test_upstream_activation_checkpoint.py has the counts of a CPU."""
+    """tests/distributed/test_checkpointed_blocks.py has the counts of a CPU."""
     assert recomputed(name) == RECOMPUTED[name]
 
 

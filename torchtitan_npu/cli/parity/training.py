@@ -23,7 +23,7 @@ from torchtitan_npu.cli.parity.cases import MODELS  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.parser import shipped  # noqa: E402
 from torchtitan_npu.converters import exact_converters  # noqa: E402
-from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.preflight.job import check_job  # noqa: E402
 from torchtitan_npu.preflight.job_context import build_on_meta  # noqa: E402
 from torchtitan_npu.trainer import Trainer  # noqa: E402
 
