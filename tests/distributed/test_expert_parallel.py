@@ -37,7 +37,7 @@ from tests._helpers.moe_layers import (
     rows,
 )
 from tests._helpers.multirank import run_on_ranks
-from tests.config.test_preflight import job
+from tests.preflight.test_job_checks import job
 from torchtitan_npu import platform
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.expert_parallel import (

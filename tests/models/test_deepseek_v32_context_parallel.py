@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, build, model_args, start_batch, tokens
 from tests._helpers.deepseek_v32_training import assert_as_on_one_rank, one_rank, train_on
 from tests._helpers.multirank import run_on_ranks
-from tests.config.test_preflight import job
+from tests.preflight.test_job_checks import job
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents

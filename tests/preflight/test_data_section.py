@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_preflight import job
+from tests.preflight.test_job_checks import job
 from torchtitan_npu.components.corpus import ASSETS
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job, check_start

@@ -215,7 +215,7 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         (
             {
                 "model__name": "deepseek_v32",
-                "npu__context_parallel": "tests.config.test_preflight:WithoutMasks",
+                "npu__context_parallel": "tests.preflight.test_job_checks:WithoutMasks",
                 "dsa__document_mask": True,
                 "parallelism__context_parallel_degree": 2,
                 "parallelism__context_parallel_load_balancer": None,

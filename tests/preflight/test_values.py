@@ -27,7 +27,7 @@ from tests._helpers.config_fuzz import (
     run_and_check,
     run_cases,
 )
-from tests.config.test_preflight import job
+from tests.preflight.test_job_checks import job
 from torchtitan_npu.config.allowed import ListOf, Number
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError

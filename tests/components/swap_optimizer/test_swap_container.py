@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.train_spec import get_train_spec
 
-from tests.config.test_preflight import job
+from tests.preflight.test_job_checks import job
 from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.errors import UsageError
