@@ -145,7 +145,7 @@ def wait_for_end(pid: int) -> None:
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_ends_with_torchrun_and_not_with_a_shell(by_torchrun: bool) -> None:
-    rank = "from torchtitan_npu.components.job_control.parent_death import end_with_torchrun; import time, os\n"
+    rank = "from torchtitan_npu.components.job_control.process import end_with_torchrun; import time, os\n"
     rank += "end_with_torchrun(); print(os.getpid(), flush=True); time.sleep(100)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}

@@ -26,14 +26,12 @@ from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.compile.device_graphs import DeviceGraphs
-from torchtitan_npu.components.batch_copies import without_waiting
 from torchtitan_npu.components.checkpoint.manager import CheckpointManager
-from torchtitan_npu.components.checkpoint.stop_checkpoint import save_before_stop
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
-from torchtitan_npu.components.job_control.progress import PHASES, Progress
-from torchtitan_npu.components.job_control.rank_monitor import RankMonitor
-from torchtitan_npu.components.job_control.start import start_monitor
+from torchtitan_npu.components.job_control.heartbeat import PHASES, Progress
+from torchtitan_npu.components.job_control.rank_monitor import RankMonitor, start_monitor
 from torchtitan_npu.components.metrics import peak_flops
+from torchtitan_npu.components.nonfinite.captured_step import without_waiting
 from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep, NonfiniteStop
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.components.replay.install import start_session
@@ -142,7 +140,7 @@ class Trainer(TitanTrainer):
             return True
         if not self.has_stepped:
             raise JobStopped("before its first step")
-        folder = save_before_stop(self.checkpointer, self.step)
+        folder = self.checkpointer.save_before_stop(self.step)
         raise JobStopped(
             f"after step {self.step}, saved in {folder}" if folder else f"after step {self.step}, not saved"
         )

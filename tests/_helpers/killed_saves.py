@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests._helpers.small_jobs import SmallJob
-from torchtitan_npu.components.checkpoint.manifest import Manifest
+from torchtitan_npu.components.checkpoint.folder import Manifest
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")

@@ -14,7 +14,7 @@ from tests._helpers.damaged_checkpoints import CALLED, EMBEDDING, FILES, Damage,
 from tests._helpers.released_checkpoints import INDEX, quantised, read_back, write
 from tests.cli.test_convert import RELEASED, add_tiny, options, weights_of
 from torchtitan_npu.cli.convert.command import main
-from torchtitan_npu.components.checkpoint.manifest import Manifest, file_record
+from torchtitan_npu.components.checkpoint.folder import Manifest, file_record
 
 MODEL = ("llama3", "llama3", 0)
 

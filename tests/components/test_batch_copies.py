@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan_npu import platform
-from torchtitan_npu.components.batch_copies import HostTensor, without_waiting
+from torchtitan_npu.components.nonfinite.captured_step import HostTensor, without_waiting
 
 INPUT, LABELS = torch.arange(6).view(2, 3), torch.tensor([[1, 2, -100], [-100, 5, 6]])
 

@@ -17,12 +17,20 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from torchtitan_npu.components.job_control import heartbeat, rank_monitor, rank_process
-from torchtitan_npu.components.job_control.failure import RankFailure, is_communication_error
-from torchtitan_npu.components.job_control.heartbeat import Heartbeat, StallTimer, ranks_behind, stall_failure
-from torchtitan_npu.components.job_control.progress import PHASES, Progress
+from torchtitan_npu.components.job_control import heartbeat, rank_monitor
+from torchtitan_npu.components.job_control import process as rank_processes
+from torchtitan_npu.components.job_control.heartbeat import (
+    PHASES,
+    Heartbeat,
+    Progress,
+    RankFailure,
+    StallTimer,
+    is_communication_error,
+    ranks_behind,
+    stall_failure,
+)
+from torchtitan_npu.components.job_control.process import RankProcess
 from torchtitan_npu.components.job_control.rank_monitor import LONG_CALL_S, Limits, RankMonitor
-from torchtitan_npu.components.job_control.rank_process import RankProcess
 from torchtitan_npu.errors import UsageError
 
 LIMITS = Limits(start=60.0, train=60.0)
@@ -277,7 +285,7 @@ def test_nothing_is_logged_after_the_last_line(start: Start, monkeypatch: pytest
 
 def test_the_rank_that_reports_a_stopped_rank_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    monkeypatch.setattr(rank_process, "STACK_S", 30.0)
+    monkeypatch.setattr(rank_processes, "STACK_S", 30.0)
     with subprocess.Popen(["sleep", "100"]) as child:
         child.send_signal(signal.SIGSTOP)
         wait_until(lambda: RankProcess(child.pid).state() == "T")
@@ -303,7 +311,7 @@ while True:
 def test_a_hung_rank_gets_one_sigabrt(monkeypatch: pytest.MonkeyPatch) -> None:
     """faulthandler leaves the next one to the kernel, which would end the process while it writes its stack."""
     store = HashStore()
-    monkeypatch.setattr(rank_process, "STACK_S", 0.2)
+    monkeypatch.setattr(rank_processes, "STACK_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", COUNTS], stderr=subprocess.PIPE) as child:
         assert child.stderr is not None and child.stderr.readline() == b"ready\n"
         hung = Heartbeat(1, "host", child.pid)
@@ -411,7 +419,7 @@ def test_the_process_of_another_rank(has_pidfd: bool, monkeypatch: pytest.Monkey
             raise PermissionError(pid)
 
         monkeypatch.setattr(os, "pidfd_open", refuse)
-    monkeypatch.setattr(rank_process, "STACK_S", 30.0)
+    monkeypatch.setattr(rank_processes, "STACK_S", 30.0)
     with subprocess.Popen(["sleep", "100"]) as child:
         process = RankProcess(child.pid)
         assert process.descriptor is None or has_pidfd

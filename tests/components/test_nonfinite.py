@@ -15,8 +15,8 @@ from tests._helpers.layouts import job_config
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.swapping_jobs import swapping_config
 from tests._helpers.training import recording, state, train_until
+from torchtitan_npu.components.nonfinite.captured_step import KeptStep
 from torchtitan_npu.components.nonfinite.first_module import ModuleWatch, plain_name
-from torchtitan_npu.components.nonfinite.kept_step import KeptStep
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 
 NAN = float("nan")

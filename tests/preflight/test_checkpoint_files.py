@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from tests._helpers.layouts import add_flavor
-from torchtitan_npu.components.checkpoint.checkpoint_folder import saved_checkpoints
+from torchtitan_npu.components.checkpoint.folder import saved_checkpoints
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.checkpoint_files import check_checkpoint_files

@@ -10,7 +10,7 @@ import torchtitan_npu
 
 PACKAGE = Path(torchtitan_npu.__file__).parent
 LIBRARIES = ("torch", "torchtitan", "torch_npu", "torchao")
-ALLOWED_FOLDERS = ("torch_internals", "upstream")
+ALLOWED_FOLDERS = ("torch_internals", "titan_internals")
 DOCUMENTED = ("__", "_replace", "_asdict", "_fields", "_foreach_", "_exit", "_current_frames")
 """Beginnings of names that are documented: methods of named tuples, torch's foreach operations, functions of Python."""
 

@@ -28,7 +28,7 @@ from torchtitan_npu import platform
 
 platform.prepare()
 
-from torchtitan_npu.components.checkpoint.manifest import FileRecord, Manifest  # noqa: E402
+from torchtitan_npu.components.checkpoint.folder import FileRecord, Manifest  # noqa: E402
 from torchtitan_npu.components.checkpoint.storage import (  # noqa: E402
     CheckpointWriter,
     ChecksumFileSystem,

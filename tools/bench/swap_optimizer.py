@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from harness import machine, write, write_partial
 
-from torchtitan_npu.components.swap_optimizer.link_bandwidth import link_bandwidth
-from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
-from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB
+from torchtitan_npu.components.swap_optimizer.host_memory import link_bandwidth
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, SlicePipeline, SliceUpdate
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 LANES = {"load": "tab:blue", "update": "tab:orange", "store": "tab:green"}

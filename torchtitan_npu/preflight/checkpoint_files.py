@@ -6,10 +6,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan_npu.components.checkpoint.checkpoint_folder import saved_checkpoints
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
-from torchtitan_npu.components.checkpoint.source import Source, find_source, initial_load_key
-from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes, unused_weights
+from torchtitan_npu.components.checkpoint.folder import DamagedCheckpoint, saved_checkpoints
+from torchtitan_npu.components.checkpoint.source import (
+    Source,
+    find_source,
+    initial_load_key,
+    stored_shapes,
+    unused_weights,
+)
 from torchtitan_npu.errors import UsageError, file_error
 from torchtitan_npu.preflight.job_context import JobContext
 

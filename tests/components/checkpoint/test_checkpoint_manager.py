@@ -26,11 +26,11 @@ from tests._helpers.multirank import run_on_ranks
 from tests._helpers.small_jobs import SmallJob
 from torchtitan_npu.components.checkpoint import manager as checkpoint_manager
 from torchtitan_npu.components.checkpoint import writer_lock
-from torchtitan_npu.components.checkpoint.manager import on_first_rank
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, file_record
+from torchtitan_npu.components.checkpoint.folder import DamagedCheckpoint, Manifest, file_record
+from torchtitan_npu.components.checkpoint.loading import on_first_rank
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
+from torchtitan_npu.components.checkpoint.source import stored_shapes
 from torchtitan_npu.components.checkpoint.storage import LARGE, ChecksumFileSystem, PlainDataPlanner
-from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import Holder, WriterLock
 from torchtitan_npu.errors import UsageError, file_error
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
-from torchtitan_npu.components.replay.install import install_choices
+from torchtitan_npu.components.replay.install import ReplayNpuRouter, ReplayRouter, install_choices
 from torchtitan_npu.components.replay.replayer import count_absent
-from torchtitan_npu.components.replay.routers import ReplayNpuRouter, ReplayRouter
 from torchtitan_npu.converters.base import with_forward
 from torchtitan_npu.converters.gating import NpuRouter
 

@@ -22,8 +22,7 @@ from tests._helpers.swap_training import (
     needs_device,
     train,
 )
-from torchtitan_npu.components.swap_optimizer.slice_pipeline import SlicePipeline, SliceUpdate
-from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, SlicePipeline, SliceUpdate
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 

@@ -14,8 +14,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from transformers import AutoTokenizer
 
 from torchtitan_npu.components.corpus import ASSETS
-from torchtitan_npu.components.user_data.chat_template import load_chat_template
-from torchtitan_npu.components.user_data.documents import ChatEncoder
+from torchtitan_npu.components.user_data.documents import ChatEncoder, load_chat_template
 from torchtitan_npu.components.user_data.files import BadRecord
 from torchtitan_npu.errors import UsageError
 

@@ -21,8 +21,7 @@ from torchtitan.hf_datasets import text_datasets
 
 from torchtitan_npu.components.corpus import ASSETS
 from torchtitan_npu.components.dataloader import build_text_dataloader, build_text_validation_dataloader
-from torchtitan_npu.components.user_data.chat_template import load_chat_template
-from torchtitan_npu.components.user_data.documents import ChatEncoder
+from torchtitan_npu.components.user_data.documents import ChatEncoder, load_chat_template
 from torchtitan_npu.components.user_data.packing import DOCUMENTS_PER_TASK
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError

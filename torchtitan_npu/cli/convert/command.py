@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
 
     platform.prepare()
     register()
-    from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint
+    from torchtitan_npu.components.checkpoint.folder import DamagedCheckpoint
 
     try:
         convert(args)

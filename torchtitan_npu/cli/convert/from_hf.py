@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from torchtitan_npu.cli.convert.model_pieces import Model, Piece, check_dtype, cut, read, stored_dtypes
-from torchtitan_npu.components.checkpoint.checkpoint_folder import HUGGING_FACE_INDEX
-from torchtitan_npu.components.checkpoint.stored_tensors import SCALES, safetensors_contents, unused_weights
+from torchtitan_npu.components.checkpoint.folder import HUGGING_FACE_INDEX
+from torchtitan_npu.components.checkpoint.source import SCALES, safetensors_contents, unused_weights
 from torchtitan_npu.errors import UsageError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

@@ -24,12 +24,10 @@ from torchtitan_npu.cli.convert.model_pieces import (
     read,
     stored_dtypes,
 )
-from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
+from torchtitan_npu.components.checkpoint.folder import MANIFEST, METADATA, Manifest
 from torchtitan_npu.components.checkpoint.hugging_face_files import read_assets, write_model_files
-from torchtitan_npu.components.checkpoint.manifest import NAME as MANIFEST
-from torchtitan_npu.components.checkpoint.manifest import Manifest
+from torchtitan_npu.components.checkpoint.source import stored_shapes
 from torchtitan_npu.components.checkpoint.storage import CheckpointReader
-from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.hugging_face_config import hugging_face_config
 

@@ -20,8 +20,8 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 
 from torchtitan_npu.cli.generate.kv_cache import CachedTokens, attach_caches
-from torchtitan_npu.components.checkpoint.checkpoint_folder import METADATA
-from torchtitan_npu.components.checkpoint.manager import load_weights
+from torchtitan_npu.components.checkpoint.folder import METADATA
+from torchtitan_npu.components.checkpoint.loading import load_weights
 from torchtitan_npu.components.checkpoint.source import Source
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.parser import JobConfigManager, import_module

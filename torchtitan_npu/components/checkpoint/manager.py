@@ -20,11 +20,10 @@ import logging
 import shutil
 import sys
 import uuid
-from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim.lr_scheduler import LambdaLR
-from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, TRAIN_STATE, AsyncMode, ModelWrapper
+from torchtitan.components.checkpoint import (
+    LR_SCHEDULER,
+    MODEL,
+    TRAIN_STATE,
+    AsyncMode,
+)
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
-from torchtitan_npu.components.checkpoint import manifest as manifests
-from torchtitan_npu.components.checkpoint.checkpoint_folder import (
+from torchtitan_npu.components.checkpoint.folder import (
+    Manifest,
     SavedCheckpoint,
     recover,
     rename_for_deletion,
@@ -48,7 +52,16 @@ from torchtitan_npu.components.checkpoint.checkpoint_folder import (
     stale_checkpoints,
 )
 from torchtitan_npu.components.checkpoint.hugging_face_files import write_model_files
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, file_record
+from torchtitan_npu.components.checkpoint.loading import (
+    damage_of,
+    file_records,
+    is_first_rank,
+    load_error,
+    manifest_or_damage,
+    on_first_rank,
+    save_error,
+    sources_before,
+)
 from torchtitan_npu.components.checkpoint.source import Source, find_source
 from torchtitan_npu.components.checkpoint.storage import (
     CheckpointReader,
@@ -56,17 +69,14 @@ from torchtitan_npu.components.checkpoint.storage import (
     PlainDataPlanner,
     Publication,
 )
-from torchtitan_npu.components.checkpoint.stored_tensors import stored_shapes
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
-from torchtitan_npu.config.checkpoint import STATES
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.dist_utils import gather, new_file_group
-from torchtitan_npu.errors import UsageError, file_error
+from torchtitan_npu.dist_utils import new_file_group
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.models.hugging_face_config import hugging_face_config
 from torchtitan_npu.titan_internals.hooks import loading_in, saving_in
 
-T = TypeVar("T")
 COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
 """Sections whose changes since the checkpoint are logged when a job resumes."""
 WAIT_AFTER_ERROR_S = 5.0
@@ -79,6 +89,7 @@ class CheckpointManager(TitanCheckpointManager):
     lock: WriterLock | None = None
     last_save_model_only: bool
     last_save_in_hf: bool
+    interval: int
 
     def __init__(self, *args: Any, job_config: JobConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,12 +150,25 @@ class CheckpointManager(TitanCheckpointManager):
             super()._async_wait()
         except CheckpointException as error:
             self.save_future = None
-            raise _save_error(self.folder, error) from error
+            raise save_error(self.folder, error) from error
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         super().save(curr_step, last_step)
         if last_step and self._should_save(curr_step, last_step):
             self._purge_stale_checkpoints()  # TorchTitan purges only after the saves before the last
+
+    def save_before_stop(self, step: int) -> str | None:
+        """Save ``step`` unless that has been done, wait for it, and return its folder; ``None`` if saving is off."""
+        if not self.enable or self.load_only:
+            return None
+        if not self._should_save(step):
+            interval, self.interval = self.interval, 1
+            try:
+                self.save(step)
+            finally:
+                self.interval = interval
+        self._async_wait()
+        return self._create_checkpoint_id(step)
 
     def _save_last_step(self, curr_step: int) -> None:
         options = self.last_save_model_only, self.last_save_in_hf
@@ -166,7 +190,7 @@ class CheckpointManager(TitanCheckpointManager):
         try:
             return self._save(state_dict, Path(checkpoint_id), async_mode, enable_garbage_collection, to_hf)
         except CheckpointException as error:
-            raise _save_error(checkpoint_id, error) from error
+            raise save_error(checkpoint_id, error) from error
 
     def _save(
         self,
@@ -184,7 +208,7 @@ class CheckpointManager(TitanCheckpointManager):
             export(self, state_dict, str(folder), async_mode, enable_garbage_collection, to_hf=True)
             if note := on_first_rank(lambda: self._complete_export(folder), self.group):
                 log_on_first_rank(note, logging.WARNING)
-            files = _file_records(folder, self.group)
+            files = file_records(folder, self.group)
             on_first_rank(lambda: publication.publish(checkpoint, files, full=False), self.group)
             return None
         writer = CheckpointWriter(checkpoint, publication)
@@ -299,7 +323,7 @@ class CheckpointManager(TitanCheckpointManager):
                 f"{source.path} has no manifest.json: only the sizes of its files were checked", logging.WARNING
             )
         elif not source.model_only:  # a new run that continues the state of another one
-            manifest, _ = on_first_rank(lambda: _manifest_or_damage(source.path), self.group)
+            manifest, _ = on_first_rank(lambda: manifest_or_damage(source.path), self.group)
             if manifest:
                 self._log_changes(manifest)
         GarbageCollection.collect("GC collection for checkpoint loading.")
@@ -314,19 +338,19 @@ class CheckpointManager(TitanCheckpointManager):
             reader, planner = CheckpointReader(checkpoint_id), PlainDataPlanner()
             dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=self.group)
         except CheckpointException as error:
-            raise _load_error(checkpoint_id, error) from error
+            raise load_error(checkpoint_id, error) from error
         self.states[MODEL].load_state_dict(state_dict)
 
     def _intact_source(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
         """Return ``source`` if its files are as they were written, or the checkpoint to fall back to."""
-        problem = _damage_of(source.path, self.group)
+        problem = damage_of(source.path, self.group)
         if problem is None:
             return source
         damaged = source.saved
         if damaged is None:
             raise UsageError(problem)
-        usable = on_first_rank(lambda: _sources_before(damaged, saved), self.group)
-        fallback = next((s for s in usable if _damage_of(s.path, self.group) is None), None)
+        usable = on_first_rank(lambda: sources_before(damaged, saved), self.group)
+        fallback = next((s for s in usable if damage_of(s.path, self.group) is None), None)
         intact = fallback.saved if fallback else None
         if fallback is None or intact is None:
             raise UsageError(f"{problem}; no intact checkpoint was written before it")
@@ -376,128 +400,3 @@ class CheckpointManager(TitanCheckpointManager):
                 log_on_first_rank(
                     f"{key} was {before} in step-{manifest.step} and is {value} from here on", logging.WARNING
                 )
-
-
-def is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``function`` on rank 0. Return its result on every rank, or raise its error for the user on every rank."""
-    outcome: list[Any] = [None, ""]
-    if is_first_rank():
-        try:
-            outcome[0] = function()
-        except UsageError as error:
-            outcome[1] = str(error)
-        except OSError as error:
-            outcome[1] = file_error(error)
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1]:
-        raise UsageError(outcome[1])
-    return outcome[0]
-
-
-def load_weights(model: torch.nn.Module, source: Source, adapter: Any, quantized: bool) -> None:
-    """Load the weights of ``model`` from ``source`` on any layout, as a job loads its initial weights.
-
-    ``adapter`` is the model's state-dict adapter, ``quantized`` is ``checkpoint.initial_load_in_hf_quantized``.
-    """
-    group = new_file_group() if dist.is_initialized() else None
-    if problem := _damage_of(source.path, group):
-        raise UsageError(problem)
-    weights = ModelWrapper(model)
-    state, path, options = weights.state_dict(), str(source.path), {"process_group": group, "no_dist": group is None}
-    try:
-        if source.in_hugging_face_format:
-            theirs = adapter.to_hf(state)
-            dcp.load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
-            state = adapter.from_hf(theirs)
-        else:
-            dcp.load(state, storage_reader=CheckpointReader(path), planner=PlainDataPlanner(), **options)
-    except CheckpointException as error:
-        raise _load_error(path, error) from error
-    weights.load_state_dict(state)
-
-
-def _files_of_this_rank(names: list[str]) -> list[str]:
-    """Return the part of ``names`` that this rank reads."""
-    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
-
-
-def _file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Return the records of all files below ``folder``. Each rank reads some of them and forces them to disk."""
-    names = on_first_rank(lambda: sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()), group)
-    records: dict[str, FileRecord] = {}
-    problem = ""
-    try:
-        records = {name: file_record(folder / name, sync=True) for name in _files_of_this_rank(names)}
-    except OSError as error:
-        problem = file_error(error)
-    parts = gather((records, problem), group)
-    if problems := [problem for _, problem in parts if problem]:
-        raise UsageError(problems[0])
-    return {name: record for records, _ in parts for name, record in records.items()}
-
-
-def _sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> list[Source]:
-    """Return what a job can load in place of ``damaged``, the newest first. After a rollback, older steps only."""
-    before = [c for c in saved[: saved.index(damaged)] if c.step < damaged.step]
-    return [Source(c.path, model_only=not c.is_full, saved=c) for c in reversed(before) if c.is_full or c.step == 0]
-
-
-def _damage_of(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Return why the checkpoint at ``path`` must not be loaded, or None. Each rank reads some of its files."""
-    manifest, found = on_first_rank(lambda: _manifest_or_damage(path), group)
-    if manifest:
-        try:
-            manifest.check_files(path, _files_of_this_rank(list(manifest.files)))
-        except DamagedCheckpoint as error:
-            found = str(error)
-        except OSError as error:
-            found = file_error(error)
-    return next(filter(None, gather(found, group)), None)
-
-
-def _manifest_or_damage(path: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest of the checkpoint at ``path``, or why it must not be loaded. Neither if it needs none."""
-    try:
-        if (path / manifests.NAME).exists():
-            return Manifest.read(path), ""
-        stored_shapes(path)
-        return None, ""
-    except DamagedCheckpoint as error:
-        return None, str(error)
-    except OSError as error:
-        return None, file_error(error)
-
-
-def _save_error(path: str, error: CheckpointException) -> Exception:
-    """Return the first error of a rank, which every rank gets: one line if the file system refuses the files."""
-    cause = next(iter(error.failures.values()))[0]
-    if isinstance(cause, UsageError):
-        return cause
-    if isinstance(cause, OSError):
-        return UsageError(f"{path} cannot be written: {file_error(cause)}")
-    return RuntimeError(f"{path} was not written: {type(cause).__name__}: {cause}")
-
-
-def _load_error(checkpoint_id: str, error: CheckpointException) -> Exception:
-    """Return the first error of a rank: one line if the checkpoint does not fit the job."""
-    cause = next(iter(error.failures.values()))[0]
-    text = str(cause).splitlines()[0] if str(cause) else ""
-    if isinstance(cause, UsageError):
-        return cause
-    if isinstance(cause, RuntimeError) and text.startswith("Missing key in checkpoint state_dict: "):
-        name = text.rpartition(": ")[2].rstrip(".")
-        section = name.partition(".")[0]
-        if section in STATES:
-            return UsageError(
-                f"{checkpoint_id} has no {name}, which the job needs; "
-                f'checkpoint.exclude_from_loading = ["{section}"] starts without its state'
-            )
-        return UsageError(f"{checkpoint_id} has no {name}, which the job needs: it is of another model")
-    if isinstance(cause, ValueError) and text.startswith("Size mismatch"):
-        return UsageError(f"{checkpoint_id} is of another model: {text}")
-    return RuntimeError(f"{checkpoint_id} was not loaded: {type(cause).__name__}: {cause}")

@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from torchtitan_npu.components.checkpoint.checkpoint_folder import (
+from torchtitan_npu.components.checkpoint.folder import (
+    FileRecord,
+    Manifest,
     incomplete_path,
     is_full_state,
+    new_checksum,
     publish,
     saved_checkpoints,
 )
-from torchtitan_npu.components.checkpoint.manifest import FileRecord, Manifest, new_checksum
 from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE, load_metadata, load_plain
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
 from torchtitan_npu.errors import UsageError

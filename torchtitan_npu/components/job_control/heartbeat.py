@@ -1,4 +1,4 @@
-"""The state that each rank publishes every second, and the rank that the others wait for."""
+"""Describe the first failure of a job, and write it to torchrun's error file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,129 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from torchtitan_npu.components.job_control.failure import RankFailure
-from torchtitan_npu.components.job_control.progress import PHASES
+from torch.distributed import DistError
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The rank that failed first, and how."""
+
+    rank: int
+    host: str
+    pid: int
+    what: str
+    """A verb phrase, such as ``failed in step 7: ValueError: ...``."""
+    details: str = ""
+    """The Python stack of a rank that hangs, or a hint."""
+    hangs: bool = False
+    """The process still exists and has to be killed."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid}) {self.what}"
+
+    @property
+    def report(self) -> str:
+        """The failure with its details, for several lines."""
+        return "\n".join([str(self), *(f"  {line}" for line in self.details.splitlines())])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankFailure:
+        return cls(**json.loads(text))
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether ``error`` may be the consequence of another rank's failure: a collective that failed.
+
+    gloo and HCCL raise plain ``RuntimeError``. Its text has the file in gloo, or the name of HCCL.
+    """
+    text = str(error).lower()
+    return isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and any(name in text for name in ("gloo", "hccl", "nccl", "connection closed"))
+    )
+
+
+def write_error_file(text: str, exit_code: int, cause: RankFailure | None = None, later: bool = False) -> None:
+    """Write ``text`` to the file from which torchrun and the launcher report this rank.
+
+    torchrun calls the rank with the smallest time the root cause, in seconds. ``later``: another rank is the cause.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
+    message = {"message": text.partition("\n")[0], "extraInfo": extra, "errorCode": exit_code}
+    if cause:
+        message["cause"] = asdict(cause)
+    part = f"{path}.part"
+    with open(part, "w") as file:
+        json.dump({"message": message}, file)
+    os.replace(part, path)
+
+
+PHASES = ("starting", "loading data", "training", "saving or validating")
+"""Phases of a rank. The last three repeat in each step, in this order."""
+
+CHECK_S = 1.0
+"""Seconds between two checks of the monitor while the main thread waits for it."""
+
+
+class Progress:
+    """Record where this rank is, and let it stop after the same step as the others.
+
+    The main thread asks :meth:`may_start` before each step. To stop, a monitor thread on each rank calls :meth:`hold`,
+    which returns the last step that its main thread has started. The largest of these over all ranks is the last step
+    of the job, :meth:`run_until`. A rank that has not started that step runs it, so no rank waits for another one in a
+    collective. A step without a stop request costs one lock and no communication.
+
+    ``check_monitor`` raises if the monitor thread has ended: the main thread must not wait for it.
+    """
+
+    def __init__(self, check_monitor: Callable[[], None] = lambda: None) -> None:
+        self.step = 0
+        """The last step that the main thread has started."""
+        self.phase = PHASES[0]
+        self.has_stepped = False
+        self._check_monitor = check_monitor
+        self._changed = threading.Condition()
+        self._held = False
+        self._last: int | None = None
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    def may_start(self, step: int) -> bool:
+        """Return whether to run ``step``. If a stop is requested, wait until the ranks agree on their last step."""
+        self._check_monitor()
+        with self._changed:
+            while self._held and self._last is None:
+                self._changed.wait(CHECK_S)
+                self._check_monitor()
+            if self._last is not None and step > self._last:
+                return False
+            self.step = step
+            return True
+
+    def hold(self) -> int:
+        """Let no further step start before :meth:`run_until`, and return the last one that has started."""
+        with self._changed:
+            self._held = True
+            return self.step
+
+    def run_until(self, last: int) -> None:
+        with self._changed:
+            self._last = last
+            self._changed.notify_all()
+
 
 STACK_LINES = 12
 """Lines of the Python stack of a stalled rank, from its innermost call."""

@@ -27,16 +27,25 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 from torchtitan.config.job_config import Comm
 
-from torchtitan_npu.components.job_control.failure import RankFailure, is_communication_error, write_error_file
-from torchtitan_npu.components.job_control.heartbeat import Heartbeat, StallTimer, ranks_behind, stall_failure
-from torchtitan_npu.components.job_control.progress import PHASES, Progress
-from torchtitan_npu.components.job_control.rank_process import STOPPED_STATES, RankProcess
-from torchtitan_npu.components.job_control.stop_signals import StopSignals
+from torchtitan_npu.components.job_control.heartbeat import (
+    PHASES,
+    Heartbeat,
+    Progress,
+    RankFailure,
+    StallTimer,
+    is_communication_error,
+    ranks_behind,
+    stall_failure,
+    write_error_file,
+)
+from torchtitan_npu.components.job_control.process import STOPPED_STATES, RankProcess, StopSignals
 from torchtitan_npu.errors import ERROR_PREFIX, EXIT_FAILED, EXIT_USAGE, UsageError
+from torchtitan_npu.log import log_on_first_rank
 
 INTERVAL_S = 1.0
 """Seconds between heartbeats."""
@@ -361,3 +370,23 @@ def _logging_stopped() -> Iterator[None]:
     finally:
         for lock in held:
             lock.release()
+
+
+def start_monitor(comm: Comm) -> RankMonitor | None:
+    """Return the monitor of this rank, or ``None`` if there is no store of torchrun that outlives the ranks."""
+    limits, variables = Limits.of(comm), os.environ
+    if comm.mode != "default":  # a job without communication
+        return None
+    world_size = int(variables.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        return RankMonitor(HashStore(), 0, 1, [], limits)
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        log_on_first_rank("Not started by torchrun: ranks are not watched, and signals end the job at once")
+        return None
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank, local = int(variables["RANK"]), int(variables["LOCAL_RANK"])
+    local_ranks = range(rank - local, rank - local + int(variables["LOCAL_WORLD_SIZE"]))
+    return RankMonitor(PrefixStore(f"torchtitan_npu/{attempt}", store), rank, world_size, local_ranks, limits)

@@ -19,8 +19,8 @@ from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_npu.components.expert_balance import reset_token_counts
+from torchtitan_npu.components.nonfinite.captured_step import Batch, KeptStep, random_states, set_random_states
 from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
-from torchtitan_npu.components.nonfinite.kept_step import Batch, KeptStep, random_states, set_random_states
 from torchtitan_npu.dist_utils import gather, local, new_file_group
 from torchtitan_npu.errors import EXIT_NONFINITE, UsageError
 from torchtitan_npu.log import log_on_first_rank

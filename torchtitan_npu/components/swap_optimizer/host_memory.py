@@ -1,4 +1,7 @@
-"""Allocate host memory for the states: few large pinned blocks near the device; raise if there is too little."""
+"""Read the host's total and available memory, within the limits of the container.
+
+This module does not import torch: the doctor uses it on machines where torch does not load.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,70 @@ import contextlib
 import math
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from torchtitan_npu.components.available_memory import available
 from torchtitan_npu.errors import UsageError
+
+MEMINFO = Path("/proc/meminfo")
+MEMBERSHIP = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+FILES_V2 = ("memory.max", "memory.current")
+
+
+def available() -> int:
+    """Return the bytes that processes can still allocate."""
+    return min([_meminfo("MemAvailable"), *(left for _, left in _groups(GROUPS, _membership()))])
+
+
+def total() -> int:
+    """Return the bytes that all processes can have together."""
+    return min([installed(), *(limit for limit, _ in _groups(GROUPS, _membership()))])
+
+
+def installed() -> int:
+    """Return the bytes of the machine, regardless of container limits."""
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int:
+    """Return the bytes of a line such as ``MemTotal:  1024 kB``."""
+    return int(MEMINFO.read_text().split(f"{name}:")[1].split()[0]) * 1024
+
+
+def _membership() -> str:
+    return MEMBERSHIP.read_text() if MEMBERSHIP.exists() else ""  # the system may have no control groups
+
+
+def _groups(root: Path, membership: str) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the remaining bytes of each control group of this process, version 2 or 1, up to the root."""
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, usage = FILES_V1 if controllers else FILES_V2
+        top = root / "memory" if controllers else root
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            if not (folder / limit).exists():  # in a container the root is its own group
+                continue
+            text = (folder / limit).read_text().strip()
+            if text != "max":
+                used = int((folder / usage).read_text()) - _file_cache(folder)
+                yield int(text), max(0, int(text) - used)
+
+
+def _file_cache(folder: Path) -> int:
+    """Return the bytes of cached files, which count as used but are freed on demand."""
+    lines = (folder / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
+
 
 GIB = 1 << 30
 SMALLEST_BLOCK = 64 << 20
@@ -118,3 +178,25 @@ def _node_cpus(device: torch.device) -> set[int]:
     cpus = Path(f"/sys/devices/system/node/node{int(node.read_text())}/cpulist").read_text()
     spans = [span.split("-") for span in cpus.strip().split(",") if span]
     return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+
+
+def link_bandwidth(device: torch.device, size: int = 32 << 20, repeats: int = 5) -> float:
+    """Return the bytes per second in each direction of copies of ``size`` bytes that run both ways at once.
+
+    The host's side is pinned memory allocated as for the states. The result is the best of ``repeats`` measurements.
+    """
+    module = torch.get_device_module(device)
+    up, down = allocate([size, size], device, fraction=1.0)
+    here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    streams = module.Stream(device), module.Stream(device)
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first is a warm-up
+        module.synchronize()
+        start = time.perf_counter()
+        with module.stream(streams[0]):
+            here.copy_(up, non_blocking=True)
+        with module.stream(streams[1]):
+            down.copy_(there, non_blocking=True)
+        module.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return size / best

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu.components.swap_optimizer.adam_update import local_gradient
+from torchtitan_npu.components.swap_optimizer.swap_adam import local_gradient
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
 

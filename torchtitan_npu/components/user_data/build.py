@@ -13,8 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from torchtitan_npu.components.user_data.chat_template import load_chat_template
-from torchtitan_npu.components.user_data.documents import ChatEncoder, Encoder, TextEncoder
+from torchtitan_npu.components.user_data.documents import ChatEncoder, Encoder, TextEncoder, load_chat_template
 from torchtitan_npu.components.user_data.files import BadRecord, RecordFile, open_files
 from torchtitan_npu.components.user_data.order import FIRST, Mixture, Source
 from torchtitan_npu.components.user_data.packing import (

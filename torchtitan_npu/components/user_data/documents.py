@@ -1,17 +1,180 @@
-"""Turn a record into the tokens of a document."""
+"""A tokenizer's chat template: conversations as text, and where their answers are.
+
+Templates are Jinja, as transformers defines them. They are code of the tokenizer's author, so they run in Jinja's
+sandbox. The function ``strftime_now`` is missing on purpose: with today's date in it, data would change every day.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from torchtitan_npu.components.user_data.chat_template import ChatTemplate
 from torchtitan_npu.components.user_data.files import BadRecord, Record
-from torchtitan_npu.errors import shown
+from torchtitan_npu.config.shipped_files import shipped
+from torchtitan_npu.errors import UsageError, shown
+
+BEGIN, END, MARK = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Characters that Unicode reserves for use inside a program. They mark positions in a rendered text."""
+Spans = list[tuple[int, int]]
+"""Begin and end of ranges of characters."""
+
+
+class Generation(Extension):
+    """The block ``{% generation %}``, with which a template marks an answer."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    The answers are what ``{% generation %}`` blocks mark. In a template without them, an answer is what follows the
+    conversation before it with its generation prompt, up to the end of the message without white space.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str], name: str) -> None:
+        self.source, self.special_tokens, self.name = source, special_tokens, name
+        try:
+            self._template  # noqa: B018 - compiles it
+        except TemplateError as error:
+            raise UsageError(f"{name}: not a chat template: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_template"}  # a worker compiles its own
+
+    @cached_property
+    def _template(self) -> Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        return environment.from_string(self.source)
+
+    def render(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Spans]:
+        """Return the text of a conversation and the spans of its answers. Raise :class:`BadRecord` if it has none."""
+        if any(mark in str(message.get("content")) for message in messages for mark in (BEGIN, END, MARK)):
+            raise BadRecord("a message has a character that Unicode reserves, of U+FDD0 to U+FDD2")
+        text = self._render(messages, tools)
+        if BEGIN in text:
+            return _without_marks(text)
+        answers = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render(messages[:number], tools, add_generation_prompt=True)
+                if not text.startswith(prompt):
+                    raise BadRecord(
+                        f"{self.name}: the text before message {number + 1} is not the prompt of that message: mark "
+                        "answers in the template with {% generation %}"
+                    )
+                answers.append((len(prompt), self._end(text, messages, number, tools)))
+        return text, answers
+
+    def _end(self, text: str, messages: list[dict[str, Any]], number: int, tools: Any) -> int:
+        """Return where the message ``number`` ends in ``text``, the rendered ``messages``."""
+        alone = text if number + 1 == len(messages) else self._render(messages[: number + 1], tools)
+        if text.startswith(alone):
+            return len(alone.rstrip())
+        # The last message of a conversation is rendered in another way, for example with its reasoning. Find the end of
+        # the content by a mark, and after it the text that ends a message.
+        content = messages[number].get("content")
+        if isinstance(content, str) and content.strip():
+            marked = dict(messages[number], content=f"{content.rstrip()}{MARK}")
+            place = self._render([*messages[:number], marked, *messages[number + 1 :]], tools).find(MARK)
+            _, found, terminator = self._render([*messages[:number], marked], tools).partition(MARK)
+            terminator = terminator.rstrip()
+            if found and place >= 0 and text.startswith(terminator, place):
+                return place + len(terminator)
+        raise BadRecord(
+            f"{self.name}: the end of message {number + 1} was not found: mark answers in the template with "
+            "{% generation %}"
+        )
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        # templates are programs: a wrong type in a record is any of these
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise BadRecord(f"{self.name}: {error}") from error
+
+
+def _without_marks(text: str) -> tuple[str, Spans]:
+    """Remove BEGIN and END, and return the spans between them."""
+    pieces, answers, length = [], [], 0
+    for number, part in enumerate(text.split(BEGIN)):
+        answer, end, rest = part.partition(END) if number else ("", "", part)
+        answers += [(length, length + len(answer))] if end else []
+        pieces.append(answer + rest)
+        length += len(answer) + len(rest)
+    return "".join(pieces), answers
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes characters of HTML."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def load_chat_template(assets: str, path: str) -> ChatTemplate:
+    """Return the template in the file ``path``, or else that of the tokenizer in the folder ``assets``."""
+    config = _load_json(Path(assets) / "tokenizer_config.json")
+    special_tokens = {}
+    for key, token in config.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if key.endswith("_token") and isinstance(content, str):
+            special_tokens[key] = content
+    own = Path(assets) / "chat_template.jinja"
+    if path or own.exists():
+        file = Path(shipped(path)).expanduser() if path else own
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"data.chat_template {file}: {error}") from error
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several templates, by name
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise UsageError(
+            f"model.hf_assets_path {assets}: the tokenizer has no chat template, neither in chat_template.jinja nor in "
+            "tokenizer_config.json: set data.chat_template to the file of one"
+        )
+    return ChatTemplate(source, special_tokens, "chat_template of tokenizer_config.json")
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    return loaded if isinstance(loaded, dict) else {}
 
 
 class Document(NamedTuple):

@@ -1,24 +1,129 @@
-"""The checkpoints in a folder: which are complete, in which order they were written, which may be deleted.
+"""The checkpoints in a job's folder: their names, order and manifests, and what a kill has left behind.
 
-A checkpoint is ``step-N``. While it is written it is ``.incomplete-N-TOKEN``, with the token of the writer's lock, so
-that two jobs never write to one folder. A checkpoint to be deleted is renamed first, to ``.replaced-N-TOKEN`` or
-``.deleted-N-TOKEN``. One that is marked as kept becomes ``step-N-kept-TOKEN`` when step N is saved again. No other name
-in the folder is touched.
+``manifest.json`` is the last file of a checkpoint that is written: names, sizes and checksums of the others. A folder
+with a manifest is complete.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import pickle
 import re
 import shutil
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from torchtitan_npu.components.checkpoint import manifest as manifests
-from torchtitan_npu.components.checkpoint.manifest import DamagedCheckpoint, Manifest, sync_folder
+import xxhash
+
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
 from torchtitan_npu.errors import file_error
+
+MANIFEST = "manifest.json"
+new_checksum = xxhash.xxh3_64
+"""Detects damage, not forgery."""
+BLOCK = 8 << 20
+
+
+class DamagedCheckpoint(Exception):
+    """A file of a checkpoint is missing or not as it was written. The message names it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and checksum of a file."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``."""
+
+    step: int
+    run: str
+    """Identifies the run. A resumed job continues the run of the checkpoint that it loads."""
+    sequence: int
+    """Position among the saves into its folder. After a rollback it is not the order of the steps."""
+    full: bool
+    """True if a job can continue from it; false if it has the model only."""
+    settings: dict[str, Any]
+    """The job's options that a resumed job is compared with, by ``section.key``."""
+    files: dict[str, FileRecord]
+    """By path, relative to the checkpoint."""
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest to ``folder`` and force it to disk, together with the folder's list of files."""
+        text = json.dumps(asdict(self), indent=1)
+        partial = folder / f"{MANIFEST}.partial"
+        try:
+            with partial.open("w") as file:
+                json.dump({"manifest": text, "checksum": new_checksum(text.encode()).hexdigest()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a write that fails does not name its file
+            raise OSError(error.errno, error.strerror, str(partial)) from error
+        partial.rename(folder / MANIFEST)
+        sync_folder(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of ``folder``. Raise :class:`DamagedCheckpoint` if it is not as it was written."""
+        path = folder / MANIFEST
+        try:
+            outer = json.loads(path.read_bytes())
+            text = outer["manifest"]
+            if new_checksum(text.encode()).hexdigest() != outer["checksum"]:
+                raise ValueError("its checksum differs")
+            fields = json.loads(text)
+            files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+            return cls(**fields, files=files)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+
+    def check_files(self, folder: Path, names: list[str]) -> None:
+        """Raise :class:`DamagedCheckpoint` for the first of ``names`` that is not as it was written."""
+        for name in names:
+            path, record = folder / name, self.files[name]
+            if not path.is_file():
+                raise DamagedCheckpoint(f"{path} is missing")
+            if path.stat().st_size != record.size:
+                raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, {record.size} were written")
+            if file_record(path).checksum != record.checksum:
+                raise DamagedCheckpoint(f"{path} is damaged: its checksum differs from the one computed when saving")
+
+
+def file_record(path: Path, sync: bool = False) -> FileRecord:
+    """Read ``path`` and return its record. With ``sync``, force its data to disk."""
+    checksum, block = new_checksum(), memoryview(bytearray(BLOCK))
+    size = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            if sync:
+                os.fsync(file.fileno())
+            while count := file.readinto(block):
+                checksum.update(block[:count])
+                size += count
+    except OSError as error:  # a read that fails does not name its file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return FileRecord(size, checksum.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in ``folder`` to disk: after a rename, so that it survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do this for a folder
+            raise
+    finally:
+        os.close(descriptor)
+
 
 STEP = re.compile(r"step-(0|[1-9]\d*)")
 TEMPORARY = re.compile(r"\.(incomplete|replaced|deleted)-(0|[1-9]\d*)-([0-9a-f]{32})")
@@ -90,7 +195,7 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if match := TEMPORARY.fullmatch(path.name):
             # a kill between the two renames of publish() leaves a complete folder with this name
-            if match[1] == "incomplete" and (path / manifests.NAME).exists():
+            if match[1] == "incomplete" and (path / MANIFEST).exists():
                 found.setdefault(int(match[2]), path)
         elif match := STEP.fullmatch(path.name):
             found[int(match[1])] = path
@@ -120,7 +225,7 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
 def _manifest_time(checkpoint: Path) -> int:
     """Return the time of a manifest, or 0 if it is gone."""
     try:
-        return (checkpoint / manifests.NAME).stat().st_mtime_ns
+        return (checkpoint / MANIFEST).stat().st_mtime_ns
     except OSError:
         return 0
 
@@ -148,7 +253,7 @@ def recover(folder: Path) -> None:
         if not match:
             continue
         checkpoint = path.with_name(f"step-{match[2]}")
-        if match[1] == "incomplete" and (path / manifests.NAME).exists():
+        if match[1] == "incomplete" and (path / MANIFEST).exists():
             publish(checkpoint, match[3])
         elif match[1] == "replaced" and not checkpoint.exists():
             path.rename(checkpoint)
