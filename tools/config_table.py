@@ -43,7 +43,7 @@ def table() -> str:
 
 def allowed_values() -> str:
     """Return a heading and a table with the allowed values of every key, also of TorchTitan's."""
-    from torchtitan_npu.preflight.value_table import SECTIONS
+    from torchtitan_npu.config.value_table import SECTIONS
 
     rows = []
     for section, allowed in sorted(SECTIONS.items()):

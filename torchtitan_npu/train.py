@@ -22,7 +22,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from torchtitan_npu.components.job_control.process import end_with_torchrun  # noqa: E402
 from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
-from torchtitan_npu.preflight.checkpoint_files import check_checkpoint_files  # noqa: E402
+from torchtitan_npu.preflight.files import check_checkpoint_files  # noqa: E402
 from torchtitan_npu.preflight.job import check_job, check_start  # noqa: E402
 from torchtitan_npu.trainer import train  # noqa: E402
 

@@ -37,8 +37,8 @@ from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.components.replay.install import start_session
 from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.components.triton_adamw.optimizer import clip_in_step
-from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.context_parallel import model_inputs, takes_attention_masks
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding

@@ -305,7 +305,7 @@ def outside(key: str, kind: Any, allowed: Any) -> st.SearchStrategy[Any]:
 def keys() -> dict[str, tuple[Any, Any]]:
     """Return the type and the allowed values of every key, from the dataclasses themselves."""
     from torchtitan_npu.config.job_config import JobConfig
-    from torchtitan_npu.preflight.value_table import TABLE, config_keys
+    from torchtitan_npu.config.value_table import TABLE, config_keys
 
     return {key: (kind, TABLE.get(key)) for key, kind, _ in config_keys(JobConfig()) if key not in HARNESS}
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu import platform
-from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
+from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank

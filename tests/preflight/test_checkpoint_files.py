@@ -17,8 +17,8 @@ from tests._helpers.layouts import add_flavor
 from torchtitan_npu.components.checkpoint.folder import saved_checkpoints
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.checkpoint_files import check_checkpoint_files
-from torchtitan_npu.preflight.job import JobContext, build_on_meta
+from torchtitan_npu.preflight.files import check_checkpoint_files
+from torchtitan_npu.preflight.job_context import JobContext, build_on_meta
 
 FLAVORS = {
     "one": {"n_layers": 1, "dim": 16, "n_heads": 2, "vocab_size": 32},

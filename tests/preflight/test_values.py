@@ -8,7 +8,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +29,9 @@ from tests._helpers.config_fuzz import (
 from tests.preflight.test_job_checks import job
 from torchtitan_npu.config.allowed import ListOf, Number
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.value_table import TABLE, check_values, config_keys, is_checked_by_type
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job, check_start
-from torchtitan_npu.preflight.value_table import TABLE, check_values, config_keys, is_checked_by_type
 
 
 def test_every_key_has_allowed_values_and_every_entry_a_key() -> None:
@@ -41,18 +40,18 @@ def test_every_key_has_allowed_values_and_every_entry_a_key() -> None:
 
 
 def with_value(key: str, value: Any) -> Any:
-    """Return the context of a job with one key changed."""
+    """Return a job with one key changed."""
     config: Any = JobConfig()
     *sections, name = key.split(".")
     section = config
     for part in sections:
         section = getattr(section, part)
     setattr(section, name, value)
-    return SimpleNamespace(config=config)
+    return config
 
 
 def test_defaults_are_allowed() -> None:
-    check_values(SimpleNamespace(config=JobConfig()))  # type: ignore[arg-type]
+    check_values(JobConfig())
 
 
 @pytest.mark.parametrize("key", TABLE)

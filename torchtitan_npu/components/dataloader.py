@@ -30,7 +30,7 @@ from torchtitan_npu.components.user_data.build import build_rows
 from torchtitan_npu.components.user_data.packing import PackedRows
 from torchtitan_npu.config.data import USER_DATASETS
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.config.training import check_data_workers
+from torchtitan_npu.config.titan_sections import check_data_workers
 from torchtitan_npu.errors import UsageError
 
 # {"input": (seq_len,)} and labels (seq_len,); a batch has (local batch, seq_len)

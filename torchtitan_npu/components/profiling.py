@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from torchtitan_npu.config.profiling import Profiling
+from torchtitan_npu.config.titan_sections import Profiling
 
 
 @contextmanager

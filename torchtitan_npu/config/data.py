@@ -7,7 +7,7 @@ from typing import Literal
 
 from torchtitan_npu.config.allowed import LINE, PATH, Allowed, FilePath, ListOf, Number
 
-ALLOWED: dict[str, Allowed] = {
+DATA_SECTION: dict[str, Allowed] = {
     "paths": ListOf(PATH),
     "weights": ListOf(Number(0, 10**6, above=True)),
     "field": LINE,

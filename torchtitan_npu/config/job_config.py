@@ -7,18 +7,10 @@ from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Debug as TitanDebug
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.checkpoint import Checkpoint
-from torchtitan_npu.config.comm import Comm
 from torchtitan_npu.config.data import Data
-from torchtitan_npu.config.dsa import Dsa
-from torchtitan_npu.config.mtp import Mtp
-from torchtitan_npu.config.mxfp8 import Mxfp8
+from torchtitan_npu.config.model_sections import Dsa, Mtp, Mxfp8, Replay
 from torchtitan_npu.config.npu import Npu
-from torchtitan_npu.config.optimizer import Optimizer
-from torchtitan_npu.config.parallelism import Parallelism
-from torchtitan_npu.config.profiling import Profiling
-from torchtitan_npu.config.replay import Replay
-from torchtitan_npu.config.training import Training
+from torchtitan_npu.config.titan_sections import Checkpoint, Comm, Optimizer, Parallelism, Profiling, Training
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Literal
 from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import LINE, NAME, Allowed, ListOf, Number
 
-ALLOWED: dict[str, Allowed] = {
+NPU: dict[str, Allowed] = {
     "graph_passes": ListOf(NAME),
     "sp_min_tokens": Number(1),
     "context_parallel": LINE,

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapStates
-from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.planner.expert_load import Load, balanced
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_ranks
 from torchtitan_npu.planner.flops import flops

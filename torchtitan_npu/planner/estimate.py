@@ -11,8 +11,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.dry_run_ranks import assumed_load
 from torchtitan_npu.planner.estimated_traffic import estimated_traffic

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_npu.config.comm import hccl_buffers
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.mesh_groups import own_groups
 from torchtitan_npu.planner.layout import degrees, world_size
 from torchtitan_npu.planner.parameters import Size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.checkpoint import Checkpoint
+from torchtitan_npu.config.titan_sections import Checkpoint
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job_context import JobContext
 

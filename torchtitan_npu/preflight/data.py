@@ -1,13 +1,93 @@
-"""Checks of the section ``[data]``."""
+"""Checks of ``[training]``, ``[validation]`` and ``[data]``."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from torchtitan_npu import platform
+from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.data import USER_DATASETS, Data
+from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.titan_sections import check_data_workers
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.check_helpers import check_adapted
+from torchtitan_npu.preflight.check_helpers import check_adapted, check_not_on_cpu
 from torchtitan_npu.preflight.job_context import JobContext
+
+
+def check_training(job: JobContext) -> None:
+    """Check the keys of ``[training]``, and of ``[validation]`` if it is enabled."""
+    training, validation = job.config.training, job.config.validation
+    check_not_on_cpu({"training.enable_cpu_offload": training.enable_cpu_offload})
+    if training.gc_debug and platform.job_backend() != "cuda":
+        raise UsageError(
+            f"training.gc_debug must be false on a {platform.job_backend().upper()}: torch finds reference cycles of "
+            "CUDA tensors only"
+        )
+    sections: dict[str, Any] = {"training": training}
+    if validation.enable:
+        sections["validation"] = validation
+    for name, section in sections.items():
+        if job.is_adapted:  # other train specs may have their own data
+            _check_dataset(job, name, section)
+        if section.seq_len % job.dims.seq_len_divisor:
+            raise UsageError(
+                f"{name}.seq_len {section.seq_len} is not a multiple of {job.dims.seq_len_divisor} "
+                "(2 × tensor_parallel_degree × context_parallel_degree)"
+            )
+    if job.is_adapted and validation.enable and validation.seq_len > training.seq_len:
+        raise UsageError(
+            f"validation.seq_len is {validation.seq_len}; it must be at most training.seq_len, {training.seq_len}: "
+            "the model has no rotary angles for later positions"
+        )
+    _check_nonfinite_steps(job.config)
+    data_ranks = job.dims.dp_replicate * job.dims.dp_shard
+    if training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * data_ranks):
+        raise UsageError(
+            f"training.global_batch_size {training.global_batch_size} is not a multiple of "
+            f"local_batch_size {training.local_batch_size} × {data_ranks} data-parallel ranks"
+        )
+
+
+def _check_nonfinite_steps(config: JobConfig) -> None:
+    limit, skips = config.training.max_nonfinite_steps, config.training.skip_nonfinite_steps
+    if skips and limit < 2:
+        raise UsageError(
+            f"training.skip_nonfinite_steps = true needs training.max_nonfinite_steps of at least 2, not {limit}: the "
+            "job stops at that many such steps in a row"
+        )
+    if limit > 1 and not skips:
+        raise UsageError(
+            f"training.max_nonfinite_steps is {limit}; without training.skip_nonfinite_steps = true it must be 0 or 1: "
+            "a step that is not finite cannot update the weights"
+        )
+    if limit and config.optimizer.early_step_in_backward:
+        raise UsageError(
+            "optimizer.early_step_in_backward updates the weights before the gradients are checked: set "
+            "training.max_nonfinite_steps = 0, which turns the check off"
+        )
+
+
+def _check_dataset(job: JobContext, name: str, section: Any) -> None:
+    check_known(f"{name}.dataset", section.dataset.lower(), job.datasets)
+    job.check_dataset_path(name, section)
+    if job.config.npu.layout_independent_data:
+        check_data_workers(name, section)
+
+
+def check_dataset_files(job: JobContext) -> None:
+    """Raise if the user's data cannot be read, or for TorchTitan's test dataset, which is not part of its package."""
+    sections = {"training": job.config.training, "validation": job.config.validation}
+    for name, section in sections.items():
+        used = job.is_adapted and (name == "training" or job.config.validation.enable)
+        if used and section.dataset.lower() in USER_DATASETS:
+            job.check_user_data(name)
+        path = section.dataset_path or job.datasets["c4_test"].path
+        if used and section.dataset.lower() == "c4_test" and not os.path.exists(path):
+            raise UsageError(
+                f"{name}.dataset 'c4_test' reads {path}, which exists in TorchTitan's checkout only: set "
+                f'{name}.dataset = "tiny_corpus", or {name}.dataset_path'
+            )
 
 
 def check_data(job: JobContext) -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.preflight.activation_checkpoint import check_activation_checkpoint
+from torchtitan_npu.config.value_table import check_values
 from torchtitan_npu.preflight.checkpoint import check_checkpoint
-from torchtitan_npu.preflight.comm import check_comm
-from torchtitan_npu.preflight.compile import check_compile
-from torchtitan_npu.preflight.data import check_data
-from torchtitan_npu.preflight.device_graphs import check_device_graph_model, check_device_graphs
-from torchtitan_npu.preflight.dsa import check_dsa
-from torchtitan_npu.preflight.dump_folder import check_dump_folder, check_folders
+from torchtitan_npu.preflight.compile import check_compile, check_device_graph_model, check_device_graphs, check_npu
+from torchtitan_npu.preflight.data import check_data, check_dataset_files, check_training
+from torchtitan_npu.preflight.files import check_dump_folder, check_folders
 from torchtitan_npu.preflight.job_context import JobContext
-from torchtitan_npu.preflight.lr_scheduler import check_lr_scheduler
-from torchtitan_npu.preflight.metrics import check_metrics
 from torchtitan_npu.preflight.model import (
     check_attention,
     check_converter_targets,
@@ -24,21 +19,30 @@ from torchtitan_npu.preflight.model import (
     check_model_options,
     check_tokenizer,
 )
-from torchtitan_npu.preflight.mtp import check_mtp
-from torchtitan_npu.preflight.mxfp8 import check_mxfp8
-from torchtitan_npu.preflight.npu import check_npu
+from torchtitan_npu.preflight.model_sections import (
+    check_dsa,
+    check_mtp,
+    check_mxfp8,
+    check_replay,
+    check_replay_files,
+    check_replay_layers,
+)
 from torchtitan_npu.preflight.optimizer import check_optimizer
 from torchtitan_npu.preflight.parallelism import check_context_parallel, check_model_divides, check_world_size
 from torchtitan_npu.preflight.pipeline import check_pipeline
-from torchtitan_npu.preflight.profiling import check_profiling
-from torchtitan_npu.preflight.replay import check_replay, check_replay_files, check_replay_layers
-from torchtitan_npu.preflight.titan_sections import check_unsupported_sections
-from torchtitan_npu.preflight.training import check_dataset_files, check_training
-from torchtitan_npu.preflight.value_table import check_values
+from torchtitan_npu.preflight.titan_sections import (
+    check_activation_checkpoint,
+    check_comm,
+    check_lr_scheduler,
+    check_metrics,
+    check_profiling,
+    check_unsupported_sections,
+)
 
 
 def check_job(config: JobConfig, world_size: int) -> JobContext:
     """Raise :class:`UsageError` for the first reason why ``config`` cannot run on ``world_size`` ranks."""
+    check_values(config)
     job = JobContext(config, world_size)
     for check in CHECKS:
         check(job)
@@ -46,7 +50,6 @@ def check_job(config: JobConfig, world_size: int) -> JobContext:
 
 
 CHECKS: tuple[Callable[[JobContext], None], ...] = (
-    check_values,
     check_unsupported_sections,
     check_model,
     check_world_size,

@@ -7,7 +7,7 @@ from collections import Counter
 from types import TracebackType
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.allowed import NAME, PATH, Allowed, ListOf, check_known
+from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.check_helpers import check_adapted
 from torchtitan_npu.preflight.job_context import JobContext
@@ -15,14 +15,6 @@ from torchtitan_npu.preflight.job_context import JobContext
 TOKENIZER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 """What TorchTitan's tokenizer raises for files that are damaged or not what their names say. The library tokenizers,
 written in Rust, raises ``Exception`` itself, no subclass, for a damaged ``tokenizer.json``."""
-
-ALLOWED: dict[str, Allowed] = {
-    "name": NAME,
-    "flavor": NAME,
-    "hf_assets_path": PATH,
-    "tokenizer_path": PATH,
-    "converters": ListOf(NAME),
-}
 
 
 def check_model(job: JobContext) -> None:

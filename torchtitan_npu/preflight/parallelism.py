@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.models.moe.moe import MoE
 
 from torchtitan_npu.config.allowed import check_known
-from torchtitan_npu.config.parallelism import ALLOWED
+from torchtitan_npu.config.titan_sections import PARALLELISM
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job_context import JobContext
 
@@ -32,7 +32,7 @@ def check_degrees(config: Any, world_size: int) -> None:
     ep, etp, tp = p.expert_parallel_degree, p.expert_tensor_parallel_degree, p.tensor_parallel_degree
     any_shard_degree = p.data_parallel_shard_degree == -1
     for name, degree in {**degrees, "expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}.items():
-        ALLOWED[name].check(f"parallelism.{name}", degree)
+        PARALLELISM[name].check(f"parallelism.{name}", degree)
     fixed = {name: degree for name, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     if world_size % product if any_shard_degree else world_size != product:

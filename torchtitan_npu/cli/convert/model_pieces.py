@@ -26,8 +26,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.mtp import ALLOWED as MTP_ALLOWED
-from torchtitan_npu.config.training import ALLOWED as TRAINING_ALLOWED
+from torchtitan_npu.config.model_sections import MTP
+from torchtitan_npu.config.titan_sections import TRAINING
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.preflight.job_context import build_on_meta
 from torchtitan_npu.train_specs.registries import known_models
@@ -90,11 +90,11 @@ def build(name: str, flavor: str, mtp_layers: int, seq_len: int | None = None) -
     if spec.state_dict_adapter is None:
         raise UsageError(f"--model {name} has no state-dict adapter for Hugging Face's format")
     _require("--flavor", flavor, set(spec.model_args))
-    MTP_ALLOWED["layers"].check("--mtp-layers", mtp_layers)
+    MTP["layers"].check("--mtp-layers", mtp_layers)
     config = JobConfig()
     config.model.name, config.model.flavor, config.mtp.layers = name, flavor, mtp_layers
     if seq_len is not None:
-        TRAINING_ALLOWED["seq_len"].check("--seq-len", seq_len)
+        TRAINING["seq_len"].check("--seq-len", seq_len)
         config.training.seq_len = seq_len
     model: Any = build_on_meta(config)
     args = model.model_args

@@ -57,11 +57,10 @@ def show_rows(args: argparse.Namespace, options: list[str]) -> int:
     """Print the first rows. Return 1 if there are fewer than asked for."""
     import torchtitan_npu.trainer  # noqa: F401 - registers the models
     from torchtitan_npu.config.parser import JobConfigManager, import_module
-    from torchtitan_npu.preflight.data import check_data
+    from torchtitan_npu.config.value_table import check_values
+    from torchtitan_npu.preflight.data import check_data, check_dataset_files
     from torchtitan_npu.preflight.job_context import JobContext
     from torchtitan_npu.preflight.model import check_model, check_tokenizer
-    from torchtitan_npu.preflight.training import check_dataset_files
-    from torchtitan_npu.preflight.value_table import check_values
 
     if args.show < 1:
         raise UsageError(f"--show {args.show}: must be at least 1")

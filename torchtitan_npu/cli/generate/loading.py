@@ -27,7 +27,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.parser import JobConfigManager, import_module
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.checkpoint_files import check_source
+from torchtitan_npu.preflight.files import check_source
 from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.preflight.model import check_tokenizer
 

@@ -27,7 +27,7 @@ from torchtitan_npu.components.checkpoint.storage import (
     CheckpointReader,
     PlainDataPlanner,
 )
-from torchtitan_npu.config.checkpoint import STATES
+from torchtitan_npu.config.titan_sections import STATES
 from torchtitan_npu.dist_utils import gather, new_file_group
 from torchtitan_npu.errors import UsageError, file_error
 

@@ -22,7 +22,7 @@ from torchtitan_npu.components.checkpoint.folder import (
     has_full_state,
 )
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_metadata
-from torchtitan_npu.config.checkpoint import Checkpoint
+from torchtitan_npu.config.titan_sections import Checkpoint
 from torchtitan_npu.errors import UsageError
 
 Shapes = dict[str, tuple[int, ...]]

@@ -7,56 +7,64 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from torchtitan_npu.config import (
-    checkpoint,
-    comm,
-    data,
-    dsa,
-    mtp,
-    mxfp8,
-    npu,
-    optimizer,
-    parallelism,
-    profiling,
-    replay,
-    training,
-)
 from torchtitan_npu.config.allowed import Allowed
-from torchtitan_npu.preflight import activation_checkpoint, dump_folder, lr_scheduler, metrics, model, titan_sections
-from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.config.data import DATA_SECTION
+from torchtitan_npu.config.model_sections import DSA, MTP, MXFP8, REPLAY
+from torchtitan_npu.config.npu import NPU
+from torchtitan_npu.config.titan_keys import (
+    ACTIVATION_CHECKPOINT,
+    COMPILE,
+    DEBUG,
+    EXPERIMENTAL,
+    FAULT_TOLERANCE,
+    JOB,
+    LR_SCHEDULER,
+    METRICS,
+    MODEL,
+    QUANTIZE,
+)
+from torchtitan_npu.config.titan_sections import (
+    CHECKPOINT,
+    COMM,
+    OPTIMIZER,
+    PARALLELISM,
+    PROFILING,
+    TRAINING,
+    VALIDATION,
+)
 
 SECTIONS: dict[str, dict[str, Allowed]] = {
-    "activation_checkpoint": activation_checkpoint.ALLOWED,
-    "checkpoint": checkpoint.ALLOWED,
-    "comm": comm.ALLOWED,
-    "compile": titan_sections.COMPILE,
-    "data": data.ALLOWED,
-    "debug": titan_sections.DEBUG,
-    "dsa": dsa.ALLOWED,
-    "experimental": titan_sections.EXPERIMENTAL,
-    "fault_tolerance": titan_sections.FAULT_TOLERANCE,
-    "job": dump_folder.ALLOWED,
-    "lr_scheduler": lr_scheduler.ALLOWED,
-    "metrics": metrics.ALLOWED,
-    "model": model.ALLOWED,
-    "mtp": mtp.ALLOWED,
-    "mxfp8": mxfp8.ALLOWED,
-    "npu": npu.ALLOWED,
-    "optimizer": optimizer.ALLOWED,
-    "parallelism": parallelism.ALLOWED,
-    "profiling": profiling.ALLOWED,
-    "quantize": titan_sections.QUANTIZE,
-    "replay": replay.ALLOWED,
-    "training": training.ALLOWED,
-    "validation": training.VALIDATION_ALLOWED,
+    "activation_checkpoint": ACTIVATION_CHECKPOINT,
+    "checkpoint": CHECKPOINT,
+    "comm": COMM,
+    "compile": COMPILE,
+    "data": DATA_SECTION,
+    "debug": DEBUG,
+    "dsa": DSA,
+    "experimental": EXPERIMENTAL,
+    "fault_tolerance": FAULT_TOLERANCE,
+    "job": JOB,
+    "lr_scheduler": LR_SCHEDULER,
+    "metrics": METRICS,
+    "model": MODEL,
+    "mtp": MTP,
+    "mxfp8": MXFP8,
+    "npu": NPU,
+    "optimizer": OPTIMIZER,
+    "parallelism": PARALLELISM,
+    "profiling": PROFILING,
+    "quantize": QUANTIZE,
+    "replay": REPLAY,
+    "training": TRAINING,
+    "validation": VALIDATION,
 }
 TABLE = {f"{section}.{key}": allowed for section, keys in SECTIONS.items() for key, allowed in keys.items()}
 """The allowed values by ``section.key``."""
 
 
-def check_values(job: JobContext) -> None:
-    """Raise for the first value that its key does not allow, whatever the other keys are."""
-    for key, _, value in config_keys(job.config):
+def check_values(config: Any) -> None:
+    """Validate each key independently; raise on the first bad value."""
+    for key, _, value in config_keys(config):
         if key in TABLE and value is not None:
             TABLE[key].check(key, value)
 

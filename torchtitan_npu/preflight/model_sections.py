@@ -1,0 +1,112 @@
+"""Checks of the sections ``[dsa]``, ``[mtp]``, ``[mxfp8]`` and ``[replay]``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_npu.config.model_sections import Mxfp8
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.preflight.check_helpers import check_adapted, takes_section
+from torchtitan_npu.preflight.files import check_writable
+from torchtitan_npu.preflight.job_context import JobContext
+
+
+def check_dsa(job: JobContext) -> None:
+    if not takes_section(job, "dsa"):
+        return
+    dsa = job.config.dsa
+    if dsa.stage == "warmup" and not dsa.indexer_loss:
+        raise UsageError('dsa.indexer_loss must be true with dsa.stage = "warmup", which trains only the indexers')
+    if dsa.stage == "warmup" and job.dims.pp_enabled:
+        _check_every_stage_has_indexers(job)
+    if dsa.document_mask and (context := job.context_parallel_without_masks):
+        raise UsageError(
+            f"dsa.document_mask must be false: npu.context_parallel {context.__name__} takes no attention masks"
+        )
+    if dsa.document_mask and job.tokenizer is not None and job.tokenizer.eos_id is None:
+        raise UsageError("dsa.document_mask needs a tokenizer with an end-of-sequence token (model.hf_assets_path)")
+
+
+def _check_every_stage_has_indexers(job: JobContext) -> None:
+    """Raise if a pipeline stage has no layer with an indexer, and so nothing to train."""
+    stages = job.pipeline_stages
+    trained = {f"layers.{number}" for number in range(job.n_layers) if job.flavor_args.has_indexer(number)}
+    if job.config.parallelism.module_fqns_per_model_part is not None:
+        remedy = "list a layer for it in parallelism.module_fqns_per_model_part"
+    else:
+        remedy = (
+            "set parallelism.pipeline_parallel_first_stage_less_layers = 0 and "
+            "parallelism.pipeline_parallel_last_stage_less_layers = 0, or use fewer stages"
+        )
+    for number, modules in enumerate(stages, 1):
+        if not trained.intersection(modules):
+            raise UsageError(
+                f'dsa.stage = "warmup" trains only the indexers, and pipeline stage {number} of {len(stages)} has '
+                f"no layer with one ({', '.join(modules)}): {remedy}"
+            )
+
+
+def check_mtp(job: JobContext) -> None:
+    if not takes_section(job, "mtp"):
+        return
+    mtp, parallelism = job.config.mtp, job.config.parallelism
+    if mtp.layers == 0:
+        return
+    for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
+        if (degree := getattr(parallelism, key)) > 1:
+            raise UsageError(
+                f"mtp.layers is {mtp.layers}; it must be 0 with parallelism.{key} {degree}: multi-token prediction "
+                "supports FSDP, DDP and expert parallelism only"
+            )
+    if mtp.layers >= job.config.training.seq_len:
+        raise UsageError(
+            f"mtp.layers is {mtp.layers}; it must be less than training.seq_len, {job.config.training.seq_len}: the "
+            "deepest layer would have no token to predict"
+        )
+
+
+def check_mxfp8(job: JobContext) -> None:
+    options = job.config.mxfp8
+    if "npu_mxfp8" not in job.config.model.converters:
+        if options != Mxfp8():
+            raise UsageError("section [mxfp8] is for the converter npu_mxfp8, which model.converters does not list")
+    elif not (options.linear or options.experts):
+        raise UsageError("mxfp8.linear or mxfp8.experts must be true with the converter npu_mxfp8")
+
+
+def check_replay(job: JobContext) -> None:
+    options, config = job.config.replay, job.config
+    if not options.is_used:
+        return
+    key = "replay.record" if options.record else "replay.replay"
+    if options.record and options.replay:
+        raise UsageError("replay.record and replay.replay are both set; set one of them")
+    check_adapted(job, key)
+    if not job.reads_text:
+        raise UsageError(
+            f"{key} needs a model of text: a record finds a sequence by its tokens, and those of model.name "
+            f"{config.model.name!r} are not all of its input"
+        )
+    if config.debug.moe_force_load_balance:
+        raise UsageError(f"{key} must be empty with debug.moe_force_load_balance, which assigns the experts in turn")
+    if config.parallelism.expert_parallel_comm_backend == "deepep":
+        raise UsageError(f'{key} must be empty with parallelism.expert_parallel_comm_backend = "deepep"')
+
+
+def check_replay_layers(job: JobContext) -> None:
+    """Raise if the model makes no choices, or layers make them in a way that cannot be recorded."""
+    if job.config.replay.is_used and not job.replay_header["choices"]:
+        model = job.config.model
+        raise UsageError(
+            f"[replay] does not apply to model.flavor {model.flavor!r} of {model.name}: it has neither routed experts "
+            "nor sparse attention; remove the section"
+        )
+
+
+def check_replay_files(job: JobContext) -> None:
+    """Raise if the record to replay is not one of this job's model, or a new one cannot be written."""
+    options = job.config.replay
+    if options.record:
+        check_writable("replay.record", Path(options.record))
+    if options.replay and (difference := job.replay_difference):
+        raise UsageError(f"replay.replay {options.replay!r}: {difference}")
