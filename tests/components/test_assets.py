@@ -1,16 +1,11 @@
-"""The shipped corpus and tokenizer: written by tools/make_corpus.py, consistent, and read by TorchTitan's tokenizer."""
+"""The shipped corpus and tokenizer: consistent, and read by TorchTitan's tokenizer."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import operator
 import re
-import sys
-from pathlib import Path
-from types import ModuleType
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -22,35 +17,6 @@ TOKENIZER = HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
 
 def texts(name: str) -> list[str]:
     return [json.loads(line)["text"] for line in (ASSETS / "corpus" / name).read_text().splitlines()]
-
-
-@pytest.fixture
-def make_corpus(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "make_corpus.py"
-    spec = importlib.util.spec_from_file_location("make_corpus", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look up their module by name
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_shipped_files_are_what_the_script_writes(make_corpus: ModuleType) -> None:
-    assert make_corpus.main(["--check"]) == 0
-
-
-def test_check_names_a_file_that_differs(make_corpus, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(make_corpus, "ASSETS", tmp_path)
-    monkeypatch.setattr(make_corpus, "CORPORA", [("corpus.jsonl", 1, 20_000), ("validation.jsonl", 2, 2_000)])
-    assert make_corpus.main([]) == 0
-    assert make_corpus.main(["--check"]) == 0
-    with (tmp_path / "corpus" / "corpus.jsonl").open("a") as file:
-        file.write('{"text": "more"}\n')
-    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
-    assert make_corpus.main(["--check"]) == 1
-    reported = capsys.readouterr().err
-    assert "corpus/corpus.jsonl" in reported
-    assert "tokenizer/tokenizer_config.json" in reported
-    assert "validation.jsonl" not in reported
 
 
 def test_assets_are_small() -> None:
