@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +44,32 @@ def test_sources_compile_without_warnings(path: Path) -> None:
     include = sysconfig.get_paths()["include"]
     command = ["gcc", "-Wall", "-Wextra", "-Werror", "-O2", "-fsyntax-only", "-I", include, str(path)]
     subprocess.run(command, check=True)
+
+
+def test_files_use_only_those_above_them() -> None:
+    """The order that ``base.h`` states holds for includes and for symbols."""
+    table = (RUNTIME_FOLDER / "base.h").read_text().partition("test_runtime.py):")[2].partition(" * Besides")[0]
+    order = [name for row in re.findall(r"^ \*   (.*?)   ", table, re.MULTILINE) for name in row.split()]
+    assert sorted(order) == sorted(path.stem for path in RUNTIME_FOLDER.glob("*.c"))
+    symbols = {name: symbols_of(LIBRARY.parents[1] / f"{name}.o") for name in order}
+    wrong = [
+        f"{name}.c uses {', '.join(used)} of {later}.c"
+        for name, later in itertools.combinations(order, 2)
+        if (used := symbols[name][1] & symbols[later][0])
+    ]
+    assert not wrong
+    for name in order:
+        headers = re.findall(r'#include "(\w+)\.h"', (RUNTIME_FOLDER / f"{name}.c").read_text())
+        later = set(order[order.index(name) + 1 :])
+        assert not {header for header in headers if header in later}, f"{name}.c includes the header of a later file"
+
+
+def symbols_of(compiled: Path) -> tuple[set[str], set[str]]:
+    """Return the names that an object file defines for others, and those that it needs."""
+    listed = subprocess.run(["nm", compiled], capture_output=True, text=True, check=True).stdout
+    symbols = [line.split()[-2:] for line in listed.splitlines()]
+    needed = {name for kind, name in symbols if kind == "U"}
+    return {name for kind, name in symbols if kind.isupper()} - needed, needed
 
 
 PREFIXES = ("acl", "Hccl", "hal", "mstx", "Msprof", "rt", "_ZN2ge", "_ZNK2ge", "_ZN3atb", "emulator_")

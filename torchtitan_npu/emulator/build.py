@@ -329,7 +329,7 @@ def operator_entries(names: Iterable[str], cann: str) -> str:
     prototypes = json.loads(PROTOTYPES.read_text())
     documents = json.loads(TENSORS.read_text())
     versions = list(CANN_VERSIONS)
-    lines = ['#include "runtime.h"', LAUNCH]
+    lines = ['#include "operators.h"', LAUNCH]
     for name in sorted({name.removesuffix("GetWorkspaceSize") for name in names} & prototypes.keys()):
         since = prototypes[name].get("since", versions[0])
         if versions.index(since) <= versions.index(cann):

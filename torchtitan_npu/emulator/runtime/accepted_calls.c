@@ -1,6 +1,6 @@
 /* Calls that a check has accepted. A check depends on dtypes, shapes, strides and other arguments, never on what tensors
  * hold, because CANN checks before the device computes. So the result for equal arguments is kept, with the workspace. */
-#include "runtime.h"
+#include "calls.h"
 #include <string.h>
 
 enum { ENTRIES = 4096 };

@@ -4,7 +4,7 @@
  * is then an error and not a crash. A call that is queued holds references of its own.
  */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "arguments.h"
 #include <string.h>
 #include <sys/mman.h>
 

@@ -3,7 +3,9 @@
  * Tensors are CPU tensors that share the memory of the device (DLPack, no copy).
  */
 #define PY_SSIZE_T_CLEAN
-#include "runtime.h"
+#include "operators.h"
+#include "recorder.h"
+#include "streams.h"
 #include <Python.h>
 #include <math.h>
 
@@ -191,7 +193,7 @@ static PyObject *name_of(Operator *operator) {
 
 /* Call `function(name, stream, arguments)`. It returns None, sizes of outputs, or a message and an error code. */
 static PyObject *call_python(PyObject *function, const Call *from) {
-    PyObject *name = name_of(from->operator), *stream = PyLong_FromLong(emulator_stream_id(from->head.stream)), *arguments = make_arguments(from);
+    PyObject *name = name_of(from->operator), *stream = PyLong_FromLong(from->head.stream), *arguments = make_arguments(from);
     PyObject *result = name && stream && arguments ? PyObject_Vectorcall(function, (PyObject *[]){name, stream, arguments}, 3, NULL) : NULL;
     if (!result) report(from, arguments);
     Py_XDECREF(stream);

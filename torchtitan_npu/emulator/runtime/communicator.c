@@ -5,7 +5,8 @@
  * killed process leaves files only until the next communicator is made.
  */
 #define _GNU_SOURCE
-#include "hccl.h"
+#include "communicator.h"
+#include "device.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -30,15 +31,6 @@ static struct {
     char folder[FOLDER_LENGTH];
     int lock;
 } roots[ROOTS]; /* made by HcclGetRootInfo and not yet joined by this process */
-
-int aclrtGetDevice(int32_t *device);
-int aclrtSetDevice(int32_t device);
-
-int64_t milliseconds_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1000ll + time.tv_nsec / 1000000;
-}
 
 /* Folders */
 
@@ -192,7 +184,7 @@ bool usable(Communicator *communicator) {
     return false;
 }
 
-void hold(Communicator *communicator) { __atomic_add_fetch(&communicator->references, 1, __ATOMIC_RELAXED); }
+void hold_communicator(Communicator *communicator) { __atomic_add_fetch(&communicator->references, 1, __ATOMIC_RELAXED); }
 
 /* The rank uses the folder no more. Others may still read its data, so that the last one removes it. */
 static void leave(Communicator *communicator) {
@@ -201,7 +193,7 @@ static void leave(Communicator *communicator) {
     close_board(communicator->folder, communicator->lock);
 }
 
-void drop(Communicator *communicator) {
+void drop_communicator(Communicator *communicator) {
     if (__atomic_sub_fetch(&communicator->references, 1, __ATOMIC_ACQ_REL)) return;
     pthread_mutex_lock(&lock);
     for (Communicator **at = &communicators; *at; at = &(*at)->next)
@@ -400,13 +392,14 @@ static int join(const char *folder, uint32_t ranks, uint32_t rank, const Configu
 int HcclCommDestroy(Communicator *communicator) {
     if (!communicator || communicator->process != getpid()) return HCCL_SUCCESS;
     discharge_device(communicator->device, communicator->charged);
-    drop(communicator);
+    drop_communicator(communicator);
     return HCCL_SUCCESS;
 }
 
 /* Block until all ranks have joined, as HCCL does. */
 static int wait_for_ranks(Communicator *communicator) {
-    int64_t seconds = setting_number("HCCL_CONNECT_TIMEOUT", 120), began = milliseconds_now();
+    int64_t seconds = setting_number("HCCL_CONNECT_TIMEOUT", 120);
+    double began = microseconds_now();
     bool *missing = calloc(communicator->ranks, sizeof *missing);
     void *released = release_gil();
     int result = HCCL_SUCCESS;
@@ -417,7 +410,7 @@ static int wait_for_ranks(Communicator *communicator) {
             complete &= !missing[rank];
         }
         if (complete) break;
-        if (milliseconds_now() - began > seconds * 1000) result = HCCL_E_TIMEOUT;
+        if (microseconds_now() - began > seconds * 1e6) result = HCCL_E_TIMEOUT;
         else usleep(CONNECT_POLL_US);
     }
     take_gil(released);

@@ -1,5 +1,7 @@
 /* Devices, versions and options: what torch_npu asks when it starts. */
-#include "runtime.h"
+#define _GNU_SOURCE
+#include "device.h"
+#include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -17,6 +19,34 @@ const char *aclrtGetSocName(void) { return chip; }
 
 int aclrtGetDeviceCount(uint32_t *count) {
     *count = devices;
+    return ACL_SUCCESS;
+}
+
+static __thread int32_t current_device;
+
+/* Whether torch_npu's allocator reports its blocks: the library that it looks for is preloaded (build.py). */
+static bool blocks_are_reported(void) { return dlsym(RTLD_DEFAULT, "emulator_memory_tool"); }
+
+int aclrtSetDevice(int32_t device) {
+    if (device < 0 || device >= (int32_t)devices || device >= DEVICES) {
+        set_message("there is no device %d: the emulated machine has %u", device, devices);
+        return ACL_ERROR_RT_INVALID_DEVICE;
+    }
+    if (setting_number("NPU_EMULATOR_SEED", 0) && !blocks_are_reported()) {
+        set_message("NPU_EMULATOR_SEED needs libascend_kernel_hook.so in LD_PRELOAD: start the program with torchtitan-npu emulate --seed");
+        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+    }
+    if (setting_number("TASK_QUEUE_ENABLE", 1) && !dlsym(RTLD_DEFAULT, "emulator_task_queue")) { /* 1 is torch_npu's default */
+        set_message("TASK_QUEUE_ENABLE=%s needs libemulator_task_queue.so in LD_PRELOAD: set it before torchtitan-npu emulate",
+                    setting("TASK_QUEUE_ENABLE", "1"));
+        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+    }
+    current_device = device;
+    return ACL_SUCCESS;
+}
+
+int aclrtGetDevice(int32_t *device) {
+    *device = current_device;
     return ACL_SUCCESS;
 }
 

@@ -5,7 +5,7 @@
  * ends, however that happens; a row without a lock does not count. Without the folder, a process has the machine for itself.
  */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "device.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

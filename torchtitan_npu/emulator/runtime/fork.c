@@ -1,6 +1,6 @@
 /* Locks in a forked child. fork() copies memory as it is, also while another thread changes it under a lock. So the thread
  * that forks takes every lock first, and parent and child release them. No thread takes two of these locks otherwise. */
-#include "runtime.h"
+#include "base.h"
 #include <stdio.h>
 
 enum { MOST_LOCKS = 16 };

@@ -1,6 +1,6 @@
 /* The GIL, without linking to Python: the emulator also loads in programs without it. */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "base.h"
 #include <dlfcn.h>
 
 static int (*is_initialized)(void);

@@ -11,7 +11,9 @@
  * No step blocks. A step that has waited longer than HCCL_EXEC_TIMEOUT fails: the stream has the error of a task time-out,
  * the communicator has HCCL_E_TIMEOUT.
  */
-#include "hccl.h"
+#include "communicator.h"
+#include "memory.h"
+#include "reduction.h"
 #include <stdio.h>
 #include <string.h>
 
@@ -29,7 +31,7 @@ typedef struct Operation {
     int (*step)(struct Operation *);
     enum { WAIT_FOR_ROOM, WAIT_FOR_DATA, WAIT_FOR_PARTS, WAIT_FOR_RECEIPT, DONE } phase;
     uint64_t number; /* among the collectives of the communicator, or the messages of the pair */
-    int64_t began;
+    double began;
     Description what;
     uint32_t peer;
     char *send, *receive;
@@ -55,9 +57,9 @@ static uint64_t finished(const Operation *operation, uint32_t rank) {
 }
 
 static bool is_late(Operation *operation) {
-    int64_t now = milliseconds_now();
+    double now = microseconds_now();
     if (!operation->began) operation->began = now;
-    return operation->communicator->timeout && now - operation->began > operation->communicator->timeout * 1000;
+    return operation->communicator->timeout && now - operation->began > operation->communicator->timeout * 1e6;
 }
 
 static int time_out(Operation *operation, const bool *missing) {
@@ -219,7 +221,7 @@ static void gather_reduced_parts(Operation *operation, const char **from) {
     }
 }
 
-static int finish(Operation *operation) {
+static int finish_collective(Operation *operation) {
     operation->phase = DONE;
     __atomic_store_n(&member_of(operation, operation->communicator->rank)->finished, operation->number, __ATOMIC_RELEASE);
     return ACL_SUCCESS;
@@ -239,7 +241,7 @@ static int step_collective(Operation *operation) {
         if (!find_data(operation, from)) return communicator_error(communicator);
         if (!in_parts(operation)) {
             result = operation->what.op < 0 ? copy_parts(operation, from) : reduce_parts(operation, from);
-            return result ? result : finish(operation);
+            return result ? result : finish_collective(operation);
         }
         reduce_own_part(operation, from);
         operation->phase = WAIT_FOR_PARTS; /* fall through */
@@ -247,7 +249,7 @@ static int step_collective(Operation *operation) {
         if ((result = wait_for_all(operation, reduced, operation->number))) return result;
         if (!find_data(operation, from)) return communicator_error(communicator);
         gather_reduced_parts(operation, from);
-        return finish(operation);
+        return finish_collective(operation);
     default: return ACL_SUCCESS;
     }
 }
@@ -321,7 +323,7 @@ static int step_batch(Task *task) {
 static void release_batch(Task *task) {
     for (Operation *operation = ((Batch *)task)->first, *next; operation; operation = next) {
         next = operation->next;
-        drop(operation->communicator);
+        drop_communicator(operation->communicator);
         free(operation);
     }
     free(task);
@@ -330,11 +332,11 @@ static void release_batch(Task *task) {
 static int launch_batch(Operation *first) {
     Batch *batch = calloc(1, sizeof *batch);
     batch->first = first;
-    batch->head = (Task){.step = step_batch, .release = release_batch, .name = first->what.name, .category = COLLECTIVE};
+    batch->head = (Task){.step = step_batch, .release = release_batch, .name = first->what.name, .category = COLLECTIVE, .for_others = true};
     uint32_t count = 0, held = 0;
     for (Operation *operation = first; operation; operation = operation->next, count++) batch->head.bytes += operation->bytes;
     Communicator **used = calloc(count, sizeof *used); /* the task may be gone after the launch */
-    for (Operation *operation = first; operation; operation = operation->next) hold(used[held++] = operation->communicator);
+    for (Operation *operation = first; operation; operation = operation->next) hold_communicator(used[held++] = operation->communicator);
     if (order_is_seeded())
         for (Operation *operation = first; operation; operation = operation->next) {
             if (operation->send) poison_if_fresh(operation->send, operation->stream);
@@ -343,7 +345,7 @@ static int launch_batch(Operation *first) {
     int result = launch_task(first->stream, &batch->head), code = HCCL_SUCCESS;
     for (uint32_t i = 0; i < count; i++) {
         if (result && !code) code = __atomic_load_n(&used[i]->error, __ATOMIC_ACQUIRE);
-        drop(used[i]);
+        drop_communicator(used[i]);
     }
     free(used);
     return result && !code ? HCCL_E_INTERNAL : code;
@@ -354,7 +356,7 @@ static __thread Operation *group_first, **group_end;
 
 /* Launch an operation, or add it to the group that this thread has open. */
 static int submit(Operation *operation) {
-    hold(operation->communicator);
+    hold_communicator(operation->communicator);
     if (!group_depth) return launch_batch(operation);
     *group_end = operation;
     group_end = &operation->next;
@@ -398,7 +400,7 @@ static Operation *make_operation(Communicator *communicator, Stream *stream, con
 }
 
 /* Return 0 if the chip supports the call. */
-static int check(Communicator *communicator, const char *name, int dtype, int op, uint32_t rank) {
+static int check_call(Communicator *communicator, const char *name, int dtype, int op, uint32_t rank) {
     if (!usable(communicator)) return HCCL_E_UNAVAIL;
     if (rank >= communicator->ranks) {
         set_message("%s: communicator %s has %u ranks, no rank %u", name, communicator->name, communicator->ranks, rank);
@@ -427,7 +429,7 @@ static int submit_collective(Operation *operation, const void *send, void *recei
 /* Each rank sends the same bytes to all (`to_all`), or consecutive pieces, and receives likewise. */
 static int even_collective(const char *name, const void *send, void *receive, uint64_t count, int dtype, int op, bool to_all,
                            Communicator *communicator, Stream *stream) {
-    int result = check(communicator, name, dtype, op, 0);
+    int result = check_call(communicator, name, dtype, op, 0);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, name, dtype, op, 0, count);
     uint64_t bytes = count * DTYPE_SIZE[dtype];
@@ -460,7 +462,7 @@ int HcclBarrier(Communicator *communicator, Stream *stream) {
 }
 
 int HcclReduce(void *send, void *receive, uint64_t count, int dtype, int op, uint32_t root, Communicator *communicator, Stream *stream) {
-    int result = check(communicator, "HcclReduce", dtype, op, root);
+    int result = check_call(communicator, "HcclReduce", dtype, op, root);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclReduce", dtype, op, root, count);
     uint64_t bytes = count * DTYPE_SIZE[dtype];
@@ -470,7 +472,7 @@ int HcclReduce(void *send, void *receive, uint64_t count, int dtype, int op, uin
 }
 
 int HcclBroadcast(void *buffer, uint64_t count, int dtype, uint32_t root, Communicator *communicator, Stream *stream) {
-    int result = check(communicator, "HcclBroadcast", dtype, NO_OP, root);
+    int result = check_call(communicator, "HcclBroadcast", dtype, NO_OP, root);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclBroadcast", dtype, NO_OP, root, count);
     uint64_t bytes = count * DTYPE_SIZE[dtype];
@@ -480,7 +482,7 @@ int HcclBroadcast(void *buffer, uint64_t count, int dtype, uint32_t root, Commun
 }
 
 int HcclScatter(void *send, void *receive, uint64_t count, int dtype, uint32_t root, Communicator *communicator, Stream *stream) {
-    int result = check(communicator, "HcclScatter", dtype, NO_OP, root);
+    int result = check_call(communicator, "HcclScatter", dtype, NO_OP, root);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclScatter", dtype, NO_OP, root, count);
     uint64_t bytes = count * DTYPE_SIZE[dtype];
@@ -492,7 +494,7 @@ int HcclScatter(void *send, void *receive, uint64_t count, int dtype, uint32_t r
 /* Counts and displacements are in elements, by rank. */
 int HcclReduceScatterV(void *send, const uint64_t *counts, const uint64_t *offsets, void *receive, uint64_t count, int dtype, int op,
                        Communicator *communicator, Stream *stream) {
-    int result = check(communicator, "HcclReduceScatterV", dtype, op, 0);
+    int result = check_call(communicator, "HcclReduceScatterV", dtype, op, 0);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclReduceScatterV", dtype, op, 0, 0);
     uint64_t size = DTYPE_SIZE[dtype];
@@ -503,7 +505,7 @@ int HcclReduceScatterV(void *send, const uint64_t *counts, const uint64_t *offse
 
 int HcclAllGatherV(void *send, uint64_t count, void *receive, const uint64_t *counts, const uint64_t *offsets, int dtype, Communicator *communicator,
                    Stream *stream) {
-    int result = check(communicator, "HcclAllGatherV", dtype, NO_OP, 0);
+    int result = check_call(communicator, "HcclAllGatherV", dtype, NO_OP, 0);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclAllGatherV", dtype, NO_OP, 0, 0);
     uint64_t size = DTYPE_SIZE[dtype];
@@ -516,7 +518,7 @@ int HcclAllGatherV(void *send, uint64_t count, void *receive, const uint64_t *co
 
 int HcclAlltoAllV(const void *send, const uint64_t *counts, const uint64_t *offsets, int dtype, void *receive,
                   const uint64_t *receive_counts, const uint64_t *receive_offsets, int receive_dtype, Communicator *communicator, Stream *stream) {
-    int result = check(communicator, "HcclAlltoAllV", dtype, NO_OP, 0);
+    int result = check_call(communicator, "HcclAlltoAllV", dtype, NO_OP, 0);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclAlltoAllV", dtype, NO_OP, 0, 0);
     uint64_t size = DTYPE_SIZE[dtype];
@@ -529,7 +531,7 @@ int HcclAlltoAllV(const void *send, const uint64_t *counts, const uint64_t *offs
 
 /* The matrix has the counts from each rank (row) to each rank (column); pieces are consecutive. */
 int HcclAlltoAllVC(const void *send, const uint64_t *matrix, int dtype, void *receive, int receive_dtype, Communicator *communicator, Stream *stream) {
-    int result = check(communicator, "HcclAlltoAllVC", dtype, NO_OP, 0);
+    int result = check_call(communicator, "HcclAlltoAllVC", dtype, NO_OP, 0);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, "HcclAlltoAllVC", dtype, NO_OP, 0, 0);
     uint64_t size = DTYPE_SIZE[dtype], from = 0, to = 0;
@@ -544,7 +546,7 @@ int HcclAlltoAllVC(const void *send, const uint64_t *matrix, int dtype, void *re
 
 static int submit_message(bool is_send, void *buffer, uint64_t count, int dtype, uint32_t peer, Communicator *communicator, Stream *stream) {
     const char *name = is_send ? "HcclSend" : "HcclRecv";
-    int result = check(communicator, name, dtype, NO_OP, peer);
+    int result = check_call(communicator, name, dtype, NO_OP, peer);
     if (result) return result;
     Operation *operation = make_operation(communicator, stream, name, dtype, NO_OP, 0, count);
     operation->step = is_send ? step_send : step_receive;

@@ -1,11 +1,11 @@
 /* Operators: GetWorkspaceSize checks and keeps the arguments, the launch computes with a Python kernel. */
 #define _GNU_SOURCE
-#include "runtime.h"
+#include "operators.h"
+#include "device.h"
+#include "memory.h"
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
-
-int aclrtGetDevice(int32_t *device);
 
 static const char HANDLES[] = "tTsSIFB";
 static const PythonSide *python; /* set with release and read with acquire: what it points to is complete then */

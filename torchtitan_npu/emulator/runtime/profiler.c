@@ -1,5 +1,5 @@
 /* CANN's profiler, which torch_npu opens by name. It collects nothing: a profile has the host's side only. */
-#include "runtime.h"
+#include "base.h"
 
 static char config;
 

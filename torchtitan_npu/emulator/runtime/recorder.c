@@ -1,15 +1,12 @@
 /* Records of a run: a count of launches by operator, a log of every launch, a trace of what ran when.
  *
  * NPU_EMULATOR_RECORD names them ("launches log trace"), NPU_EMULATOR_RECORD_FOLDER the folder to which each process
- * writes its own files; records.py joins them. Times are microseconds of CLOCK_MONOTONIC, which all processes of a host
- * share.
+ * writes its own files; records.py joins them. Times are microseconds of microseconds_now.
  */
-#define _GNU_SOURCE
-#include "runtime.h"
+#include "recorder.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { LAUNCHES = 1, LOG = 2, TRACE = 4, NAMES = 4096, PATH_LENGTH = 4096 };
@@ -36,12 +33,6 @@ __attribute__((constructor)) static void read_settings(void) {
     wanted = (strstr(names, "launches") ? LAUNCHES : 0) | (strstr(names, "log") ? LOG : 0) | (strstr(names, "trace") ? TRACE : 0);
     recording = wanted;
     hold_during_fork(&lock);
-}
-
-static double microseconds_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
 }
 
 static void path_of(char *path, const char *what) {
@@ -210,7 +201,7 @@ static void write_call(const Task *task, uint64_t bytes, double end) {
     fprintf(calls, "{\"rank\": %s, \"process\": %d, \"step\": %llu, \"order\": %llu, \"operator\": \"%s\", \"stream\": %d, \"launched\": %.1f, "
                    "\"began\": %.1f, \"duration\": %.1f, \"bytes\": %llu",
             setting("RANK", "null"), (int)getpid(), (unsigned long long)task->training_step, (unsigned long long)task->order, task->name,
-            emulator_stream_id(task->stream), task->launched, task->began, end - task->began, (unsigned long long)bytes);
+            task->stream, task->launched, task->began, end - task->began, (unsigned long long)bytes);
     if (task->category == OPERATOR) {
         fputs(", \"arguments\": ", calls);
         write_arguments(calls, (const Call *)task);
@@ -221,7 +212,7 @@ static void write_call(const Task *task, uint64_t bytes, double end) {
 static void write_trace(const Task *task, uint64_t bytes, double end) {
     fprintf(trace, "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"%s\", \"pid\": %d, \"tid\": %d, \"ts\": %.1f, \"dur\": %.1f, "
                    "\"args\": {\"launched\": %.1f, \"bytes\": %llu, \"step\": %llu}}\n",
-            task->name, CATEGORIES[task->category], (int)getpid(), emulator_stream_id(task->stream), task->began, end - task->began, task->launched,
+            task->name, CATEGORIES[task->category], (int)getpid(), task->stream, task->began, end - task->began, task->launched,
             (unsigned long long)bytes, (unsigned long long)task->training_step);
 }
 

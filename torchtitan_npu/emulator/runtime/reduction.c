@@ -4,7 +4,8 @@
  * end; every other dtype is accumulated in itself. Integers wrap around. The order of the hardware depends on its
  * topology, so the last bits of a sum may differ from a device's.
  */
-#include "hccl.h"
+#include "reduction.h"
+#include "device.h"
 #include <string.h>
 
 enum { BLOCK = 1024 };
@@ -16,7 +17,6 @@ const char *const OP_NAMES[HCCL_OPS] = {"sum", "prod", "max", "min"};
 
 /* Documented limits: docs/zh/api_ref/comm_op_interface of hicann/hccl. */
 
-const char *aclrtGetSocName(void);
 static bool is_950(void) { return !strncmp(aclrtGetSocName(), "Ascend950", strlen("Ascend950")); }
 
 bool chip_moves(int dtype) {

@@ -1,6 +1,6 @@
 /* The functions of Huawei's libc_sec that torch_npu links to: like their namesakes of C, with the size of the destination.
  * A result that does not fit is an error, and leaves an empty string or the part that fits. */
-#include "runtime.h"
+#include "base.h"
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>

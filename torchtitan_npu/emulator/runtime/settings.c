@@ -1,8 +1,9 @@
-/* Settings of the emulator come from the environment; `torchtitan-npu emulate` sets them. */
-#include "runtime.h"
+/* Settings, messages and time. Settings come from the environment; `torchtitan-npu emulate` sets them. */
+#include "base.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 const char *setting(const char *name, const char *otherwise) {
     const char *value = getenv(name);
@@ -12,6 +13,12 @@ const char *setting(const char *name, const char *otherwise) {
 long long setting_number(const char *name, long long otherwise) {
     const char *value = setting(name, NULL);
     return value ? atoll(value) : otherwise;
+}
+
+double microseconds_now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
 }
 
 /* The finalizer of SplitMix64. */

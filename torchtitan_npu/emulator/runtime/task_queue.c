@@ -4,7 +4,7 @@
  * queue is empty may hold the GIL: torch_npu 2.13.0 releases it only if the program has used an operator of the old
  * interface. Both would wait forever. torch_npu waits in eventfd_read, so this one releases the GIL meanwhile.
  */
-#include "runtime.h"
+#include "base.h"
 #include <errno.h>
 #include <sys/eventfd.h>
 #include <unistd.h>

@@ -1,10 +1,9 @@
-/* Declarations that the files of the HCCL emulation share: communicator.c, reduction.c, hccl.c. */
+/* Communicators of HCCL: processes that share a folder (communicator.c). */
 #pragma once
-#include "runtime.h"
+#include "base.h"
 #include <sys/types.h>
 
-#pragma GCC visibility push(hidden) /* short names; only HCCL's own functions are exported */
-
+#pragma GCC visibility push(hidden)
 enum {
     HCCL_SUCCESS = 0,
     HCCL_E_PARA = 1,
@@ -16,8 +15,6 @@ enum {
     HCCL_E_TIMEOUT = 9,
     HCCL_E_OOM = 24,
 };
-enum { HCCL_SUM, HCCL_PROD, HCCL_MAX, HCCL_MIN, HCCL_OPS };
-enum { INT8, INT16, INT32, FLOAT16, FLOAT32, INT64, UINT64, UINT8, UINT16, UINT32, FLOAT64, BFLOAT16, HIF8 = 14, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT8_E8M0, HCCL_DTYPES };
 enum { NAME_LENGTH = 128, FOLDER_LENGTH = 512 };
 
 /* What a rank calls. All ranks of a collective must agree. */
@@ -76,20 +73,12 @@ typedef struct Communicator {
 
 Channel *channel_between(Communicator *communicator, uint32_t from, uint32_t to);
 bool usable(Communicator *communicator); /* false in a forked child */
-void hold(Communicator *communicator);
-void drop(Communicator *communicator);
+void hold_communicator(Communicator *communicator);
+void drop_communicator(Communicator *communicator);
 int fail(Communicator *communicator, int code, const char *format, ...) __attribute__((format(printf, 3, 4))); /* return ACL's code */
 const char *list_ranks(Communicator *communicator, const bool *missing); /* "ranks 1 (process 17 has ended), 3" */
-int64_t milliseconds_now(void);
 
 /* Map the file `name` of the folder with at least this size, to write (a new version if it is too small) or to read. */
 char *map_to_write(Communicator *communicator, Mapping *file, const char *name, uint64_t size);
 char *map_to_read(Communicator *communicator, Mapping *file, const char *name, uint64_t size, uint32_t version);
-
-extern const uint8_t DTYPE_SIZE[HCCL_DTYPES];
-extern const char *const OP_NAMES[HCCL_OPS];
-bool chip_moves(int dtype);
-bool chip_reduces(int dtype, int op);
-void reduce(void *to, const void *const *from, uint32_t ranks, uint64_t count, int dtype, int op);
-
 #pragma GCC visibility pop

@@ -1,20 +1,16 @@
 /* Memory. A device's memory is the host's, counted against NPU_EMULATOR_MEMORY (device_memory.c).
  *
  * torch_npu's allocator works as on a device: aclrtMalloc refuses what does not fit, and so do expandable segments
- * (aclrtMallocPhysical). In a seeded order, memory that the allocator gives out again is filled with NaN in front of its
- * first use, on the stream of that use. A task of another stream that still reads it then computes NaN. Pages that were
- * freed or unmapped are inaccessible: using them ends the process with a message.
+ * (aclrtMallocPhysical). Pages that were freed or unmapped are inaccessible: using them ends the process with a message.
  */
 #define _GNU_SOURCE
-#include "runtime.h"
-#include <dlfcn.h>
+#include "memory.h"
+#include "device.h"
 #include <signal.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { ALIGNMENT = 512, HOST = 0, DEVICE = 1, UNREGISTERED = 2, POISON = 0xFF /* NaN in every floating-point format */ };
+enum { ALIGNMENT = 512, HOST = 0, DEVICE = 1, UNREGISTERED = 2 };
 
 typedef struct Range { /* in a treap: a search tree by address, a heap by weight */
     struct Range *left, *right;
@@ -28,42 +24,13 @@ typedef struct Range { /* in a treap: a search tree by address, a heap by weight
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Range *segments, *blocks; /* what aclrtMalloc and its relatives returned; what torch_npu's allocator gave out */
 static Range *mappings;          /* of aclrtMapMem */
-static __thread int32_t current_device;
-static int32_t devices;
 
 /* A forked child has a copy of the memory; it is not the device's. */
 static void in_child(void) { segments = blocks = mappings = NULL; }
 
 __attribute__((constructor)) static void prepare(void) {
-    devices = (int32_t)setting_number("NPU_EMULATOR_DEVICES", 8);
     hold_during_fork(&lock);
     pthread_atfork(NULL, NULL, in_child);
-}
-
-/* Whether torch_npu's allocator reports its blocks: the library that it looks for is preloaded (build.py). */
-static bool blocks_are_reported(void) { return dlsym(RTLD_DEFAULT, "emulator_memory_tool"); }
-
-int aclrtSetDevice(int32_t device) {
-    if (device < 0 || device >= devices || device >= DEVICES) {
-        set_message("there is no device %d: the emulated machine has %d", device, devices);
-        return ACL_ERROR_RT_INVALID_DEVICE;
-    }
-    if (order_is_seeded() && !blocks_are_reported()) {
-        set_message("NPU_EMULATOR_SEED needs libascend_kernel_hook.so in LD_PRELOAD: start the program with torchtitan-npu emulate --seed");
-        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
-    }
-    if (setting_number("TASK_QUEUE_ENABLE", 1) && !dlsym(RTLD_DEFAULT, "emulator_task_queue")) { /* 1 is torch_npu's default */
-        set_message("TASK_QUEUE_ENABLE=%s needs libemulator_task_queue.so in LD_PRELOAD: set it before torchtitan-npu emulate",
-                    setting("TASK_QUEUE_ENABLE", "1"));
-        return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
-    }
-    current_device = device;
-    return ACL_SUCCESS;
-}
-
-int aclrtGetDevice(int32_t *device) {
-    *device = current_device;
-    return ACL_SUCCESS;
 }
 
 /* Ranges */
@@ -164,19 +131,26 @@ static void forget_inaccessible(const char *from, size_t size) {
 
 /* Allocations */
 
+static int current_device(void) {
+    int32_t device;
+    aclrtGetDevice(&device);
+    return device;
+}
+
 static int allocate(void **out, size_t size, int where) {
+    int device = current_device();
     size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     if (!size) size = ALIGNMENT;
-    int result = where == DEVICE ? charge_device(current_device, size) : ACL_SUCCESS;
+    int result = where == DEVICE ? charge_device(device, size) : ACL_SUCCESS;
     if (result) return result;
     void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED) {
-        if (where == DEVICE) discharge_device(current_device, size);
+        if (where == DEVICE) discharge_device(device, size);
         set_message("the host has no %zu bytes left for the emulated device", size);
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
     }
     pthread_mutex_lock(&lock);
-    insert(&segments, (Range){.from = pages, .size = size, .where = where, .device = current_device});
+    insert(&segments, (Range){.from = pages, .size = size, .where = where, .device = device});
     pthread_mutex_unlock(&lock);
     *out = pages;
     return ACL_SUCCESS;
@@ -203,7 +177,7 @@ int aclrtFree(void *from) { return deallocate(from); }
 int aclrtFreeHost(void *from) { return deallocate(from); }
 
 int aclrtGetMemInfo(int attribute, size_t *left, size_t *all) {
-    device_memory(current_device, left, all);
+    device_memory(current_device(), left, all);
     return ACL_SUCCESS;
 }
 
@@ -255,7 +229,7 @@ int aclrtReserveMemAddress(void **out, size_t size, size_t alignment, void *want
     void *pages = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (pages == MAP_FAILED) return ACL_ERROR_RT_MEMORY_ALLOCATION;
     pthread_mutex_lock(&lock);
-    insert(&segments, (Range){.from = pages, .size = size, .where = DEVICE, .device = current_device});
+    insert(&segments, (Range){.from = pages, .size = size, .where = DEVICE, .device = current_device()});
     pthread_mutex_unlock(&lock);
     *out = pages;
     return ACL_SUCCESS;
@@ -273,10 +247,10 @@ int aclrtReleaseMemAddress(void *from) {
 }
 
 int aclrtMallocPhysical(PhysicalMemory **out, size_t size, const void *properties, uint64_t flags) {
-    int result = charge_device(current_device, size);
+    int device = current_device(), result = charge_device(device, size);
     if (result) return result;
     *out = malloc(sizeof **out);
-    **out = (PhysicalMemory){size, current_device};
+    **out = (PhysicalMemory){size, device};
     return ACL_SUCCESS;
 }
 
@@ -350,99 +324,23 @@ void mstxMemRegionsUnregister(void *in_domain, const ReturnedBlocks *returned) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Return the block that contains the address if this is its first use, and mark it as used. */
-static Range first_use(const void *address) {
-    Range found = {0};
+/* Find the block that contains the address if this is its first use, and mark it as used. */
+bool first_use(const void *address, char **from, size_t *size) {
     pthread_mutex_lock(&lock);
     Range *range = find(blocks, address);
-    if (range && range->fresh) {
+    bool is_first = range && range->fresh;
+    if (is_first) {
         range->fresh = false;
-        found = *range;
+        *from = range->from;
+        *size = range->size;
     }
     pthread_mutex_unlock(&lock);
-    return found;
+    return is_first;
 }
 
-/* Copies. A synchronous one is not ordered with any stream. */
-
-static void poison_at_once(const void *address) {
-    Range fresh = first_use(address);
-    if (fresh.from) memset(fresh.from, POISON, fresh.size);
-}
-
-int aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int direction) {
-    if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    int refused = refuse_synchronization("aclrtMemcpy");
-    if (refused) return refused;
-    poison_at_once(to);
-    memmove(to, from, size);
-    return ACL_SUCCESS;
-}
-
-static const char POISONING[] = "poison";
-
-typedef struct {
-    Task head;
-    char *to;
-    const char *from; /* NULL: fill with value */
-    size_t size;
-    int value;
-} Copy;
-
-static int copy_or_fill(Task *task) {
-    Copy *what = (Copy *)task;
-    if (what->from) memmove(what->to, what->from, what->size);
-    else memset(what->to, what->value, what->size);
-    return ACL_SUCCESS;
-}
-
-static int launch_copy(Stream *stream, const char *name, void *to, const void *from, size_t size, int value) {
-    Copy *copy = calloc(1, sizeof *copy);
-    copy->head = (Task){.step = copy_or_fill, .name = name, .bytes = from ? 2 * size : size};
-    copy->head.category = name == POISONING ? CONTROL : COPY; /* poisoning is the emulator's own */
-    copy->to = to;
-    copy->from = from;
-    copy->size = size;
-    copy->value = value;
-    return launch_task(stream, &copy->head);
-}
-
-void poison_if_fresh(const void *address, Stream *stream) {
-    Range fresh = first_use(address);
-    /* a graph would poison its memory in every replay, also inputs that were written before */
-    if (fresh.from && !graph_of(stream)) launch_copy(stream, POISONING, fresh.from, NULL, fresh.size, POISON);
-}
-
-int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int direction, Stream *stream) {
-    if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    poison_if_fresh(to, stream);
-    poison_if_fresh(from, stream);
-    return launch_copy(stream, "copy", to, from, size, 0);
-}
-
-static bool is_registered(const void *address) {
+bool is_registered(const void *address) {
     pthread_mutex_lock(&lock);
     bool found = find(segments, address);
     pthread_mutex_unlock(&lock);
     return found;
-}
-
-int aclrtSynchronizeStream(Stream *stream);
-int aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t size, int direction, Stream *stream) {
-    int result = aclrtMemcpyAsync(to, room, from, size, direction, stream);
-    /* CANN returns after the copy if one side is host memory that is not pinned: the caller may free it then */
-    return result || (is_registered(to) && is_registered(from)) ? result : aclrtSynchronizeStream(stream);
-}
-
-int aclrtMemset(void *to, size_t room, int32_t value, size_t size) {
-    if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    poison_at_once(to);
-    memset(to, value, size);
-    return ACL_SUCCESS;
-}
-
-int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, Stream *stream) {
-    if (size > room) return ACL_ERROR_RT_PARAM_INVALID;
-    poison_if_fresh(to, stream);
-    return launch_copy(stream, "fill", to, NULL, size, value);
 }
