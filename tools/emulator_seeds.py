@@ -1,9 +1,9 @@
-"""Run small programs in many seeded orders of the emulator, and compare their results bit by bit with the usual order.
+"""Run programs in many seeded orders of the emulator, and compare their results bit by bit with the usual order.
 
     python tools/emulator_seeds.py [--seeds 200] [--programs fsdp_prefetch,key_exchange]
 
 needs the environment of the emulator's tests (``. tools/contract_env.sh``). A seed delays and reorders what no event
-orders, so a result that differs shows a missing synchronization. The programs named "planted" miss one on purpose.
+orders, so a result that differs shows a missing synchronization. The "planted" programs miss one on purpose.
 Prints a table; exit code 1 if another program differs, or a planted fault is never found.
 """
 
@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+if __name__ == "__main__" and "NPU_EMULATOR_SEED" not in os.environ and not {"-h", "--help"} & set(sys.argv):
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--seed", "1", "--", sys.executable]
+    os.execv(sys.executable, [*command, *sys.argv])
 
 from torchtitan_npu import platform  # noqa: E402
 
@@ -38,17 +37,29 @@ from tests._helpers.multirank import RankError, run_on_ranks  # noqa: E402
 from tests._helpers.training import train_until  # noqa: E402
 from tests.emulator import stream_programs  # noqa: E402
 from tests.emulator.training_jobs import Job, started  # noqa: E402
-from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW  # noqa: E402
-from torchtitan_npu.emulator.seeds import set_seed  # noqa: E402
+from torchtitan_npu.emulator import set_seed  # noqa: E402
 
 RANK_OFFSET = 10_000
 """Rank r draws its orders from seed + r * RANK_OFFSET, so that ranks are delayed at different places."""
 SMALL = {"training.seq_len": 16, "training.global_batch_size": 2, "training.local_batch_size": 1}
-Run = Callable[[], list[Tensor]]
+DSA = {**SMALL, "model.converters": CONVERTERS, "training.mixed_precision_param": "bfloat16"}
+EXPERTS = {**SMALL, "model.converters": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]}
+JOBS = {
+    # FSDP gathers the next layer while one computes, and reduces gradients on another stream
+    "fsdp_prefetch": Job("llama3", 2, {"shard": 2}, SMALL),
+    # context-parallel ranks gather the keys of sparse attention while they compute their queries
+    "key_exchange": Job("deepseek_v32_dsa", 2, {"cp": 2}, DSA),
+    # expert-parallel ranks read token counts on the host, and exchange tokens
+    "expert_exchange": Job("deepseek_v3", 2, {"ep": 2}, EXPERTS),
+}
+"""Training jobs, of which one step runs again and again."""
+PROGRAMS = {program.__name__: program for program in (*stream_programs.PROGRAMS, *stream_programs.CORRECT)}
+PLANTED = {f"planted {program.__name__}": program for program in stream_programs.PROGRAMS}
+"""The same without a necessary synchronization."""
 
 
 @contextmanager
-def training_step(job: Job) -> Iterator[Run]:
+def training_step(job: Job) -> Iterator[Callable[[], list[Tensor]]]:
     """Yield a function that runs one training step, always from the same weights, states and batch."""
     with started(job) as (trainer, record):
         batches = trainer.batch_generator(trainer.dataloader)
@@ -76,80 +87,6 @@ def training_step(job: Job) -> Iterator[Run]:
         yield run
 
 
-def fsdp_prefetch() -> Any:
-    """FSDP gathers the next layer while one computes, and reduces gradients on another stream."""
-    return training_step(Job("llama3", 2, {"shard": 2}, SMALL))
-
-
-def key_exchange() -> Any:
-    """Context-parallel ranks gather the keys of sparse attention while they compute their queries."""
-    options = {"model.converters": CONVERTERS, "training.mixed_precision_param": "bfloat16"}
-    return training_step(Job("deepseek_v32_dsa", 2, {"cp": 2}, {**SMALL, **options}))
-
-
-def expert_exchange() -> Any:
-    """Expert-parallel ranks read token counts on the host, and exchange tokens."""
-    converters = ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]
-    return training_step(Job("deepseek_v3", 2, {"ep": 2}, {**SMALL, "model.converters": converters}))
-
-
-@contextmanager
-def swap_optimizer() -> Iterator[Run]:
-    """Optimizer states travel between host and device on three streams."""
-    generator = torch.Generator().manual_seed(3)
-    weights, *gradients = ([torch.randn(300, 700, generator=generator) for _ in range(6)] for _ in range(3))
-
-    def run() -> list[Tensor]:
-        parameters = [torch.nn.Parameter(weight.to("npu")) for weight in weights]
-        optimizer = SwapAdamW(parameters, lr=1e-2, slice_mib=1, foreach=False)
-        for step in gradients:
-            for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient.to("npu") * 2
-            optimizer.step()
-        return list(parameters)
-
-    yield run
-
-
-@contextmanager
-def copies() -> Iterator[Run]:
-    """Batches are copied to the device on a second stream, and results back, without blocking."""
-    host = [torch.full((4096,), float(i)).pin_memory() for i in range(8)]
-
-    def run() -> list[Tensor]:
-        npu = torch.get_device_module("npu")
-        main, side = npu.current_stream(), npu.Stream()
-        results, done = [], []
-        for batch in host:
-            with npu.stream(side):
-                on_device = batch.to("npu", non_blocking=True)
-            main.wait_stream(side)
-            on_device.record_stream(main)
-            squares = on_device * on_device + 1
-            results.append(torch.empty(4096, pin_memory=True))
-            results[-1].copy_(squares, non_blocking=True)
-            done.append(main.record_event())
-        for event in done:
-            event.synchronize()
-        return results
-
-    yield run
-
-
-class Program(NamedTuple):
-    ranks: int
-    start: Callable[[], Any]
-
-
-PROGRAMS = {
-    "fsdp_prefetch": Program(2, fsdp_prefetch),
-    "key_exchange": Program(2, key_exchange),
-    "expert_exchange": Program(2, expert_exchange),
-    "swap_optimizer": Program(1, swap_optimizer),
-    "copies": Program(1, copies),
-}
-
-
 def digest(tensors: list[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
@@ -157,88 +94,47 @@ def digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()
 
 
-def digests(name: str, seeds: int) -> list[str]:
-    """Return the digest of the results on this rank, under each seed; without seeds that of the usual order."""
-    rank = int(os.environ["RANK"])
-    with PROGRAMS[name].start() as run:
-        if not seeds:
-            return [digest(run())]
-        found = []
+def different_seeds(name: str, seeds: int) -> list[int]:
+    """Return the seeds for which a job's step has another result on this rank than in the usual order."""
+    rank, wrong = int(os.environ["RANK"]), []
+    with training_step(JOBS[name]) as run:
+        set_seed(0)
+        expected = digest(run())
         for seed in range(1, seeds + 1):
             set_seed(seed + rank * RANK_OFFSET)
-            found.append(digest(run()))
+            if digest(run()) != expected:
+                wrong.append(seed)
             if rank == 0 and (seed % 10 == 0 or seed == seeds):
                 print(f"{name}: {seed} of {seeds} seeds", file=sys.stderr, flush=True)
-        return found
+    return wrong
 
 
-def planted(name: str, seeds: int) -> int:
-    """Return in how many seeds a program without a necessary synchronization computes a wrong number."""
-    (program,) = (program for program in stream_programs.PROGRAMS if program.__name__ == name)
-    return stream_programs.count_wrong(program, False, seeds)
-
-
-class Result(NamedTuple):
-    digests: list[list[str]]
-    """By rank and seed; empty if the program failed."""
-    seconds: float
-
-
-def run_programs(names: list[str], seeds: int) -> dict[str, Result]:
-    """Run programs in this process's order, seeded or not."""
-    found = {}
-    for name in names:
-        started_at, ranks = time.monotonic(), PROGRAMS[name].ranks
-        try:
-            results = run_on_ranks(ranks, digests, name, seeds, process_group=False, timeout=60 + 30 * seeds)
-        except RankError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            results = []
-        found[name] = Result(results, time.monotonic() - started_at)
-    return found
-
-
-def in_emulator(seeds: int, names: list[str]) -> Any:
-    """Run this file on the emulator, seeded or not, and return what it found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        seeded = ["--seed", "1"] if seeds else []
-        command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", *seeded, "--", sys.executable, __file__]
-        command += ["--seeds", str(seeds), "--programs", ",".join(names), "--out", str(out)]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        return json.loads(out.read_text())
-
-
-def count_different(seeded: list[list[str]], usual: list[list[str]], seeds: int) -> int | None:
-    """Return in how many seeds the result of a rank differs; ``None`` if a run failed."""
-    if not seeded or not usual:
+def count_wrong(name: str, seeds: int) -> int | None:
+    """Return in how many seeds the result of a rank is wrong; ``None`` if the run failed."""
+    try:
+        if name in JOBS:
+            timeout = 60 + 30 * seeds
+            ranks = run_on_ranks(JOBS[name].ranks, different_seeds, name, seeds, process_group=False, timeout=timeout)
+            return len(set().union(*ranks))
+        program, synchronized = (PLANTED[name], False) if name in PLANTED else (PROGRAMS[name], True)
+        return stream_programs.count_wrong(program, synchronized, seeds)
+    except RankError as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return None
-    return sum(any(run[seed] != rank[0] for run, rank in zip(seeded, usual, strict=True)) for seed in range(seeds))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
-    parser.add_argument("--programs", default=",".join(PROGRAMS), help="comma-separated")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # the file of a process on the emulator
+    parser.add_argument("--programs", default=",".join([*JOBS, *PROGRAMS, *PLANTED]), help="comma-separated")
     args = parser.parse_args()
-    names = args.programs.split(",")
-    if args.out:
-        faults = [program.__name__ for program in stream_programs.PROGRAMS] if args.seeds else []
-        missed = {name: run_on_ranks(1, planted, name, args.seeds, process_group=False)[0] for name in faults}
-        args.out.write_text(json.dumps([run_programs(names, args.seeds), missed]))
-        return 0
-    (usual, _), (seeded, missed) = in_emulator(0, names), in_emulator(args.seeds, names)
+    good = True
     print("| program | ranks | seeds | results that differ | seconds |\n|---|---|---|---|---|")
-    good = all(missed.values())
-    for name in names:
-        (results, seconds), (expected, _) = seeded[name], usual[name]
-        different = count_different(results, expected, args.seeds)
-        good &= different == 0
-        shown = "failed" if different is None else different
-        print(f"| {name} | {PROGRAMS[name].ranks} | {args.seeds} | {shown} | {seconds:.0f} |")
-    for name, count in missed.items():
-        print(f"| {name}, planted | 1 | {args.seeds} | {count} | |")
+    for name in args.programs.split(","):
+        began, wrong = time.monotonic(), count_wrong(name, args.seeds)
+        good &= bool(wrong) if name in PLANTED else wrong == 0
+        shown, ranks = "failed" if wrong is None else wrong, JOBS[name].ranks if name in JOBS else 1
+        print(f"| {name} | {ranks} | {args.seeds} | {shown} | {time.monotonic() - began:.0f} |", flush=True)
     return 0 if good else 1
 
 

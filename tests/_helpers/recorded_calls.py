@@ -19,7 +19,7 @@ FOLDER = os.environ.get("RECORDED_CALLS")
 def check_sampled(calls: CallsAndLimits) -> None:
     """Assert that each call is one that the doctor samples.
 
-    ``tests/emulator/test_doctor.py`` runs the doctor's samples on the emulator.
+    ``tests/emulator/test_tools.py`` runs the doctor's samples on the emulator.
     """
     if not FOLDER:
         for op in calls.described.keys() - set(NOT_CALLED):

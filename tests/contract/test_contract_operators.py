@@ -1,4 +1,4 @@
-"""Our operators against torch_npu's: schema, outputs, gradients and sharding."""
+"""Our operators against torch_npu's: schema, outputs, gradients, sharding, and the calls that they reject."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests._helpers.contract_operators import (
+    REJECTED,
     VALID,
     check_error,
     describe,
     has_meta_kernel,
+    meta_kernel_error,
     on_fake_tensors,
     ours,
     torch_npu_s,
@@ -78,6 +80,15 @@ def test_outputs(case: Case) -> None:
 @each_case
 def test_torch_npu_accepts_the_call(case: Case) -> None:
     assert check_error(case) is None
+
+
+@pytest.mark.parametrize("case", REJECTED, ids=str)
+def test_rejected_calls(case: Case) -> None:
+    """We reject what torch_npu rejects. If it now rejects one of those that only we reject, change ``rejected_by``."""
+    with pytest.raises(UsageError, match=f"^{case.op}: "):
+        on_fake_tensors(ours(case), case)
+    error = meta_kernel_error(case) or check_error(case)
+    assert bool(error) == (case.rejected_by == "torch_npu"), error
 
 
 @pytest.mark.parametrize("case", [case for case in VALID if has_meta_kernel(case) and not case.forward_only], ids=str)

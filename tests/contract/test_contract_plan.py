@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests._helpers.layouts import add_flavor
-from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
-from torchtitan_npu.preflight.job_context import build_on_meta
 
 
 def test_dry_run_with_torch_npu(
@@ -27,11 +25,5 @@ def test_dry_run_with_torch_npu(
     report = json.loads(out.read_text())
     assert (report["operators"], report["backend"]) == ("npu", "npu")
     (rank,) = report["ranks"]
-    parameters = list(build_on_meta(JobConfigManager().parse_args(["--job.config_file", file, *job])).parameters())
-    shard, rounding = sum(p.numel() for p in parameters) // 2, 512 * len(parameters)
-    bytes_per_parameter = {"parameters": 4, "gradients": 4, "optimizer states": 8}
-    for category, size in bytes_per_parameter.items():
-        assert 0 <= rank["between_steps"][category] - size * shard <= 3 * rounding, category
-    assert sum(rank["between_steps"].values()) <= rank["peak"] == sum(rank["at_peak"].values())
     # FSDP is the only group: two buffers of HCCL's default size.
     assert (rank["communicators"], rank["needed"] - rank["peak"]) == (1, 2 * 200 << 20)

@@ -33,7 +33,6 @@ LAYERS, TOWER = 3, 3
 SMALLER = {"n_layers": LAYERS, "vision.n_layers": TOWER, "vision.deepstack_layers": (0, 1)}
 MODELS = {
     "qwen3_vl": ("qwen3_vl_with_images", "8B", SMALLER),
-    "qwen3_vl_tied": ("qwen3_vl_with_images", "2B", SMALLER),
     "qwen3_vl_moe": ("qwen3_vl_with_images", "30B-A3B", {**SMALLER, "moe_args.num_experts": 16}),
 }
 CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_mrope")
@@ -109,21 +108,6 @@ def test_a_step_on_one_device(model: str, converters: tuple[str, ...]) -> None:
         check_calls(step_name(model, only="" if converters == CONVERTERS else converters[0]), result.calls)
     if "npu_rope" in converters:
         assert result.targets["npu_rope"] == TOWER and result.targets["npu_mrope"] == LAYERS + 1
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param("qwen3_vl", {"tp": 2}, marks=pytest.mark.slow),
-        ("qwen3_vl_tied", {"shard": 8}),
-        ("qwen3_vl_moe", {"tp": 2, "ep": 4}),
-    ],
-    ids=str,
-)
-def test_a_step_on_a_layout(model: str, layout: dict[str, int]) -> None:
-    result = step.run_step(model, CONVERTERS, **layout)
-    assert_complete_step(result, CONVERTERS)
-    check_calls(step_name(model, layout), result.calls)
 
 
 def test_frames_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

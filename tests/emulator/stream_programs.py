@@ -1,20 +1,13 @@
-"""Small programs on several streams, each with and without one necessary synchronization.
-
-    torchtitan-npu emulate --seed 1 -- python -m tests.emulator.stream_programs SEEDS
-
-prints a JSON object: for each program, in how many of the seeds its result was wrong.
-"""
+"""Small programs on several streams, each with and without one necessary synchronization (tools/emulator_seeds.py)."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections.abc import Callable
 
 import torch
 
-from torchtitan_npu.emulator.seeds import set_seed
+from torchtitan_npu.emulator import set_seed
 
 SIZE = 1024
 
@@ -76,7 +69,26 @@ def swap_optimizer(synchronized: bool) -> bool:
     return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(parameters, copies, strict=True))
 
 
+def copies(synchronized: bool) -> bool:
+    """Batches are copied to the device on a second stream, and results back, without blocking."""
+    main, side = torch.npu.current_stream(), torch.npu.Stream()
+    results, done = [], []
+    for batch in [torch.full((SIZE,), float(i)).pin_memory() for i in range(8)]:
+        with torch.npu.stream(side):
+            on_device = batch.to("npu", non_blocking=True)
+        main.wait_stream(side)
+        on_device.record_stream(main)
+        results.append(torch.empty(SIZE, pin_memory=True))
+        results[-1].copy_(on_device * on_device + 1, non_blocking=True)
+        done.append(main.record_event())
+    for event in done:
+        event.synchronize()
+    return all(bool((result == i * i + 1).all()) for i, result in enumerate(results))
+
+
 PROGRAMS: list[Callable[[bool], bool]] = [wait_for_a_stream, read_a_copy, free_memory_in_use]
+CORRECT: list[Callable[[bool], bool]] = [swap_optimizer, copies]
+"""Programs that are always synchronized."""
 
 
 def count_wrong(program: Callable[[bool], bool], synchronized: bool, seeds: int) -> int:
@@ -85,10 +97,3 @@ def count_wrong(program: Callable[[bool], bool], synchronized: bool, seeds: int)
         set_seed(seed)
         wrong += not program(synchronized)
     return wrong
-
-
-if __name__ == "__main__":
-    seeds = int(sys.argv[1])
-    results = {f"{program.__name__}, planted": count_wrong(program, False, seeds) for program in PROGRAMS}
-    results |= {program.__name__: count_wrong(program, True, seeds) for program in (*PROGRAMS, swap_optimizer)}
-    print(json.dumps(results))

@@ -77,99 +77,40 @@ for call in (
         print(next(line for line in str(error).splitlines() if "CANN" in line or "supports" in line))
 """
 
-DSA_CALL = """
-import torch, torch_npu
-from torchtitan_npu.converters.dsa import NpuSparseAttention
-from torchtitan_npu.models.deepseek_v32 import get_train_spec
-
-args = get_train_spec().model_args["671B"]
-attention = NpuSparseAttention(args)
-tokens, heads, width, rope = 3, 32, args.kv_lora_rank, args.qk_rope_head_dim  # TP 4
-
-
-def random(*shape, dtype=torch.bfloat16):
-    return torch.randn(1, tokens, *shape).to(dtype).npu()
-
-
-keys = random(1, width)
-try:
-    attention(
-        random(heads, width), random(heads, rope), keys, random(1, rope), keys,
-        random(args.index_n_heads, args.index_head_dim), random(args.index_head_dim),
-        random(args.index_n_heads, dtype=torch.float32), documents=None, scale=1.0,
-    ).cpu()
-    print("computed")
-except RuntimeError as error:
-    print(next(line for line in str(error).splitlines() if "CANN" in line or "supports" in line))
-"""
-
-
-DSA_STEP = """
-import copy
-import torch
-from torch import nn
+CONVERSIONS = """
 from torchtitan_npu import platform
 
 platform.prepare()
-from torchtitan.config import JobConfig
-from torchtitan.protocols.model_converter import build_model_converters
-from tests._helpers.converted_models import LAYOUT
-from torchtitan.distributed import ParallelDims
+from tests._helpers.converted_models import build_on_meta
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
-from torchtitan_npu.layers.sparse_attention import SparseAttention
 
-config = JobConfig()
-config.model.converters, config.training.seq_len = ["npu_dsa"], 1024
-config.training.mixed_precision_param = "bfloat16"
-try:
-    for warmup in (False, True):
-        args = copy.deepcopy(deepseekv32_args["debugmodel_npu"])
-        args.warmup, args.seq_len = warmup, 1024
-        eager, model = SparseAttention(args), nn.ModuleDict({"attention": SparseAttention(args)})
-        build_model_converters(config, ParallelDims(**LAYOUT)).convert(model)
-        torch.manual_seed(0)
-        keys = (1, 128) if args.latent_keys() else (32, 128)
-        width = 512 if args.latent_keys() else 128
-        sizes = [(32, width), (32, 64), (keys[0], width), (1, 64), (keys[0], width), (64, 128), (128,), (64,)]
-        inputs = [torch.randn(1, 6, *size).bfloat16() * 0.3 for size in sizes]
-        if args.latent_keys():
-            inputs[4] = inputs[2]
-        inputs[-1] = inputs[-1].float()
-        results = []
-        for attention, device, dtype in ((eager, "cpu", torch.float64), (model["attention"], "npu", None)):
-            attention.indexer_loss.start_batch(torch.tensor(1.0, device=device))
-            moved = [x.to(device, dtype or x.dtype).requires_grad_(number > 4) for number, x in enumerate(inputs)]
-            if args.latent_keys():
-                moved[4] = moved[2]
-            attention(*moved, documents=None, scale=0.07).sum().backward()
-            results.append([attention.indexer_loss.total, *(x.grad for x in moved[5:])])
-        errors = [(a.cpu().double() - b).abs().max() / b.abs().max() for b, a in zip(*results)]
-        print("computed" if max(errors) < 0.02 else errors)  # a few roundings to bfloat16
-except UsageError as error:
-    print(error)
+for model, converter in (("deepseek_v32", "npu_dsa"), ("deepseek_v3", "npu_gating")):
+    try:
+        build_on_meta(model, converter)
+        print(converter, "applies")
+    except UsageError as error:
+        print(error)
 """
 
-
-GATING_STEP = """
+TRAINING = """
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 from torchtitan_npu import platform
 
 platform.prepare()
-from tests._helpers.converted_models import convert
-from tests._helpers.moe_layers import build_moe
-from torchtitan_npu.errors import UsageError
+from tests.emulator.training_jobs import DSA_BFLOAT16, Job, train
 
-try:
-    convert(build_moe(score_func="sigmoid", route_norm=True), "npu_gating")
-    print("converted")
-except UsageError as error:
-    print(error)
+for stage in ("sparse", "warmup"):
+    options = {**DSA_BFLOAT16, "training.steps": 1, "dsa.stage": stage}
+    options["model.converters"] = [name for name in options["model.converters"] if name != "npu_gating"]
+    gradients = train(Job("deepseek_v32_dsa", options=options)).gradients.values()
+    print("computed" if gradients and all(x.isfinite().all() and x.any() for x in gradients) else "wrong")
 """
 
 PROGRAMS = {
-    "8.5": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL, "dsa step": DSA_STEP, "gating step": GATING_STEP},
-    "9.0": {"dsa call": DSA_CALL, "dsa step": DSA_STEP},
-    "9.1": {"calls": CALLS, "limits": LIMITS, "dsa call": DSA_CALL, "gating step": GATING_STEP},
+    "8.5": {"calls": CALLS, "limits": LIMITS, "conversions": CONVERSIONS},
+    "9.0": {"training": TRAINING},
+    "9.1": {"calls": CALLS, "limits": LIMITS, "conversions": CONVERSIONS},
 }
 """The programs that run in one process, by version of CANN."""
 
@@ -196,23 +137,17 @@ def run_programs(cann: str) -> dict[str, list[str]]:
     return found
 
 
-def test_sparse_attention_needs_cann_9(outputs: Outputs) -> None:
-    """In CANN 8.5 the operators have other limits and known faults."""
-    (error,) = outputs("8.5")["dsa step"]
-    assert error.startswith("model.converters: npu_dsa needs CANN 9.0 or newer, and 8.5.0 is installed: ")
+def test_converters_need_a_version(outputs: Outputs) -> None:
+    """In CANN 8.5 the operators of npu_dsa have other limits and known faults."""
+    dsa, gating = outputs("8.5")["conversions"]
+    assert dsa.startswith("model.converters: npu_dsa needs CANN 9.0 or newer, and 8.5.0 is installed: ")
+    assert gating.startswith("model.converters: npu_gating needs CANN 9.1 or newer, and 8.5.0 is installed: it is the ")
+    assert outputs("9.1")["conversions"][-1] == "npu_gating applies"
 
 
 @pytest.mark.slow
 def test_both_stages_of_sparse_attention_compute_with_cann_9(outputs: Outputs) -> None:
-    found = outputs("9.0")
-    assert found["dsa call"] == ["computed"]
-    assert found["dsa step"][-2:] == ["computed"] * 2
-
-
-def test_gating_needs_cann_9_1(outputs: Outputs) -> None:
-    error = outputs("8.5")["gating step"][-1]
-    assert error.startswith("model.converters: npu_gating needs CANN 9.1 or newer, and 8.5.0 is installed: it is the ")
-    assert outputs("9.1")["gating step"][-1] == "converted"
+    assert outputs("9.0")["training"][-2:] == ["computed"] * 2
 
 
 def test_a_missing_operator_is_torch_npus_error(outputs: Outputs) -> None:
@@ -237,13 +172,6 @@ def test_the_limits_of_a_version(outputs: Outputs) -> None:
     assert "sparse_count is 3072; CANN 8.5 on 910B supports 1..2048" in count
     assert "whether permuted_tokens is given is False; CANN 8.5 on 910B supports True" in without_rows
     assert outputs("9.1")["limits"] == ["computed"] * 5
-
-
-def test_npu_dsa_fails_on_cann_8_5(outputs: Outputs) -> None:
-    """DeepSeek-V3.2's weights of the index heads are float32, which CANN 8.5 does not take."""
-    (line,) = outputs("8.5")["dsa call"]
-    assert "npu_lightning_indexer: weights.dtype is float32; CANN 8.5 on 910B supports float16, bfloat16" in line
-    assert outputs("9.1")["dsa call"] == ["computed"]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from tests._helpers.op_cases import Case, all_cases
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED
 from torchtitan_npu.compile import backend
 from torchtitan_npu.compile.backend import bypass_codegen
+from torchtitan_npu.emulator import workspaces
 from torchtitan_npu.emulator.kernels.fused import FUSED
 from torchtitan_npu.emulator.kernels.registry import CHECKS
-from torchtitan_npu.ops import OPS, Op, define, workspaces
+from torchtitan_npu.ops import OPS, Op, define
+from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.moe_permute.function import unpermute
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
@@ -90,6 +92,23 @@ def test_equal_to_the_reference_kernel(op: Op, dtype: torch.dtype) -> None:
     assert_equal(call(op, "npu", arguments), call(op, "npu_on_cpu", arguments))
 
 
+ATTENTION = [
+    case
+    for case in all_cases()
+    if case.op == "npu_fusion_attention" and case.rejected_by is None and not case.forward_only
+]
+"""The arguments of the other operators' cases are for fake tensors only."""
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_layouts_and_masks_of_attention(case: Case) -> None:
+    torch.manual_seed(0)
+    op = OPS[case.op]
+    args, kwargs = case.arguments("cpu")
+    arguments = by_name(op.overload(), args, kwargs)
+    assert_equal(call(op, "npu", arguments), call(op, "npu_on_cpu", arguments))
+
+
 TAKEN_BY_CANN = {
     "npu_fusion_attention: lower case",  # torch_npu converts the layout to upper case
     "npu_fusion_attention: causal without a mask",  # an NPU masks nothing
@@ -152,39 +171,6 @@ def test_workspaces_are_allocated() -> None:
     op.overload("npu")(**arguments)
     size = workspaces.sparse_attention_grad(**op.complete(**arguments))
     assert size <= torch.npu.memory_reserved() - before < size + (32 << 20)
-
-
-def test_workspace_of_a_long_sequence() -> None:
-    query, key = (torch.empty(1, 32768, heads, 512, dtype=torch.bfloat16, device="meta") for heads in (32, 1))
-    rope = torch.empty(1, 32768, 32, 64, dtype=torch.bfloat16, device="meta")
-    indices = torch.empty(1, 32768, 1, 2048, dtype=torch.int32, device="meta")
-    size = workspaces.sparse_attention_grad(query, key, indices, rope, sparse_block_size=1)
-    # 32768 rows of 32 heads of 576 elements in float32 are 2.25 GiB of it
-    assert size / 2**30 == pytest.approx(2.85, abs=0.05)
-
-
-def test_workspaces_of_the_dense_indexer_loss() -> None:
-    """As in the warm-up of the 671B model with 8192 tokens. The scores of all heads are 128 × 1024 in each tile."""
-    bfloat16 = {"dtype": torch.bfloat16, "device": "meta"}
-    query, key = (torch.empty(1, 8192, 128, 128, **bfloat16) for _ in range(2))
-    query_index, key_index = (torch.empty(1, 8192, heads, 128, **bfloat16) for heads in (64, 1))
-    size = workspaces.dense_indexer_loss(query, key, query_index, key_index, torch.empty(1, 8192, 64, device="meta"))
-    tile = (128 + 2 * 64) * 128 * 1024 * 4  # bytes; each of 24 cores has two
-    assert 0 < size - 24 * 2 * tile < 128 << 20
-    statistics = [workspaces.dense_indexer_statistics(key_index, "BSND")]
-    packed = key_index.flatten(0, 1)
-    statistics.append(workspaces.dense_indexer_statistics(packed, "TND", actual_seq_klen=[4096, 8192]))
-    assert [size - (16 << 20) - 24 * (2 << 20) for size in statistics] == [24 * 8 * 8192 * 4, 24 * 8 * 4096 * 4]
-
-
-def test_unpermute_of_different_dtypes_is_refused() -> None:
-    """Hardware computes the forward, and NaN in the gradient."""
-    rows, places = torch.ones(8, 16, dtype=torch.bfloat16, device="npu"), torch.arange(8, dtype=torch.int32).npu()
-    scores, npu = torch.ones(4, 2, device="npu"), torch.ops.npu
-    with pytest.raises(RuntimeError, match="the dtype of permuted_tokens and probs is bfloat16 and float32; the NPU"):
-        npu.npu_moe_token_unpermute(rows, places, scores)
-    with pytest.raises(RuntimeError, match="permuted_tokens and probs is bfloat16 and float32; the NPU kernel"):
-        npu.npu_moe_token_unpermute_grad_v2(rows[:4], places, 8, rows.dtype, scores, permuted_tokens=rows)
 
 
 def test_a_compiled_region_with_an_undefined_output() -> None:

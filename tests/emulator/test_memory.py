@@ -13,7 +13,7 @@ import torch
 from tests._helpers.multirank import run_on_ranks
 from tests.emulator.peak_memory import JOBS, RANKS, measure
 from torchtitan_npu.emulator.environment import process_variables
-from torchtitan_npu.ops.workspaces import SYSTEM
+from torchtitan_npu.emulator.workspaces import SYSTEM
 from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.operator_workspaces import kept_bytes
 
@@ -40,12 +40,6 @@ def test_the_planner_predicts_the_peak(name: str, monkeypatch: pytest.MonkeyPatc
         text = " | ".join(f"{size / MIB:.1f}" for size in sizes)
         print(f"| {name} | {rank} | {text} | {100 * difference:+.2f} % | {run.where} ({run.phase}) |")
         assert abs(run.peak - measured.allocated) <= tolerance * (measured.allocated - workspace), text
-
-
-def with_task_queue(mode: str) -> dict[str, str]:
-    """Return the environment of a process with this ``TASK_QUEUE_ENABLE``."""
-    environment = {**os.environ, "TASK_QUEUE_ENABLE": mode}
-    return environment | process_variables(Path(os.environ["ASCEND_HOME_PATH"]), environment)
 
 
 def test_statistics_are_exact() -> None:
@@ -86,25 +80,12 @@ print(fails(lambda: torch_npu.npu_rms_norm(x, weight)))
 """
 
 
-def test_out_of_memory() -> None:
-    """On a device with 256 MiB. The allocator frees its cache and tries again; an error leaves the process usable."""
-    environment = {**os.environ, "NPU_EMULATOR_MEMORY": str(256 * MIB)}
-    ended = subprocess.run(
-        [sys.executable, "-c", SMALL_DEVICE], env=environment, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.splitlines() == [
-        "1 0",
-        "NPU out of memory. Tried to allocate 102.00 MiB",
-        "None 1",
-        "NPU out of memory. Tried to allocate 18.00 MiB",  # the operator's workspace
-    ]
-
-
 DROPPED = """
 import ctypes, torch, torch_npu
 runtime = ctypes.CDLL("libascendcl.so")
 runtime.emulator_prepared_calls.restype = ctypes.c_uint64
 x, weight = torch.ones(64, 64, device="npu"), torch.ones(64, device="npu")
+block = None
 block = torch.empty(240 * 2**20, dtype=torch.uint8, device="npu")
 counts = []
 for _ in range(5):
@@ -117,17 +98,33 @@ for _ in range(5):
 torch.npu.synchronize()
 print(counts, runtime.emulator_prepared_calls(), float(x.sum()))
 """
+FREED = f"[1, 1, 1, 1, 1] 0 {6 * 64 * 64:.1f}"
+"""torch_npu drops the call after its preparation. The next launch frees it, also behind torch_npu's task queue."""
 
 
-@pytest.mark.parametrize("task_queue", ["0", "1"])
-def test_a_call_without_memory_for_its_workspace_is_freed(task_queue: str) -> None:
-    """torch_npu drops the call after its preparation. The next launch frees it, also behind torch_npu's task queue."""
-    environment = {**with_task_queue(task_queue), "NPU_EMULATOR_MEMORY": str(256 * MIB)}
-    ended = subprocess.run([sys.executable, "-c", DROPPED], env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout == f"[1, 1, 1, 1, 1] 0 {6 * 64 * 64:.1f}\n"
+def run(program: str, **variables: str) -> list[str]:
+    environment = {**os.environ, **variables}
+    environment |= process_variables(Path(os.environ["ASCEND_HOME_PATH"]), environment)
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return ended.stdout.splitlines()
 
 
-KEPT = """
+def test_out_of_memory() -> None:
+    """On a device with 256 MiB. The allocator frees its cache and tries again; an error leaves the process usable."""
+    assert run(SMALL_DEVICE + DROPPED, NPU_EMULATOR_MEMORY=str(256 * MIB)) == [
+        "1 0",
+        "NPU out of memory. Tried to allocate 102.00 MiB",
+        "None 1",
+        "NPU out of memory. Tried to allocate 18.00 MiB",  # the operator's workspace
+        FREED,
+    ]
+
+
+def test_a_call_without_memory_for_its_workspace_is_freed_behind_the_task_queue() -> None:
+    assert run(DROPPED, NPU_EMULATOR_MEMORY=str(256 * MIB), TASK_QUEUE_ENABLE="1") == [FREED]
+
+
+IN_TASK_QUEUE = """
 import torch, torch_npu
 x, weight = torch.ones(64, 64, device="npu"), torch.ones(64, device="npu")
 def outside():
@@ -138,11 +135,15 @@ before = outside()
 for _ in range(3):
     torch_npu.npu_rms_norm(x, weight)
 print(outside() - before)
+for _ in range(50):
+    x.add_(1)
+torch.npu.current_stream().npu_stream  # waits until torch_npu's queue is empty, and holds the GIL
+print(float(x[0, 0]))
 """
 
 
-def test_a_kept_workspace_is_outside_the_caching_allocator() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", KEPT], env=with_task_queue("2"), capture_output=True, text=True, check=True
-    )
-    assert int(ended.stdout) == kept_bytes(SYSTEM) == 18 * MIB
+def test_the_task_queue_with_workspaces_of_its_own() -> None:
+    """They stay outside of the caching allocator. A thread that waits for the queue releases the GIL."""
+    workspace, total = run(IN_TASK_QUEUE, TASK_QUEUE_ENABLE="2")
+    assert int(workspace) == kept_bytes(SYSTEM) == 18 * MIB
+    assert total == "51.0"

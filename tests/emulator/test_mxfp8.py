@@ -17,7 +17,7 @@ from torchtitan.distributed import ParallelDims
 from tests._helpers.converted_models import LAYOUT, job
 from tests._helpers.error_budget import assert_within
 from tests.emulator.conftest import Shared
-from tests.emulator.test_cann_versions import GATING_STEP
+from tests.emulator.test_cann_versions import CONVERSIONS
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.ops.mxfp8 import reference
 from torchtitan_npu.ops.mxfp8.function import Recipe
@@ -66,7 +66,7 @@ def run_programs() -> tuple[dict[str, Any], str]:
     environment = {**os.environ, "NPU_EMULATOR_CHIP": "Ascend950DT_9571"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results.pt")
-        code = CALLS.replace("PATH", repr(str(file))) + JOB + GATING_STEP
+        code = CALLS.replace("PATH", repr(str(file))) + JOB + CONVERSIONS
         ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         return torch.load(file), ran.stdout

@@ -34,7 +34,7 @@ def test_a_missing_kernel_names_the_lines_to_add(monkeypatch: pytest.MonkeyPatch
         x.clamp(0, 1).cpu()
     text = str(error.value)
     assert "no kernel for aclnnClamp(self=float32[2, 3], clipValueMin=0, clipValueMax=1, out=float32[2, 3])" in text
-    assert "Add to torchtitan_npu/emulator/kernels/copies.py:" in text
+    assert "Add to torchtitan_npu/emulator/kernels/indexing.py:" in text
     assert (
         '@kernel("aclnnClamp")\ndef clamp(self, clip_value_min, clip_value_max, out):\n    ...  # write out in place'
     ) in text
@@ -155,16 +155,11 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("chip", "message"),
-    [
-        ("Ascend910A", "aclnnAdd: self is bfloat16; CANN 9.2.0 on Ascend910A takes float32, float16, "),
-        ("Ascend910_9362", "tensor([2., 2.], device='npu:0', dtype=torch.bfloat16)"),
-    ],
-)
-def test_the_dtypes_of_a_chip(chip: str, message: str) -> None:
-    environment = {**os.environ, "NPU_EMULATOR_CHIP": chip}
+def test_the_dtypes_of_a_chip() -> None:
+    """Collectives of bfloat16 run on a 910_93 (test_hccl.py)."""
+    environment = {**os.environ, "NPU_EMULATOR_CHIP": "Ascend910A"}
     ran = subprocess.run([sys.executable, "-c", BFLOAT16], env=environment, capture_output=True, text=True, check=True)
+    message = "aclnnAdd: self is bfloat16; CANN 9.2.0 on Ascend910A takes float32, float16, "
     assert message in ran.stdout.partition("start\n")[2], ran.stdout
 
 

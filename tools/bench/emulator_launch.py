@@ -29,7 +29,7 @@ import torch
 from harness import machine, write
 
 from torchtitan_npu.emulator.build import C_TYPES, OPERATORS, PROTOTYPES, build
-from torchtitan_npu.ops.workspaces import SYSTEM
+from torchtitan_npu.emulator.workspaces import SYSTEM
 
 MODES = ("empty", "null", "nothing", "kernels")
 WITH_WORKSPACE = ("aclnnRmsNorm", "aclnnSwiGlu")

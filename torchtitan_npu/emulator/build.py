@@ -67,7 +67,7 @@ LAUNCH = """static int launch(void *workspace, uint64_t size, void *executor, vo
 """The second function of every operator."""
 
 MEMORY_TOOL = "libascend_kernel_hook.so"
-"""A preloaded library of this name makes torch_npu's allocator report its blocks (``runtime/memory.c``)."""
+"""A preloaded library of this name makes torch_npu's allocator report its blocks (``runtime/allocator.c``)."""
 
 TASK_QUEUE = "libemulator_task_queue.so"
 """A preloaded library that torch_npu's task queue needs (``runtime/task_queue.c``)."""
@@ -125,7 +125,7 @@ C_TYPES = {
 """The C type of an argument by its letter in ``types`` of the prototypes."""
 
 FIELDS = {"d": "real", "f": "single", **dict.fromkeys("tTsSIFBzpo", "pointer")}
-"""The field of ``Argument`` in ``runtime.h`` that holds it; integers otherwise."""
+"""The field of ``Argument`` in ``runtime/calls.h`` that holds it; integers otherwise."""
 
 
 ACL_DTYPES = {
@@ -274,7 +274,7 @@ def _compile_common(folder: Path, wheel: list[Path], torch: list[Path]) -> None:
     generated.write_text("\n".join([_chip_table(), *unknown]))
     _run("gcc", "-c", "-fPIC", "-w", "-fno-builtin", generated, "-o", generated.with_suffix(".o"))
     tool = folder / "memory_tool.c"
-    tool.write_text("const char emulator_memory_tool = 1;")  # memory.c tests for it
+    tool.write_text("const char emulator_memory_tool = 1;")  # device.c tests for it
     _run("gcc", "-shared", "-fPIC", tool, "-o", folder / "lib64" / MEMORY_TOOL)
     queue = (folder / TASK_QUEUE_OBJECT, folder / "gil.o", "-ldl")
     _run("gcc", "-shared", "-fPIC", *queue, "-o", folder / "lib64" / TASK_QUEUE)

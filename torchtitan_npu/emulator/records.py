@@ -1,11 +1,12 @@
-"""Join the records that the processes of a run have written (``runtime/recorder.c``)."""
+"""The records that the processes of a run write (``runtime/recorder.c``): joined, and divided into training steps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def join_calls(folder: Path, path: Path) -> None:
@@ -59,3 +60,20 @@ def _write_lines(file: TextIO, lines: Iterator[str]) -> None:
     for line in lines:
         file.write(separator + line)
         separator = ",\n"
+
+
+def mark_training_steps(mark: Callable[[], None]) -> None:
+    """Call ``mark`` once per training step, also if a step calls several optimizers (one per pipeline stage)."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook  # not in the process that starts the run
+
+    steps: Counter[int] = Counter()
+    marked = 0
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal marked
+        steps[id(optimizer)] += 1
+        if steps[id(optimizer)] > marked:
+            marked += 1
+            mark()
+
+    register_optimizer_step_post_hook(stepped)

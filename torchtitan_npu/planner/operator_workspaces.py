@@ -10,10 +10,10 @@ import os
 from typing import Any
 
 from torchtitan_npu import platform
+from torchtitan_npu.emulator.workspaces import workspace
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.workspaces import workspace
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
 
 FUSED_AS = {

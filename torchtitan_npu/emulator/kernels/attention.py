@@ -1,10 +1,12 @@
-"""Dense attention, without dropout and position bias."""
+"""Dense attention without dropout and position bias, sparse attention with its indexer and loss, rotary embedding."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
 
-from torchtitan_npu.emulator.kernels.fused import fused, or_none, without
+from torchtitan_npu.emulator.kernels.fused import fused, kernel_by_name, operator, or_none, without
 
 FORWARD = (
     *(f"aclnnFlashAttentionScore{version}" for version in ("", "V2", "V3", "V4")),
@@ -68,3 +70,162 @@ def _band(query, key, layout: str, pre_tokens: int, next_tokens: int) -> torch.T
     queries, keys = (tensor.shape[layout.index("S")] for tensor in (query, key))
     distance = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
     return (distance > next_tokens) | (-distance > pre_tokens)
+
+
+@fused("npu_lightning_indexer", "aclnnLightningIndexer")
+def indexer(
+    actual_seq_lengths_query,
+    actual_seq_lengths_key,
+    block_table,
+    return_values,
+    sparse_indices_out,
+    sparse_values_out,
+    **rest,
+):
+    without(block_table=block_table)
+    lengths = {
+        "actual_seq_lengths_query": or_none(actual_seq_lengths_query),
+        "actual_seq_lengths_key": or_none(actual_seq_lengths_key),
+    }
+    return {**rest, **lengths, "return_value": return_values}, (sparse_indices_out, sparse_values_out)
+
+
+@fused("npu_lightning_indexer_grad", "aclnnLightningIndexerGrad")
+def indexer_grad(
+    actual_seq_q_len, actual_seq_kv_len, head_num, input_layout, deterministic, dq_out, dk_out, dweights_out, **rest
+):
+    lengths = {
+        "actual_seq_lengths_query": or_none(actual_seq_q_len),
+        "actual_seq_lengths_key": or_none(actual_seq_kv_len),
+    }
+    return {**rest, **lengths, "layout": input_layout}, (dq_out, dk_out, dweights_out)
+
+
+@fused("npu_sparse_flash_attention", "aclnnSparseFlashAttention", "aclnnSparseFlashAttentionV2")
+def sparse_attention(block_table, attention_out, softmax_max, softmax_sum, sinks=None, **rest):
+    without(block_table=block_table, sinks=sinks)
+    return {name: _optional(name, value) for name, value in rest.items()}, (attention_out, softmax_max, softmax_sum)
+
+
+@fused("npu_sparse_flash_attention_grad", "aclnnSparseFlashAttentionGrad")
+def sparse_attention_grad(
+    actual_seq_lengths_query,
+    actual_seq_lengths_kv,
+    deterministic,
+    d_query_out,
+    d_key_out,
+    d_value_out,
+    d_query_rope_out,
+    d_key_rope_out,
+    **rest,
+):
+    arguments = {name: _optional(name, value) for name, value in rest.items()}
+    arguments |= {
+        "actual_seq_qlen": or_none(actual_seq_lengths_query),
+        "actual_seq_kvlen": or_none(actual_seq_lengths_kv),
+    }
+    return arguments, (d_query_out, d_key_out, d_value_out, d_query_rope_out, d_key_rope_out)
+
+
+OPTIONAL = ("value", "query_rope", "key_rope", "actual_seq_lengths_query", "actual_seq_lengths_kv")
+
+
+def _optional(name, value):
+    return or_none(value) if name in OPTIONAL else value
+
+
+@fused("npu_dense_lightning_indexer_grad_kl_loss", "aclnnDenseLightningIndexerGradKLLoss")
+@fused("npu_sparse_lightning_indexer_grad_kl_loss", "aclnnSparseLightningIndexerGradKLLoss")
+def indexer_loss(
+    query_rope,
+    key_rope,
+    actual_seq_lengths_query,
+    actual_seq_lengths_key,
+    d_query_index,
+    d_key_index,
+    d_weights,
+    loss,
+    deterministic=None,  # of the sparse loss
+    **rest,
+):
+    optional = {
+        "query_rope": or_none(query_rope),
+        "key_rope": or_none(key_rope),
+        "actual_seq_qlen": actual_seq_lengths_query or None,
+        "actual_seq_klen": actual_seq_lengths_key or None,
+    }
+    return {**rest, **optional}, (d_query_index, d_key_index, d_weights, loss)
+
+
+@fused("npu_dense_lightning_indexer_softmax_lse", "aclnnDenseLightningIndexerSoftmaxLse")
+def dense_indexer_softmax(
+    weight, actual_seq_lengths_query, actual_seq_lengths_key, softmax_max_out, softmax_sum_out, **rest
+):
+    lengths = {"actual_seq_qlen": actual_seq_lengths_query or None, "actual_seq_klen": actual_seq_lengths_key or None}
+    return {**rest, **lengths, "weights": weight}, (softmax_max_out, softmax_sum_out)
+
+
+MODES = {0: "half", 1: "interleave"}
+
+
+def _mode(mode: int) -> str:
+    if mode not in MODES:
+        raise NotImplementedError(f"the emulator's kernel has the modes 0 (half) and 1 (interleave), not {mode}")
+    return MODES[mode]
+
+
+@fused("npu_rotary_mul", "aclnnRotaryPositionEmbedding", "aclnnRotaryPositionEmbeddingV2")
+def rotary(x, cos, sin, mode, out, rotate=None):
+    return {"input": x, "r1": cos, "r2": sin, "rotary_mode": _mode(mode), "rotate": or_none(rotate)}, (out,)
+
+
+@fused("npu_rotary_mul_backward", "aclnnRotaryPositionEmbeddingGrad")
+def rotary_grad(dy, cos, sin, x, mode, dx_out, dcos_out, dsin_out):
+    if or_none(x) is None:  # without x there are no gradients of cos and sin
+        x, dcos_out, dsin_out = dy, None, None
+    arguments = {"grad": dy, "input": x, "r1": cos, "r2": sin, "rotary_mode": _mode(mode)}
+    return arguments, (dx_out, dcos_out, dsin_out)
+
+
+@kernel_by_name("aclnnInterleaveRope")
+def interleave_rope(x, cos, sin, out):
+    """Gather the even and the odd channels, then rotate in mode half."""
+    gathered = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1).float()
+    a, b = gathered.chunk(2, dim=-1)
+    out.copy_(gathered * cos.float() + torch.cat((-b, a), dim=-1) * sin.float())
+
+
+@kernel_by_name("aclnnApplyRotaryPosEmb", "aclnnApplyRotaryPosEmbV2")
+def apply_rotary(query_ref, key_ref, cos, sin, layout, rotary_mode="half"):
+    """Rotate the first channels of query and key in place, as many as ``cos`` has."""
+    rotate = operator("npu_rotary_mul").reference
+    size = cos.shape[-1]
+    for tensor in (query_ref, key_ref):
+        rotated = tensor[..., :size]
+        rotated.copy_(rotate(rotated, cos, sin, rotary_mode, None))
+
+
+@fused("npu_mrope", "aclnnRopeWithSinCosCache", "aclnnRopeWithSinCosCacheV2")
+def mrope(
+    positions,
+    query_in,
+    key_in,
+    cos_sin_cache,
+    mrope_section,
+    head_size,
+    is_neox_style,
+    query_out,
+    key_out,
+    cache_mode=0,
+):
+    arguments = {
+        "positions": positions,
+        "query": query_in,
+        "key": key_in,
+        "cos_sin_cache": cos_sin_cache,
+        "head_size": head_size,
+        "mrope_section": mrope_section if any(mrope_section or ()) else None,
+        "rotary_mode": "half" if is_neox_style else "interleave",
+        "cache_mode": "interleave" if cache_mode else "default",
+    }
+    return arguments, (query_out, key_out)

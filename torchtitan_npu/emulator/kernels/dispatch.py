@@ -99,7 +99,7 @@ def install() -> None:
 
         runner = stop_at_first_nan(run)
     if os.environ.get("NPU_EMULATOR_RECORD"):
-        from torchtitan_npu.emulator.training_steps import mark_training_steps
+        from torchtitan_npu.emulator.records import mark_training_steps
 
         mark_training_steps(bridge.mark_step)
     bridge.install(tensor_of_capsule, runner, check, CHECKS, failure)

@@ -16,14 +16,14 @@ the emulated version of CANN, is refused with CANN's code for invalid parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchtitan_npu.emulator.kernels.families import write
-from torchtitan_npu.emulator.kernels.registry import Refused, argument_names, check, kernel
+from torchtitan_npu.emulator.kernels.registry import Refused, argument_names, check, kernel, write
 from torchtitan_npu.emulator.limits import version_limit_errors
+from torchtitan_npu.emulator.workspaces import workspace
 
 if TYPE_CHECKING:
     from torchtitan_npu.ops import Op
@@ -41,21 +41,17 @@ def fused(op: str, *names: str) -> Callable[[Translation], Translation]:
 
             def compute(*values: Any, name: str = name) -> None:
                 arguments, outputs = translate(**by_name(name, values))
-                results = _op(op).reference(**_complete(op, arguments))
+                results = operator(op).reference(**operator(op).complete(**arguments))
                 results = (results,) if isinstance(results, Tensor) else results
                 for output, result in zip(outputs, results, strict=False):  # some results are no outputs of aclnn
                     write(output, result)
 
             def refuse(*values: Any, name: str = name) -> int:
-                arguments, _ = translate(**by_name(name, values))
-                arguments = _complete(op, arguments)
-                for problem in _op(op).checks(**arguments):
+                given, _ = translate(**by_name(name, values))
+                arguments = operator(op).complete(**given)
+                for problem in problems(operator(op), arguments):
                     raise Refused(problem)
-                for problem in _op(op).limit_errors(**arguments):
-                    raise Refused(problem)
-                for problem in version_limit_errors(_op(op), arguments):
-                    raise Refused(problem)
-                return _workspace(op, arguments)
+                return workspace(op, **arguments)
 
             FUSED[name] = op
             kernel(name)(compute)
@@ -81,21 +77,19 @@ def by_name(name: str, values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(argument_names(name), values, strict=True))
 
 
-def _op(name: str) -> Op:
+def problems(op: Op, arguments: dict[str, Any]) -> Iterator[str]:
+    """Yield why CANN refuses a call. Limits are computed only for arguments that pass the checks."""
+    yield from op.checks(**arguments)
+    yield from op.limit_errors(**arguments)
+    yield from version_limit_errors(op, arguments)
+
+
+def operator(name: str) -> Op:
+    """Return torch_npu's operator. Its reference, checks and limits are all that the emulator takes from ``ops``."""
     # Imported when the first fused operator is called: the package registers sharding rules with DTensor.
     from torchtitan_npu.ops import OPS
 
     return OPS[name]
-
-
-def _workspace(op: str, arguments: dict[str, Any]) -> int:
-    from torchtitan_npu.ops.workspaces import workspace
-
-    return workspace(op, **arguments)
-
-
-def _complete(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return _op(op).complete(**arguments)
 
 
 def is_absent(value: Any) -> bool:

@@ -1,17 +1,45 @@
-"""Element-wise operators."""
+"""Element-wise operators, on tensors and on lists of tensors.
+
+A scalar of the operators on lists is a number, a list of numbers, or a tensor with one or with all of them.
+"""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from itertools import repeat
 
-from torchtitan_npu.emulator.kernels.families import Function, register, write, write_all
-from torchtitan_npu.emulator.kernels.formulas import add, addcdiv, addcmul, clamp_max, clamp_min, subtract
-from torchtitan_npu.emulator.kernels.registry import kernel
+import torch
+
+from torchtitan_npu.emulator.kernels.registry import Function, Kernel, kernel, register, write, write_all
 
 aten = torch.ops.aten
 ROUNDING_MODES = {0: None, 1: "trunc", 2: "floor"}
 """The argument ``mode`` of ``aclnnDivMod``."""
+ROUNDING = {1: torch.round, 2: torch.floor, 3: torch.ceil, 5: torch.trunc, 7: torch.frac}
+"""The argument ``roundMode`` of ``aclnnForeachRoundOffNumber``."""
+
+
+def add(left, right, alpha):
+    return torch.add(left, right, alpha=alpha)
+
+
+def subtract(left, right, alpha):
+    return torch.sub(left, right, alpha=alpha)
+
+
+def clamp_min(x, bound):
+    return torch.clamp(x, min=bound)
+
+
+def clamp_max(x, bound):
+    return torch.clamp(x, max=bound)
+
+
+def addcmul(x, left, right, value):
+    return torch.addcmul(x, left, right, value=value)
+
+
+def addcdiv(x, left, right, value):
+    return torch.addcdiv(x, left, right, value=value)
 
 
 def reverse_subtract(left, right, alpha):
@@ -38,70 +66,16 @@ def logit_gradient(x, gradient, eps):
     return aten.logit_backward(gradient, x, None if eps < 0 else eps)
 
 
-def tanh_gelu(x):
-    """Return the approximation by tanh, as CANN documents ``aclnnGelu``.
-
-    torch_npu calls it for ``F.gelu(x)``, whatever ``approximate`` is, unless it is told to be compatible with torch.
-    """
-    return F.gelu(x, approximate="tanh")
-
-
-def tanh_gelu_gradient(gradient, x):
-    return aten.gelu_backward(gradient, x, approximate="tanh")
-
-
-def fast_gelu(x):
-    """Return x * sigmoid(1.702 x), as CANN documents this operator."""
-    return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
-
-
-def fast_gelu_gradient(gradient, x):
-    sigmoid = torch.sigmoid(1.702 * x.float())
-    return gradient.float() * sigmoid * (1 + 1.702 * x.float() * (1 - sigmoid))
-
-
+SAME_NAME = (
+    "Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Erfc Erfinv Exp Exp2 Expm1 Floor Frac IsFinite IsNegInf"
+    " IsPosInf Log Log10 Log1p Log2 Neg Reciprocal Round Rsqrt Signbit Sin Sinc Sinh Sqrt Tan Tanh Trunc"
+)
 ONE_TENSOR: dict[str, Function] = {
-    "Abs": torch.abs,
-    "Acos": torch.acos,
-    "Acosh": torch.acosh,
+    **{name: getattr(torch, name.lower()) for name in SAME_NAME.split()},
     "AngleV2": torch.angle,
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
-    "Atan": torch.atan,
-    "Atanh": torch.atanh,
     "BitwiseNot": torch.bitwise_not,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Cosh": torch.cosh,
-    "Erf": torch.erf,
-    "Erfc": torch.erfc,
-    "Erfinv": torch.erfinv,
-    "Exp": torch.exp,
-    "Exp2": torch.exp2,
-    "Expm1": torch.expm1,
-    "Floor": torch.floor,
-    "Frac": torch.frac,
-    "IsFinite": torch.isfinite,
-    "IsNegInf": torch.isneginf,
-    "IsPosInf": torch.isposinf,
-    "Log": torch.log,
-    "Log10": torch.log10,
-    "Log1p": torch.log1p,
-    "Log2": torch.log2,
     "LogicalNot": torch.logical_not,
-    "Neg": torch.neg,
-    "Reciprocal": torch.reciprocal,
-    "Round": torch.round,
-    "Rsqrt": torch.rsqrt,
     "Sign": torch.sgn,
-    "Signbit": torch.signbit,
-    "Sin": torch.sin,
-    "Sinc": torch.sinc,
-    "Sinh": torch.sinh,
-    "Sqrt": torch.sqrt,
-    "Tan": torch.tan,
-    "Tanh": torch.tanh,
-    "Trunc": torch.trunc,
 }
 
 ARITHMETIC: dict[str, Function] = {
@@ -185,47 +159,6 @@ LOGIC: dict[str, Function] = {
     "RightShift": torch.bitwise_right_shift,
 }
 
-ACTIVATIONS: dict[str, Function] = {
-    "Celu": F.celu,
-    "Elu": aten.elu,
-    "EluBackward": aten.elu_backward,
-    "FastGelu": fast_gelu,
-    "FastGeluBackward": fast_gelu_gradient,
-    "Gelu": tanh_gelu,
-    "GeluBackward": tanh_gelu_gradient,
-    "GeluBackwardV2": lambda gradient, x, approximate: aten.gelu_backward(gradient, x, approximate=approximate),
-    "GeluV2": lambda x, approximate: F.gelu(x, approximate="tanh" if approximate else "none"),
-    "Glu": F.glu,
-    "GluBackward": aten.glu_backward,
-    "Hardshrink": F.hardshrink,
-    "HardshrinkBackward": aten.hardshrink_backward,
-    "Hardsigmoid": F.hardsigmoid,
-    "HardsigmoidBackward": aten.hardsigmoid_backward,
-    "Hardswish": F.hardswish,
-    "HardswishBackward": aten.hardswish_backward,
-    "HardswishBackwardV2": aten.hardswish_backward,
-    "Hardtanh": F.hardtanh,
-    "HardtanhBackward": aten.hardtanh_backward,
-    "LeakyRelu": F.leaky_relu,
-    "LeakyReluBackward": aten.leaky_relu_backward,
-    "LogSigmoid": F.logsigmoid,
-    "Mish": F.mish,
-    "MishBackward": aten.mish_backward,
-    "Prelu": F.prelu,
-    "Relu": torch.relu,
-    "Sigmoid": torch.sigmoid,
-    "SigmoidBackward": aten.sigmoid_backward,
-    "Silu": F.silu,
-    "SiluBackward": aten.silu_backward,
-    "Softplus": F.softplus,
-    "SoftplusBackward": aten.softplus_backward,
-    "Softshrink": F.softshrink,
-    "SoftshrinkBackward": aten.softshrink_backward,
-    "TanhBackward": aten.tanh_backward,
-    "Threshold": F.threshold,
-    "ThresholdBackward": aten.threshold_backward,
-}
-
 register(
     ONE_TENSOR,
     in_place="Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Erfc Erfinv Exp Exp2 Expm1 Floor Frac Log Log10 Log1p"
@@ -242,27 +175,6 @@ register(
     in_place="BitwiseAndScalar BitwiseAndTensor BitwiseXorScalar BitwiseXorTensor EqScalar EqTensor GeScalar GeTensor"
     " GtScalar GtTensor LeScalar LeTensor LogicalAnd LogicalOr LtScalar LtTensor NeScalar NeTensor",
 )
-register(ACTIVATIONS, in_place="Celu Elu Hardsigmoid Hardswish Hardtanh LeakyRelu Mish Relu Sigmoid Threshold")
-
-
-@kernel("aclnnLogSigmoidForward")
-def log_sigmoid(x, out, buffer):
-    write(out, F.logsigmoid(x))
-
-
-@kernel("aclnnLogSigmoidBackward")
-def log_sigmoid_gradient(gradient, x, buffer, out):
-    # The buffer is what torch's CPU operator keeps for its gradient; the NPU recomputes.
-    write(out, gradient * torch.sigmoid(-x))
-
-
-@kernel("aclnnPreluBackward")
-def prelu_gradient(gradient, x, weight, gradient_x, gradient_weight):
-    shape = [1, -1, *[1] * (x.dim() - 2)] if weight.numel() > 1 else [1] * x.dim()
-    positive = x > 0
-    write(gradient_x, torch.where(positive, gradient, gradient * weight.reshape(shape)))
-    of_weight = torch.where(positive, 0, gradient * x)
-    write(gradient_weight, of_weight.sum_to_size([x.shape[1] if n == -1 else n for n in shape]))
 
 
 @kernel("aclnnIsInScalarTensor", "aclnnIsInTensorScalar")
@@ -284,3 +196,87 @@ def update_scale(scale, tracker, found, growth_factor, backoff_factor, growth_in
         write_all((new_scale, new_tracker), (torch.where(grown.isfinite(), grown, scale), torch.zeros_like(tracker)))
     else:
         write_all((new_scale, new_tracker), (scale, tracker + 1))
+
+
+def for_each(function: Function) -> Kernel:
+    """Return a kernel that applies ``function`` to the items of its arguments and writes to those of the last."""
+
+    def run(*arguments):
+        for out, *items in zip(arguments[-1], *map(items_of, arguments[:-1]), strict=False):
+            write(out, function(*items))
+
+    return run
+
+
+def items_of(argument):
+    if isinstance(argument, list):
+        return argument
+    if isinstance(argument, torch.Tensor):
+        argument = argument.tolist()  # a number, or as many as there are tensors
+        if isinstance(argument, list) and len(argument) > 1:
+            return argument
+        argument = argument[0] if isinstance(argument, list) else argument
+    return repeat(argument)
+
+
+ONE_LIST = (
+    "Abs Acos Asin Atan Cos Cosh Erf Erfc Exp Expm1 Log Log10 Log1p Log2 Neg Reciprocal Sigmoid Sign Sin Sinh Sqrt Tan"
+    " Tanh"
+)
+for name in ONE_LIST.split():
+    kernel(f"aclnnForeach{name}")(for_each(getattr(torch, name.lower())))
+
+LISTS: dict[str, Function] = {
+    "AddList": add,
+    "AddListV2": add,
+    "Copy": lambda x: x,
+    "DivList": torch.div,
+    "LerpList": torch.lerp,
+    "LerpScalar": torch.lerp,
+    "MaximumList": torch.maximum,
+    "MinimumList": torch.minimum,
+    "MulList": torch.mul,
+    "PowList": torch.pow,
+    "PowScalarAndTensor": torch.pow,
+    "RoundOffNumber": lambda x, mode: ROUNDING[int(mode)](x),
+    "RoundOffNumberV2": lambda x, mode: ROUNDING[int(mode)](x),
+    "SubList": subtract,
+    "SubListV2": subtract,
+}
+for name, function in LISTS.items():
+    kernel(f"aclnnForeach{name}")(for_each(function))
+
+WITH_SCALAR: dict[str, Function] = {
+    "Add": torch.add,
+    "Addcdiv": addcdiv,
+    "Addcmul": addcmul,
+    "Div": torch.div,
+    "Maximum": clamp_min,
+    "Minimum": clamp_max,
+    "Mul": torch.mul,
+    "Pow": torch.pow,
+    "Sub": torch.sub,
+}
+for name, function in WITH_SCALAR.items():
+    for variant in ("Scalar", "ScalarV2", "ScalarList"):
+        kernel(f"aclnnForeach{name}{variant}")(for_each(function))
+
+
+@kernel("aclnnForeachNorm")
+def norms(tensors, order, outputs):
+    for x, out in zip(tensors, outputs, strict=True):
+        write(out, torch.linalg.vector_norm(x, order, dtype=out.dtype))
+
+
+@kernel("aclnnForeachZeroInplace")
+def zero(tensors):
+    for x in tensors:
+        x.zero_()
+
+
+@kernel("aclnnForeachNonFiniteCheckAndUnscale")
+def unscale(gradients, found, inverse_scale):
+    for gradient in gradients:
+        if not bool(gradient.isfinite().all()):
+            found.fill_(1)
+        gradient.mul_(inverse_scale.reshape(()))

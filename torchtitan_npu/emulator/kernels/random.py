@@ -10,8 +10,7 @@ import math
 
 import torch
 
-from torchtitan_npu.emulator.kernels.families import write
-from torchtitan_npu.emulator.kernels.registry import kernel
+from torchtitan_npu.emulator.kernels.registry import kernel, write
 
 
 def generator(seed, offset):

@@ -174,7 +174,7 @@ __attribute__((constructor)) static void prepare(void) {
     pthread_atfork(NULL, NULL, in_child);
 }
 
-/* Change the seed of a process that was started in a seeded order (observation.py). */
+/* Change the seed of a process that was started in a seeded order (set_seed). */
 void emulator_set_seed(uint64_t value) {
     synchronize_all(-1);
     pthread_mutex_lock(&lock);

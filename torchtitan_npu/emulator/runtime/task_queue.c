@@ -9,7 +9,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-EXPORTED const char emulator_task_queue = 1; /* memory.c tests for it */
+EXPORTED const char emulator_task_queue = 1; /* device.c tests for it */
 
 EXPORTED int eventfd_read(int file, eventfd_t *value) {
     void *released = release_gil();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchtitan_npu.ops.workspaces import SYSTEM, workspace
+from torchtitan_npu.emulator.workspaces import SYSTEM, dense_indexer_loss, dense_indexer_statistics, workspace
 
 GIB = 1 << 30
 
@@ -30,3 +30,14 @@ def test_gradient_of_sparse_attention() -> None:
 
 def test_other_operators_have_the_part_that_cann_reserves() -> None:
     assert workspace("npu_rms_norm") == SYSTEM
+
+
+def test_dense_indexer_loss() -> None:
+    """As in the warm-up of the 671B model with 8192 tokens. The scores of all heads are 128 × 1024 in each tile."""
+    query, query_index, key_index = (tokens(heads, 128)[:, :8192] for heads in (128, 64, 1))
+    size = dense_indexer_loss(query, query, query_index, key_index, torch.empty(1, 8192, 64, device="meta"))
+    tile = (128 + 2 * 64) * 128 * 1024 * 4  # bytes; each of 24 cores has two
+    assert 0 < size - 24 * 2 * tile < 128 << 20
+    packed = dense_indexer_statistics(key_index.flatten(0, 1), "TND", actual_seq_klen=[4096, 8192])
+    statistics = [dense_indexer_statistics(key_index, "BSND"), packed]
+    assert [size - SYSTEM - 24 * (2 << 20) for size in statistics] == [24 * 8 * 8192 * 4, 24 * 8 * 4096 * 4]

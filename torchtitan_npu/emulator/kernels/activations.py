@@ -1,15 +1,112 @@
-"""Softmax and losses."""
+"""Activations, softmax and losses."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from torchtitan_npu.emulator.kernels.families import register, write, write_all
-from torchtitan_npu.emulator.kernels.registry import kernel
+from torchtitan_npu.emulator.kernels.fused import fused, kernel_by_name
+from torchtitan_npu.emulator.kernels.registry import Function, kernel, register, write, write_all
 
 aten = torch.ops.aten
 NO_REDUCTION, MEAN, SUM = 0, 1, 2
+HIDDEN = -10000.0
+"""The score of a hidden position in a scaled softmax: not minus infinity, so a fully hidden row has equal weights."""
+
+
+def tanh_gelu(x):
+    """Return the approximation by tanh, as CANN documents ``aclnnGelu``.
+
+    torch_npu calls it for ``F.gelu(x)``, whatever ``approximate`` is, unless it is told to be compatible with torch.
+    """
+    return F.gelu(x, approximate="tanh")
+
+
+def tanh_gelu_gradient(gradient, x):
+    return aten.gelu_backward(gradient, x, approximate="tanh")
+
+
+def fast_gelu(x):
+    """Return x * sigmoid(1.702 x), as CANN documents this operator."""
+    return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
+
+
+def fast_gelu_gradient(gradient, x):
+    sigmoid = torch.sigmoid(1.702 * x.float())
+    return gradient.float() * sigmoid * (1 + 1.702 * x.float() * (1 - sigmoid))
+
+
+ACTIVATIONS: dict[str, Function] = {
+    "Celu": F.celu,
+    "Elu": aten.elu,
+    "EluBackward": aten.elu_backward,
+    "FastGelu": fast_gelu,
+    "FastGeluBackward": fast_gelu_gradient,
+    "Gelu": tanh_gelu,
+    "GeluBackward": tanh_gelu_gradient,
+    "GeluBackwardV2": lambda gradient, x, approximate: aten.gelu_backward(gradient, x, approximate=approximate),
+    "GeluV2": lambda x, approximate: F.gelu(x, approximate="tanh" if approximate else "none"),
+    "Glu": F.glu,
+    "GluBackward": aten.glu_backward,
+    "Hardshrink": F.hardshrink,
+    "HardshrinkBackward": aten.hardshrink_backward,
+    "Hardsigmoid": F.hardsigmoid,
+    "HardsigmoidBackward": aten.hardsigmoid_backward,
+    "Hardswish": F.hardswish,
+    "HardswishBackward": aten.hardswish_backward,
+    "HardswishBackwardV2": aten.hardswish_backward,
+    "Hardtanh": F.hardtanh,
+    "HardtanhBackward": aten.hardtanh_backward,
+    "LeakyRelu": F.leaky_relu,
+    "LeakyReluBackward": aten.leaky_relu_backward,
+    "LogSigmoid": F.logsigmoid,
+    "Mish": F.mish,
+    "MishBackward": aten.mish_backward,
+    "Prelu": F.prelu,
+    "Relu": torch.relu,
+    "Sigmoid": torch.sigmoid,
+    "SigmoidBackward": aten.sigmoid_backward,
+    "Silu": F.silu,
+    "SiluBackward": aten.silu_backward,
+    "Softplus": F.softplus,
+    "SoftplusBackward": aten.softplus_backward,
+    "Softshrink": F.softshrink,
+    "SoftshrinkBackward": aten.softshrink_backward,
+    "TanhBackward": aten.tanh_backward,
+    "Threshold": F.threshold,
+    "ThresholdBackward": aten.threshold_backward,
+}
+register(ACTIVATIONS, in_place="Celu Elu Hardsigmoid Hardswish Hardtanh LeakyRelu Mish Relu Sigmoid Threshold")
+
+
+@kernel("aclnnLogSigmoidForward")
+def log_sigmoid(x, out, buffer):
+    write(out, F.logsigmoid(x))
+
+
+@kernel("aclnnLogSigmoidBackward")
+def log_sigmoid_gradient(gradient, x, buffer, out):
+    # The buffer is what torch's CPU operator keeps for its gradient; the NPU recomputes.
+    write(out, gradient * torch.sigmoid(-x))
+
+
+@kernel("aclnnPreluBackward")
+def prelu_gradient(gradient, x, weight, gradient_x, gradient_weight):
+    shape = [1, -1, *[1] * (x.dim() - 2)] if weight.numel() > 1 else [1] * x.dim()
+    positive = x > 0
+    write(gradient_x, torch.where(positive, gradient, gradient * weight.reshape(shape)))
+    of_weight = torch.where(positive, 0, gradient * x)
+    write(gradient_weight, of_weight.sum_to_size([x.shape[1] if n == -1 else n for n in shape]))
+
+
+@fused("npu_swiglu", "aclnnSwiGlu")
+def swiglu(x, dim, out):
+    return {"input": x, "dim": dim}, (out,)
+
+
+@fused("npu_swiglu_backward", "aclnnSwiGluGrad")
+def swiglu_grad(y_grad, x, dim, out):
+    return {"grad_output": y_grad, "input": x, "dim": dim}, (out,)
 
 
 @kernel("aclnnSoftmax")
@@ -144,3 +241,22 @@ def kl_div_target_gradient(gradient, x, target, reduction, log_target, out):
     else:
         result = torch.where(target == 0, 0, gradient * (torch.log(target) + 1 - x))
     write(out, mean_gradient(result, x, reduction))
+
+
+def _hidden(mask, fixed_triu_mask, shape):
+    if fixed_triu_mask:
+        return torch.ones(shape[-2:], dtype=torch.bool).triu(1)
+    return mask.bool()
+
+
+# torch_npu calls these two on Ascend950 only
+@kernel_by_name("aclnnScaledMaskedSoftmax")
+def scaled_masked_softmax(x, mask, scale, fixed_triu_mask, y):
+    y.copy_((x.float() * scale).masked_fill(_hidden(mask, fixed_triu_mask, x.shape), HIDDEN).softmax(-1))
+
+
+@kernel_by_name("aclnnScaledMaskedSoftmaxBackward")
+def scaled_masked_softmax_backward(grad_output, y, mask, scale, fix_triu_mask, out):
+    product = grad_output.float() * y.float()
+    grad = scale * (product - y.float() * product.sum(-1, keepdim=True))
+    out.copy_(grad.masked_fill(_hidden(mask, fix_triu_mask, y.shape), 0))
