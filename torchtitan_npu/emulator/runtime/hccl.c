@@ -337,7 +337,7 @@ static int launch_batch(Operation *first) {
     for (Operation *operation = first; operation; operation = operation->next, count++) batch->head.bytes += operation->bytes;
     Communicator **used = calloc(count, sizeof *used); /* the task may be gone after the launch */
     for (Operation *operation = first; operation; operation = operation->next) hold_communicator(used[held++] = operation->communicator);
-    if (order_is_seeded())
+    if (poisons_memory())
         for (Operation *operation = first; operation; operation = operation->next) {
             if (operation->send) poison_if_fresh(operation->send, operation->stream);
             if (operation->receive) poison_if_fresh(operation->receive, operation->stream);

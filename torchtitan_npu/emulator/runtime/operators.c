@@ -322,7 +322,7 @@ int emulator_launch_call(void *executor, void *stream) {
         next = dropped->earlier;
         release_call(&dropped->head);
     }
-    if (order_is_seeded()) poison_fresh_tensors(executor, stream);
+    if (poisons_memory()) poison_fresh_tensors(executor, stream);
     return launch_task(stream, executor);
 }
 

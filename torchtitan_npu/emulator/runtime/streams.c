@@ -44,9 +44,14 @@ static bool running; /* a thread runs a task of a seeded order */
 static const char *last_failure; /* the message of a queued task */
 static double last_call;
 
-__attribute__((constructor)) static void read_settings(void) { seed = (uint64_t)setting_number("NPU_EMULATOR_SEED", 0); }
+static bool poisons;
 
-bool order_is_seeded(void) { return __atomic_load_n(&seed, __ATOMIC_RELAXED) != 0; }
+__attribute__((constructor)) static void read_settings(void) {
+    seed = (uint64_t)setting_number("NPU_EMULATOR_SEED", 0);
+    poisons = seed; /* also while the seed is 0: what was used meanwhile is not fresh later */
+}
+
+bool poisons_memory(void) { return poisons; }
 Capture *capture_of(Stream *stream) { return &(stream ? stream : &default_stream)->capture; }
 
 /* The lock is held. A larger number goes first: the task that was launched first, or what the seed says. */
