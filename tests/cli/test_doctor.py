@@ -31,7 +31,7 @@ Lines = dict[str, dict[str, str]]
 
 def doctor(*options: str, environment: dict[str, str] | None = None, before: str = "") -> tuple[int, Lines]:
     """Run the doctor after the shell command ``before``. Return the exit code and the lines by check."""
-    command = f"{before} exec {sys.executable} tools/doctor.py --json {' '.join(options)}"
+    command = f"{before} exec {sys.executable} -m torchtitan_npu.cli.main doctor --json {' '.join(options)}"
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
@@ -228,7 +228,7 @@ def test_ranks_that_cannot_connect() -> None:
 
 
 def test_an_unknown_check_is_a_usage_error() -> None:
-    command = [sys.executable, "tools/doctor.py", "--only", "host,weather"]
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "doctor", "--only", "host,weather"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2 and "weather is none of versions, devices, host" in result.stderr
 

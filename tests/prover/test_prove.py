@@ -40,6 +40,14 @@ def test_draws_are_equal_or_refused(draws: int, capsys: pytest.CaptureFixture[st
     assert caption.startswith("Draws of llama3 qwen3_moe with seed 1, up to 2 ranks, torch 2.")
 
 
+def test_each_converter_is_compared_with_the_eager_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove_draws.prove(["--models", "llama3", "--converters", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.partition(" converters ")[2].split(",")[0] for line in lines if ": equal (" in line]
+    assert names == ["npu_attention", "npu_rms_norm", "npu_rope", "all"]
+    assert lines[-1] == f"{len(names)} draws: {len(names)} equal, 0 refused, 0 unstable, 0 differs, 0 fails, 0 timeout"
+
+
 @pytest.mark.slow
 def test_the_job_of_a_toml_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["--config", "train_configs/llama3_debugmodel.toml", "--draws", "2", "--ranks", "2"]
@@ -155,6 +163,8 @@ def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
         (["--config", "train_configs/llama3_8b.toml", "--flavor", "debug"], "model.flavor 'debug'"),
         (["--models", "lama3"], "did you mean 'llama3'?"),
         (["--flavor", "debugmodel"], "--flavor needs --config"),
+        (["--models", "llama3", "--converters", "npu_rop"], "did you mean 'npu_rope'?"),
+        (["--converters", "--only", "1"], "--only is for random draws"),
         (["--draws", "0"], "--draws must be at least 1"),
     ],
     ids=str,

@@ -21,8 +21,7 @@ COMMANDS = {
     "convert": "convert a checkpoint between Hugging Face and DCP",
     "generate": "continue prompts with the model of a checkpoint",
     "evaluate": "measure the perplexity of a checkpoint, and tasks of lm-evaluation-harness",
-    "parity": "measure the difference of converters and layouts from the eager baseline",
-    "prove": "compare random layouts and options of a job with one rank",
+    "prove": "compare layouts, options and converters of a job with one eager rank",
     "completion": "print a script that completes commands and options in a shell",
 }
 

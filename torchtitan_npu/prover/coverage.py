@@ -16,11 +16,16 @@ SAMPLES = 4000
 def summary(results: Collection[tuple[Draw, Outcome]], ranks: int) -> str:
     """Return Markdown: the values that were covered, why draws were refused, and the number of draws by status."""
     ran, possible = pair_coverage(results, ranks)
-    counts = [f"{sum(outcome.status == status for _, outcome in results)} {status}" for status in STATUSES]
     lines = [coverage_table(results), "", f"{ran} of {possible} pairs of values ran.", ""]
     if reasons := refusals(results):
         lines += [reasons, ""]
-    return "\n".join([*lines, f"{len(results)} draws: {', '.join(counts)}"])
+    return "\n".join([*lines, count_by_status(results)])
+
+
+def count_by_status(results: Collection[tuple[Draw, Outcome]]) -> str:
+    """Return the number of draws by status in one line."""
+    counts = [f"{sum(outcome.status == status for _, outcome in results)} {status}" for status in STATUSES]
+    return f"{len(results)} draws: {', '.join(counts)}"
 
 
 def refusals(results: Iterable[tuple[Draw, Outcome]]) -> str:

@@ -120,10 +120,11 @@ class Subject:
 
     def _converters(self, draw: Draw, needed: list[str]) -> list[str]:
         """Return the converters of ``draw``. ``"some"`` are a subset in random order, which its number selects."""
-        if draw["converters"] == "none":
+        drawn = draw["converters"]
+        if drawn == "none":
             return needed
-        some = self.converters
-        if draw["converters"] == "some":
+        some = [drawn] if drawn in self.converters else self.converters
+        if drawn == "some":
             chance = random.Random(draw["subset"])
             some = chance.sample(some, chance.randint(1, max(1, len(some) - 1)))
         return some + [name for name in needed if name not in some]

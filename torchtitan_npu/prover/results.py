@@ -17,15 +17,24 @@ from torchtitan_npu.prover.draws import Draw
 from torchtitan_npu.prover.proof import Outcome
 
 
-def identity(config: str | None, flavor: str | None, models: list[str] | None, ranks: int, seed: int) -> dict[str, Any]:
+def identity(
+    config: str | None,
+    flavor: str | None,
+    models: list[str] | None,
+    ranks: int,
+    seed: int,
+    converters: list[str] | None = None,
+) -> dict[str, Any]:
     """Return the arguments and the program whose results can be in one file."""
-    own = {"config": config, "flavor": flavor, "models": models, "ranks": ranks, "seed": seed}
+    arguments = {"config": config, "flavor": flavor, "models": models, "ranks": ranks, "seed": seed}
+    if converters is not None:
+        arguments["converters"] = converters
     folder = Path(torchtitan_npu.__file__).parent
     files = sorted(folder.rglob("*.py"))
     program = hashlib.sha256(b"".join(path.read_bytes() for path in files))
     if config:
         program.update(Path(shipped(config)).read_bytes())
-    return {**own, "torch": torch.__version__, "program": program.hexdigest()[:12]}
+    return {**arguments, "torch": torch.__version__, "program": program.hexdigest()[:12]}
 
 
 class Results:
