@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_npu.cli.compare.command import main
-from torchtitan_npu.cli.compare.curves import InputError
+from torchtitan_npu.cli.compare.sources import InputError
 from torchtitan_npu.cli.compare.train_runs import (
     MARKER,
     Runs,
