@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import tomli
+import tomli_w
 
 from tests._helpers import prove_draws
 from tests._helpers.prove_draws import run_on_ranks
 from torchtitan_npu.cli.main import main
 from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, applicable
-from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects, to_toml
+from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects
 from torchtitan_npu.prover.proof import Outcome, Prover
 from torchtitan_npu.prover.ranks import RankTimeout
 from torchtitan_npu.prover.results import Results, identity
@@ -146,7 +147,7 @@ def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
     subject = own_subject("train_configs/deepseek_v3_debugmodel.toml", None)
     simplest = {part: values[0] for part, values in VALUES.items()}
     draw = applicable({"model": "deepseek_v3", **simplest, "cp": 2, "balancer": "", "ep": 2}, subject.model)
-    text = to_toml(Prover([subject], tmp_path).table(draw))
+    text = tomli_w.dumps(Prover([subject], tmp_path).table(draw))
     assert tomli.loads(text)["optimizer"] == {"name": "AdamW", "lr": 0.1, "eps": 1.0}
     (tmp_path / "job.toml").write_text(text)
     config = parse(str(tmp_path / "job.toml"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
+import tomli_w
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -178,7 +178,7 @@ def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) ->
 def config_of(table: Mapping[str, Any]) -> JobConfig:
     """Return the job that the entry would read from a TOML file with ``table``."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(to_toml(table))
+        file.write(tomli_w.dumps(table))
         file.flush()
         return parse(file.name)
 
@@ -206,14 +206,6 @@ def with_settings(table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
             place = place.setdefault(section, {})
         place[name] = value
     return changed
-
-
-def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """Write a table of sections. JSON and TOML write strings, numbers and lists in the same way."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
-    text = f"[{prefix}]\n" + "\n".join(lines) + "\n\n" if lines else ""
-    sections: Iterable[tuple[str, Any]] = ((k, v) for k, v in table.items() if isinstance(v, Mapping))
-    return text + "".join(to_toml(keys, f"{prefix}.{name}" if prefix else name) for name, keys in sections)
 
 
 def parse(path: str) -> JobConfig:

@@ -173,7 +173,7 @@ def converter_draws(subjects: list[Subject], names: list[str]) -> Iterator[Draw]
 
     Without names, for each that has a target, and for all of them together.
     """
-    from torchtitan_npu.config.check_helpers import check_known
+    from torchtitan_npu.preflight.check_helpers import check_known
     from torchtitan_npu.prover.draws import on_one_rank
 
     for name in names:
@@ -206,8 +206,9 @@ def prove_all(args: argparse.Namespace, prover: Prover, draws: Mapping[int, Draw
 
 def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Draw, outcome: Outcome) -> None:
     """Shrink a fault, and print and write its TOML file."""
+    import tomli_w
+
     from torchtitan_npu.prover.draws import ATTEMPTS, describe, ranks_of, shrink
-    from torchtitan_npu.prover.job import to_toml
 
     def still_fails(candidate: Draw) -> bool:
         nonlocal outcome
@@ -230,7 +231,7 @@ def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Dr
     if draw["masked labels"]:
         lines.append("# the labels at the start of each row are masked, see with_masked_labels in prover/training.py")
     lines.append(f"# torchrun --nproc_per_node={ranks_of(draw)} -m torchtitan_npu.train --job.config_file {path}")
-    text = "\n".join(lines) + "\n\n" + to_toml(prover.table(draw, outcome.seed))
+    text = "\n".join(lines) + "\n\n" + tomli_w.dumps(prover.table(draw, outcome.seed))
     path.write_text(text)
     say(prover, f"  written to {path}:\n\n{text}")
 
