@@ -74,7 +74,7 @@ for command in [*([name, "--help"] for name in COMMANDS), ["completion"]]:
 def completed(script: str, *words: str) -> list[str]:
     """Return the completions that bash finds for the last of ``words``."""
     line = f"{script}\nCOMP_WORDS=(torchtitan-npu {' '.join(map(repr, words))}); COMP_CWORD={len(words)}\n"
-    command = ["bash", "-c", line + '_torchtitan_npu; echo "${COMPREPLY[@]}"']
+    command = ["bash", "-c", line + '_shtab_torchtitan_npu; echo "${COMPREPLY[@]}"']
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
@@ -82,14 +82,34 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 0
     script = capsys.readouterr().out
     assert completed(script, "pl") == ["plan"]
-    assert completed(script, "") == [*COMMANDS, "--help"]
+    assert completed(script, "") == list(COMMANDS)
     assert completed(script, "plan", "--se") == ["--search"]
     assert completed(script, "plan", "--backend", "") == ["npu", "cuda", "cpu"]
     assert completed(script, "list", "c") == ["configs", "converters"]
     assert completed(script, "convert", "from-hf", "--mod") == ["--model"]
     assert completed(script, "compare", "ru") == ["run"]
+    assert completed(script, "compare", "--assert") == ["--assert-equal"]
     assert completed(script, "compare", "run", "--candidate") == ["--candidate-converters"]
-    assert completed(script, "plan", "--config", "x") == []  # bash completes file names then
+    assert completed(script, "plan", "--config", "pyproj") == ["pyproject.toml"]
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("#compdef torchtitan-npu")
+
+
+@pytest.mark.parametrize(("module", "extra"), [("shtab", "completion"), ("no_such_module", None)])
+def test_a_missing_dependency_of_one_command_names_its_extra(
+    module: str, extra: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(argv: list[str]) -> int:
+        raise ModuleNotFoundError(name=f"{module}.part")
+
+    monkeypatch.setattr("torchtitan_npu.cli.completion.main", fails)
+    if extra is None:
+        with pytest.raises(ModuleNotFoundError):
+            main(["completion"])
+    else:
+        assert main(["completion"]) == 2
+        advice = f"pip install 'torchtitan-npu[{extra}]'"
+        assert capsys.readouterr().err == f"torchtitan-npu completion: {module} is not installed: {advice}\n"
 
 
 def test_an_interrupted_command_is_one_line(
@@ -98,7 +118,7 @@ def test_an_interrupted_command_is_one_line(
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchtitan_npu.cli.list.command.main", interrupted)
+    monkeypatch.setattr("torchtitan_npu.cli.list.main", interrupted)
     assert main(["list", "configs"]) == 130
     assert capsys.readouterr().err == "torchtitan-npu list: interrupted\n"
 

@@ -173,7 +173,7 @@ def converter_draws(subjects: list[Subject], names: list[str]) -> Iterator[Draw]
 
     Without names, for each that has a target, and for all of them together.
     """
-    from torchtitan_npu.preflight.check_helpers import check_known
+    from torchtitan_npu.config.allowed import check_known
     from torchtitan_npu.prover.draws import on_one_rank
 
     for name in names:
