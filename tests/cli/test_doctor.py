@@ -22,7 +22,7 @@ from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_
 from torchtitan_npu.cli.doctor.findings import Finding
 from torchtitan_npu.cli.doctor.imports import check_imports, error_in
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED
-from torchtitan_npu.components.swap_optimizer import host_memory
+from torchtitan_npu.components import available_memory
 from torchtitan_npu.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,9 +210,9 @@ def test_host_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: py
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "membership").write_text("0::/\n")
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
-    monkeypatch.setattr(host_memory, "GROUPS", tmp_path)
-    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(available_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(available_memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(available_memory, "MEMINFO", tmp_path / "meminfo")
     line = host.memory()
     assert line.status == "yellow"
     assert line.what == "2 of 8 GiB free, the limit of the control group; the machine has 64 GiB"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_npu.cli.doctor.findings import Finding, green, yellow
-from torchtitan_npu.components.swap_optimizer import host_memory
+from torchtitan_npu.components import available_memory
 
 GIB = 1 << 30
 SHARED_MEMORY = GIB
@@ -42,7 +42,7 @@ def cores(ranks: int) -> Finding:
 
 def memory() -> Finding:
     """Check host memory, which the swap optimizer and checkpoints need."""
-    free, total, installed = host_memory.available(), host_memory.total(), host_memory.installed()
+    free, total, installed = available_memory.available(), available_memory.total(), available_memory.installed()
     what = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
     if total < installed:
         what += f", the limit of the control group; the machine has {installed / GIB:.0f} GiB"
