@@ -20,8 +20,8 @@ from torchtitan_npu.cli.doctor import command, host, versions
 from torchtitan_npu.cli.doctor.devices import memory_of
 from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding
-from torchtitan_npu.cli.doctor.imports import check_imports, error_in
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED
+from torchtitan_npu.cli.doctor.versions import check_imports, error_in
 from torchtitan_npu.components import available_memory
 from torchtitan_npu.ops import OPS
 

@@ -22,10 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests._helpers.nodes import free_port
 from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
 from torchtitan_npu.cli.launch import environment_profile as profile
-from torchtitan_npu.cli.launch.deferred_errors import DeferErrors
 from torchtitan_npu.cli.launch.failure_report import (
     KILLED_AFTER,
     REPORT_TIMEOUT,
+    DeferErrors,
     Failure,
     describe,
     failures_of,

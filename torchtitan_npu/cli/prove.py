@@ -120,11 +120,10 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:
     from torchtitan_npu.config.allowed import check_known
     from torchtitan_npu.prover import ranks
-    from torchtitan_npu.prover.coverage import count_by_status, summary
     from torchtitan_npu.prover.draws import Draws, describe, ranks_of
     from torchtitan_npu.prover.job import own_subject, tiny_subjects
     from torchtitan_npu.prover.proof import Prover
-    from torchtitan_npu.prover.results import Results, identity
+    from torchtitan_npu.prover.results import Results, count_by_status, identity, summary
     from torchtitan_npu.prover.tiny_models import TINY
 
     if args.table:
