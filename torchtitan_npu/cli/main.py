@@ -28,7 +28,6 @@ COMMANDS = {
 
 
 EXTRAS = {
-    "jinja2": "report",
     "lm_eval": "eval",
     "matplotlib": "report",
     "shtab": "completion",
