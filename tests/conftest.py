@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,7 +15,6 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and TorchTitan imports it
 
-from tests._helpers.browsers import BROWSERS
 from torchtitan_npu import platform
 
 # the same examples in every run: what passed once passes in a fresh clone
@@ -40,10 +38,8 @@ def _logs_go_where_they_went() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked device or browser on a machine without one."""
-    absent = ["device"] if platform.backend() == "cpu" else []
-    absent += [] if any(map(shutil.which, BROWSERS)) else ["browser"]
-    needing = [item for item in items if any(map(item.get_closest_marker, absent))]
+    """Leave out the tests marked device on a machine without one."""
+    needing = [item for item in items if item.get_closest_marker("device") and platform.backend() == "cpu"]
     items[:] = [item for item in items if item not in needing]
     config.hook.pytest_deselected(items=needing)
 

@@ -12,13 +12,15 @@ from itertools import islice
 from types import TracebackType
 from typing import TextIO, TypeVar
 
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
 T = TypeVar("T")
 
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines of a log."""
-REDRAW_INTERVAL_S = 0.1
-"""Seconds between two pictures of the spinner."""
-SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class Progress:
@@ -31,20 +33,21 @@ class Progress:
     Args:
         text: what is done, as ``plan: checking the job``. :meth:`update` replaces it, from any thread
         stream: standard error by default
-        interval_s: seconds between two lines, or two pictures of the spinner
+        interval_s: seconds between two lines of a log
     """
 
     def __init__(self, text: str, stream: TextIO | None = None, interval_s: float | None = None) -> None:
         self.text = text
         self.fraction = 0.0
         self.stream = stream or sys.stderr
-        self.is_terminal = self.stream.isatty()
-        self.interval_s = interval_s or (REDRAW_INTERVAL_S if self.is_terminal else LINE_INTERVAL_S)
+        self.interval_s = interval_s or LINE_INTERVAL_S
         self.start = time.monotonic()
-        self._drawn = 0
+        self._shown = os.environ.get("RANK", "0") == "0"
+        self._live: Live | None = None
+        self._spinner = Spinner("dots")
         self._writing = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+        self._thread = threading.Thread(target=self._write_lines, name="progress", daemon=True)
 
     def update(self, text: str, fraction: float = 0.0) -> None:
         """Replace the text. With the ``fraction`` of the work that is done, the time left is shown."""
@@ -60,11 +63,18 @@ class Progress:
     def hidden(self) -> Iterator[None]:
         """Remove the line while the caller prints. The clock runs on."""
         with self._writing:
-            self._erase()
-            yield
+            if self._live:
+                self._live.stop()
+            try:
+                yield
+            finally:
+                if self._live:
+                    self._show_live()
 
     def __enter__(self) -> Progress:
-        if os.environ.get("RANK", "0") == "0":
+        if self._shown and self.stream.isatty():
+            self._show_live()
+        elif self._shown:
             self._thread.start()
         return self
 
@@ -72,31 +82,32 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
+        if self._live:
+            self._live.stop()
         if self._thread.is_alive():
             self._thread.join()
-        self._erase()
 
-    def _show(self) -> None:
+    def _show_live(self) -> None:
+        """Start a new display: rich would erase what was printed since an old one stopped."""
+        self._live = Live(
+            console=Console(file=self.stream),
+            get_renderable=self._render,
+            refresh_per_second=10,
+            transient=True,  # removed at the end
+            redirect_stdout=False,  # the block's output may be of child processes
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def _render(self) -> Text:
+        frame = self._spinner.render(time.monotonic())
+        return Text.assemble(frame, f" {self.line()}", no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+
+    def _write_lines(self) -> None:
         while not self._ended.wait(self.interval_s):
             with self._writing:
-                self._draw()
-
-    def _draw(self) -> None:
-        line = self.line()
-        if self.is_terminal:
-            columns = os.get_terminal_size(self.stream.fileno()).columns or 80
-            self._write(f"\r\x1b[K{SPINNER[self._drawn % len(SPINNER)]} {line[: columns - 3]}")
-        else:
-            self._write(line + "\n")
-        self._drawn += 1
-
-    def _erase(self) -> None:
-        if self._drawn and self.is_terminal:
-            self._write("\r\x1b[K")
-
-    def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
+                self.stream.write(self.line() + "\n")
+                self.stream.flush()
 
 
 def waiting_for(items: Iterable[T], text: str, total: int) -> Iterator[T]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests._helpers import multirank
-from torchtitan_npu.cli.prove.command import main
+from torchtitan_npu.cli.prove import main
 from torchtitan_npu.prover.ranks import RankError, RankTimeout
 
 

@@ -14,20 +14,30 @@ from hypothesis import strategies as st
 from torchtitan_npu.cli.compare.command import main
 from torchtitan_npu.cli.compare.comparison import (
     DIVERGED,
+    FIRST_STEP,
     IDENTICAL,
     IDENTICAL_PRINTED,
+    LATE_DRIFT,
+    NAN,
+    OTHER,
+    SPIKE,
     UNPROVEN,
     WITHIN,
     Comparison,
+    Tolerance,
     compare,
 )
-from torchtitan_npu.cli.compare.console_log import printed_point
-from torchtitan_npu.cli.compare.curves import Curve, InputError, Point, build_curve, name_steps
-from torchtitan_npu.cli.compare.diagnosis import FIRST_STEP, LATE_DRIFT, NAN, OTHER, SPIKE
-from torchtitan_npu.cli.compare.metrics import Tolerance
 from torchtitan_npu.cli.compare.plot import DPI, WIDTH
 from torchtitan_npu.cli.compare.report import REPORT_FILES, summary_lines, write_report
-from torchtitan_npu.cli.compare.sources import read_curve
+from torchtitan_npu.cli.compare.sources import (
+    Curve,
+    InputError,
+    Point,
+    build_curve,
+    name_steps,
+    printed_point,
+    read_curve,
+)
 
 # No deadline: the machine may be busy.
 untimed = settings(deadline=None, max_examples=50)
@@ -107,12 +117,6 @@ def test_one_bit_is_within_tolerance_but_not_equal() -> None:
     assert not compare(curve([0.0]), curve([-0.0]), Tolerance(assert_equal=True)).passed
 
 
-def test_the_gradient_norm_alone_can_diverge() -> None:
-    result = compare(curve([8.0, 7.0], [1.0, 1.0]), curve([8.0, 7.0], [1.0, 1.1]), Tolerance())
-    assert (result.verdict, result.first_diverging_step) == (DIVERGED, 2)
-    assert result.headline == "first diverging step 2 (grad_norm)"
-
-
 def test_a_missing_gradient_norm_is_reported() -> None:
     with pytest.raises(InputError, match=r"the candidate \(curve\) has no grad_norm; --allow-partial"):
         compare(curve([8.0], [1.0]), curve([8.0]), Tolerance())
@@ -147,12 +151,6 @@ def test_a_value_equals_itself_however_many_digits_are_printed(value: float, dig
     assert compare(log, other, Tolerance(0.0, 0.0)).verdict == IDENTICAL_PRINTED
 
 
-def test_exactly_half_a_unit_counts_as_equal() -> None:
-    # In binary 0.125 - 0.12 is slightly above 0.005, because of the parser's rounding.
-    assert 0.125 - 0.12 > 0.5 * 10.0**-2
-    assert compare(curve([0.125]), printed_curve(["0.12"]), Tolerance(0.0, 0.0)).verdict == IDENTICAL_PRINTED
-
-
 def test_printed_digits_cannot_prove_equality() -> None:
     log = printed_curve(["8.12345"])
     result = compare(log, log, Tolerance(assert_equal=True))
@@ -177,17 +175,6 @@ def test_different_steps_are_named() -> None:
 def test_no_common_step_is_an_error_even_with_allow_partial() -> None:
     with pytest.raises(InputError, match="no common step"):
         compare(curve([8.0]), curve([8.0], first=2), Tolerance(), allow_partial=True)
-
-
-def test_gaps_on_both_sides_are_accepted() -> None:
-    sparse = build_curve("sparse", "test", [(step, "loss", Point(1.0 / step)) for step in (1, 10, 20)])
-    assert compare(sparse, sparse, Tolerance()).verdict == IDENTICAL
-
-
-def test_a_step_missing_only_in_the_gradient_norm_is_named() -> None:
-    partial = curve([8.0, 7.0], [1.0])
-    with pytest.raises(InputError, match="grad_norm: steps 2 only in the baseline"):
-        compare(curve([8.0, 7.0], [1.0, 1.0]), partial, Tolerance())
 
 
 @untimed
@@ -238,14 +225,6 @@ def test_a_jump_that_stays_is_a_late_drift_and_a_constant_difference_is_not() ->
     assert pattern_names(off_by([1e-6] + [5e-3] * 19)) == [(OTHER, "loss")]
 
 
-def test_a_difference_at_the_first_step_is_not_a_late_drift() -> None:
-    assert pattern_names(off_by([2e-3 * step for step in range(1, 21)])) == [(OTHER, "loss")]
-
-
-def test_a_drift_within_tolerance_is_not_reported() -> None:
-    assert off_by([1e-6 * step for step in range(40)]).patterns == []
-
-
 def test_spikes() -> None:
     quiet = [1e-6] * 20
     single, double = list(quiet), list(quiet)
@@ -270,12 +249,6 @@ def test_a_drift_that_changes_sign_has_no_spikes() -> None:
     result = off_by([1e-4 * step * math.sin(2.4 * step) for step in range(60)])
     assert result.metrics[0].within[30:].any()
     assert pattern_names(result) == [(LATE_DRIFT, "loss")]
-
-
-def test_a_spike_before_a_nan_is_found() -> None:
-    base = [4.0] * 20
-    other = [4.0] * 5 + [4.4] + [4.0] * 6 + [NAN_VALUE] * 8
-    assert pattern_names(compare(curve(base), curve(other), Tolerance())) == [(NAN, "loss"), (SPIKE, "loss")]
 
 
 def test_every_pattern_has_a_meaning_and_a_check() -> None:

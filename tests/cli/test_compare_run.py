@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_npu.cli.compare.command import main
-from torchtitan_npu.cli.compare.curves import InputError
+from torchtitan_npu.cli.compare.sources import InputError
 from torchtitan_npu.cli.compare.train_runs import (
     MARKER,
     Runs,
@@ -18,7 +18,7 @@ from torchtitan_npu.cli.compare.train_runs import (
     train_all,
     train_command,
 )
-from torchtitan_npu.cli.demo.command import main as demo
+from torchtitan_npu.cli.demo import main as demo
 from torchtitan_npu.config.shipped_files import train_configs
 
 CONFIG = train_configs() / "llama3_debugmodel.toml"

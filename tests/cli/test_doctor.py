@@ -20,9 +20,9 @@ from torchtitan_npu.cli.doctor import command, host, versions
 from torchtitan_npu.cli.doctor.devices import memory_of
 from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding
-from torchtitan_npu.cli.doctor.imports import check_imports, error_in
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED
-from torchtitan_npu.components.swap_optimizer import host_memory
+from torchtitan_npu.cli.doctor.versions import check_imports, error_in
+from torchtitan_npu.components import available_memory
 from torchtitan_npu.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ Lines = dict[str, dict[str, str]]
 
 def doctor(*options: str, environment: dict[str, str] | None = None, before: str = "") -> tuple[int, Lines]:
     """Run the doctor after the shell command ``before``. Return the exit code and the lines by check."""
-    command = f"{before} exec {sys.executable} tools/doctor.py --json {' '.join(options)}"
+    command = f"{before} exec {sys.executable} -m torchtitan_npu.cli.main doctor --json {' '.join(options)}"
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
@@ -210,9 +210,9 @@ def test_host_memory_is_limited_by_the_container(tmp_path: Path, monkeypatch: py
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "membership").write_text("0::/\n")
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
-    monkeypatch.setattr(host_memory, "GROUPS", tmp_path)
-    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(available_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(available_memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(available_memory, "MEMINFO", tmp_path / "meminfo")
     line = host.memory()
     assert line.status == "yellow"
     assert line.what == "2 of 8 GiB free, the limit of the control group; the machine has 64 GiB"
@@ -228,7 +228,7 @@ def test_ranks_that_cannot_connect() -> None:
 
 
 def test_an_unknown_check_is_a_usage_error() -> None:
-    command = [sys.executable, "tools/doctor.py", "--only", "host,weather"]
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "doctor", "--only", "host,weather"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2 and "weather is none of versions, devices, host" in result.stderr
 

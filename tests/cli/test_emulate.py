@@ -58,7 +58,7 @@ def test_a_signal_reaches_the_child() -> None:
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     run = (
-        "import os, sys; from torchtitan_npu.cli.emulate.command import run; "
+        "import os, sys; from torchtitan_npu.cli.emulate import run; "
         f"sys.exit(run([sys.executable, '-c', {program!r}], dict(os.environ)))"
     )
     process = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True)
@@ -140,6 +140,6 @@ def test_sizes() -> None:
 
 
 def test_the_command_does_not_import_torch() -> None:
-    text = "import sys, torchtitan_npu.cli.emulate.command; sys.exit('torch' in sys.modules)"
+    text = "import sys, torchtitan_npu.cli.emulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text]).returncode == 0
     assert Machine().variables()["NPU_EMULATOR_DEVICES"] == "8"

@@ -22,10 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests._helpers.nodes import free_port
 from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
 from torchtitan_npu.cli.launch import environment_profile as profile
-from torchtitan_npu.cli.launch.deferred_errors import DeferErrors
 from torchtitan_npu.cli.launch.failure_report import (
     KILLED_AFTER,
     REPORT_TIMEOUT,
+    DeferErrors,
     Failure,
     describe,
     failures_of,
@@ -41,8 +41,17 @@ JOB = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.ste
 
 def launch_command(folder: Path, environment: dict[str, str], *job: str) -> tuple[list[str], dict[str, Any]]:
     config = f"--job.config_file={ROOT / 'train_configs/llama3_debugmodel.toml'}"
-    command = ["bash", "tools/launch.sh", config, *JOB, f"--job.dump_folder={folder / 'job'}", *job]
-    set_here = {"LOGS": str(folder / "logs"), "PYTHON": sys.executable}
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_npu.cli.main",
+        "launch",
+        config,
+        *JOB,
+        f"--job.dump_folder={folder / 'job'}",
+        *job,
+    ]
+    set_here = {"LOGS": str(folder / "logs")}
     return command, {"cwd": ROOT, "env": os.environ | set_here | environment, "text": True}
 
 

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tests._helpers.nodes import free_port
 from torchtitan_npu.cli.doctor.command import CHECKS
-from torchtitan_npu.cli.launch.launch_options import LaunchOptions, read_options
+from torchtitan_npu.cli.launch.command import LaunchOptions, read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/launch.md").read_text()

@@ -44,7 +44,7 @@ case $1 in
     *) export NODE_RANK=$(($1 - 1)) ;;
 esac
 shift
-bash tools/launch.sh "$@" > "$OUT/console$NODE_RANK" 2>&1 && code=0 || code=$?
+"$PYTHON" -m torchtitan_npu.cli.main launch "$@" > "$OUT/console$NODE_RANK" 2>&1 && code=0 || code=$?
 echo $code > "$OUT/code$NODE_RANK"
 """
 """Run on each node, with its console output in a file."""

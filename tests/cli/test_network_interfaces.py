@@ -7,7 +7,7 @@ import os
 import pytest
 
 from torchtitan_npu.cli import network_interfaces
-from torchtitan_npu.cli.doctor.network import check_interfaces
+from torchtitan_npu.cli.doctor.host import check_interfaces
 from torchtitan_npu.cli.launch import command
 from torchtitan_npu.cli.network_interfaces import addresses, hccl_choice, interface_towards
 

@@ -82,8 +82,8 @@ def texts_of(path: Path) -> Iterator[str]:
 
 def test_texts_have_one_form() -> None:
     """The command, then what it is doing: ``plan: checking the job``."""
-    package = Path(progress.__file__).parents[1]
-    files = [*package.glob("planner/*.py"), *package.glob("cli/*/*.py")]
+    package = Path(progress.__file__).parent
+    files = [*package.glob("planner/*.py"), *package.glob("cli/**/*.py")]
     texts = [text for file in files for text in texts_of(file)]
     form = re.compile(rf"({'|'.join(COMMANDS)}): (\w+ing\b.*)?")
     assert len(texts) > 20 and [text for text in texts if not form.fullmatch(text)] == []
@@ -99,16 +99,20 @@ def test_only_rank_0_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_terminal_shows_one_line_and_removes_it() -> None:
     ours, theirs = pty.openpty()
-    with open(theirs, "w") as terminal:
-        with Progress("work" * 100, terminal, interval_s=0.001):
-            written = os.read(ours, 1000)
-        while not written.endswith(b"\r\x1b[K"):
-            written += os.read(ours, 1000)
+    with open(theirs, "w") as terminal, Progress("work" * 100, terminal) as shown:
+        time.sleep(0.2)
+        with shown.hidden():
+            terminal.write("printed\n")
+            terminal.flush()
+        time.sleep(0.2)
+    written = os.read(ours, 10_000).decode()
     os.close(ours)
-    shown = written.decode()
-    pictures = shown.split("\r\x1b[K")
-    assert pictures[1].startswith(progress.SPINNER[0] + " work")
-    assert max(map(len, pictures)) < 80 and "\n" not in shown
+    before, after = written.split("printed\r\n")
+    for part in (before, after):
+        lines = re.sub(r"\x1b\[[?\d]*[A-Za-z]|\r", "\n", part).split("\n")
+        assert any(line[1:6] == " work" for line in lines) and max(map(len, lines)) <= 80
+    assert "\x1b[1A" not in after.split(" work")[0]  # what was printed stays
+    assert before.endswith("\x1b[2K") and after.endswith("\x1b[2K")
 
 
 def test_an_error_ends_it() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.cli.demo.command import CONVERTERS
+from torchtitan_npu.cli.demo import CONVERTERS
 from torchtitan_npu.config import parser, shipped_files
 
 ROOT = Path(__file__).resolve().parents[2]

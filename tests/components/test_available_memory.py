@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan_npu.components.swap_optimizer.host_memory import _groups, available, installed, total
+from torchtitan_npu.components.available_memory import _groups, available, installed, total
 
 
 def test_available_memory_is_within_the_total() -> None:

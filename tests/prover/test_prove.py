@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import tomli
+import tomli_w
 
 from tests._helpers import prove_draws
 from tests._helpers.prove_draws import run_on_ranks
 from torchtitan_npu.cli.main import main
 from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, applicable
-from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects, to_toml
+from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects
 from torchtitan_npu.prover.proof import Outcome, Prover
 from torchtitan_npu.prover.ranks import RankTimeout
 from torchtitan_npu.prover.results import Results, identity
@@ -38,6 +39,14 @@ def test_draws_are_equal_or_refused(draws: int, capsys: pytest.CaptureFixture[st
     *table, empty, caption = capsys.readouterr().out.splitlines()
     assert table == repeated[1:] and not empty
     assert caption.startswith("Draws of llama3 qwen3_moe with seed 1, up to 2 ranks, torch 2.")
+
+
+def test_each_converter_is_compared_with_the_eager_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove_draws.prove(["--models", "llama3", "--converters", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.partition(" converters ")[2].split(",")[0] for line in lines if ": equal (" in line]
+    assert names == ["npu_attention", "npu_rms_norm", "npu_rope", "all"]
+    assert lines[-1] == f"{len(names)} draws: {len(names)} equal, 0 refused, 0 unstable, 0 differs, 0 fails, 0 timeout"
 
 
 @pytest.mark.slow
@@ -138,7 +147,7 @@ def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
     subject = own_subject("train_configs/deepseek_v3_debugmodel.toml", None)
     simplest = {part: values[0] for part, values in VALUES.items()}
     draw = applicable({"model": "deepseek_v3", **simplest, "cp": 2, "balancer": "", "ep": 2}, subject.model)
-    text = to_toml(Prover([subject], tmp_path).table(draw))
+    text = tomli_w.dumps(Prover([subject], tmp_path).table(draw))
     assert tomli.loads(text)["optimizer"] == {"name": "AdamW", "lr": 0.1, "eps": 1.0}
     (tmp_path / "job.toml").write_text(text)
     config = parse(str(tmp_path / "job.toml"))
@@ -155,6 +164,8 @@ def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
         (["--config", "train_configs/llama3_8b.toml", "--flavor", "debug"], "model.flavor 'debug'"),
         (["--models", "lama3"], "did you mean 'llama3'?"),
         (["--flavor", "debugmodel"], "--flavor needs --config"),
+        (["--models", "llama3", "--converters", "npu_rop"], "did you mean 'npu_rope'?"),
+        (["--converters", "--only", "1"], "--only is for random draws"),
         (["--draws", "0"], "--draws must be at least 1"),
     ],
     ids=str,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from torchtitan_npu.prover.rounding import RandomRounding
+from torchtitan_npu.prover.training import RandomRounding
 
 U = torch.finfo(torch.float32).eps / 2
 

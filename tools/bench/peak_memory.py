@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CONFIGS, ONE_RANK, ROOT, machine, need_gpu, rank_environment, trainer_of, write
+from harness import CONFIGS, ONE_RANK, machine, need_gpu, rank_environment, trainer_of, write
 from torch import Tensor
 
 GIB = 1 << 30
@@ -139,7 +139,7 @@ def predict(config_file: str, options: list[str]) -> dict[str, Any]:
     """Return the planner's report of the rank."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, str(ROOT / "tools" / "rehearse.py"), "--config", config_file, "--home", "cuda"]
+        command = [sys.executable, "-m", "torchtitan_npu.cli.main", "plan", "--config", config_file, "--home", "cuda"]
         command += ["--world-size", "1", "--device-memory", "1000GiB", "--json", str(out), *options]
         subprocess.run(command, check=True, env=rank_environment())
         return json.loads(out.read_text())["ranks"][0]

@@ -6,6 +6,7 @@ import importlib
 import os
 import select
 import sys
+from types import ModuleType
 
 from torchtitan_npu.cli.arguments import EXIT_INTERRUPTED, EXIT_OUTPUT_CLOSED
 
@@ -21,10 +22,25 @@ COMMANDS = {
     "convert": "convert a checkpoint between Hugging Face and DCP",
     "generate": "continue prompts with the model of a checkpoint",
     "evaluate": "measure the perplexity of a checkpoint, and tasks of lm-evaluation-harness",
-    "parity": "measure the difference of converters and layouts from the eager baseline",
-    "prove": "compare random layouts and options of a job with one rank",
+    "prove": "compare layouts, options and converters of a job with one eager rank",
     "completion": "print a script that completes commands and options in a shell",
 }
+
+
+EXTRAS = {
+    "lm_eval": "eval",
+    "matplotlib": "report",
+    "shtab": "completion",
+    "tensorboard": "report",
+    "tomli_w": "prove",
+}
+"""The extra of pyproject.toml that installs a module which only some commands import."""
+
+
+def command_module(name: str) -> ModuleType:
+    """Return the module of a command: ``cli/NAME.py``, or ``cli/NAME/command.py`` if the command has several files."""
+    module = importlib.import_module(f"torchtitan_npu.cli.{name}")
+    return importlib.import_module(f"{module.__name__}.command") if hasattr(module, "__path__") else module
 
 
 def usage() -> str:
@@ -57,9 +73,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         # Imported only now: the doctor must run where torch does not load.
-        code = importlib.import_module(f"torchtitan_npu.cli.{name}.command").main(rest)
+        code = command_module(name).main(rest)
         sys.stdout.flush()
         return code
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        advice = f"pip install 'torchtitan-npu[{EXTRAS[missing]}]'"
+        print(f"torchtitan-npu {name}: {missing} is not installed: {advice}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"torchtitan-npu {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

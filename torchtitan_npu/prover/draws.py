@@ -143,6 +143,13 @@ def fits(draw: Draw, model: Model) -> bool:
     return draw["pp"] == 1 or (local % draw["microbatch"] == 0 and local // draw["microbatch"] >= draw["pp"])
 
 
+def on_one_rank(model: Model, converters: str) -> Draw:
+    """Return the simplest draw of ``model`` with these converters, ``"all"`` or a name, on the longest sequences."""
+    simplest = {part: values[0] for part, values in VALUES.items()}
+    sizes = {"length": VALUES["length"][-1], "converters": converters, "subset": 0}
+    return applicable({"model": model.name, **simplest, **sizes}, model)
+
+
 def ranks_of(draw: Draw) -> int:
     return math.prod(draw[name] for name in SPLITTING)
 
@@ -182,7 +189,8 @@ def simpler(draw: Draw, model: Model) -> Iterator[Draw]:
     for part, values in VALUES.items():
         if draw[part] is None:
             continue
-        for value in values[: values.index(draw[part])]:
+        known = draw[part] in values  # the name of one converter is not
+        for value in values[: values.index(draw[part])] if known else values[:1]:
             one = applicable({**draw, part: value}, model)
             if fits(one, model):
                 yield one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
+import tomli_w
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -120,10 +120,11 @@ class Subject:
 
     def _converters(self, draw: Draw, needed: list[str]) -> list[str]:
         """Return the converters of ``draw``. ``"some"`` are a subset in random order, which its number selects."""
-        if draw["converters"] == "none":
+        drawn = draw["converters"]
+        if drawn == "none":
             return needed
-        some = self.converters
-        if draw["converters"] == "some":
+        some = [drawn] if drawn in self.converters else self.converters
+        if drawn == "some":
             chance = random.Random(draw["subset"])
             some = chance.sample(some, chance.randint(1, max(1, len(some) - 1)))
         return some + [name for name in needed if name not in some]
@@ -177,7 +178,7 @@ def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) ->
 def config_of(table: Mapping[str, Any]) -> JobConfig:
     """Return the job that the entry would read from a TOML file with ``table``."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(to_toml(table))
+        file.write(tomli_w.dumps(table))
         file.flush()
         return parse(file.name)
 
@@ -205,14 +206,6 @@ def with_settings(table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
             place = place.setdefault(section, {})
         place[name] = value
     return changed
-
-
-def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """Write a table of sections. JSON and TOML write strings, numbers and lists in the same way."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
-    text = f"[{prefix}]\n" + "\n".join(lines) + "\n\n" if lines else ""
-    sections: Iterable[tuple[str, Any]] = ((k, v) for k, v in table.items() if isinstance(v, Mapping))
-    return text + "".join(to_toml(keys, f"{prefix}.{name}" if prefix else name) for name, keys in sections)
 
 
 def parse(path: str) -> JobConfig:

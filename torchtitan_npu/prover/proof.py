@@ -12,12 +12,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import tomli_w
 import torch
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.prover.draws import Draw, ranks_of
-from torchtitan_npu.prover.job import Subject, parse, to_toml, with_settings
+from torchtitan_npu.prover.job import Subject, parse, with_settings
 from torchtitan_npu.prover.ranks import RankError, RankTimeout, run_on_ranks
 from torchtitan_npu.prover.training import Run, train, train_reference
 
@@ -146,7 +147,7 @@ class Prover:
     def _prove(self, draw: Draw, seed: int) -> Outcome:
         try:
             with self.lock:  # the parser and the checks are not for threads
-                path = self._write_checked(to_toml(self.table(draw, seed)), ranks_of(draw))
+                path = self._write_checked(tomli_w.dumps(self.table(draw, seed)), ranks_of(draw))
                 reference = self.reference(draw, seed)
         except UsageError as error:
             return Outcome("refused", str(error))
@@ -172,7 +173,7 @@ class Prover:
         """Return the reference of ``draw``, which may not have run yet."""
         subject = self.subjects[draw["model"]]
         masked = draw["masked labels"]
-        job = to_toml(with_settings(subject.table, subject.reference(draw, seed)))
+        job = tomli_w.dumps(with_settings(subject.table, subject.reference(draw, seed)))
         key = f"{masked}\n{job}"
         if key not in self.references:
             path = self._write_checked(job, 1)

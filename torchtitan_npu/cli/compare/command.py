@@ -19,12 +19,9 @@ import sys
 from pathlib import Path
 
 from torchtitan_npu.cli.arguments import OneLineParser
-from torchtitan_npu.cli.compare.columns import parse_columns
-from torchtitan_npu.cli.compare.comparison import compare
-from torchtitan_npu.cli.compare.curves import InputError
-from torchtitan_npu.cli.compare.metrics import Tolerance
+from torchtitan_npu.cli.compare.comparison import Tolerance, compare
 from torchtitan_npu.cli.compare.report import summary_lines, write_report
-from torchtitan_npu.cli.compare.sources import read_curve
+from torchtitan_npu.cli.compare.sources import InputError, parse_columns, read_curve
 from torchtitan_npu.cli.compare.train_runs import Runs, TrainingError, train_all
 from torchtitan_npu.errors import one_line
 from torchtitan_npu.progress import Progress

@@ -13,13 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torchtitan_npu.cli.compare.report import REPORT_FILES
+from torchtitan_npu.cli.compare.sources import CONFIGURATION_FILE, LOSS, InputError, StepLineParser, is_placeholder
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.progress import Progress
-
-from .configuration import CONFIGURATION_FILE
-from .console_log import parse_step_line
-from .curves import LOSS, InputError, is_placeholder
-from .report import REPORT_FILES
 
 BASELINE = "baseline"
 # Marks run folders that this command created: --force removes no other folder.
@@ -153,6 +150,7 @@ def prepare_out(runs: Runs, force: bool) -> None:
 def _run(command: list[str], name: str, log: Path, progress: Progress, steps: int) -> None:
     """Run ``command`` to its end. Copy its output to ``log`` and its steps to the progress."""
     tail: deque[str] = deque(maxlen=2000)
+    parser = StepLineParser()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with (
         log.open("w", encoding="utf-8") as log_file,
@@ -166,8 +164,8 @@ def _run(command: list[str], name: str, log: Path, progress: Progress, steps: in
                 log_file.write(line)
                 log_file.flush()
                 tail.append(line)
-                step = parse_step_line(line)
-                if step is not None and not is_placeholder(step.metrics[LOSS].value):
+                step = parser.parse(line)
+                if step is not None and LOSS in step.metrics and not is_placeholder(step.metrics[LOSS].value):
                     text = f"step {step.step} of {steps}, loss {step.metrics[LOSS].value:.5f}"
                     progress.update(f"compare: training {name}, {text}", step.step / steps)
         except (KeyboardInterrupt, OSError):  # OSError: the log cannot be written

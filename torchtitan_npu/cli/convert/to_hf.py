@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
-from torchtitan_npu.cli.convert.fp8_blocks import CONFIG, with_fp8_weights
 from torchtitan_npu.cli.convert.model_pieces import (
     Model,
     Piece,
@@ -38,7 +39,7 @@ FILE_BYTES = 5 * 10**9
 class ToHuggingFace:
     """Check the conversion of the folder ``source``. :meth:`write` runs it, with parameters cast to ``dtype``.
 
-    With float8_e4m3fn, the weights are those of DeepSeek's release (:mod:`torchtitan_npu.cli.convert.fp8_blocks`).
+    With float8_e4m3fn, the weights are those of DeepSeek's release.
     ``assets`` is the folder with the tokenizer. ``config_problem`` says why the result has no config.json.
     """
 
@@ -177,3 +178,46 @@ class Files:
 
 def _nbytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+BLOCK = 128
+SCALE = "_scale_inv"
+QUANTIZED = re.compile(r"(_proj|_with_mqa|\.wq_b|\.wk)\.weight$")
+NOT_QUANTIZED = re.compile(r"(weights_proj|eh_proj)\.weight$")
+CONFIG = {
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+}
+"""The entry of config.json."""
+
+
+def with_fp8_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``weights``, by Hugging Face's names, with those in FP8 that the release has so, and other matrices in
+    bfloat16. Vectors stay as they are."""
+    written: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if QUANTIZED.search(name) and not NOT_QUANTIZED.search(name):
+            written[name], written[name + SCALE] = quantized(value)
+        else:
+            written[name] = value.to(torch.bfloat16) if value.ndim > 1 else value
+    return written
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the elements of ``weight`` (M, N) and the scales (ceil(M / 128), ceil(N / 128)).
+
+    A scale is the smallest power of two with which the largest element of its block is at most 448.
+    """
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (blocks, 128, blocks, 128)
+    mantissa, exponent = torch.frexp(blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max)
+    exponent = exponent - (mantissa == 0.5).int()
+    scales = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
+    elements = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return elements.to(torch.float8_e4m3fn).contiguous(), scales

@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING
 from torchtitan_npu.cli.arguments import OneLineParser
 from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
-from torchtitan_npu.cli.doctor.host import check_host
-from torchtitan_npu.cli.doctor.imports import check_imports
-from torchtitan_npu.cli.doctor.network import check_interfaces
-from torchtitan_npu.cli.doctor.versions import check_versions, version_of
+from torchtitan_npu.cli.doctor.host import check_host, check_interfaces
+from torchtitan_npu.cli.doctor.versions import check_imports, check_versions, version_of
 from torchtitan_npu.cli.network_interfaces import addresses
 from torchtitan_npu.progress import Progress
 

@@ -1,14 +1,15 @@
-"""Check the limits of the host: cores and NUMA, memory, pinned memory, shared memory, open files."""
+"""Check the limits of the host: cores and NUMA, memory, pinned memory, shared memory, open files, interfaces."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchtitan_npu.cli.doctor.findings import Finding, green, yellow
-from torchtitan_npu.components.swap_optimizer import host_memory
+from torchtitan_npu.cli.network_interfaces import SELECTORS, hccl_choice
+from torchtitan_npu.components import available_memory
 
 GIB = 1 << 30
 SHARED_MEMORY = GIB
@@ -42,7 +43,7 @@ def cores(ranks: int) -> Finding:
 
 def memory() -> Finding:
     """Check host memory, which the swap optimizer and checkpoints need."""
-    free, total, installed = host_memory.available(), host_memory.total(), host_memory.installed()
+    free, total, installed = available_memory.available(), available_memory.total(), available_memory.installed()
     what = f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
     if total < installed:
         what += f", the limit of the control group; the machine has {installed / GIB:.0f} GiB"
@@ -78,3 +79,18 @@ def open_files() -> Finding:
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
         return yellow("open files", f"at most {soft} per process", f"ulimit -n {OPEN_FILES} (the hard limit is {hard})")
     return green("open files", f"at most {soft} per process")
+
+
+def check_interfaces(found: Mapping[str, str], environment: Mapping[str, str]) -> Finding:
+    """Return a warning if HCCL has to choose among several of the interfaces ``found``, addresses by name."""
+    chosen = next((f"{name}={environment[name]}" for name in SELECTORS if name in environment), None)
+    listed = ", ".join(f"{name} ({address})" for name, address in sorted(found.items())) or "none"
+    if chosen is not None:
+        return green("network interfaces", f"{listed}; {chosen}")
+    if len(found) < 2:
+        return green("network interfaces", listed)
+    return yellow(
+        "network interfaces",
+        f"{listed}; HCCL takes {hccl_choice(found)}, the first by name",
+        "for several nodes set HCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; torchtitan-npu launch sets them itself",
+    )

@@ -11,8 +11,9 @@ from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
+from torchtitan_npu.components.available_memory import available
 from torchtitan_npu.components.swap_optimizer import host_memory
-from torchtitan_npu.components.swap_optimizer.host_memory import available, link_bandwidth
+from torchtitan_npu.components.swap_optimizer.host_memory import link_bandwidth
 from torchtitan_npu.components.swap_optimizer.slices import MIB, plan
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdam, SwapAdamW, host_regions
 

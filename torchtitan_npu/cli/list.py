@@ -67,7 +67,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu list", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=LISTS)
+    parser.add_argument("what", choices=tuple(LISTS))
     return parser
 
 

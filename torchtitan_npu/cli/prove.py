@@ -1,14 +1,19 @@
-"""Train a model on random layouts with random options, and compare losses and gradients with one rank.
+"""Train a model on random layouts with random options or converters, and compare losses and gradients with one rank.
 
     torchtitan-npu prove --config X.toml [--flavor debugmodel] [--draws 20] [--ranks 8] [--seed 0]
     torchtitan-npu prove [--models llama3 deepseek_v3 ...] --draws 300 [--json results.json] [--parallel 4]
+    torchtitan-npu prove ... --converters [npu_rms_norm ...]
     torchtitan-npu prove ... --only 17
     torchtitan-npu prove --json results.json --table
 
 A draw is a layout on up to --ranks gloo ranks, with activation checkpointing, converters, compilation, gradient
 accumulation, a pipeline schedule, documents, masked labels and sizes. Pairs of values that no earlier draw had come
-first. Each draw trains three steps in float32 on the CPU, also on a machine with GPUs or NPUs. The loss and every
-gradient of each step may differ from one rank as much as rounding explains, which runs with random rounding measure.
+first. With --converters there is instead a draw on one rank for each named converter, by default for each that applies
+to the model and for all of them together.
+
+Each draw trains three steps in float32 on the CPU, also on a machine with GPUs or NPUs. The loss and every gradient of
+each step may differ from the eager model on one rank as much as rounding explains, which runs with random rounding
+measure.
 
 Each draw has a status:
   equal     within the tolerance
@@ -43,6 +48,7 @@ from torchtitan_npu.progress import Progress, waiting_for
 
 if TYPE_CHECKING:
     from torchtitan_npu.prover.draws import Draw
+    from torchtitan_npu.prover.job import Subject
     from torchtitan_npu.prover.proof import Outcome, Prover, RunOnRanks
 
 PROG = "torchtitan-npu prove"
@@ -53,6 +59,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--config", help="the job's TOML file (default: this package's models)")
     parser.add_argument("--flavor", help="with --config: another flavor of the model, small enough for CPU ranks")
     parser.add_argument("--models", nargs="+", help="without --config: some of this package's models (default: all)")
+    parser.add_argument(
+        "--converters", nargs="*", metavar="NAME", help="compare each of these converters (default: all) on one rank"
+    )
     parser.add_argument("--draws", type=int, default=20, help="number of draws (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=8, choices=range(2, 9), help="most ranks (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another seed makes other draws (default %(default)s)")
@@ -79,6 +88,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1")
     if args.table and not args.json:
         parser.error("--table needs --json")
+    if args.converters is not None and args.only is not None:
+        parser.error("--only is for random draws, without --converters")
     if args.only is not None and args.only < 0:
         parser.error("--only must be at least 0")
     if args.config and args.models:
@@ -109,11 +120,10 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:
     from torchtitan_npu.config.allowed import check_known
     from torchtitan_npu.prover import ranks
-    from torchtitan_npu.prover.coverage import summary
     from torchtitan_npu.prover.draws import Draws, describe, ranks_of
     from torchtitan_npu.prover.job import own_subject, tiny_subjects
     from torchtitan_npu.prover.proof import Prover
-    from torchtitan_npu.prover.results import Results, identity
+    from torchtitan_npu.prover.results import Results, count_by_status, identity, summary
     from torchtitan_npu.prover.tiny_models import TINY
 
     if args.table:
@@ -124,9 +134,14 @@ def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None)
         check_known("--models", name, TINY)
     subjects = [own_subject(args.config, args.flavor)] if args.config else tiny_subjects(args.models or TINY)
     prover = Prover(subjects, folder, run_on_ranks or ranks.run_on_ranks)
-    results = Results(args.json, identity(args.config, args.flavor, args.models, args.ranks, args.seed))
-    count = args.draws if args.only is None else args.only + 1
-    draws = dict(enumerate(islice(Draws([subject.model for subject in subjects], args.ranks, args.seed), count)))
+    results = Results(
+        args.json, identity(args.config, args.flavor, args.models, args.ranks, args.seed, args.converters)
+    )
+    if args.converters is not None:
+        draws = dict(enumerate(converter_draws(subjects, args.converters)))
+    else:
+        count = args.draws if args.only is None else args.only + 1
+        draws = dict(enumerate(islice(Draws([subject.model for subject in subjects], args.ranks, args.seed), count)))
     if args.only is not None:
         draws = {args.only: draws[args.only]}
     for number, outcome in prove_all(args, prover, {n: draw for n, draw in draws.items() if n not in results.draws}):
@@ -140,7 +155,9 @@ def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None)
             report_fault(args, prover, number, draw, outcome)
         results.add(number, draw, outcome)
     selected = [results.draws[number] for number in draws if number in results.draws]
-    if args.only is None:
+    if args.converters is not None:
+        print(count_by_status(selected))
+    elif args.only is None:
         print(f"\n{summary(selected, args.ranks)}")
     if left := len(draws) - len(selected):
         print(f"{left} draws are left: repeat the command" + ("" if args.json else " with --json"))
@@ -148,6 +165,24 @@ def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None)
         print("torchtitan_npu: error: no draw was compared", file=sys.stderr)
         return 1
     return int(any(outcome.is_fault for _, outcome in selected))
+
+
+def converter_draws(subjects: list[Subject], names: list[str]) -> Iterator[Draw]:
+    """Yield a draw on one rank for each model and each of the converters ``names`` with a target in it.
+
+    Without names, for each that has a target, and for all of them together.
+    """
+    from torchtitan_npu.config.allowed import check_known
+    from torchtitan_npu.prover.draws import on_one_rank
+
+    for name in names:
+        check_known(
+            "--converters", name, list(dict.fromkeys(one for subject in subjects for one in subject.converters))
+        )
+    for subject in subjects:
+        selected = [name for name in subject.converters if not names or name in names]
+        for name in selected if names else [*selected, "all"]:
+            yield on_one_rank(subject.model, name)
 
 
 def prove_all(args: argparse.Namespace, prover: Prover, draws: Mapping[int, Draw]) -> Iterator[tuple[int, Outcome]]:
@@ -170,8 +205,9 @@ def prove_all(args: argparse.Namespace, prover: Prover, draws: Mapping[int, Draw
 
 def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Draw, outcome: Outcome) -> None:
     """Shrink a fault, and print and write its TOML file."""
+    import tomli_w
+
     from torchtitan_npu.prover.draws import ATTEMPTS, describe, ranks_of, shrink
-    from torchtitan_npu.prover.job import to_toml
 
     def still_fails(candidate: Draw) -> bool:
         nonlocal outcome
@@ -194,7 +230,7 @@ def report_fault(args: argparse.Namespace, prover: Prover, number: int, draw: Dr
     if draw["masked labels"]:
         lines.append("# the labels at the start of each row are masked, see with_masked_labels in prover/training.py")
     lines.append(f"# torchrun --nproc_per_node={ranks_of(draw)} -m torchtitan_npu.train --job.config_file {path}")
-    text = "\n".join(lines) + "\n\n" + to_toml(prover.table(draw, outcome.seed))
+    text = "\n".join(lines) + "\n\n" + tomli_w.dumps(prover.table(draw, outcome.seed))
     path.write_text(text)
     say(prover, f"  written to {path}:\n\n{text}")
 

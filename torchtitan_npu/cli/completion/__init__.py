@@ -1,1 +1,0 @@
-"""The command ``torchtitan-npu completion``: completion of commands and options in a shell."""

@@ -1,1 +1,0 @@
-"""``torchtitan-npu data``: show the rows that a job trains on."""

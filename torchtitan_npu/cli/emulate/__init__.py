@@ -1,1 +1,0 @@
-"""``torchtitan-npu emulate``: run a command on emulated NPUs."""

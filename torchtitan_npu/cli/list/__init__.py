@@ -1,1 +1,0 @@
-"""``torchtitan-npu list``: list the configs, models, converters and operators of this package."""

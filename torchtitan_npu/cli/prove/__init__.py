@@ -1,1 +1,0 @@
-"""``torchtitan-npu prove``: compare random layouts and options of a job with one rank."""
