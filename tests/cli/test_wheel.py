@@ -74,7 +74,7 @@ def run(environment: Path, folder: Path, *arguments: str) -> str:
 def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
     installed = unpacked / "torchtitan_npu"
     expected = {
-        ROOT / "torchtitan_npu": ("assets/**/*", "cli/doctor/*.toml"),
+        ROOT / "torchtitan_npu": ("assets/**/*", "cli/doctor/*.toml", "cli/compare/*.jinja"),
         ROOT: ("train_configs/**/*",),
     }
     files = [

@@ -1,1 +1,1 @@
-"""The command ``torchtitan-npu``, one folder per subcommand."""
+"""The command ``torchtitan-npu``: a module per subcommand, or a folder if it has several."""
