@@ -36,7 +36,6 @@ from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, Nonf
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.components.replay.install import start_session
 from torchtitan_npu.components.replay.replayer import Replayer
-from torchtitan_npu.components.triton_adamw.optimizer import clip_in_step
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.context_parallel import model_inputs, takes_attention_masks
@@ -48,7 +47,6 @@ from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.titan_internals.hooks import (
-    clip_grad_norm_with,
     train_step_with,
     train_with,
     with_checkpoint_manager,
@@ -86,7 +84,6 @@ class Trainer(TitanTrainer):
         if isinstance(self.replay, Replayer):
             self.metrics_processor.replay = self.replay
         self._run_step = train_step_with(self._clip_and_check)
-        self._clip = clip_grad_norm_with(self._clip_in_update) if job_config.optimizer.triton else clip_grad_norm_
 
     def init_distributed(self) -> ParallelDims:
         job = self.job_config
@@ -185,12 +182,9 @@ class Trainer(TitanTrainer):
 
     def _clip_and_check(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip the gradients. Raise :class:`NonfiniteStep`, on every rank, if they or the loss are not finite."""
-        norm = self._clip(*args, **kwargs)
+        norm = clip_grad_norm_(*args, **kwargs)
         self.checked_steps.check(norm)
         return norm
-
-    def _clip_in_update(self, parameters: Any, max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
-        clip_in_step(self.optimizers.optimizers, max_norm, norm)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"nonfinite_steps": self.checked_steps.skipped}

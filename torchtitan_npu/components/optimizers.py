@@ -1,4 +1,4 @@
-"""Optimizer builders of train specs, with the job's ``optimizer.swap`` and ``optimizer.triton``."""
+"""Optimizer builders of train specs, with the job's ``optimizer.swap``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Optimizer as OptimizerConfig
@@ -14,15 +13,13 @@ from torchtitan.protocols.train_spec import OptimizersBuilder
 from torchtitan.tools.logging import logger
 
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
-from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.titan_internals.hooks import with_optimizers_container
 from torchtitan_npu.titan_internals.rebind import refers_to
 
 
 @dataclass(frozen=True)
 class SwappableOptimizers:
-    """Build optimizers with their states in host memory (``optimizer.swap``), or those of ``optimizer.triton``.
+    """Build optimizers with their states in host memory (``optimizer.swap``).
 
     With ``dry_run`` the parameters are fake tensors: see :class:`SwapContainer`.
     """
@@ -34,30 +31,7 @@ class SwappableOptimizers:
         self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
     ) -> OptimizersContainer:
         build = with_swap_if_enabled(self.build_optimizers, model_parts, optimizer_config, self.dry_run)
-        if not getattr(optimizer_config, "triton", False):  # TorchTitan's own entry has a config without it
-            return build(model_parts, optimizer_config, *args, **kwargs)
-        container = with_optimizers_container(build, triton_container)(model_parts, optimizer_config, *args, **kwargs)
-        check_triton(container)
-        return container
-
-
-def triton_container(
-    model_parts: list[nn.Module], optimizer_cls: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]
-) -> OptimizersContainer:
-    """Return TorchTitan's container with :class:`TritonAdamW` in place of AdamW."""
-    return OptimizersContainer(
-        model_parts, TritonAdamW if optimizer_cls is torch.optim.AdamW else optimizer_cls, optimizer_kwargs
-    )
-
-
-def check_triton(container: OptimizersContainer) -> None:
-    """Raise if a model's own builder made another optimizer, which would not clip the gradients."""
-    for optimizer in container:
-        if not isinstance(optimizer, TritonAdamW):
-            raise UsageError(
-                f"optimizer.triton must be false: the train spec's build_optimizers_fn makes a "
-                f"{type(optimizer).__name__}, and the kernel is for torch.optim.AdamW"
-            )
+        return build(model_parts, optimizer_config, *args, **kwargs)
 
 
 def with_swap_if_enabled(

@@ -134,7 +134,6 @@ def without_outputs(config: JobConfig) -> JobConfig:
     if compiles_model(config):
         config.parallelism.enable_async_tensor_parallel = False  # an error without compile
     config.compile.enable = config.npu.device_graphs = False
-    config.optimizer.triton = False  # the states are those of torch's AdamW
     config.validation.enable = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
     config.debug.seed = config.debug.seed or 0  # without a seed the ranks would exchange one

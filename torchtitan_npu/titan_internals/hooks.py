@@ -12,8 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -145,16 +144,6 @@ def train_with(profiling: Callable[..., Any], set_timeouts: Callable[..., None])
 def train_step_with(clip: Callable[..., Any]) -> Callable[..., None]:
     """Return ``Trainer.train_step`` with ``clip`` in place of ``clip_grad_norm_``, the last call before the update."""
     return rebound(Trainer.train_step, {dist_utils: SimpleNamespace(**vars(dist_utils) | {"clip_grad_norm_": clip})})
-
-
-def clip_grad_norm_with(clip: Callable[[Any, float, Tensor, Any], None]) -> Callable[..., Tensor]:
-    """Return ``clip_grad_norm_`` with ``clip`` in place of torch's ``clip_grads_with_norm_``.
-
-    That one multiplies all gradients; ``clip`` may leave this to the optimizer.
-    """
-    functions = SimpleNamespace(get_total_norm=nn.utils.get_total_norm, clip_grads_with_norm_=clip)
-    changed = SimpleNamespace(**vars(torch) | {"nn": SimpleNamespace(utils=functions)})
-    return rebound(dist_utils.clip_grad_norm_, {torch: changed})
 
 
 def with_peak_flops(init: Callable[..., None], peak_flops: Callable[[str], float]) -> Callable[..., None]:
