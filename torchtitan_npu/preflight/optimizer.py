@@ -26,6 +26,6 @@ def check_optimizer(job: JobContext) -> None:
     check_adapted(job, "optimizer.swap")
     if not job.can_swap_optimizers:
         raise UsageError(
-            "optimizer.swap must be false: the train spec's build_optimizers_fn does not use "
-            "TorchTitan's OptimizersContainer"
+            "optimizer.swap must be false: the train spec's build_optimizers_fn is none of TorchTitan's builders, "
+            "and places the optimizer states itself"
         )
