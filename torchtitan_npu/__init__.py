@@ -10,7 +10,7 @@ import sys
 def register() -> None:
     """Register our operators, converters, datasets and train specs with torch and TorchTitan."""
     import torchtitan_npu.converters
-    import torchtitan_npu.train_specs.adapt  # noqa: F401
+    import torchtitan_npu.train_specs.registry  # noqa: F401
 
 
 if "torchtitan" in sys.modules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,24 +22,43 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(x: DTensor) -> Tensor:
-    """Return the full tensor, in the order of the ranks. The gradient is a sum over the ranks."""
-    return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+def all_gather_kv(x: DTensor, async_op: bool = False) -> Tensor:
+    """Gather keys or values from all context-parallel ranks, in the order of the ranks.
 
-
-def head_tail_order(seq_len: int, ranks: int) -> Tensor:
-    """Return the token indices (seq_len) in the order in which head-tail load balancing gives them to the ranks.
-
-    Of 2n chunks, rank r of n has chunk r and chunk 2n - 1 - r.
+    The gradient is summed over the ranks by a reduce-scatter. With ``async_op``, its first use waits.
     """
-    chunks = torch.arange(seq_len).chunk(2 * ranks)
-    return torch.cat([chunks[i] for rank in range(ranks) for i in (rank, -1 - rank)])
+    return x.redistribute(placements=[Replicate()], async_op=async_op).to_local(grad_placements=[Partial()])
 
 
-def in_sequence_order(tensor: Tensor, ranks: int, dim: int) -> Tensor:
-    """Undo :func:`head_tail_order` along ``dim`` of a gathered tensor."""
-    chunks = tensor.chunk(2 * ranks, dim)
-    return torch.cat([*chunks[::2], *chunks[1::2][::-1]], dim)
+class SequenceSplit(NamedTuple):
+    """The chunks into which context parallel splits a sequence.
+
+    Rank r has chunk r of ``ranks``. With ``head_tail`` it has chunks r and 2 * ranks - 1 - r of twice as many, so that
+    causal attention is equal work on every rank.
+    """
+
+    ranks: int
+    head_tail: bool
+
+    @property
+    def chunks(self) -> int:
+        return 2 * self.ranks if self.head_tail else self.ranks
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """Return the numbers of the chunks of ``rank``, in its order."""
+        return [rank, self.chunks - 1 - rank] if self.head_tail else [rank]
+
+    def token_indices(self, rank: int, seq_len: int, device: str | torch.device = "cpu") -> Tensor:
+        """Return the indices (seq_len / ranks) of the tokens of ``rank``, in its order."""
+        chunks = torch.arange(seq_len, device=device).chunk(self.chunks)
+        return torch.cat([chunks[number] for number in self.chunks_of(rank)])
+
+    def in_sequence_order(self, gathered: Tensor, dim: int) -> Tensor:
+        """Reorder the tokens of all ranks, in the order of the ranks, along ``dim``."""
+        if not self.head_tail:
+            return gathered
+        chunks = gathered.chunk(self.chunks, dim)
+        return torch.cat([*chunks[::2], *chunks[1::2][::-1]], dim)
 
 
 class Microbatches:

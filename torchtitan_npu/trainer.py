@@ -8,53 +8,50 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.distributed.utils import clip_grad_norm_, set_pg_timeouts
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed.utils import clip_grad_norm_, dist_max, dist_sum, set_pg_timeouts
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_module
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer as TitanTrainer
 
 import torchtitan_npu.converters
-import torchtitan_npu.train_specs.adapt  # noqa: F401
+import torchtitan_npu.train_specs.registry  # noqa: F401
 from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.compile.device_graphs import DeviceGraphs
 from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
+from torchtitan_npu.components.gradient_scale import GradientScale
 from torchtitan_npu.components.job_control.heartbeat import PHASES, Progress
-from torchtitan_npu.components.job_control.rank_monitor import RankMonitor, start_monitor
 from torchtitan_npu.components.metrics import peak_flops
-from torchtitan_npu.components.nonfinite.captured_step import without_waiting
-from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep, NonfiniteStop
+from torchtitan_npu.components.nonfinite.captured_step import Batch
+from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.components.replay.install import start_session
 from torchtitan_npu.components.replay.replayer import Replayer
-from torchtitan_npu.components.triton_adamw.optimizer import clip_in_step
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.context_parallel import model_inputs, takes_attention_masks
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
-from torchtitan_npu.errors import EXIT_FAILED, EXIT_NONFINITE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from torchtitan_npu.errors import EXIT_STOPPED
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS
-from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.titan_internals.hooks import (
-    clip_grad_norm_with,
-    train_step_with,
-    train_with,
-    with_checkpoint_manager,
-    with_peak_flops,
-)
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 from torchtitan_npu.torch_internals.pipelining import stage_modules
 
 
@@ -72,11 +69,19 @@ class Trainer(TitanTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         self.has_stepped = self.has_finished = False
         self.progress = Progress()
-        init = with_peak_flops(TitanTrainer.__init__, peak_flops(job_config))
-        with_checkpoint_manager(init, partial(CheckpointManager, job_config=job_config))(self, job_config)
+        # TorchTitan's constructor names its checkpoint manager, and a function that takes an NPU for an A100
+        init = copy_with_globals(
+            TitanTrainer.__init__,
+            {
+                TitanCheckpointManager: partial(CheckpointManager, job_config=job_config),
+                utils: SimpleNamespace(**vars(utils) | {"get_peak_flops": peak_flops(job_config)}),
+            },
+        )
+        init(self, job_config)
         if isinstance(self.loss_fn, ChunkedLossPerToken):
             self.loss_fn.use_output(self.model_parts)
         self.auxiliary_losses = auxiliary_losses(self.model_parts)
+        self.gradient_scale = GradientScale(self.parallel_dims, self.gradient_accumulation_steps, self.auxiliary_losses)
         graphed_parts = self.model_parts if job_config.npu.device_graphs else []
         self.device_graphs = DeviceGraphs(graphed_parts, self.device.type)
         self.checked_steps = CheckedSteps(self)
@@ -85,15 +90,13 @@ class Trainer(TitanTrainer):
         )
         if isinstance(self.replay, Replayer):
             self.metrics_processor.replay = self.replay
-        self._run_step = train_step_with(self._clip_and_check)
-        self._clip = clip_grad_norm_with(self._clip_in_update) if job_config.optimizer.triton else clip_grad_norm_
 
     def init_distributed(self) -> ParallelDims:
         job = self.job_config
         if platform.backend() == "npu":
             recorder = flight_recorder_variables(job.comm, job.job.dump_folder)
             os.environ |= {name: value for name, value in recorder.items() if name not in os.environ}
-        dims = ParallelDims.of(super().init_distributed())
+        dims = ParallelDims.from_titan(super().init_distributed())
         dims.hccl_buffers = hccl_buffers(job.comm)
         if dims.tp_enabled:
             use_matmul_sharding(dims.get_mesh("tp"), self.job_config.npu.matmul_sharding)
@@ -119,17 +122,42 @@ class Trainer(TitanTrainer):
             self.replay.start_batch(tokens, positions, document_ends)
         return inputs, labels, extra_inputs, extra_kwargs
 
+    @record
     def train(self) -> None:
-        with log_compile_progress() if self.job_config.compile.enable else nullcontext():
-            if platform.backend() == "npu":
-                train_with(profile_npu, self._set_timeouts)(self)
-            else:
-                super().train()
-
-    def _set_timeouts(self, timeout: timedelta, parallel_dims: ParallelDims) -> None:
-        """Set the time-outs of all groups after the first step, as TorchTitan does for NCCL and gloo."""
-        set_pg_timeouts(timeout, parallel_dims)  # waits for all ranks
-        set_timeouts(parallel_dims.get_all_one_dimensional_meshes().values(), timeout)
+        """Run the steps from the loaded checkpoint to the last, as TorchTitan does, with the profiler of the device."""
+        config, is_npu = self.job_config, platform.backend() == "npu"
+        self.checkpointer.load(step=config.checkpoint.load_step)
+        logger.info(f"Training starts at step {self.step + 1}")
+        start = {"global_step": self.step, "base_folder": config.job.dump_folder}
+        with (
+            log_compile_progress() if config.compile.enable else nullcontext(),
+            (profile_npu if is_npu else maybe_enable_profiling)(config.profiling, **start) as profiler,
+            maybe_enable_memory_snapshot(config.profiling, **start) as memory_snapshots,
+        ):
+            batches = self.batch_generator(self.dataloader)  # type: ignore[arg-type]
+            while self.should_continue_training():
+                self.step += 1
+                self.gc_handler.run(self.step)
+                try:
+                    self.train_step(batches)
+                except DataloaderExhaustedError:
+                    logger.warning("Ran out of data; last step was canceled.")
+                    break
+                self.checkpointer.save(self.step, last_step=self.step == config.training.steps)
+                if config.validation.enable and self.validator.should_validate(self.step):
+                    self.validator.validate(self.model_parts, self.step)
+                for observer in (profiler, memory_snapshots):
+                    if observer:
+                        observer.step()
+                if self.step == 1:  # compilation and lazy initialization are done
+                    timeout = timedelta(seconds=config.comm.train_timeout_seconds)
+                    set_pg_timeouts(timeout, self.parallel_dims)  # waits for all ranks
+                    if is_npu:
+                        set_timeouts(self.parallel_dims.get_all_one_dimensional_meshes().values(), timeout)
+        if torch.distributed.get_rank() == 0:
+            logger.info("Sleeping 2 seconds for other ranks to complete")
+            time.sleep(2)
+            logger.info("Training completed")
 
     def should_continue_training(self) -> bool:
         """Return whether to run another step. Raise :class:`JobStopped` if the ranks have agreed to stop here."""
@@ -145,9 +173,7 @@ class Trainer(TitanTrainer):
             f"after step {self.step}, saved in {folder}" if folder else f"after step {self.step}, not saved"
         )
 
-    def batch_generator(
-        self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
-    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         batches = super().batch_generator(data_iterable)
         while True:
             with self.progress.during("loading data"):
@@ -158,7 +184,7 @@ class Trainer(TitanTrainer):
                     raise
             yield batch
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         started = time.perf_counter()
         self.progress.phase = "training"
         for loss in self.auxiliary_losses:
@@ -166,7 +192,7 @@ class Trainer(TitanTrainer):
         if self.replay:
             self.replay.start_step(self.step)
         try:
-            self._run_step(self, without_waiting(self.checked_steps.start(data_iterator), self.device))
+            self.run_step(self.checked_steps.start(data_iterator))
         except NonfiniteStep as found:
             if self.replay:
                 self.replay.end_step()
@@ -178,19 +204,70 @@ class Trainer(TitanTrainer):
         if not self.has_stepped and self.job_config.compile.enable:
             logger.info(f"The first step took {time.perf_counter() - started:.1f} s, including compilation")
         if not self.has_stepped and self.job_config.npu.empty_cache_after_first_step:
-            device_module.empty_cache()
+            utils.device_module.empty_cache()
         graph_passes.report(self.model_parts)  # includes graphs compiled by the validation after the previous step
         self.has_stepped = self.progress.has_stepped = True
         self.progress.phase = PHASES[-1]
 
-    def _clip_and_check(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run_step(self, batches: Iterator[Batch]) -> None:
+        """Accumulate the gradients of a step's batches, clip them, update the weights, and log, as TorchTitan does."""
+        self.optimizers.zero_grad()
+        learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        microbatches = [next(batches) for _ in range(self.gradient_accumulation_steps)]
+        counts = [(labels != IGNORE_INDEX).sum() for _, labels in microbatches]
+        local_tokens = to_device(torch.stack(counts).sum(), self.device)
+        global_tokens = self.sum_over_batch_ranks(local_tokens)
+
+        losses = []
+        for inputs, labels in microbatches:
+            for name, value in inputs.items():
+                if isinstance(value, Tensor):
+                    inputs[name] = to_device(value, self.device)
+            loss = self.forward_backward_step(
+                input_dict=inputs, labels=to_device(labels, self.device), global_valid_tokens=global_tokens
+            )
+            losses.append(loss.detach())
+
+        norm = self.clip_gradients()
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            self.log_step(torch.stack(losses).sum(), local_tokens, global_tokens, norm, learning_rate)
+
+    def sum_over_batch_ranks(self, tokens: Tensor) -> Any:
+        """Return the sum of ``tokens`` over the ranks with different batches. Waits for the device."""
+        if not self.parallel_dims.dp_enabled:
+            return tokens.float()
+        return dist_sum(tokens, self.parallel_dims.get_mesh("batch"))
+
+    def clip_gradients(self) -> Tensor:
         """Clip the gradients. Raise :class:`NonfiniteStep`, on every rank, if they or the loss are not finite."""
-        norm = self._clip(*args, **kwargs)
+        dims = self.parallel_dims
+        norm = clip_grad_norm_(
+            [parameter for part in self.model_parts for parameter in part.parameters()],
+            self.job_config.training.max_norm,
+            foreach=True,
+            pp_mesh=dims.get_optional_mesh("pp"),
+            ep_enabled=dims.ep_enabled,
+        )
         self.checked_steps.check(norm)
         return norm
 
-    def _clip_in_update(self, parameters: Any, max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
-        clip_in_step(self.optimizers.optimizers, max_norm, norm)
+    def log_step(
+        self, loss: Tensor, local_tokens: Tensor, global_tokens: Any, norm: Tensor, learning_rate: float
+    ) -> None:
+        """Log the mean loss of all tokens and the largest of a rank. ``loss`` is this rank's part of the mean."""
+        tokens_seen: Any = self.ntokens_seen
+        if self.parallel_dims.dp_cp_enabled:
+            mesh = self.parallel_dims.get_optional_mesh("loss")
+            local_mean = loss * global_tokens / local_tokens
+            mean_loss, largest_loss = dist_sum(loss, mesh), dist_max(local_mean, mesh)
+            tokens_seen = dist_sum(torch.tensor(tokens_seen, dtype=torch.int64, device=self.device), mesh)
+        else:
+            mean_loss = largest_loss = loss.item()
+        metrics = {"n_tokens_seen": tokens_seen, "lr": learning_rate}
+        self.metrics_processor.log(self.step, mean_loss, largest_loss, norm.item(), extra_metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"nonfinite_steps": self.checked_steps.skipped}
@@ -218,91 +295,24 @@ class Trainer(TitanTrainer):
     def _forward_backward(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
     ) -> torch.Tensor:
-        dims = self.parallel_dims
-        # DDP averages the gradients of its replicas, which are already divided by the tokens of all replicas
-        replicas = dims.dp_replicate if not (dims.fsdp_enabled or dims.ep_enabled) else 1
-        if self.auxiliary_losses:
-            labelled = torch.as_tensor(global_valid_tokens, dtype=torch.float32, device=self.device)
-            # all batches have the same size, on all ranks and in all accumulation steps; labels are not split here yet
-            batches = dims.dp_replicate * dims.dp_shard * self.gradient_accumulation_steps
-            all_tokens = torch.full_like(labelled, labels.numel() * batches)
-            for auxiliary_loss in self.auxiliary_losses:
-                auxiliary_loss.start_batch(labelled if auxiliary_loss.of_labels else all_tokens, replicas)
-        tokens = global_valid_tokens / replicas
-        if not (dims.pp_enabled or isinstance(self.loss_fn, ChunkedLossPerToken)):
+        scale = self.gradient_scale
+        tokens = scale.start_batch(labels, global_valid_tokens, self.device)
+        if not (self.parallel_dims.pp_enabled or isinstance(self.loss_fn, ChunkedLossPerToken)):
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
-            return loss / replicas
-        self.loss_fn.tokens = tokens
+            return loss / scale.replicas
+        self.loss_fn.tokens = tokens  # their backward pass starts inside, before the loss could be divided here
         loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=1.0)
         self.loss_fn.tokens = 1.0  # validation divides by its own number of tokens
-        return loss / replicas
+        return loss / scale.replicas
 
 
-def train(config: JobConfig) -> None:
-    """Run a job, or write its seed checkpoint. Name the first rank that fails, on every rank.
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy ``tensor`` in the order of the stream, while the host continues.
 
-    Raise ``SystemExit`` after a failure, which has then been printed, and :class:`JobStopped` after a stop signal.
-    After a step that is not finite, raise :class:`NonfiniteStop`.
+    A copy from memory that is not pinned makes the host wait for everything launched before. Other tensors than plain
+    ones in host memory, which a user's data loader may return, cannot be pinned.
     """
-    monitor = start_monitor(config.comm)
-    if monitor:
-        with closing(monitor):
-            _train_monitored(config, monitor)
-    else:
-        _train(config)
-    torch.distributed.destroy_process_group()
-
-
-def _train_monitored(config: JobConfig, monitor: RankMonitor) -> None:
-    try:
-        _train(config, monitor)
-        monitor.finish()
-    except JobStopped as stopped:
-        message = f"Stopped by {monitor.stop_reason} {stopped.message}"
-        monitor.finish_stop(message, EXIT_STOPPED)
-        log_on_first_rank(message)
-        raise
-    except NonfiniteStop as stopped:
-        monitor.finish_stop(stopped.report, EXIT_NONFINITE)
-        raise
-    except UsageError as error:
-        if monitor.progress.step == 0:  # before training, all ranks raise it alike, and the entry prints it once
-            raise
-        monitor.report(error)
-        raise SystemExit(EXIT_USAGE) from error
-    except (Exception, SystemExit) as error:  # a rank that exits early has failed, whatever its exit code
-        monitor.report(error)
-        raise SystemExit(EXIT_FAILED) from error
-
-
-def _train(config: JobConfig, monitor: RankMonitor | None = None) -> None:
-    trainer = Trainer(config)
-    try:
-        if config.comm.mode == "local_tensor":
-            logger.info("Local tensor mode enabled - skipping training execution")  # as TorchTitan does
-        elif config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-            logger.info("Created seed checkpoint")
-        else:
-            if monitor:
-                trainer.progress = monitor.progress
-                monitor.watch_signals()
-            trainer.train()
-            if not trainer.has_finished:  # torch's ``record`` around TorchTitan's loop returns after sys.exit(0)
-                raise RuntimeError(f"sys.exit(0) was called before step {config.training.steps}, the last one")
-            graph_passes.report(trainer.model_parts)  # graphs compiled by the validation after the last step
-    except RuntimeError as failure:
-        if error := usage_error(failure):
-            raise error from None
-        raise
-    finally:
-        trainer.close()
-
-
-def usage_error(failure: BaseException | None) -> UsageError | None:
-    """Return the error of our backend or graph passes, which torch.compile and pipeline stages wrap in their own."""
-    while failure is not None:
-        if isinstance(failure, UsageError):
-            return failure
-        failure = failure.inner_exception if isinstance(failure, BackendCompilerFailed) else failure.__cause__
-    return None
+    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if device.type == "cpu" or not is_plain:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

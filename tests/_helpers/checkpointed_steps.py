@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan_npu import platform
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 
 platform.prepare()
 
@@ -13,7 +14,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac  # noqa: E402
 from torchtitan.models.deepseek_v3.infra.parallelize import _op_sac_save_list  # noqa: E402
 
 from tests._helpers.converted_models import build, tokens  # noqa: E402
-from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing  # noqa: E402
+from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING  # noqa: E402
 from torchtitan_npu.planner import Calls  # noqa: E402
 
 LAYERS = 3
@@ -36,7 +37,7 @@ def _calls(name: str, selective: bool) -> dict[str, int]:
     model: Any = build(name, *CONVERTERS[name], n_layers=LAYERS).to(device)
     if selective:
         config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-        corrected_checkpointing(apply_ac)(model, config, op_sac_save_list=_op_sac_save_list)
+        copy_with_globals(apply_ac, CHECKPOINTING)(model, config, op_sac_save_list=_op_sac_save_list)
     with Calls() as calls:
         model(tokens()[:, :-1].to(device)).sum().backward()
     found = {**calls.count("aten"), **calls.count("npu")}

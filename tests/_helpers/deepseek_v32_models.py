@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchtitan.models.moe import MoEArgs
 from transformers import DeepseekV32Config
 
+from tests._helpers.tiny_experts import SIGMOID
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs
@@ -28,18 +29,7 @@ def model_args(args_class: Any = DeepSeekV32ModelArgs, **changes: Any) -> DeepSe
 
     ``args_class`` may be that of another model with the same arguments.
     """
-    experts: dict[str, Any] = {
-        "num_experts": 8,
-        "num_shared_experts": 2,
-        "top_k": 3,
-        "score_func": "sigmoid",
-        "route_norm": True,
-        "route_scale": 2.5,
-        "score_before_experts": False,
-        "num_expert_groups": 4,
-        "num_limited_groups": 2,
-        "use_grouped_mm": False,  # torch._grouped_mm is bfloat16 in TorchTitan
-    }
+    experts: dict[str, Any] = {**SIGMOID, "num_expert_groups": 4, "num_limited_groups": 2}
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "dim": 48,
@@ -78,30 +68,14 @@ def hugging_face_config(yarn: int = 0, config_class: Any = DeepseekV32Config, **
         # TorchTitan's mscale is both: cosines and sines keep length 1, the softmax scale gets the square
         scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
         rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn, **scales}
+    args = model_args()
+    sizes = hugging_face_sizes(args)
+    del sizes["rms_norm_eps"]  # that of the release
     fields: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 18,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 10,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 4,
-        "topk_group": 2,
-        "index_n_heads": 16,
-        "index_head_dim": 26,
-        "index_topk": TOP_K,
+        **sizes,
+        "num_key_value_heads": args.n_heads,
+        "n_group": args.moe_args.num_expert_groups,
+        "topk_group": args.moe_args.num_limited_groups,
         "rope_parameters": rope,
         "max_position_embeddings": POSITIONS,
     }

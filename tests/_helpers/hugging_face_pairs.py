@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
-from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
@@ -23,6 +22,7 @@ from transformers import DeepseekV3Config, GlmMoeDsaConfig, LlamaConfig, PreTrai
 from tests._helpers.converted_models import job
 from tests._helpers.deepseek_v32_models import hugging_face_config, model_args
 from tests._helpers.random_weights import random_model
+from tests._helpers.tiny_experts import sigmoid_experts, softmax_experts
 from torchtitan_npu.cli.convert.command import main as convert
 from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs
@@ -107,17 +107,8 @@ def qwen3(tied: bool) -> Pair:
 
 
 def qwen3_moe() -> Pair:
-    experts = MoEArgs(
-        num_experts=8,
-        num_shared_experts=0,
-        top_k=3,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
-        # a released model has no bias for balancing, which a checkpoint would then lack
-        load_balance_coeff=None,
-        use_grouped_mm=False,  # torch._grouped_mm is bfloat16 in TorchTitan
-    )
+    # a released model has no bias for balancing, which a checkpoint would then lack
+    experts = softmax_experts(load_balance_coeff=None)
     args = Qwen3ModelArgs(**QWEN3_ARGS, moe_enabled=True, moe_inter_dim=24, moe_args=experts)
     config = Qwen3MoeConfig(
         **QWEN3_CONFIG, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, moe_intermediate_size=24
@@ -127,19 +118,9 @@ def qwen3_moe() -> Pair:
 
 def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yarn: bool = False) -> Pair:
     """``groups``: the number of expert groups, and of groups that a token may use."""
-    experts = MoEArgs(
-        num_experts=8,
-        num_shared_experts=2,
-        top_k=3,
-        # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, another model in transformers
-        score_func="sigmoid",
-        route_norm=True,
-        route_scale=2.5,
-        score_before_experts=False,
-        num_expert_groups=groups[0] if groups else None,
-        num_limited_groups=groups[1] if groups else None,
-        use_grouped_mm=False,  # torch._grouped_mm is bfloat16 in TorchTitan
-    )
+    number, limited = groups or (None, None)
+    # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, another model in transformers
+    experts = sigmoid_experts(num_expert_groups=number, num_limited_groups=limited)
     args = DeepSeekV3ModelArgs(
         dim=48,
         n_layers=3,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.models.moe import MoEArgs
 from transformers import PretrainedConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
+from tests._helpers.tiny_experts import softmax_experts
 from torchtitan_npu.models.qwen3_vl import Grids, Qwen3VLModel, Qwen3VLModelArgs, VisionArgs
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
@@ -21,15 +21,6 @@ SECTION = (8, 4, 4)
 
 
 def model_args(moe: bool = False, **changes: Any) -> Qwen3VLModelArgs:
-    experts = MoEArgs(
-        num_experts=6,
-        num_shared_experts=0,
-        top_k=2,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
-        use_grouped_mm=False,
-    )
     vision = VisionArgs(
         n_layers=3, dim=32, hidden_dim=40, n_heads=2, patch_size=4, n_positions=25, deepstack_layers=(0, 2)
     )
@@ -45,7 +36,7 @@ def model_args(moe: bool = False, **changes: Any) -> Qwen3VLModelArgs:
         mrope_section=SECTION,
         moe_enabled=moe,
         moe_inter_dim=28,
-        moe_args=experts,
+        moe_args=softmax_experts(num_experts=6, top_k=2),
         vision=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,

@@ -21,17 +21,21 @@ def swapping_options(model: str) -> dict[str, Any]:
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_npu
-    from torchtitan_npu.components.optimizers import SwappableOptimizers, with_swap
-    from torchtitan_npu.train_specs.adapted_spec import AdaptedTrainSpec
-    from torchtitan_npu.train_specs.registries import known_models
+    from torchtitan_npu.components.optimizers import SwappableOptimizers, swap_container
+    from torchtitan_npu.train_specs.adapt import AdaptedTrainSpec
+    from torchtitan_npu.train_specs.registry import known_models
 
-    def build(model_parts: list[nn.Module], config: Any, *args: Any) -> Any:
-        assert isinstance(spec.build_optimizers_fn, SwappableOptimizers)
-        return with_swap(spec.build_optimizers_fn.build_optimizers, config)(model_parts, config, *args)
+    class SwapsOnCpu(SwappableOptimizers):
+        def container(self, model_parts: list[nn.Module], config: Any) -> Any:
+            return swap_container(config)
 
     torchtitan_npu.register()
     name = f"{model}_swapping"
     spec = get_train_spec(model)
+    assert isinstance(spec.build_optimizers_fn, SwappableOptimizers)
     if name not in known_models(name):
-        register_train_spec(name, AdaptedTrainSpec(**{**vars(spec), "build_optimizers_fn": build}))
+        register_train_spec(
+            name,
+            AdaptedTrainSpec(**{**vars(spec), "build_optimizers_fn": SwapsOnCpu(**vars(spec.build_optimizers_fn))}),
+        )
     return {"model.name": name, "optimizer.swap": True, "optimizer.swap_slice_mib": SLICE_MIB}

@@ -38,10 +38,10 @@ def options(folder: Path) -> list[str]:
 
 
 def train_on_one_node(folder: Path) -> None:
-    import torchtitan_npu.trainer as trainer_module
+    import torchtitan_npu.train as train_module
     from torchtitan_npu.config.parser import JobConfigManager
 
-    trainer_module.train(JobConfigManager().parse_args(options(folder)))
+    train_module.train(JobConfigManager().parse_args(options(folder)))
 
 
 def torchrun(master: str, port: int) -> list[str]:

@@ -19,7 +19,7 @@ from tests._helpers.multirank import RankError, run_on_ranks
 from torchtitan_npu import platform
 from torchtitan_npu.compile.device_graphs import Arguments, DeviceGraphs
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.rotary.tables import RotaryTables
+from torchtitan_npu.layers.rotary import RotaryTables
 from torchtitan_npu.preflight.job import check_job
 
 SHARED = "shared_indexer"

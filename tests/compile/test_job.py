@@ -19,7 +19,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.preflight.pipeline import check_schedule
-from torchtitan_npu.trainer import usage_error
+from torchtitan_npu.train import usage_error
 
 torchtitan_npu.register()
 CSV = "parallelism.pipeline_parallel_schedule_csv"

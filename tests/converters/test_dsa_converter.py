@@ -18,12 +18,13 @@ from tests._helpers.converted_models import LAYOUT, build_on_meta, convert, job
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
 from torchtitan_npu.converters import CONVERTERS, dsa
 from torchtitan_npu.converters.dsa import NpuSparseAttention
-from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
+from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.indexer_kl_loss import spans
 from torchtitan_npu.planner import BelowSubclasses, Calls
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 GRADIENT, LOSS = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"
@@ -137,7 +138,7 @@ def test_checkpointing_computes_and_counts_no_loss_twice(mode: Any, attention: i
     config = JobConfig().activation_checkpoint
     config.mode, config.selective_ac_option = mode, "op"
     if mode != "none":
-        corrected_checkpointing(apply_ac)(model, config, model_compile_enabled=False, op_sac_save_list=set())
+        copy_with_globals(apply_ac, CHECKPOINTING)(model, config, model_compile_enabled=False, op_sac_save_list=set())
     with Calls() as calls:
         ours = step(model)
     assert calls.count("npu") == {INDEXER: attention, ATTENTION: attention, GRADIENT: LAYERS, LOSS: LAYERS}

@@ -48,18 +48,14 @@ from tests._helpers.rope_models import (
     tokens,
 )
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.converters.rotary_functions import replacements, rotate
+from torchtitan_npu.converters.rope import REPLACEMENTS, rotate
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.rotary.tables import HALF
+from torchtitan_npu.layers.rotary import HALF, HALF_OF_COMPLEX, INTERLEAVE, Pairing
+from torchtitan_npu.layers.rotary import ROTATIONS as REGISTERED
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer, apply_rotary_half
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.titan_internals.converter_registry import known_converters
 
 AS_CONTEXT_PARALLEL = torch.arange(9, 9 + SEQUENCE, dtype=torch.int32).expand(BATCH, SEQUENCE)
-
-
-def test_is_registered() -> None:
-    assert "npu_rope" in known_converters() and CONVERTERS["npu_rope"].name == "npu_rope"
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -126,19 +122,36 @@ def test_negative_positions_are_an_error(name: str, positions: Tensor) -> None:
         rotate(HALF, qwen3.precompute_rope_cache(16, MAX_SEQ_LEN), positions, torch.randn(BATCH, SEQUENCE, 6, 16))
 
 
-FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], Tensor]] = {
-    "llama3": (llama3.apply_rotary_emb, exact_pairs, llama3.precompute_freqs_cis(16, MAX_SEQ_LEN)),
-    "llama4": (llama4.apply_rotary_emb, exact_pairs, llama4.precompute_freqs_cis(16, MAX_SEQ_LEN)),
-    "deepseek_v3": (deepseek_v3.apply_rotary_emb, exact_pairs, llama3.precompute_freqs_cis(16, MAX_SEQ_LEN)),
-    "deepseek_v32": (apply_rotary_half, exact_halves, llama3.precompute_freqs_cis(16, MAX_SEQ_LEN)),
-    "qwen3": (qwen3.apply_rotary_emb, exact_halves, qwen3.precompute_rope_cache(16, MAX_SEQ_LEN)),
+ROTATIONS: dict[str, tuple[Pairing, int, Any, Callable[..., Tensor], Tensor]] = {
+    "llama3": (INTERLEAVE, 2, llama3.apply_rotary_emb, exact_pairs, llama3.precompute_freqs_cis(16, MAX_SEQ_LEN)),
+    "llama4": (INTERLEAVE, 2, llama4.apply_rotary_emb, exact_pairs, llama4.precompute_freqs_cis(16, MAX_SEQ_LEN)),
+    "deepseek_v3": (
+        *(INTERLEAVE, 1, deepseek_v3.apply_rotary_emb, exact_pairs),
+        llama3.precompute_freqs_cis(16, MAX_SEQ_LEN),
+    ),
+    "deepseek_v32": (
+        *(HALF_OF_COMPLEX, 1, apply_rotary_half, exact_halves),
+        llama3.precompute_freqs_cis(16, MAX_SEQ_LEN),
+    ),
+    "qwen3": (HALF, 2, qwen3.apply_rotary_emb, exact_halves, qwen3.precompute_rope_cache(16, MAX_SEQ_LEN)),
     "gpt_oss": (
-        gpt_oss.apply_rotary_emb,
-        exact_halves,
+        *(HALF, 2, gpt_oss.apply_rotary_emb, exact_halves),
         # YaRN also scales the cosines and sines
         gpt_oss.precompute_rope_cache(16, MAX_SEQ_LEN, 1e4, 32.0, 1.0, 32.0, 4096),
     ),
 }
+"""By model: its registration, the exact rotation, and a buffer of angles."""
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_each_model_is_registered_with_what_it_computes(name: str) -> None:
+    pairing, tensors, function, exact, cache = ROTATIONS[name]
+    registered = [rotation for some in REGISTERED.values() for rotation in some if rotation.function is function]
+    assert {(rotation.pairing, rotation.tensors) for rotation in registered} == {(pairing, tensors)}
+    inputs = torch.randn(tensors, 2, SEQUENCE, 3, 16)
+    outputs = function(*inputs, cache)
+    for x, y in zip(inputs, outputs if tensors > 1 else [outputs], strict=True):
+        torch.testing.assert_close(y.double(), exact(x, cache, None), rtol=1e-5, atol=1e-5)
 
 
 def budget(x: Tensor, y: Tensor, exact: Callable[..., Tensor], cache: Tensor) -> Tensor:
@@ -155,18 +168,19 @@ def budget(x: Tensor, y: Tensor, exact: Callable[..., Tensor], cache: Tensor) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", ROTATIONS)
 def test_rotates_in_float32(name: str, dtype: torch.dtype) -> None:
     """Results and gradients have the dtype of the input."""
-    upstream, exact, cache = FUNCTIONS[name]
+    pairing, tensors, _, exact, cache = ROTATIONS[name]
     torch.manual_seed(0)
     shapes = {"query": (BATCH, SEQUENCE, 6, 16), "key": (BATCH, SEQUENCE, 3, 16)}
     inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes.values()]
     for positions in POSITIONS.values():
-        if name in ("deepseek_v3", "deepseek_v32"):
-            outputs = [replacements()[upstream](x, cache, positions) for x in inputs]
+        replacement = REPLACEMENTS[pairing, tensors]
+        if tensors == 1:
+            outputs = [replacement(x, cache, positions) for x in inputs]
         else:
-            outputs = replacements()[upstream](*inputs, cache, positions)
+            outputs = replacement(*inputs, cache, positions)
         for x, y in zip(inputs, outputs, strict=True):
             dy = torch.randn_like(y)
             (dx,) = torch.autograd.grad(y, x, dy)
@@ -178,10 +192,10 @@ def test_rotates_in_float32(name: str, dtype: torch.dtype) -> None:
                 assert ((got.double() - want).abs() <= budget(source, want, exact, cache)).all()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", ROTATIONS)
 def test_a_rotation_in_bfloat16_is_detected(name: str) -> None:
     """The error budget of the previous test detects bfloat16 angles."""
-    _, exact, cache = FUNCTIONS[name]
+    *_, exact, cache = ROTATIONS[name]
     rounded = (torch.view_as_real(cache) if cache.is_complex() else cache).bfloat16().float()
     rounded = torch.view_as_complex(rounded) if cache.is_complex() else rounded
     x = torch.randn(BATCH, SEQUENCE, 6, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -262,22 +276,11 @@ def test_leaves_other_models_alone() -> None:
     assert llama3.Attention.forward is forward and llama3.apply_rotary_emb is apply_rotary_emb
 
 
-def test_with_the_other_converters() -> None:
-    """In both orders."""
-    for order in (("npu_rms_norm", "npu_rope"), ("npu_rope", "npu_rms_norm")):
-        assert_as_exact(compute(build("qwen3", *order), ROWS), *references("qwen3", "rows"))
-
-
 def test_a_model_without_rotations_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
-    expected = r"model\.converters: npu_rope found no attention that calls TorchTitan's apply_rotary_emb in Sequential"
+    expected = r"model\.converters: npu_rope found no attention with a registered rotation in Sequential"
     with pytest.raises(UsageError, match=expected):
         convert(model, "npu_rope")
-
-
-def test_converting_twice_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="npu_rope has already converted this model"):
-        build("llama3", "npu_rope", "npu_rope")
 
 
 class Case:

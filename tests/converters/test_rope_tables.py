@@ -41,8 +41,8 @@ from tests._helpers.rope_models import (
     rows_of,
     tokens,
 )
-from torchtitan_npu.converters.rotary_functions import rotate
-from torchtitan_npu.layers.rotary.tables import HALF, HALF_OF_COMPLEX, INTERLEAVE
+from torchtitan_npu.converters.rope import rotate
+from torchtitan_npu.layers.rotary import HALF, HALF_OF_COMPLEX, INTERLEAVE
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v32"])

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests._helpers.checkpointed_steps import RECOMPUTED, recomputed
-from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
+from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 
 
@@ -43,7 +44,7 @@ def test_torch_counts_profiler_operators() -> None:
 
 def test_they_are_ignored() -> None:
     x = torch.ones(2, 2, requires_grad=True)
-    block: Any = corrected_checkpointing(parallelize)(Block(), None, None)  # type: ignore[arg-type]
+    block: Any = copy_with_globals(parallelize, CHECKPOINTING)(Block(), None, None)  # type: ignore[arg-type]
     block(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2, 2), 4 * torch.tensor(2.0).cos().item()))
 

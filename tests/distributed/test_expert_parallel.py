@@ -44,12 +44,12 @@ from torchtitan_npu.distributed.expert_parallel import (
     STYLES,
     NpuExpertParallel,
     NpuExpertTensorParallel,
-    with_fused_dispatch,
+    fused_styles,
 )
 from torchtitan_npu.distributed.gpt_oss_experts import NpuGptossExpertTensorParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job
-from torchtitan_npu.titan_internals.rebind import refers_to
+from torchtitan_npu.titan_internals.rebind import copy_with_globals, refers_to
 
 RANKS, EXPERTS, TOP_K = 2, 6, 2
 VARIANTS = {
@@ -126,7 +126,8 @@ def dispatched(biased: bool, before: bool, crowded: bool) -> dict[str, dict[str,
     for name, converters in VARIANTS.items():
         model = Model(layer(biased, before, crowded)[0])
         model = convert(model, *converters) if converters else model
-        with_fused_dispatch(llama4.apply_moe_ep_tp, model)(model, None, mesh, None, None)
+        plan = llama4.apply_moe_ep_tp
+        copy_with_globals(plan, fused_styles(plan, model))(model, None, mesh, None, None)  # type: ignore[arg-type]
         seen: dict[str, Any] = {}
 
         def note(module: nn.Module, args: tuple[Tensor, Tensor], seen: dict[str, Any] = seen) -> None:
@@ -237,9 +238,9 @@ def upstream_names() -> dict[str, Any]:
 def test_plans_get_the_fused_styles_for_a_converted_model_only(plan: FunctionType) -> None:
     before = upstream_names()
     plain = Model(build_moe()[0])
-    assert with_fused_dispatch(plan, plain) is plan
+    assert not fused_styles(plan, plain)
     converted = convert(copy.deepcopy(plain), "npu_permute", "npu_gmm")
-    fused = with_fused_dispatch(plan, converted)
+    fused = copy_with_globals(plan, fused_styles(plan, converted))
     styles = refers_to(plan, STYLES)
     assert upstream.ExpertParallel in styles and len(styles) >= 2
     assert not refers_to(fused, STYLES)
@@ -258,8 +259,8 @@ def test_a_plan_without_these_styles_is_an_error() -> None:
     with pytest.raises(
         UsageError, match=r"npu_permute does not support expert parallel of .*\.plan, which uses none of .*styles"
     ):
-        with_fused_dispatch(plan, converted)
-    assert with_fused_dispatch(plan, convert(Model(build_moe()[0]), "npu_gmm")) is plan
+        fused_styles(plan, converted)
+    assert not fused_styles(plan, convert(Model(build_moe()[0]), "npu_gmm"))
 
 
 def plan_of_a_user(model: nn.Module, *args: Any) -> None:
@@ -269,7 +270,7 @@ def plan_of_a_user(model: nn.Module, *args: Any) -> None:
 
 def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
     converted = convert(Model(build_moe()[0]), "npu_permute", "npu_gmm")
-    fused = with_fused_dispatch(plan_of_a_user, converted)
+    fused = copy_with_globals(plan_of_a_user, fused_styles(plan_of_a_user, converted))
     assert fused is not plan_of_a_user and not refers_to(fused, STYLES)
     assert set(refers_to(plan_of_a_user, STYLES)) == {ExpertParallel, ExpertTensorParallel}
     assert refers_to(fused, STYLES.values())
@@ -279,8 +280,8 @@ def test_torch_s_grouped_product_which_needs_padding_is_an_error() -> None:
     """With ``npu_permute`` alone, the experts stay TorchTitan's and call ``torch._grouped_mm``."""
     plan = llama4.apply_moe_ep_tp
     with pytest.raises(RuntimeError, match="takes only tokens that TorchTitan has sorted and padded"):
-        with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute"))
-    assert with_fused_dispatch(plan, convert(Model(build_moe(use_grouped_mm=False)[0]), "npu_permute")) is not plan
+        fused_styles(plan, convert(Model(build_moe(use_grouped_mm=True)[0]), "npu_permute"))
+    assert fused_styles(plan, convert(Model(build_moe(use_grouped_mm=False)[0]), "npu_permute")) == STYLES
 
 
 def test_a_job_whose_experts_need_padding_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from tests._helpers.moe_layers import build_moe, output_gradient, tokens
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.distributed.moe_gradients import fix_moe_gradients, splitting_by_sequence
+from torchtitan_npu.distributed.moe_gradients import SPLITTING_BY_SEQUENCE, fix_moe_gradients
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 
 BATCH, SEQUENCE, RANKS = 2, 8, 2
 
@@ -37,7 +38,7 @@ def step(ranks: int, split: bool, fixed: bool) -> dict[str, Tensor]:
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         experts = {"ep_mesh": mesh if split else None, "etp_mesh": None, "ep_etp_mesh": None}
-        parallelize = splitting_by_sequence(apply_moe_ep_tp) if fixed else apply_moe_ep_tp  # type: ignore[arg-type]
+        parallelize = copy_with_globals(apply_moe_ep_tp, SPLITTING_BY_SEQUENCE) if fixed else apply_moe_ep_tp  # type: ignore[arg-type]
         parallelize(model, tp_mesh=mesh, **experts)
         if fixed:
             fix_moe_gradients(model, mesh, tokens_are_split=split)

@@ -27,8 +27,7 @@ from tests.distributed.test_layouts import assert_equal_training
 from tools.moe_traffic_table import END, HEAD, MODELS, PAGE, START, rows
 from torchtitan_npu.components.expert_balance import sum_over_tensor_parallel
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.distributed.expert_parallel import with_fused_dispatch
-from torchtitan_npu.distributed.moe_tensor_parallel import uses_sequence_parallel_moe, with_sequence_parallel_moe
+from torchtitan_npu.distributed.moe_tensor_parallel import sequence_parallel_moe, uses_sequence_parallel_moe
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 
@@ -71,7 +70,7 @@ def on_a_rank(shared: int, before: bool, converters: tuple[str, ...]) -> dict[st
     groups = {str(tp.get_group().group_name): "TP", str(ep.get_group().group_name): "EP"}
     model = Model(layer(shared, before)[0])
     model = convert(model, *converters) if converters else model
-    with_sequence_parallel_moe(plan, with_fused_dispatch(apply_moe_ep_tp, model))(model, tp, ep)
+    sequence_parallel_moe(model)(model, tp, ep, None, None)
     moe = model.layers["0"].moe
 
     dp_rank, tp_rank = divmod(dist.get_rank(), TP)

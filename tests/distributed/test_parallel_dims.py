@@ -19,6 +19,6 @@ def test_an_fsdp_mesh_of_size_one(layout: dict[str, int]) -> None:
     with fake_ranks(ranks):
         with pytest.raises(ValueError, match="fsdp"):
             dims.get_mesh("fsdp")
-        assert ParallelDims.of(dims).get_mesh("fsdp").size() == 1
+        assert ParallelDims.from_titan(dims).get_mesh("fsdp").size() == 1
     assert not dims.fsdp_enabled
-    assert ParallelDims.of(dims).fsdp_enabled == ("dp_replicate" in layout)
+    assert ParallelDims.from_titan(dims).fsdp_enabled == ("dp_replicate" in layout)

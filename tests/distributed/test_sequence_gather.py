@@ -1,12 +1,17 @@
-"""The order of tokens that context parallel assumes is the one that torch's load balancer uses."""
+"""The chunks of a sequence that context parallel gives to the ranks."""
 
+import pytest
+import torch
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
-from torchtitan_npu.dist_utils import head_tail_order, in_sequence_order
+from torchtitan_npu.dist_utils import SequenceSplit
 
 
-def test_head_tail_order_is_torchs() -> None:
-    assert head_tail_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    for ranks in (2, 3, 4):
-        assert head_tail_order(24, ranks).equal(_HeadTailLoadBalancer(24, ranks, "cpu")._generate_indices()[0])
-        assert in_sequence_order(head_tail_order(24, ranks), ranks, 0).tolist() == list(range(24))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_tail", [False, True])
+def test_the_order_of_the_ranks(head_tail: bool, ranks: int) -> None:
+    """With head and tail it is torch's."""
+    split = SequenceSplit(ranks, head_tail)
+    order = torch.cat([split.token_indices(rank, 24) for rank in range(ranks)])
+    expected = _HeadTailLoadBalancer(24, ranks, "cpu")._generate_indices()[0] if head_tail else torch.arange(24)
+    assert order.equal(expected) and split.in_sequence_order(order, 0).tolist() == list(range(24))

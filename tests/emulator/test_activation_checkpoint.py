@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests._helpers.checkpointed_steps import RECOMPUTED, recomputed
-from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
+from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 
 
@@ -33,7 +34,7 @@ def checkpointed(block: nn.Module) -> nn.Module:
 
 def test_a_copy_to_the_host_is_not_repeated() -> None:
     x = torch.ones(2, requires_grad=True, device="npu")
-    block = corrected_checkpointing(checkpointed)(Block())
+    block = copy_with_globals(checkpointed, CHECKPOINTING)(Block())
     with Calls() as calls:
         block(x).sum().backward()
     assert calls.count("aten")["_to_copy"] == 3  # the conversion to integers is repeated, the copy is not

@@ -18,7 +18,7 @@ from tests.preflight.test_job_checks import job
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
-from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel, GatheredKeys
+from torchtitan_npu.models.deepseek_v32.context_parallel import AllGatherKV, DSAContextParallel
 from torchtitan_npu.planner import Calls
 from torchtitan_npu.preflight.job import check_job
 
@@ -71,14 +71,14 @@ def test_a_layer_has_one_all_gather_and_one_reduce_scatter(load_balancer: str | 
 
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_spans_cover_the_tokens_of_a_rank(load_balancer: str | None, ranks: int) -> None:
+def test_chunks_cover_the_tokens_of_a_rank(load_balancer: str | None, ranks: int) -> None:
     everything: list[int] = []
     for rank in range(ranks):
         own = context(rank, ranks, load_balancer)
-        spans = own.spans(SEQUENCE // ranks)
-        places = [place for span in spans for place in range(span.place, span.place + span.length)]
+        chunks = own.chunks(SEQUENCE // ranks)
+        places = [place for chunk in chunks for place in range(chunk.start, chunk.start + chunk.length)]
         assert own.token_indices(SEQUENCE).tolist() == places
-        assert [span.first for span in spans] == [sum(s.length for s in spans[:n]) for n in range(len(spans))]
+        assert [c.first for c in chunks] == [sum(s.length for s in chunks[:n]) for n in range(len(chunks))]
         everything += places
     assert sorted(everything) == list(range(SEQUENCE))
 
@@ -88,8 +88,8 @@ def test_spans_cover_the_tokens_of_a_rank(load_balancer: str | None, ranks: int)
 def test_gathered_keys_are_in_the_order_of_one_rank(load_balancer: str | None, ranks: int) -> None:
     keys = torch.arange(BATCH * SEQUENCE * 2).view(BATCH, SEQUENCE, 2)
     gathered = torch.stack([keys[:, context(r, ranks, load_balancer).token_indices(SEQUENCE)] for r in range(ranks)])
-    exchange = GatheredKeys(Rank(0, ranks), load_balancer == "headtail")  # type: ignore[arg-type]
-    assert torch.equal(exchange.in_order(gathered), keys)
+    gather = AllGatherKV(Rank(0, ranks), context(0, ranks, load_balancer).split)  # type: ignore[arg-type]
+    assert torch.equal(gather.in_order(gathered), keys)
 
 
 def test_a_part_of_the_documents() -> None:

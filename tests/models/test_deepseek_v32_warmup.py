@@ -19,8 +19,9 @@ from tests._helpers.deepseek_v32_models import build, model_args, start_batch, t
 from tests._helpers.deepseek_v32_training import CONVERTERS, DIVERGENCE_TOLERANCE, SELECTIVE, WARMUP, one_rank, train
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import TOLERANCE, Record
-from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
+from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.planner import Calls
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 
 PRODUCT = "npu_grouped_matmul"
 
@@ -39,7 +40,7 @@ def test_only_the_indexer_has_a_backward_pass(mode: Any, converters: tuple[str, 
     if mode != "none":
         config = JobConfig().activation_checkpoint
         config.mode, config.selective_ac_option = mode, "op"
-        corrected_checkpointing(apply_ac)(model, config, model_compile_enabled=False, op_sac_save_list=set())
+        copy_with_globals(apply_ac, CHECKPOINTING)(model, config, model_compile_enabled=False, op_sac_save_list=set())
     start_batch(model)
     with Calls() as calls:
         F.cross_entropy(model(tokens()).flatten(0, 1), tokens().roll(-1).flatten()).backward()

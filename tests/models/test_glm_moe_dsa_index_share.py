@@ -20,9 +20,10 @@ import torchtitan_npu
 from tests._helpers.deepseek_v32_models import BATCH, SEQUENCE, TOP_K, build, counted, model_args, start_batch, tokens
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpointing
+from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.layers.sparse_attention import index_scores, select
 from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpoint_wrapper
 
 torchtitan_npu.register()
@@ -46,7 +47,7 @@ def glm(mode: str = "none", fused: bool = True, pattern: str = PATTERN, **change
     if fused:
         CONVERTERS["npu_dsa"](JobConfig(), ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)).convert(model)
     if mode != "none":
-        corrected_checkpointing(apply_ac)(model, MODES[mode], op_sac_save_list={torch.ops.aten.mm.default})
+        copy_with_globals(apply_ac, CHECKPOINTING)(model, MODES[mode], op_sac_save_list={torch.ops.aten.mm.default})
     start_batch(model, dtype=torch.float64)
     return model
 

@@ -165,7 +165,7 @@ def main() -> int:
         raise SystemExit("device_graphs.py needs a GPU or an NPU")
     os.environ.update(rank_environment())
     platform.prepare()
-    import torchtitan_npu.train_specs.adapt  # noqa: F401
+    import torchtitan_npu.train_specs.registry  # noqa: F401
 
     add_flavors()
     rows: list[dict[str, Any]] = []

@@ -62,15 +62,13 @@ VARIANTS = {
         "--optimizer.swap",
     ],
     "chunked": [*converters("npu_dsa", *BASIC), "--npu.loss_chunk_tokens", "4096"],
-    "adamw": [*converters("npu_dsa", *BASIC), "--optimizer.triton"],
     "graphs": [
         *converters("npu_dsa", *BASIC),
-        "--optimizer.triton",
         "--npu.device_graphs",
         "--activation_checkpoint.no_preserve_rng_state",
     ],
 }
-"""Each variant adds to the previous one, but "chunked" and "adamw" add to "basic". Eager expands keys and values of
+"""Each variant adds to the previous one, but "chunked" adds to "basic". Eager expands keys and values of
 every head. The others use absorbed attention on the latent vectors, like the fused operator."""
 BFLOAT16 = ["--training.dtype", "bfloat16"]
 FULL = ["--activation_checkpoint.mode", "full"]

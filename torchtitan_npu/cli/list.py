@@ -33,7 +33,7 @@ def models() -> Iterator[tuple[str, str]]:
     _prepare()
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_npu.train_specs.registries import package_models
+    from torchtitan_npu.train_specs.registry import package_models
 
     for name in sorted(package_models()):
         yield name, ", ".join(get_train_spec(name).model_args)

@@ -33,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.layers.rotary.tables import RotaryTables
+from torchtitan_npu.layers.rotary import RotaryTables
 from torchtitan_npu.torch_internals.tensors import modification_count
 
 GRAPH_CLASSES = {"cuda": "CUDAGraph", "npu": "NPUGraph"}

@@ -17,28 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.torch_internals.activation_checkpoint import is_checkpointed
 
 
-def build_balancing_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: Any,
-    parallel_dims: ParallelDims,
-    ft_manager: Any = None,
-) -> OptimizersContainer:
-    """Build TorchTitan's optimizers, and balance the experts of ``model_parts`` before each of their steps."""
-    optimizers = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+def balance_experts(optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: ParallelDims) -> None:
+    """Balance the experts of ``model_parts`` before each step of ``optimizers``."""
     blocks = [block for part in model_parts for block in part.get_submodule("layers").values() if block.moe_enabled]  # type: ignore[operator]
     for block in blocks:
         if isinstance(block.moe, NpuMoE):
             block.moe.count_in_recomputation = False
     if blocks and blocks[0].moe.load_balance_coeff:  # the same for all blocks
         optimizers.register_step_pre_hook(lambda *args, **kwargs: update_expert_biases(blocks, parallel_dims))
-    return optimizers
 
 
 @torch.no_grad()

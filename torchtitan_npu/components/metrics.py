@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torchtitan.components.metrics import MetricsProcessor as TitanMetricsProcessor
+from torchtitan.components.metrics import build_device_memory_monitor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import get_peak_flops
+from torchtitan.tools.utils import Color, NoColor, get_peak_flops
 
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
@@ -22,7 +24,7 @@ from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss, auxiliary_losses
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.titan_internals.hooks import with_peak_flops
+from torchtitan_npu.titan_internals.hooks import build_metric_logger
 
 
 class MetricsProcessor(TitanMetricsProcessor):
@@ -35,7 +37,20 @@ class MetricsProcessor(TitanMetricsProcessor):
     """Counts the choices that a record has replaced."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
-        with_peak_flops(TitanMetricsProcessor.__init__, peak_flops(job_config))(self, job_config, parallel_dims, tag)
+        # not TorchTitan's constructor: it takes an NPU for an A100, and warns
+        self.job_config, self.parallel_dims = job_config, parallel_dims
+        self.logger = build_metric_logger(job_config, parallel_dims, tag)
+        self.device_memory_monitor = build_device_memory_monitor()
+        self.color = NoColor() if job_config.metrics.disable_color_printing else Color()
+        self.gpu_peak_flops = peak_flops(job_config)(self.device_memory_monitor.device_name)
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
+        self.time_last_log = time.perf_counter()
+        self.device_memory_monitor.reset_peak_stats()
+        # the Trainer sets these
+        self.num_flops_per_token = -1
+        self.optimizers = self.lr_schedulers = None
+        self.model_parts: Any = None
 
     def log(
         self,

@@ -1,85 +1,82 @@
-"""Optimizer builders of train specs, with the job's ``optimizer.swap`` and ``optimizer.triton``."""
+"""TorchTitan's optimizers, with their states in host memory if the job swaps them, and with balanced experts."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import nn, optim
+from torchtitan.components import optimizer as titan
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import Optimizer as OptimizerConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import OptimizersBuilder
 from torchtitan.tools.logging import logger
 
+from torchtitan_npu.components.expert_balance import balance_experts
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
-from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW
-from torchtitan_npu.errors import UsageError
-from torchtitan_npu.titan_internals.hooks import with_optimizers_container
-from torchtitan_npu.titan_internals.rebind import refers_to
 
 
 @dataclass(frozen=True)
 class SwappableOptimizers:
-    """Build optimizers with their states in host memory (``optimizer.swap``), or those of ``optimizer.triton``.
+    """The builder of a train spec whose optimizers are TorchTitan's."""
 
-    With ``dry_run`` the parameters are fake tensors: see :class:`SwapContainer`.
-    """
-
-    build_optimizers: OptimizersBuilder
+    balances_experts: bool = False
+    """Correct the biases of the experts before each step."""
     dry_run: bool = False
+    """The parameters are fake tensors: see :class:`SwapContainer`."""
 
     def __call__(
-        self, model_parts: list[nn.Module], optimizer_config: OptimizerConfig, *args: Any, **kwargs: Any
+        self, model_parts: list[nn.Module], config: Any, parallel_dims: ParallelDims, ft_manager: Any = None
     ) -> OptimizersContainer:
-        build = with_swap_if_enabled(self.build_optimizers, model_parts, optimizer_config, self.dry_run)
-        if not getattr(optimizer_config, "triton", False):  # TorchTitan's own entry has a config without it
-            return build(model_parts, optimizer_config, *args, **kwargs)
-        container = with_optimizers_container(build, triton_container)(model_parts, optimizer_config, *args, **kwargs)
-        check_triton(container)
-        return container
+        container = self.container(model_parts, config)
+        optimizers = build_optimizers(model_parts, config, parallel_dims, ft_manager, container=container)
+        if self.balances_experts:
+            balance_experts(optimizers, model_parts, parallel_dims)
+        return optimizers
+
+    def container(self, model_parts: list[nn.Module], config: Any) -> Callable[..., OptimizersContainer]:
+        """Return the class of the container that the job asks for, if the parameters are on a device."""
+        if not getattr(config, "swap", False):  # TorchTitan's own entry has a config without it
+            return OptimizersContainer
+        if not self.dry_run and all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
+            logger.info("optimizer.swap has no effect: the parameters are on the CPU, and so are the states")
+            return OptimizersContainer
+        return swap_container(config, self.dry_run)
 
 
-def triton_container(
-    model_parts: list[nn.Module], optimizer_cls: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]
-) -> OptimizersContainer:
-    """Return TorchTitan's container with :class:`TritonAdamW` in place of AdamW."""
-    return OptimizersContainer(
-        model_parts, TritonAdamW if optimizer_cls is torch.optim.AdamW else optimizer_cls, optimizer_kwargs
+def swap_container(config: Any, dry_run: bool = False) -> Callable[..., OptimizersContainer]:
+    """Return :class:`SwapContainer` with the options of the job."""
+    return functools.partial(
+        SwapContainer, slice_mib=config.swap_slice_mib, fraction=config.swap_fraction, dry_run=dry_run
     )
 
 
-def check_triton(container: OptimizersContainer) -> None:
-    """Raise if a model's own builder made another optimizer, which would not clip the gradients."""
-    for optimizer in container:
-        if not isinstance(optimizer, TritonAdamW):
-            raise UsageError(
-                f"optimizer.triton must be false: the train spec's build_optimizers_fn makes a "
-                f"{type(optimizer).__name__}, and the kernel is for torch.optim.AdamW"
-            )
+def build_optimizers(
+    model_parts: list[nn.Module],
+    config: Any,
+    parallel_dims: ParallelDims,
+    ft_manager: Any = None,
+    *,
+    container: Callable[..., OptimizersContainer] = OptimizersContainer,
+) -> OptimizersContainer:
+    """Build the optimizer that ``config`` names for each model part, in a ``container``."""
+    if container is OptimizersContainer:
+        return titan.build_optimizers(model_parts, config, parallel_dims, ft_manager)
+    options = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+    }
+    return container(model_parts, {"Adam": optim.Adam, "AdamW": optim.AdamW}[config.name], options)
 
 
-def with_swap_if_enabled(
-    build_optimizers: OptimizersBuilder, model_parts: list[nn.Module], config: OptimizerConfig, dry_run: bool = False
-) -> OptimizersBuilder:
-    """Return ``build_optimizers``, with swap if the job enables it and the parameters are on a device."""
-    if not getattr(config, "swap", False):  # TorchTitan's own entry has a config without it
-        return build_optimizers
-    if not dry_run and all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
-        logger.info("optimizer.swap has no effect: the parameters are on the CPU, and so are the states")
-        return build_optimizers
-    return with_swap(build_optimizers, config, dry_run)
-
-
-def can_swap(build_optimizers: OptimizersBuilder) -> bool:
-    """Return whether ``build_optimizers`` uses TorchTitan's container, which :func:`with_swap` replaces."""
-    return bool(refers_to(build_optimizers, [OptimizersContainer]))
-
-
-def with_swap(build_optimizers: OptimizersBuilder, config: Any, dry_run: bool = False) -> OptimizersBuilder:
-    """Return ``build_optimizers`` with states in host memory, on any device."""
-    if not can_swap(build_optimizers):
-        raise ValueError(f"{build_optimizers} does not use TorchTitan's OptimizersContainer")
-    options = {"slice_mib": config.swap_slice_mib, "fraction": config.swap_fraction, "dry_run": dry_run}
-    return with_optimizers_container(build_optimizers, functools.partial(SwapContainer, **options))
+def adapted_optimizers(build: OptimizersBuilder) -> OptimizersBuilder:
+    """Return this package's builder in place of TorchTitan's two, and any other unchanged."""
+    if build in (titan.build_optimizers, titan.build_optimizers_with_moe_load_balancing):
+        return SwappableOptimizers(balances_experts=build is not titan.build_optimizers)
+    return build

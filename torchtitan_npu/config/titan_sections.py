@@ -93,13 +93,6 @@ OPTIMIZER: dict[str, Allowed] = {
 
 @dataclass
 class Optimizer(TitanOptimizer):
-    triton: bool = False
-    """
-    Update the weights by a Triton kernel of this package, on an NVIDIA GPU. It is faster than torch's fused kernel for
-    bfloat16 weights, and clips the gradients in the same pass. For AdamW, in jobs of
-    one rank. See [GPU kernels](gpu-kernels.md#optimizer).
-    """
-
     swap: bool = False
     """
     Keep Adam's moments in host memory, which frees 8 bytes of device memory per float32 parameter. Each step copies

@@ -26,7 +26,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.converters.base import Converter, register, retyped
-from torchtitan_npu.dist_utils import Microbatches, gathered, in_sequence_order, local
+from torchtitan_npu.dist_utils import Microbatches, SequenceSplit, all_gather_kv, local
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.layers.packed_attention import DocumentMask, FrameAttention, MaskedAttention, starts_document
@@ -85,15 +85,11 @@ class NpuContextParallelAttention(NpuCausalAttention):
 
     def attend(self, q: DTensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
         assert isinstance(k, DTensor) and isinstance(v, DTensor) and mask is not None
-        ranks, rank = q.device_mesh.size(), q.device_mesh.get_local_rank()
-        keys, values = gathered(k), gathered(v)
-        own, count = [rank], ranks  # this rank's chunks, of so many
-        if self.head_tail:
-            own, count = [rank, 2 * ranks - 1 - rank], 2 * ranks
-            keys, values = (in_sequence_order(tensor, ranks, SEQUENCE_DIM) for tensor in (keys, values))
-        length = keys.shape[SEQUENCE_DIM] // count
+        split = SequenceSplit(q.device_mesh.size(), self.head_tail)
+        keys, values = (split.in_sequence_order(all_gather_kv(x), SEQUENCE_DIM) for x in (k, v))
+        chunks, length = split.chunks_of(q.device_mesh.get_local_rank()), keys.shape[SEQUENCE_DIM] // split.chunks
         outputs = []
-        for chunk, queries in zip(own, q.to_local().chunk(len(own), SEQUENCE_DIM), strict=True):
+        for chunk, queries in zip(chunks, q.to_local().chunk(len(chunks), SEQUENCE_DIM), strict=True):
             end = (chunk + 1) * length
             visible = keys.narrow(SEQUENCE_DIM, 0, end), values.narrow(SEQUENCE_DIM, 0, end)
             outputs.append(_transposed(queries, *visible, scale, mask))

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +20,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.converters.base import Converter, register, retyped
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
-from torchtitan_npu.layers.sparse_attention import SparseAttention, SparseAttentionArgs, at_least_float32
+from torchtitan_npu.layers.sparse_attention import SparseAttention, at_least_float32
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.dense_indexer_kl_loss.function import dense_loss
 from torchtitan_npu.ops.fusion_attention.function import CAUSAL, causal_mask
@@ -134,39 +135,24 @@ class NpuSparseAttention(FusedAttention):
     def attend(
         self, queries: Queries, keys: Keys, documents: Documents | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        (q, q_rope, index_q, index_weights, selected), (k, k_rope, index_k, v) = queries, keys
+        q, q_rope, index_q, index_weights, selected = queries
         layout = "BSND" if documents is None else "TND"
         query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
         key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
-
-        def prepared(tensor: Tensor) -> Tensor:
-            """Cast to the queries' dtype, and make contiguous, which an NPU requires.
-
-            Autocast ignores these operators, and a norm may return float32.
-            """
-            return tensor.to(q.dtype).contiguous()
-
-        query = q if self.supports_strided_queries else prepared(q)
-        query_rope, key, key_rope = map(prepared, (q_rope, k, k_rope))
-        value = key if v is None else prepared(v)
-        own = None
+        # autocast ignores these operators, and a norm may return float32; an NPU requires contiguous tensors
+        query = q if self.supports_strided_queries else q.contiguous()
+        query_rope, key, key_rope = (x.to(q.dtype).contiguous() for x in (q_rope, keys.k, keys.k_rope))
+        value = key if keys.v is None else keys.v.to(q.dtype).contiguous()
+        index: dict[str, Tensor] = {}
         if index_q is not None:
-            assert index_k is not None and index_weights is not None
-            query_index, key_index = prepared(index_q), prepared(index_k.unsqueeze(-2))
-            weights = at_least_float32(index_weights).contiguous()
-        if self.has_indexer:
-            with torch.no_grad():  # (bsz, seqlen, 1, topk)
-                own, _ = torch.ops.npu.npu_lightning_indexer(
-                    query_index,
-                    key_index,
-                    weights,
-                    actual_seq_lengths_query=query_ends,
-                    actual_seq_lengths_key=key_ends,
-                    layout_query=layout,
-                    layout_key=layout,
-                    sparse_count=self.topk,
-                )
-        indices = own if selected is None else selected
+            assert keys.index_k is not None and index_weights is not None
+            index = {
+                "query_index": index_q.to(q.dtype).contiguous(),
+                "key_index": keys.index_k.unsqueeze(-2).to(q.dtype).contiguous(),
+                "weights": at_least_float32(index_weights).contiguous(),
+            }
+        best = self.select(index, layout, query_ends, key_ends) if self.has_indexer else None
+        indices = best if selected is None else selected
         assert indices is not None
         output, softmax_max, softmax_sum = torch.ops.npu.npu_sparse_flash_attention(
             query,
@@ -183,29 +169,42 @@ class NpuSparseAttention(FusedAttention):
             attention_mode=MLA_ABSORBED,
             return_softmax_lse=True,
         )
-        returned = own if self.returns_selected else None
-        if (account := self.account()) is None:
-            return output, returned
-        output = with_indexer_loss(
-            output,
-            account,
-            loss_in_spans,
-            query=query.detach(),
-            key=key.detach(),
-            query_index=query_index,
-            key_index=key_index,
-            weights=weights,
-            sparse_indices=indices,
-            softmax_max=softmax_max,
-            softmax_sum=softmax_sum,
-            scale_value=scale,
-            query_rope=query_rope.detach(),
-            key_rope=key_rope.detach(),
-            actual_seq_qlen=query_end_list,
-            actual_seq_klen=key_end_list,
-            layout=layout,
+        if (loss := self.trained_loss()) is not None:
+            output = with_indexer_loss(
+                output,
+                loss,
+                loss_in_spans,
+                query=query.detach(),
+                key=key.detach(),
+                **index,
+                sparse_indices=indices,
+                softmax_max=softmax_max,
+                softmax_sum=softmax_sum,
+                scale_value=scale,
+                query_rope=query_rope.detach(),
+                key_rope=key_rope.detach(),
+                actual_seq_qlen=query_end_list,
+                actual_seq_klen=key_end_list,
+                layout=layout,
+            )
+        return output, best if self.returns_selected else None
+
+    @torch.no_grad()
+    def select(
+        self, index: dict[str, Tensor], layout: str, query_ends: Tensor | None, key_ends: Tensor | None
+    ) -> Tensor:
+        """Return the indices (bsz, seqlen, 1, topk) of the keys that the indexer scores highest, -1 after the last."""
+        indices, _ = torch.ops.npu.npu_lightning_indexer(
+            index["query_index"],
+            index["key_index"],
+            index["weights"],
+            actual_seq_lengths_query=query_ends,
+            actual_seq_lengths_key=key_ends,
+            layout_query=layout,
+            layout_key=layout,
+            sparse_count=self.topk,
         )
-        return output, returned
+        return indices
 
 
 class NpuDenseAttention(FusedAttention):
@@ -242,7 +241,7 @@ class NpuDenseAttention(FusedAttention):
             sparse_mode=CAUSAL,
             softmax_layout="" if documents is None else "TND",
         )
-        if (account := self.account()) is None:
+        if (loss := self.trained_loss()) is None:
             return output, None
         assert index_q is not None and index_k is not None and index_weights is not None
         index_q, index_k = (x.to(q.dtype).contiguous() for x in (index_q, index_k.unsqueeze(-2)))
@@ -253,7 +252,7 @@ class NpuDenseAttention(FusedAttention):
         )
         output = with_indexer_loss(
             output,
-            account,
+            loss,
             dense_loss,
             query=q.contiguous(),
             key=k,
@@ -299,43 +298,55 @@ class DsaConverter(Converter):
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         attention = cast(SparseAttention, module)
-        messages = (
-            self._dense_limit_errors(attention) if attention.args.warmup else self._sparse_limit_errors(attention)
-        )
+        bsz, tokens = (max(sizes) for sizes in zip(*self.batches(), strict=True))
+        dims, dtype = self.parallel_dims, self.compute_dtype()
+        limits = DsaLimits(attention, attention.args.n_heads // dims.tp, bsz, tokens, tokens * dims.cp, dtype)
+        messages = limits.of_dense_attention() if attention.args.warmup else limits.of_sparse_attention()
         training = self.job_config.training
-        if self.compute_dtype() != TORCH_DTYPE_MAP[training.mixed_precision_param]:
+        if dtype != TORCH_DTYPE_MAP[training.mixed_precision_param]:
             why = f"{training.dtype} (training.dtype, because without FSDP tensor parallel has no mixed precision)"
             messages = [text.replace(f"dtype is {training.dtype}", f"dtype is {why}") for text in messages]
         return messages
 
-    def _sparse_limit_errors(self, attention: SparseAttention) -> list[str]:
-        args, index = attention.args, self._index_tensors(attention.args)
-        heads = args.n_heads // self.parallel_dims.tp
+
+@dataclass(frozen=True)
+class DsaLimits:
+    """The NPU limits that a layer of one rank exceeds, found on tensors without memory."""
+
+    attention: SparseAttention
+    heads: int
+    """Of this rank."""
+    bsz: int
+    queries: int
+    """Tokens of a sequence on this rank."""
+    keys: int
+    """Tokens of a sequence on all ranks."""
+    dtype: torch.dtype
+
+    def of_sparse_attention(self) -> list[str]:
+        args, topk, index = self.attention.args, self.attention.topk, self._index_tensors()
         sparse = {
-            "query": self._of_queries(heads, args.kv_lora_rank),
+            "query": self._of_queries(self.heads, args.kv_lora_rank),
             "key": self._of_keys(1, args.kv_lora_rank),
-            "query_rope": self._of_queries(heads, args.qk_rope_head_dim),
+            "query_rope": self._of_queries(self.heads, args.qk_rope_head_dim),
             "key_rope": self._of_keys(1, args.qk_rope_head_dim),
-            "sparse_indices": self._of_queries(1, attention.topk, dtype=torch.int32),
+            "sparse_indices": self._of_queries(1, topk, dtype=torch.int32),
         }
         messages = []
-        if attention.has_indexer:
+        if self.attention.has_indexer:
             messages = OPS[INDEXER].limit_errors(
-                query=index["query_index"],
-                key=index["key_index"],
-                weights=index["weights"],
-                sparse_count=attention.topk,
+                query=index["query_index"], key=index["key_index"], weights=index["weights"], sparse_count=topk
             )
         for operator in (ATTENTION, f"{ATTENTION}_grad"):
             messages += OPS[operator].limit_errors(value=sparse["key"], **sparse)
-        if attention.indexer_loss is not None:
-            span = {**sparse, "query": sparse["query"][:, :MAX_QUERIES]}
-            messages += OPS[LOSS].limit_errors(**index, **span)
+        if self.attention.indexer_loss is not None:
+            chunk = {**sparse, "query": sparse["query"][:, :MAX_QUERIES]}
+            messages += OPS[LOSS].limit_errors(**index, **chunk)
         return messages
 
-    def _dense_limit_errors(self, attention: SparseAttention) -> list[str]:
-        args, index = attention.args, self._index_tensors(attention.args)
-        heads, size, rope = args.n_heads // self.parallel_dims.tp, args.qk_nope_head_dim, args.qk_rope_head_dim
+    def of_dense_attention(self) -> list[str]:
+        args, heads, index = self.attention.args, self.heads, self._index_tensors()
+        size, rope = args.qk_nope_head_dim, args.qk_rope_head_dim
         messages = OPS[DENSE_ATTENTION].limit_errors(
             query=self._of_queries(heads, size + rope),
             key=self._of_keys(heads, size + rope),
@@ -344,7 +355,7 @@ class DsaConverter(Converter):
             input_layout="BSND",
             actual_seq_qlen=None,
         )
-        if attention.indexer_loss is None:
+        if self.attention.indexer_loss is None:
             return messages
         messages += OPS[DENSE_STATISTICS].limit_errors(**index)
         return messages + OPS[DENSE_LOSS].limit_errors(
@@ -355,7 +366,8 @@ class DsaConverter(Converter):
             **index,
         )
 
-    def _index_tensors(self, args: SparseAttentionArgs) -> dict[str, Tensor]:
+    def _index_tensors(self) -> dict[str, Tensor]:
+        args = self.attention.args
         return {
             "query_index": self._of_queries(args.index_n_heads, args.index_head_dim),
             "key_index": self._of_keys(1, args.index_head_dim),
@@ -363,11 +375,7 @@ class DsaConverter(Converter):
         }
 
     def _of_queries(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of this rank's queries, without memory."""
-        bsz, tokens = (max(sizes) for sizes in zip(*self.batches(), strict=True))
-        return torch.empty(bsz, tokens, *shape, dtype=dtype or self.compute_dtype(), device="meta")
+        return torch.empty(self.bsz, self.queries, *shape, dtype=dtype or self.dtype, device="meta")
 
     def _of_keys(self, *shape: int) -> Tensor:
-        """Return a tensor of the keys of all tokens, without memory."""
-        bsz, tokens = (max(sizes) for sizes in zip(*self.batches(), strict=True))
-        return torch.empty(bsz, tokens * self.parallel_dims.cp, *shape, dtype=self.compute_dtype(), device="meta")
+        return torch.empty(self.bsz, self.keys, *shape, dtype=self.dtype, device="meta")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
-from torchtitan_npu.converters.rotary_functions import rotated
+from torchtitan_npu.converters.rope import rotated
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.rotary.mrope import MRoPERotation, MRoPETables
-from torchtitan_npu.layers.rotary.tables import RotaryTables, from_concatenated
+from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.layers.rotary import RotaryTables, from_concatenated
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mrope.function import mrope
 
@@ -150,7 +150,7 @@ class MRoPEConverter(Converter):
         if not isinstance(module, MRoPERotation):
             return []
         arguments = self._arguments(module)
-        # batch rows are rotated as one long sequence, see rotary_functions.rotated
+        # batch rows are rotated as one long sequence, see rope.rotated
         tokens, heads = arguments["query"].shape[0], module.n_heads // self.parallel_dims.tp  # type: ignore[attr-defined]
         x = torch.empty(1, tokens, heads, module.rotary_dim, device="meta")
         table = x.new_empty(1, tokens, 1, module.rotary_dim)

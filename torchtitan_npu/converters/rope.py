@@ -1,41 +1,324 @@
 """``npu_rope``: attention rotates its queries and keys by the fused operator.
 
-A model's attention calls a rotation function that the model has registered
-(:mod:`torchtitan_npu.layers.rotary.registry`), on neighbouring elements or on halves of a head. A converted module runs
-its own code with a function on ``npu_rotary_mul`` in that one's place (``titan_internals.hooks``). This
-includes a user's module that calls a registered function.
+Attention calls a rotation function of its model, on neighbouring elements or on halves of a head. The classes that do
+are registered, with that function (:func:`torchtitan_npu.layers.rotary.register_rotation`). A converted module is of a
+subclass, whose methods call a function on ``npu_rotary_mul`` in its place. Positions on several axes (MRoPE) belong to
+``npu_mrope``.
 
-Positions on several axes (MRoPE) belong to ``npu_mrope``.
+Cosines and sines are made once per forward pass if the model passes positions and angles to its layers unchanged.
+:class:`PositionTables` passes :class:`RotaryTables` as ``positions``, also through activation checkpointing and
+``torch.compile`` and in the stages of a pipeline. A model without that argument gets :class:`BufferTables`, which pass
+them as the buffer of angles. In any other model each layer looks up its rows in that buffer. FSDP in bfloat16 then
+casts a buffer of cosines and sines, as it does without this converter; it does not cast complex angles.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.models.deepseek_v3.model import model as deepseek_v3
+from torchtitan.models.gpt_oss.model import model as gpt_oss
+from torchtitan.models.llama3.model import model as llama3
+from torchtitan.models.llama4.model import model as llama4
+from torchtitan.models.qwen3.model import model as qwen3
 
 from torchtitan_npu.converters.base import Converter, register, retyped, summary
-from torchtitan_npu.converters.rotary_modules import (
-    pairings_of,
-    rotates_unseen,
-    rotating,
-    shared_pairings,
-    takes_angles,
-    takes_positions,
-)
-from torchtitan_npu.converters.rotary_table_hooks import BufferTables, PositionTables, pass_tables_by_keyword
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.rotary.mrope import MRoPERotation
-from torchtitan_npu.layers.rotary.tables import HALF
+from torchtitan_npu.layers.mrope import MRoPERotation
+from torchtitan_npu.layers.rotary import (
+    FROM_COMPLEX,
+    HALF,
+    HALF_OF_COMPLEX,
+    HALF_OF_TABLES,
+    INTERLEAVE,
+    PASSES_ANGLES,
+    ROTATIONS,
+    Pairing,
+    RotaryTables,
+    Rotation,
+    register_rotation,
+)
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
+from torchtitan_npu.torch_internals.tensors import modification_count
+
+
+def _register_attention_of(titan: Any, model_cls: type[nn.Module], pairing: Pairing, tensors: int) -> None:
+    """Register the attention in one of TorchTitan's modules. Each has an ``apply_rotary_emb`` of its own."""
+    register_rotation(
+        titan.Attention,
+        titan.apply_rotary_emb,
+        pairing,
+        tensors,
+        runs_in=lambda module: getattr(module, "use_rope", True),  # every n-th layer of llama4 has no rotation
+        passed_by=(titan.Attention, titan.TransformerBlock, model_cls),
+    )
+
+
+_register_attention_of(llama3, llama3.Transformer, INTERLEAVE, tensors=2)
+_register_attention_of(llama4, llama4.Transformer, INTERLEAVE, tensors=2)
+_register_attention_of(deepseek_v3, deepseek_v3.DeepSeekV3Model, INTERLEAVE, tensors=1)
+_register_attention_of(qwen3, qwen3.Qwen3Model, HALF, tensors=2)
+_register_attention_of(gpt_oss, gpt_oss.GptOssModel, HALF, tensors=2)
+
+Angles = Tensor | RotaryTables
+"""The argument that a model passes its buffer of angles in."""
+Positions = Tensor | RotaryTables | None
+"""Positions as TorchTitan passes them, (1 or batch, sequence) or ``None`` for 0, 1, 2, ...; or tables."""
+
+
+def rotate(pairing: Pairing, angles: Angles, positions: Positions, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rotate ``tensors`` (batch, sequence, heads, dim) in float32; each result has its tensor's dtype."""
+    batch, sequence = tensors[0].shape[:2]
+    shared = next((value for value in (positions, angles) if isinstance(value, RotaryTables)), None)
+    if shared is not None:
+        tables = shared.cos_sin(pairing.rotary_mode)
+    elif positions is None:
+        tables = pairing.tables(local(angles)[None, :sequence])  # type: ignore[arg-type]
+    else:
+        tables = pairing.tables(rows(local(angles), 0, local(positions)))  # type: ignore[arg-type]
+    longer = shared is not None and shared.covers_all_positions and tables.shape[2] > sequence
+    if tables.shape[1] not in (1, batch) or not (tables.shape[2] == sequence or longer):
+        raise ValueError(
+            f"positions or angles for {tuple(tables.shape[1:3])} tokens, for a batch of sequences ({batch}, {sequence})"
+        )
+    cos, sin = tables[:, :, :sequence]  # (1 or batch, sequence, 1, dim)
+    return tuple(rotated(x, cos, sin, pairing.rotary_mode) for x in tensors)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
+    """Rotate ``x`` (batch, sequence, heads, dim) by tables (1 or batch, sequence, 1, dim) in float32."""
+    if cos.shape[0] > 1 and isinstance(x, DTensor) and not any(p.is_shard(0) or p.is_shard(1) for p in x.placements):
+        # The gradient of the flattened sequence could be sharded where rows do not end, and not be split into rows.
+        result = rotated(x.to_local(), cos, sin, rotary_mode)
+        return DTensor.from_local(result, x.device_mesh, x.placements, run_check=False)
+    heads, dim = x.shape[2:]
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if cos.shape[0] > 1:  # in mode interleave an NPU takes no cosines per batch row: flatten to one long sequence
+        cos, sin = (table.reshape(1, -1, 1, dim) for table in (cos, sin))
+        y = y.reshape(1, -1, heads, dim)
+    if isinstance(y, DTensor):
+        replicated = [Replicate()] * y.device_mesh.ndim
+        cos, sin = (DTensor.from_local(table, y.device_mesh, replicated, run_check=False) for table in (cos, sin))
+    y = torch.ops.npu.npu_rotary_mul(y, cos, sin, rotary_mode)
+    return y.reshape(x.shape).to(x.dtype)
+
+
+def rows(table: Tensor, dim: int, positions: Tensor) -> Tensor:
+    """Return ``table[positions]`` along ``dim``; unlike indexing, a negative position is an error."""
+    return table.index_select(dim, positions.flatten()).unflatten(dim, positions.shape)
+
+
+def rotate_pairs(x: Tensor, freqs_cis: Angles, positions: Positions = None) -> Tensor:
+    """Rotate neighbouring elements of ``x`` (batch, sequence, heads, dim)."""
+    return rotate(INTERLEAVE, freqs_cis, positions, x)[0]
+
+
+def rotate_pairs_of_both(xq: Tensor, xk: Tensor, freqs_cis: Angles, positions: Positions = None) -> tuple[Tensor, ...]:
+    """Rotate queries and keys as :func:`rotate_pairs` does."""
+    return rotate(INTERLEAVE, freqs_cis, positions, xq, xk)
+
+
+def rotate_halves(x: Tensor, freqs_cis: Angles, positions: Positions = None) -> Tensor:
+    """Rotate elements of ``x`` (batch, sequence, heads, dim) that are half a head apart."""
+    return rotate(HALF_OF_COMPLEX, freqs_cis, positions, x)[0]
+
+
+def rotate_halves_of_both(
+    xq: Tensor, xk: Tensor, rope_cache: Angles, positions: Positions = None
+) -> tuple[Tensor, ...]:
+    """Rotate queries and keys as :func:`rotate_halves` does, by a table of cosines and sines."""
+    return rotate(HALF, rope_cache, positions, xq, xk)
+
+
+def rotate_patches(xq: Tensor, xk: Tensor, tables: RotaryTables) -> tuple[Tensor, ...]:
+    """Rotate queries and keys (patches, heads, dim); elements half a head apart form a pair."""
+    cos, sin = tables.cos_sin(HALF_OF_TABLES.rotary_mode)  # (1, patches, 1, dim)
+    return tuple(rotated(x.unsqueeze(0), cos, sin, HALF_OF_TABLES.rotary_mode).squeeze(0) for x in (xq, xk))
+
+
+REPLACEMENTS: dict[tuple[Pairing, int], Callable[..., Any]] = {
+    (INTERLEAVE, 1): rotate_pairs,
+    (INTERLEAVE, 2): rotate_pairs_of_both,
+    (HALF_OF_COMPLEX, 1): rotate_halves,
+    (HALF, 2): rotate_halves_of_both,
+    (HALF_OF_TABLES, 2): rotate_patches,
+}
+"""By pairing and number of rotated tensors, the function with the same arguments as a registered one."""
+
+
+def rotations_of(module: nn.Module) -> tuple[Rotation, ...]:
+    """Return the rotations of a module whose class, or a parent of it with the same methods, is registered."""
+    cls = type(module)
+    registered = next((parent for parent in cls.__mro__ if parent in ROTATIONS), None)
+    if registered is None:
+        return ()
+    overridden = any(
+        inspect.getattr_static(cls, name) is not inspect.getattr_static(registered, name)
+        for rotation in ROTATIONS[registered]
+        for name in rotation.methods
+    )
+    return () if overridden else ROTATIONS[registered]
+
+
+def pairings_of(module: nn.Module) -> frozenset[Pairing]:
+    """Return how ``module`` rotates; nothing if it does not."""
+    return frozenset(rotation.pairing for rotation in rotations_of(module) if rotation.runs_in(module))
+
+
+@functools.cache
+def rotating(cls: type[nn.Module], rotations: tuple[Rotation, ...]) -> type[nn.Module]:
+    """Return a subclass of ``cls`` whose methods call ``npu_rope``'s rotations."""
+
+    def extra_repr(self: nn.Module) -> str:
+        return ", ".join(filter(None, (cls.extra_repr(self), "rotation=npu_rotary_mul")))
+
+    replacements = {r.function: REPLACEMENTS[r.pairing, r.tensors] for r in rotations}
+    methods: dict[str, Any] = {"extra_repr": extra_repr}
+    for name in (name for rotation in rotations for name in rotation.methods):
+        original = inspect.getattr_static(cls, name)
+        # TorchTitan's attention calls the rotation by a global name
+        methods[name] = copy_with_globals(original, replacements)
+        if methods[name] is original:
+            raise ValueError(f"{cls.__qualname__}.{name} is registered for npu_rope, but does not call its rotation")
+    if "forward" in methods:
+        methods["forward"] = taking_tables(methods["forward"])
+    return type(f"Npu{cls.__name__}", (cls,), methods)
+
+
+def taking_tables(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` with the argument that :func:`pass_tables_by_keyword` makes."""
+
+    @functools.wraps(forward)
+    def forward_with_tables(
+        self: nn.Module, *args: Any, rotary_tables: tuple[int, RotaryTables] | None = None, **kwargs: Any
+    ) -> Any:
+        if rotary_tables is not None:
+            index, tables = rotary_tables
+            args = (*args[:index], tables, *args[index + 1 :])
+        return forward(self, *args, **kwargs)
+
+    return forward_with_tables
+
+
+def pass_tables_by_keyword(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook of a converted layer: moves RotaryTables, and their index, to the keyword ``rotary_tables``.
+
+    TorchTitan's tensor-parallel plans declare positions and angles as replicated tensors. Their hook, which runs after
+    this one, raises for any other type and leaves keywords alone.
+    """
+    for index, value in enumerate(args):
+        if isinstance(value, RotaryTables):
+            return (*args[:index], value.replaced, *args[index + 1 :]), {**kwargs, "rotary_tables": (index, value)}
+    return args, kwargs
+
+
+class AllPositionTables:
+    """The tables of all positions, (2 * pairings, positions, 1, dim), made from a model's buffer when it changes."""
+
+    def __init__(self, pairings: tuple[Pairing, ...]) -> None:
+        self.pairings = pairings
+        self.buffer = str(pairings[0].cache)
+        self.modes = tuple(pairing.rotary_mode for pairing in pairings)
+        self._cache: Tensor | None = None
+        self._version: int | None = None
+        self._tables: Tensor | None = None
+
+    def tables(self, model: nn.Module) -> Tensor:
+        cache = getattr(model, self.buffer)
+        # inference tensors have no modification count, and a model compiled as a whole cannot read it
+        version = None if torch.compiler.is_compiling() or cache.is_inference() else modification_count(cache)
+        if cache is not self._cache or version != self._version or self._tables is None:
+            with torch.inference_mode(False), torch.no_grad():  # training reuses the tables that validation makes
+                self._tables = torch.cat([pairing.tables(cache) for pairing in self.pairings])
+            self._cache, self._version = cache, version
+        return self._tables
+
+
+class PositionTables(AllPositionTables):
+    """Forward pre-hook of a model: replaces its argument ``positions`` by :class:`RotaryTables`."""
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        call = inspect.signature(model.forward).bind(*args, **kwargs)
+        positions = call.arguments.get("positions")
+        if not isinstance(positions, RotaryTables):  # the hook of an outer model may have run
+            tables = self.tables(model)
+            chosen = tables.unsqueeze(1) if positions is None else rows(tables, 1, positions)
+            # not as an argument of its own: TorchTitan's models pass their blocks no other, and an attribute of the
+            # layers would have a later microbatch's tables when activation checkpointing recomputes an earlier one
+            call.arguments["positions"] = RotaryTables(chosen, self.modes, "positions", positions)
+        return call.args, call.kwargs
+
+
+class BufferTables(AllPositionTables):
+    """Forward hooks of a model without ``positions``: it reads :class:`RotaryTables` in place of its buffer."""
+
+    def hook(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self.shadow_buffer)
+        model.register_forward_hook(self.restore_buffer, always_call=True)
+
+    def shadow_buffer(self, model: nn.Module, args: Any) -> None:
+        cache = getattr(model, self.buffer)
+        tables = RotaryTables(self.tables(model).unsqueeze(1), self.modes, self.buffer, cache)
+        # an instance attribute hides the buffer of the same name, which stays registered
+        vars(model)[self.buffer] = tables
+
+    def restore_buffer(self, model: nn.Module, args: Any, output: Any) -> None:
+        vars(model).pop(self.buffer, None)  # absent if an earlier hook failed
+
+
+def parameters_of(module: nn.Module) -> set[str]:
+    """Return the names of the arguments of ``module``'s forward."""
+    return set(inspect.signature(module.forward).parameters)
+
+
+def shared_pairings(owner: nn.Module, targets: set[nn.Module]) -> tuple[Pairing, ...]:
+    """Return the pairings of the ``targets`` inside ``owner`` if they can share tables, else nothing.
+
+    They can if ``owner`` has the buffer of angles by which they all rotate, and every module inside that is passed
+    angles or positions only passes them on.
+    """
+    found = frozenset[Pairing]().union(*(pairings_of(module) for module in owner.modules() if module in targets))
+    caches = {str(pairing.cache) for pairing in found}
+    has_buffer = any(isinstance(getattr(owner, cache, None), Tensor) for cache in caches)
+    if len(caches) != 1 or type(owner) not in PASSES_ANGLES or not has_buffer:
+        return ()
+    for module in owner.modules():
+        takes_angles = parameters_of(module) & {"positions", *caches}
+        # an instance with a forward of its own may do anything
+        if "forward" in vars(module) or (takes_angles and type(module) not in PASSES_ANGLES):
+            return ()
+    return tuple(found) if len(found) == 1 else FROM_COMPLEX
+
+
+def unregistered(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the innermost modules that are passed angles, and neither rotate by a registered function nor by MRoPE."""
+    known = {m for m in model.modules() if rotations_of(m) or isinstance(m, MRoPERotation)}
+    found: list[tuple[str, nn.Module]] = []
+    for fqn, module in reversed(list(model.named_modules())):  # children come before their parents
+        inside = set(module.modules())
+        takes_angles = parameters_of(module) & {pairing.cache for pairing, _ in REPLACEMENTS}
+        if takes_angles and not inside & known and not any(other in inside for _, other in found):
+            found.append((fqn, module))
+    return found[::-1]
 
 
 @register
 class RoPEConverter(Converter):
-    """Replaces the modules whose methods call a registered rotation."""
+    """Replaces the modules whose classes are registered."""
 
     name = "npu_rope"
-    looks_for = "attention that calls TorchTitan's apply_rotary_emb"
+    looks_for = "attention with a registered rotation"
     operators = ("npu_rotary_mul",)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -52,24 +335,24 @@ class RoPEConverter(Converter):
         return super().found_targets(model)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        attention = retyped(module, rotating(type(module)))  # type: ignore[arg-type]
-        attention.register_forward_pre_hook(pass_tables_by_keyword, prepend=True, with_kwargs=True)
+        rotations = rotations_of(module)
+        attention = retyped(module, rotating(type(module), rotations))  # type: ignore[arg-type]
+        if any("forward" in rotation.methods for rotation in rotations):
+            attention.register_forward_pre_hook(pass_tables_by_keyword, prepend=True, with_kwargs=True)
         return attention
 
     def convert(self, model: nn.Module) -> None:
-        unseen = [(fqn, module) for fqn, module in model.named_modules() if rotates_unseen(type(module))]  # type: ignore[arg-type]
-        if unseen:
+        if others := unregistered(model):
             log_on_first_rank(
-                f"{self.name}: not converted: {summary(unseen)}; their code uses the name of a rotation, but no method "
-                "calls a registered one by a global name"
+                f"{self.name}: not converted: {summary(others)}; register what they rotate by with "
+                "torchtitan_npu.layers.rotary.register_rotation"
             )
-        targets = [module for _, module in self.targets(model)]
+        targets = {module for _, module in self.targets(model) if any(p.cache for p in pairings_of(module))}
         shared = {owner: pairings for owner in model.modules() if (pairings := shared_pairings(owner, targets))}
-        with_positions = list(filter(takes_positions, shared))
-        unshared = set(filter(takes_angles, targets)).difference(*(owner.modules() for owner in with_positions))
+        unshared = targets.difference(*(owner.modules() for owner in shared))
         super().convert(model)
         for owner, pairings in shared.items():
-            if owner in with_positions:
+            if "positions" in parameters_of(owner):
                 owner.register_forward_pre_hook(PositionTables(pairings), with_kwargs=True)
             elif HALF in pairings:
                 BufferTables(pairings).hook(owner)

@@ -27,16 +27,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_npu.ops.core.op import OPS
-from torchtitan_npu.titan_internals.hooks import with_checkpoint_wrapper
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper, hide_fsdp, with_policy
 
 Policy = Callable[..., CheckpointPolicy]
 """Called with a context, an operator and its arguments."""
-
-
-def corrected_checkpointing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, a parallel plan or ``apply_ac``, with activation checkpointing that has neither fault."""
-    return with_checkpoint_wrapper(function, _checkpoint_wrapper)
 
 
 def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -47,6 +41,10 @@ def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | No
         full = functools.partial(create_selective_checkpoint_contexts, recompute)
         kwargs["context_fn"] = _contexts(module, full, functools.partial(saving, saved))
     return checkpoint_wrapper(module, **kwargs)
+
+
+CHECKPOINTING = {checkpoint_wrapper: _checkpoint_wrapper}
+"""What a parallel plan calls in place of torch's wrapper."""
 
 
 def _contexts(

@@ -17,18 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module, prepare_context_parallel_input
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.dist_utils import Microbatches
+from torchtitan_npu.dist_utils import Microbatches, SequenceSplit
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS, positions_in_documents
 
 
 class ContextParallel:
     """Give each rank its tokens of every sequence. A subclass implements :meth:`parallelize`.
 
-    By default a rank has one of n contiguous chunks. With ``load_balancer`` "headtail" the sequence is cut into 2n
-    chunks, and rank r has chunk r and the r-th from the end, so that causal attention is equal work on every rank.
+    By default a rank has one contiguous chunk, with ``load_balancer`` "headtail" two: see :class:`SequenceSplit`.
     """
 
     load_balancers: ClassVar[tuple[str | None, ...]] = (None,)
@@ -38,7 +37,7 @@ class ContextParallel:
         if load_balancer not in self.load_balancers:
             raise ValueError(f"{type(self).__name__} has no load balancer {load_balancer!r}")
         self.mesh = mesh
-        self.head_tail = load_balancer == "headtail"
+        self.split = SequenceSplit(mesh.size(), head_tail=load_balancer == "headtail")
 
     @classmethod
     def model_error(cls, model: nn.Module) -> str | None:
@@ -54,12 +53,10 @@ class ContextParallel:
 
     def token_indices(self, seq_len: int) -> Tensor:
         """Return the indices (seq_len / ranks) of this rank's tokens in a sequence, in this rank's order."""
-        ranks, device = self.mesh.size(), self.mesh.device_type
-        if seq_len % (2 * ranks if self.head_tail else ranks):
-            raise ValueError(f"{seq_len} tokens cannot be split over {ranks} context-parallel ranks")
-        rank = self.mesh.get_local_rank()
-        chunks = torch.arange(seq_len, device=device).chunk(2 * ranks if self.head_tail else ranks)
-        return torch.cat([chunks[rank], chunks[-1 - rank]]) if self.head_tail else chunks[rank]
+        split = self.split
+        if seq_len % split.chunks:
+            raise ValueError(f"{seq_len} tokens cannot be split over {split.ranks} context-parallel ranks")
+        return split.token_indices(self.mesh.get_local_rank(), seq_len, self.mesh.device_type)
 
     def prepare(
         self, inputs: Tensor, labels: Tensor, extra_kwargs: dict[str, Any], *_: Any
@@ -95,6 +92,10 @@ def apply_context_parallel(model: nn.Module, job_config: JobConfig, dims: Parall
     context.parallelize(model)
     model.context_parallel = context  # type: ignore[assignment]
     return True
+
+
+WITHOUT_ATTENTION = {apply_cp_to_attention_module: lambda *args: None}
+"""What a parallel plan calls in place of TorchTitan's, which parallelizes scaled dot-product attention only."""
 
 
 def context_class(job_config: JobConfig, model: nn.Module) -> type[ContextParallel] | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_npu.dist_utils import gathered, head_tail_order
+from torchtitan_npu.dist_utils import SequenceSplit, all_gather_kv
 
 SEQUENCE_DIM = 2  # (batch, heads, sequence, head_dim)
 
@@ -42,16 +42,15 @@ class AllGatherAttention(ScaledDotProductAttentionWrapper):
         is_causal: bool = True,
     ) -> torch.Tensor:
         assert isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)
-        mesh = q.device_mesh
+        mesh, split = q.device_mesh, SequenceSplit(q.device_mesh.size(), self.head_tail)
+        keys, values = (split.in_sequence_order(all_gather_kv(x), SEQUENCE_DIM) for x in (k, v))
         mask = None
         if is_causal:
-            # positions of the gathered keys, in their order
             seq_len = k.shape[SEQUENCE_DIM]
-            positions = head_tail_order(seq_len, mesh.size()) if self.head_tail else torch.arange(seq_len)
-            own = positions.chunk(mesh.size())[mesh.get_local_rank()]
-            mask = own[:, None] >= positions[None, :]  # (local sequence, sequence)
+            queries = split.token_indices(mesh.get_local_rank(), seq_len)
+            mask = queries[:, None] >= torch.arange(seq_len)  # (local sequence, sequence)
         out = F.scaled_dot_product_attention(
-            q.to_local(), gathered(k), gathered(v), attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            q.to_local(), keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return DTensor.from_local(out, mesh, [Shard(SEQUENCE_DIM)], run_check=False)
 

@@ -1,8 +1,8 @@
 """Expert parallel that sorts the tokens it receives by ``npu_moe_token_permute``, without padding.
 
 After the all-to-all a rank holds tokens grouped by source rank, then by expert. TorchTitan sorts them by expert with a
-Triton kernel and pads each group to a multiple of 8, as ``torch._grouped_mm`` requires. Here TorchTitan's code runs
-with the fused operators in place of these two steps.
+Triton kernel and pads each group to a multiple of 8, as ``torch._grouped_mm`` requires. Here fused operators sort them,
+and sort them back.
 """
 
 from __future__ import annotations
@@ -12,35 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
+from torchtitan.distributed.expert_parallel import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.moe_permute.function import unpermute
-from torchtitan_npu.titan_internals.hooks import token_combine_with, token_dispatch_with, with_expert_parallel_styles
 from torchtitan_npu.titan_internals.rebind import refers_to
 
 
-def with_fused_dispatch(parallelize: ParallelizeFunction, model: nn.Module) -> ParallelizeFunction:
-    """Return ``parallelize`` with fused dispatch and combine, if ``npu_permute`` has converted ``model``."""
+def fused_styles(plan: ParallelizeFunction, model: nn.Module) -> dict[type[ExpertParallel], type[NpuExpertParallel]]:
+    """Return what ``plan`` uses in place of TorchTitan's styles: :data:`STYLES` if ``npu_permute`` converted ``model``.
+
+    TorchTitan's need its order of tokens, and on other devices than GPUs Triton.
+    """
     experts = [module.experts for module in model.modules() if isinstance(module, NpuMoE)]
     if not experts:
-        return parallelize
+        return {}
     if any(getattr(module, "use_grouped_mm", False) for module in experts):
         raise RuntimeError("torch._grouped_mm takes only tokens that TorchTitan has sorted and padded")
-    if not refers_to(parallelize, STYLES):
+    if not refers_to(plan, STYLES):
         raise UsageError(
-            f"model.converters: npu_permute does not support expert parallel of {parallelize.__qualname__}, which uses "
+            f"model.converters: npu_permute does not support expert parallel of {plan.__qualname__}, which uses "
             f"none of TorchTitan's styles ({', '.join(style.__name__ for style in STYLES)}); remove npu_permute"
         )
-    return with_expert_parallel_styles(parallelize, STYLES)
+    return STYLES
 
 
 def sort_by_expert(
     rows: Tensor, rows_per_expert: Tensor, ranks: int, experts: int
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
-    """Sort received ``rows`` (rows, dim) by expert; arguments and results are those of TorchTitan's ``_permute``.
+    """Sort received ``rows`` (rows, dim) by expert.
 
     ``rows_per_expert`` (ranks * experts) is the number of rows from each rank for each expert. Return the shape of
     ``rows``, the sorted rows, the index of each received row among them, and the number of rows per expert (experts).
@@ -52,22 +59,31 @@ def sort_by_expert(
     return rows.shape, rows_sorted, sorted_index, rows_per_expert.view(ranks, experts).sum(dim=0)
 
 
-def restore_order(rows: Tensor, shape: torch.Size, sorted_index: Tensor) -> Tensor:
-    """Undo :func:`sort_by_expert` for the experts' outputs, as TorchTitan's ``_unpermute`` does."""
-    return unpermute(rows, sorted_index)
-
-
-_dispatch = token_dispatch_with(sort_by_expert)
-
-
 class NpuExpertParallel(ExpertParallel):
-    """TorchTitan's ``ExpertParallel`` with the fused operators."""
+    """TorchTitan's ``ExpertParallel`` with the fused operators, and without padding."""
 
     def _token_dispatch(self, mod: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        """Send rows, sorted by expert (experts of all ranks), to the experts' ranks, and sort them there."""
         mod.dispatch_pads = False
-        return _dispatch(self, mod, inputs, device_mesh)
+        rows, rows_per_expert = inputs
+        ranks, group = device_mesh.size(0), device_mesh.get_group()
+        with torch.no_grad():
+            received = all_to_all_single(rows_per_expert, None, None, group=group)  # (ranks * local experts)
+            received = torch.ops._c10d_functional.wait_tensor(received)
+            to_send = rows_per_expert.view(ranks, -1).sum(dim=1).to(torch.device("cpu"), non_blocking=True)
+            # the host waits for the device here, and with that for the copy before
+            to_receive = received.view(ranks, -1).sum(dim=1).to(torch.device("cpu"))
+            self.input_splits, self.output_splits = to_send.tolist(), to_receive.tolist()
+        rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
+        self.input_shape, rows, self.permuted_indices, counts = sort_by_expert(
+            rows, received, ranks, rows_per_expert.shape[0] // ranks
+        )
+        return rows, counts
 
-    _token_combine = token_combine_with(restore_order)
+    def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
+        """Undo :meth:`_token_dispatch` for the experts' outputs."""
+        rows = unpermute(routed_output, self.permuted_indices)
+        return all_to_all_single_autograd(rows, self.input_splits, self.output_splits, device_mesh.get_group())
 
 
 class NpuExpertTensorParallel(ExpertTensorParallel, NpuExpertParallel):
@@ -78,4 +94,4 @@ STYLES: dict[type[ExpertParallel], type[NpuExpertParallel]] = {
     ExpertParallel: NpuExpertParallel,
     ExpertTensorParallel: NpuExpertTensorParallel,
 }
-"""The fused style for each of TorchTitan's. Styles of a single model are registered under ``upstream/``."""
+"""The fused style for each of TorchTitan's. See also :mod:`.gpt_oss_experts`."""

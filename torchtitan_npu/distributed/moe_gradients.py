@@ -22,19 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
+from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
 from torchtitan.models.moe.moe import MoE
-from torchtitan.protocols.train_spec import ParallelizeFunction
-
-from torchtitan_npu.titan_internals.hooks import with_reorderer_style
-
-
-def splitting_by_sequence(parallelize: ParallelizeFunction) -> ParallelizeFunction:
-    """Return ``parallelize`` with MoE layers in which each rank routes its part of the sequence."""
-    return with_reorderer_style(parallelize, _SplitBySequence)
 
 
 def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: bool) -> None:
-    """Correct both gradients in every MoE layer of ``model``, parallelized by :func:`splitting_by_sequence`.
+    """Correct both gradients in every MoE layer of ``model``, parallelized with :class:`SplitBySequence`.
 
     ``tokens_are_split`` tells whether expert parallel spans the tensor-parallel ranks.
     """
@@ -61,7 +54,7 @@ def _record_batch(moe: MoE, args: tuple[torch.Tensor, ...]) -> None:
     moe.reorderer.batch = args[0].shape[0]  # type: ignore[assignment]  # (batch, sequence, dim)
 
 
-class _SplitBySequence(ParallelStyle):
+class SplitBySequence(ParallelStyle):
     """In place of TorchTitan's ``ReordererSequenceParallel``, which splits batch and sequence as one dimension."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -82,3 +75,7 @@ class _SplitBySequence(ParallelStyle):
         module.register_forward_pre_hook(take_own_part)
         module.register_forward_hook(use_global_indices)
         return module
+
+
+SPLITTING_BY_SEQUENCE = {ReordererSequenceParallel: SplitBySequence}
+"""The style that a parallel plan uses in place of TorchTitan's."""

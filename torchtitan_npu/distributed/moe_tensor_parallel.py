@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -29,11 +30,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.titan_internals.hooks import calls_moe_parallel, with_moe_parallel
+from torchtitan_npu.distributed.expert_parallel import fused_styles
+from torchtitan_npu.titan_internals.rebind import copy_with_globals, refers_to
 
 
 def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:
@@ -43,13 +46,13 @@ def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelD
     ``apply_moe_ep_tp``, which this layout replaces. gpt_oss has another plan.
     """
     spans = dims.tp_enabled and dims.ep_enabled and not dims.etp_enabled
-    return spans and npu_options(job_config).moe_sequence_parallel and calls_moe_parallel(parallelize)
+    return spans and npu_options(job_config).moe_sequence_parallel and bool(refers_to(parallelize, [apply_moe_ep_tp]))
 
 
-def with_sequence_parallel_moe(
-    parallelize: ParallelizeFunction, apply_to_experts: Callable[..., Any]
-) -> ParallelizeFunction:
-    """Return ``parallelize`` with this layout. ``apply_to_experts`` is ``apply_moe_ep_tp`` with the experts' styles."""
+def sequence_parallel_moe(model: nn.Module) -> Callable[..., None]:
+    """Return what the plan of ``model`` calls in place of ``apply_moe_ep_tp``."""
+    # it names the experts' styles; there is no argument for them
+    apply_to_experts = copy_with_globals(apply_moe_ep_tp, fused_styles(apply_moe_ep_tp, model))  # type: ignore[arg-type]
 
     def apply(model: Any, tp_mesh: DeviceMesh, ep_mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         apply_to_experts(model, None, ep_mesh, *args, **kwargs)  # without a TP mesh it parallelizes the experts only
@@ -58,7 +61,7 @@ def with_sequence_parallel_moe(
                 parallelize_module(block, tp_mesh, layer_plan(block.moe))
                 block.moe.counts_mesh = tp_mesh  # read by components/expert_balance.py
 
-    return with_moe_parallel(parallelize, apply)
+    return apply
 
 
 def layer_plan(moe: MoE) -> dict[str, ParallelStyle]:

@@ -1,4 +1,4 @@
-"""Workaround: TorchTitan rejects two layouts for want of an FSDP mesh of size one.
+"""Workaround: TorchTitan rejects two layouts for want of an FSDP mesh of size one, and lets EP share FSDP's group.
 
 Faults of TorchTitan 0.2.2:
 
@@ -7,33 +7,64 @@ Faults of TorchTitan 0.2.2:
   (deepseek_v3/infra/parallelize.py:167).
 - Replicas of a tensor- or pipeline-parallel model. TorchTitan's DDP takes no model that is parallel otherwise. HSDP
   with one shard per replica does the same work.
+- Mesh dimensions over all ranks use the default process group. If EP and FSDP both span all ranks, their collectives
+  queue on one communicator: an all-to-all waits for the gather of the next layer. On an NPU, EP gets its own group, and
+  so does each dimension with its own size of HCCL's buffers.
 
-Delete this file when TorchTitan keeps ``fsdp`` meshes of size one and uses HSDP for such replicas.
+Delete the first two parts when TorchTitan keeps ``fsdp`` meshes of size one and uses HSDP for such replicas, the third
+when it takes a backend or options for each mesh dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 from torchtitan.distributed import ParallelDims as TitanParallelDims
 
-from torchtitan_npu.distributed.mesh_groups import build_mesh_with_own_groups
+from torchtitan_npu import platform
+from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.torch_internals.device_mesh import override_groups
+from torchtitan_npu.torch_internals.hccl import hccl_options
 
 
 class ParallelDims(TitanParallelDims):
-    """TorchTitan's layout of a job, with an FSDP mesh also for these two layouts."""
+    """TorchTitan's layout of a job, with an FSDP mesh also for these two layouts, and groups for dimensions."""
 
     hccl_buffers: Mapping[str, int] = {}
     """MiB of HCCL's buffers by mesh dimension, for those that have their own size."""
 
     @classmethod
-    def of(cls, dims: TitanParallelDims) -> ParallelDims:
+    def from_titan(cls, dims: TitanParallelDims) -> ParallelDims:
         return cls(**{f.name: getattr(dims, f.name) for f in fields(dims) if not f.name.startswith("_")})
 
-    def build_mesh(self) -> DeviceMesh:
-        return build_mesh_with_own_groups(self, self.hccl_buffers)
+    def __setattr__(self, name: str, value: Any) -> None:
+        # TorchTitan's build_mesh assigns the mesh of all ranks before it splits it into dimensions
+        if name == "_world_mesh" and value is not None:
+            override_groups(value, self._group_overrides())
+        super().__setattr__(name, value)
+
+    def _group_overrides(self) -> dict[str, Any]:
+        """Return the dimensions with a group of their own, and its options or, in a dry run, its backend."""
+        groups, sizes = own_groups(self.hccl_buffers), self._sizes()
+        if unused := [name for name in self.hccl_buffers if sizes[name] == 1]:
+            log_on_first_rank(
+                f"comm.hccl_buffers has no effect for {', '.join(unused)}: this layout has one rank there"
+            )
+        used = {name: buffer_mib for name, buffer_mib in groups.items() if sizes[name] > 1}
+        if used and dist.get_backend() == "fake":
+            return dict.fromkeys(used, "fake")
+        return {name: hccl_options(buffer_mib) for name, buffer_mib in used.items()}
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the number of ranks along each mesh dimension, as TorchTitan's ``build_mesh`` computes them."""
+        fsdp = self.dp_shard * self.cp
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": fsdp, "cp": self.cp, "tp": self.tp}
+        etp = self.etp if self.ep > 1 else 1
+        efsdp = fsdp * self.tp // (self.ep * etp) if self.ep > 1 else 1
+        return sizes | {"ep": self.ep, "etp": etp, "efsdp": efsdp}
 
     @property
     def fsdp_enabled(self) -> bool:
@@ -42,3 +73,8 @@ class ParallelDims(TitanParallelDims):
 
     def _mesh_exist(self, name: str, degree: int) -> bool:
         return (name == "fsdp" and (self.fsdp_enabled or self.ep_enabled)) or super()._mesh_exist(name, degree)
+
+
+def own_groups(hccl_buffers: Mapping[str, int]) -> dict[str, int]:
+    """Return the mesh dimensions with a process group of their own, and their buffers in MiB; 0 is HCCL's default."""
+    return {"ep": 0, **hccl_buffers} if platform.job_backend() == "npu" else {}

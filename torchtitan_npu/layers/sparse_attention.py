@@ -62,7 +62,7 @@ class SparseAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"topk={self.topk}"
 
-    def account(self) -> AuxiliaryLoss | None:
+    def trained_loss(self) -> AuxiliaryLoss | None:
         """Return the indexer's loss, or ``None`` if this forward does not train the indexer."""
         return self.indexer_loss if torch.is_grad_enabled() else None
 
@@ -126,8 +126,8 @@ class SparseAttention(nn.Module):
         probabilities = logits.softmax(dim=-1)  # (bsz, n_heads, queries, keys)
         output = einsum("bhqk,bkhd->bqhd", probabilities.to(v.dtype), v)
 
-        if (account := self.account()) is not None:
-            output = account.attach(output, divergence(scores, attended, probabilities.detach()))
+        if (loss := self.trained_loss()) is not None:
+            output = loss.attach(output, divergence(scores, attended, probabilities.detach()))
         return (output, indices_of(own, self.topk)) if self.returns_selected else output
 
     def query_places(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import hccl_buffers
-from torchtitan_npu.distributed.mesh_groups import own_groups
+from torchtitan_npu.distributed.parallel_dims import own_groups
 from torchtitan_npu.planner.layout import degrees, world_size
 from torchtitan_npu.planner.parameters import Size
 from torchtitan_npu.planner.pipeline_schedule import gathers_per_batch
@@ -26,7 +26,7 @@ def mesh_sizes(config: JobConfig) -> dict[str, int]:
 def group_names(config: JobConfig) -> dict[str, str]:
     """Return the name of each mesh dimension's process group in a dry run. Dimensions over all ranks share one.
 
-    Some have their own: see :mod:`torchtitan_npu.distributed.mesh_groups`.
+    Some have their own: see :mod:`torchtitan_npu.distributed.parallel_dims`.
     """
     sizes, world, separate = mesh_sizes(config), world_size(config), own_groups(hccl_buffers(config.comm))
     shared = [name for name in GROUPS if sizes[name] == world and name not in separate]

@@ -17,8 +17,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.components import corpus
 from torchtitan_npu.components.dataloader import build_text_dataloader
-from torchtitan_npu.components.expert_balance import build_balancing_optimizers
-from torchtitan_npu.components.optimizers import SwappableOptimizers, can_swap
+from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.components.replay.install import header_of_model
 from torchtitan_npu.components.replay.record_files import header_difference, naming_the_option, read_header
 from torchtitan_npu.components.user_data.build import build_rows
@@ -34,8 +33,8 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.titan_internals.converter_registry import build_converter, is_of_torchtitan, known_converters
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
-from torchtitan_npu.train_specs.adapted_spec import AdaptedTrainSpec
-from torchtitan_npu.train_specs.registries import known_models
+from torchtitan_npu.train_specs.adapt import AdaptedTrainSpec
+from torchtitan_npu.train_specs.registry import known_models
 
 
 class JobContext:
@@ -61,16 +60,14 @@ class JobContext:
 
     @property
     def can_swap_optimizers(self) -> bool:
-        """False if the optimizers are not TorchTitan's, whose states can be in host memory."""
-        build = self.train_spec.build_optimizers_fn
-        return not isinstance(build, SwappableOptimizers) or can_swap(build.build_optimizers)
+        """False if the train spec builds optimizers itself: then their states stay on the device."""
+        return isinstance(self.train_spec.build_optimizers_fn, SwappableOptimizers)
 
     @property
     def has_titan_optimizers(self) -> bool:
-        """False if the model builds its optimizers itself, and may know other names of them."""
+        """False if the train spec builds optimizers itself, and may know other names of them."""
         build = self.train_spec.build_optimizers_fn
-        build = build.build_optimizers if isinstance(build, SwappableOptimizers) else build
-        return build in (build_optimizers, build_optimizers_with_moe_load_balancing, build_balancing_optimizers)
+        return self.can_swap_optimizers or build in (build_optimizers, build_optimizers_with_moe_load_balancing)
 
     @property
     def unshardable_matmuls(self) -> list[OpOverload]:

@@ -80,7 +80,7 @@ def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debu
 
 def add_flavors(models: Mapping[str, tuple[str, str, dict[str, Any]]] = TINY) -> None:
     """Add a flavor per entry of ``models``, and ``NAME_documents`` for TorchTitan's models."""
-    from torchtitan_npu.train_specs.registries import ADAPTED_MODELS
+    from torchtitan_npu.train_specs.registry import ADAPTED_MODELS
 
     for name, (model, base, smaller) in models.items():
         tiny = add_flavor(model, name, smaller, base)

@@ -3,9 +3,8 @@
 TorchTitan's models and parallel plans call each other by global names and offer no other hook. Assigning to such a
 name would change every model in the process. A copy of the one function, with its own globals, changes only itself.
 
-Any module may import this one: it imports nothing of this package. :func:`rebound` is called in
-:mod:`torchtitan_npu.titan_internals.hooks`, once per function of TorchTitan that lacks a hook, and for dry runs in
-:mod:`torchtitan_npu.planner.dry_run_trainer`.
+Any module may import this one: it imports nothing of this package. A test counts its uses: where TorchTitan offers a
+method to override or an argument, use that.
 """
 
 from __future__ import annotations
@@ -16,27 +15,22 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-_METHOD_DECORATORS = (staticmethod, classmethod)
 
-
-def rebound(function: Callable[..., Any], replacements: Mapping[Any, Any]) -> Callable[..., Any]:
+def copy_with_globals(function: Callable[..., Any], replacements: Mapping[Any, Any]) -> Callable[..., Any]:
     """Return a copy of ``function`` in which global names refer to ``replacements[x]`` instead of the object ``x``.
 
     The match is by object, not by name. Functions and classes in the closure count too, because a decorator keeps
     there what it decorates. Functions of the same package or of TorchTitan that ``function`` calls are copied in the
-    same way, recursively. Return ``function`` itself if it refers to none of the objects, and a static or class
-    method for a static or class method.
+    same way, recursively. Return ``function`` itself if it refers to none of the objects.
     """
-    if isinstance(function, _METHOD_DECORATORS):
-        return type(function)(rebound(function.__func__, replacements))
-    return _rebound(function, replacements, {})
+    return _copy(function, replacements, {})
 
 
 def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]:
-    """Return those of ``objects`` that :func:`rebound` would replace in ``function``."""
+    """Return those of ``objects`` that :func:`copy_with_globals` would replace in ``function``."""
     found: dict[int, Any] = {}
     wanted = {id(thing): thing for thing in objects}
-    queue, seen = [function.__func__ if isinstance(function, _METHOD_DECORATORS) else function], set()
+    queue, seen = [function], set()
     while queue:
         current = queue.pop()
         if not isinstance(current, FunctionType) or current in seen:
@@ -50,7 +44,7 @@ def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]
     return list(found.values())
 
 
-def _rebound(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any]) -> Any:
+def _copy(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any]) -> Any:
     if function in done:
         return done[function]
     if not refers_to(function, replacements):
@@ -72,7 +66,7 @@ def _rebound(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any
     def replaced(value: Any) -> Any:
         if id(value) in new:
             return new[id(value)]
-        return _rebound(value, replacements, done) if _is_followed(value, function) else value
+        return _copy(value, replacements, done) if _is_followed(value, function) else value
 
     scope.update((name, replaced(value)) for name, value in _globals_of(function).items())
     for name, value in _enclosing(function).items():

@@ -11,7 +11,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests.preflight.test_job_checks import job
-from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job
@@ -43,9 +42,8 @@ def test_a_train_spec_that_is_not_adapted_is_an_error() -> None:
 
 
 def test_a_builder_of_other_optimizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = SwappableOptimizers(lambda *args: None)  # type: ignore[arg-type,return-value]
-    monkeypatch.setattr(get_train_spec("llama3"), "build_optimizers_fn", others)
-    message = "optimizer.swap must be false: the train spec's build_optimizers_fn does not use TorchTitan's Optimizers"
+    monkeypatch.setattr(get_train_spec("llama3"), "build_optimizers_fn", lambda *args: None)
+    message = "optimizer.swap must be false: the train spec's build_optimizers_fn is none of TorchTitan's builders"
     with pytest.raises(UsageError, match=message):
         check_job(job(optimizer__swap=True), world_size=1)
 

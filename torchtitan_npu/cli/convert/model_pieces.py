@@ -30,7 +30,7 @@ from torchtitan_npu.config.model_sections import MTP
 from torchtitan_npu.config.titan_sections import TRAINING
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.preflight.job_context import build_on_meta
-from torchtitan_npu.train_specs.registries import known_models
+from torchtitan_npu.train_specs.registry import known_models
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -1,7 +1,7 @@
 """Caches of the keys of earlier tokens, one class for each kind of attention.
 
 They are attached to the modules through which a model's keys pass, before it is parallelized: dense attention's
-``inner_attention``, and the ``exchange`` of sparse attention. They have no parameters.
+``inner_attention``, and the ``kv_gather`` of sparse attention. They have no parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents, Ends
 from torchtitan_npu.models.deepseek_v32.attention import Attention as SparseAttention
-from torchtitan_npu.models.deepseek_v32.attention import OwnKeys
+from torchtitan_npu.models.deepseek_v32.attention import LocalKV
 
 
 class CachedTokens:
@@ -98,7 +98,7 @@ class CachedAttention(nn.Module):
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
-class CachedKeys(OwnKeys):
+class CachedKeys(LocalKV):
     """The latent, rotated and indexer keys of all tokens so far: deepseek_v32, glm_moe_dsa."""
 
     def __init__(self, tokens: CachedTokens) -> None:
@@ -115,7 +115,7 @@ def attach_caches(model: Any) -> CachedTokens:
     for block in model.layers.values():
         attention = block.attention
         if isinstance(attention, SparseAttention):
-            attention.exchange = CachedKeys(tokens)
+            attention.kv_gather = CachedKeys(tokens)
         elif isinstance(attention.inner_attention, ScaledDotProductAttentionWrapper):
             attention.inner_attention = CachedAttention(attention.inner_attention, tokens)
         else:

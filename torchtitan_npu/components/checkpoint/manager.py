@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 import uuid
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -37,6 +39,7 @@ from torchtitan.components.checkpoint import (
     MODEL,
     TRAIN_STATE,
     AsyncMode,
+    consolidate_safetensors_files_on_every_rank,
 )
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -75,7 +78,6 @@ from torchtitan_npu.dist_utils import new_file_group
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.models.hugging_face_config import hugging_face_config
-from torchtitan_npu.titan_internals.hooks import loading_in, saving_in
 
 COMPARED_SECTIONS = ("optimizer", "lr_scheduler", "training")
 """Sections whose changes since the checkpoint are logged when a job resumes."""
@@ -204,8 +206,9 @@ class CheckpointManager(TitanCheckpointManager):
         publication = Publication(self.run, self.settings, self.lock)
         if to_hf:
             folder = publication.folder_of(checkpoint)
-            export = saving_in(TitanCheckpointManager.dcp_save, self.group)
-            export(self, state_dict, str(folder), async_mode, enable_garbage_collection, to_hf=True)
+            self._export(state_dict, str(folder))
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
             if note := on_first_rank(lambda: self._complete_export(folder), self.group):
                 log_on_first_rank(note, logging.WARNING)
             files = file_records(folder, self.group)
@@ -329,11 +332,36 @@ class CheckpointManager(TitanCheckpointManager):
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 
+    def _export(self, state_dict: dict[str, Any], folder: str) -> None:
+        """Write files of Hugging Face, which ranks join by the model's index if it has one.
+
+        TorchTitan does this in the default group, whose time-out is that of the training's collectives.
+        """
+        assert self.sd_adapter is not None
+        exported = self.sd_adapter.to_hf(state_dict)
+        index = self.sd_adapter.fqn_to_index_mapping
+        sharded = os.path.join(folder, "sharded") if index else folder
+        writer = HuggingFaceStorageWriter(
+            path=sharded, save_distributed=True, fqn_to_index_mapping=index or None, enable_consolidation=not index
+        )
+        dcp.save(exported, storage_writer=writer, process_group=self.group)
+        if index:
+            consolidate_safetensors_files_on_every_rank(
+                input_dir=sharded,
+                output_dir=folder,
+                fqn_to_index_mapping=index,
+                num_threads=5,
+                process_group=self.group,
+            )
+
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         try:
             if from_hf:
-                load = loading_in(TitanCheckpointManager.dcp_load, self.group)
-                load(self, state_dict, checkpoint_id, from_hf, from_quantized)
+                assert self.sd_adapter is not None
+                exported = self.sd_adapter.to_hf(state_dict)
+                hf_reader = self.sd_adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
+                dcp.load(exported, storage_reader=hf_reader, process_group=self.group)
+                self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(exported))
                 return
             reader, planner = CheckpointReader(checkpoint_id), PlainDataPlanner()
             dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=self.group)

@@ -5,19 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models.deepseek_v3 import get_train_spec as get_deepseek_v3_train_spec
+from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.layers.rotary.registry import register_passthrough_package
+from torchtitan_npu.layers.rotary import INTERLEAVE, register_rotation
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
+from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.flavors import cut, debug
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
+from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock
 from torchtitan_npu.models.deepseek_v32.parallelize import parallelize_deepseekv32
 from torchtitan_npu.models.deepseek_v32.state_dict_adapter import DeepSeekV32StateDictAdapter
 
 __all__ = ["DeepSeekV32Model", "DeepSeekV32ModelArgs", "DeepSeekV32StateDictAdapter", "deepseekv32_args"]
 
-register_passthrough_package(__name__)
+register_rotation(
+    Attention,
+    apply_rotary_emb,
+    INTERLEAVE,
+    tensors=1,
+    methods=("prolog",),
+    passed_by=(Attention, Block, MTPBlock, DeepSeekV32Model),
+)
 
 RELEASED = DeepSeekV32ModelArgs(
     vocab_size=129280,

@@ -22,8 +22,8 @@ class Inputs(nn.Module):
         return given
 
 
-class OwnKeys(nn.Module):
-    """The keys of this rank's own tokens. Context parallel replaces this module by one that gathers them."""
+class LocalKV(nn.Module):
+    """The keys of this rank's tokens, unchanged. Context parallel replaces this module by ``AllGatherKV``."""
 
     def forward(self, kv: Tensor, k_rope: Tensor, *index_k: Tensor) -> Any:
         """Start to gather the keys of all tokens that this rank's queries may see."""
@@ -60,7 +60,7 @@ class Attention(DeepSeekV3Attention):
         self.received, self.passed = args.passed_tensors(layer_id - 1), args.passed_tensors(layer_id)
         self.choices: Choices | None = None
         self.inputs = Inputs()
-        self.exchange = OwnKeys()
+        self.kv_gather = LocalKV()
         self.inner_attention: Any = SparseAttention(  # a converter or context parallel replaces it
             args,
             has_indexer=self.indexer is not None,
@@ -100,7 +100,7 @@ class Attention(DeepSeekV3Attention):
         index: tuple[Tensor, ...] = ()
         if self.indexer is not None:
             index = (self.indexer.keys(x, freqs_cis, positions),)  # (bsz, seqlen, index_head_dim)
-        pending = self.exchange(kv, k_rope, *index)
+        pending = self.kv_gather(kv, k_rope, *index)
 
         q_latent = self.q_norm(self.wq_a(x))  # (bsz, seqlen, q_lora_rank)
         q = self.wq_b(q_latent).view(bsz, seqlen, -1, self.qk_head_dim)
@@ -114,7 +114,7 @@ class Attention(DeepSeekV3Attention):
                 einsum("bshd,hdl->bshl", q, w_k)
             )  # (bsz, seqlen, n_heads, kv_lora_rank)
 
-        kv, k_rope, *index_k = self.exchange.wait(pending)  # for all tokens that these queries may see
+        kv, k_rope, *index_k = self.kv_gather.wait(pending)  # for all tokens that these queries may see
         if self.absorb:
             k = v = kv.unsqueeze(2)  # (bsz, keys, 1, kv_lora_rank)
         else:

@@ -14,8 +14,7 @@ from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb, reshape_
 from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.dist_utils import local
-from torchtitan_npu.layers.rotary.registry import register_rotation
-from torchtitan_npu.layers.rotary.tables import HALF_OF_COMPLEX
+from torchtitan_npu.layers.rotary import HALF_OF_COMPLEX, INTERLEAVE, register_rotation
 from torchtitan_npu.layers.sparse_attention import at_least_float32
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
@@ -30,9 +29,6 @@ def apply_rotary_half(x: Tensor, freqs_cis: Tensor, positions: Tensor | None = N
     y = torch.complex(real, imaginary)  # (bsz, seqlen, n_heads, dim / 2)
     y = y * reshape_for_broadcast(freqs_cis, y, positions)
     return torch.cat([y.real, y.imag], dim=-1).to(x.dtype)
-
-
-register_rotation(apply_rotary_half, HALF_OF_COMPLEX, tensors=1)
 
 
 def replicated(parameter: Tensor) -> Tensor:
@@ -114,6 +110,12 @@ class NeighbourIndexer(Indexer):
     def _rotate_rope(self, rope: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> Tensor:
         return apply_rotary_emb(rope, freqs_cis, positions)
 
+
+for cls, function, pairing in (
+    (Indexer, apply_rotary_half, HALF_OF_COMPLEX),
+    (NeighbourIndexer, apply_rotary_emb, INTERLEAVE),
+):
+    register_rotation(cls, function, pairing, tensors=1, methods=("_rotate_rope",), passed_by=(cls,))
 
 INDEXERS = {"half": Indexer, "interleave": NeighbourIndexer}
 """By ``index_rope`` of the model's arguments."""

@@ -10,17 +10,21 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as apply_deepseek_v3_tp
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
+from torchtitan.models.llama4.infra.parallelize import apply_compile
 
 from torchtitan_npu.compile.block_regions import compile_block
 from torchtitan_npu.models.deepseek_v32.tensor_parallel import apply_non_moe_tp
-from torchtitan_npu.titan_internals.hooks import with_compile, with_tensor_parallel
+from torchtitan_npu.titan_internals.rebind import copy_with_globals
 
 
 def parallelize_deepseekv32(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    parallelize = with_tensor_parallel(parallelize_deepseekv3, apply_non_moe_tp)
-    parallelize = with_compile(parallelize, compile_blocks)
-    model = parallelize(model, parallel_dims, job_config)
+    # TorchTitan's plan names the modules of its model in a function that it calls, and compiles whole attention modules
+    plan = copy_with_globals(
+        parallelize_deepseekv3, {apply_deepseek_v3_tp: apply_non_moe_tp, apply_compile: compile_blocks}
+    )
+    model = plan(model, parallel_dims, job_config)
     if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
         prefetch_in_order(model)
     if model.model_args.warmup:

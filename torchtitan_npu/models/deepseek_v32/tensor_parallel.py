@@ -50,7 +50,7 @@ def apply_non_moe_tp(
             "attention.wkv_a": NoParallel(use_local_output=False),
             "attention.kv_norm": NoParallel(use_local_output=False),
             "attention.wkv_b": ColwiseParallel(use_local_output=False),  # Attention.weights_by_head reads it
-            "attention.exchange": SharedKeys(),
+            "attention.kv_gather": SharedKeys(),
             "attention.inner_attention": SplitHeads(),
             "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
             "ffn_norm": SequenceParallel(),

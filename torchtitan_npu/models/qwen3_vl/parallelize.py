@@ -14,25 +14,32 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torchtitan.config import JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import NoParallel, ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama4.infra.parallelize import apply_fsdp
-from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp, parallelize_qwen3
-
-from torchtitan_npu.titan_internals.hooks import with_activation_checkpoint, with_fsdp, with_tensor_parallel
+from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list, parallelize_qwen3
 
 
-def parallelize_qwen3_vl(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    parallelize = with_tensor_parallel(parallelize_qwen3, apply_tp_with_tower)
-    parallelize = with_activation_checkpoint(parallelize, apply_ac_with_tower)
-    parallelize = with_fsdp(parallelize, apply_fsdp_with_tower)
-    return parallelize(model, parallel_dims, job_config)
+def parallelize_qwen3_vl(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Parallelize the tower, then the decoder. FSDP of the model takes the tower's parameters as they are."""
+    checkpointing = job_config.activation_checkpoint
+    if parallel_dims.tp_enabled:
+        apply_tp_to_tower(model, parallel_dims.get_mesh("tp"))
+    if checkpointing.mode != "none":
+        apply_ac(
+            model.vision,
+            checkpointing,
+            model_compile_enabled=job_config.compile.enable and "model" in job_config.compile.components,
+            op_sac_save_list=_op_sac_save_list,
+            base_folder=job_config.job.dump_folder,
+        )
+    if parallel_dims.fsdp_enabled:
+        apply_fsdp_to_tower(model.vision, parallel_dims, job_config)
+    return parallelize_qwen3(model, parallel_dims, job_config)
 
 
-def apply_tp_with_tower(model: Any, tp_mesh: DeviceMesh, **kwargs: Any) -> None:
+def apply_tp_to_tower(model: Any, tp_mesh: DeviceMesh) -> None:
     """Shard heads and hidden columns of the tower. Its patches, whose number varies, are replicated."""
-    apply_non_moe_tp(model, tp_mesh, **kwargs)
     split = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
     plan: dict[str, Any] = {
         "patch_embed": NoParallel(),
@@ -55,36 +62,17 @@ def apply_tp_with_tower(model: Any, tp_mesh: DeviceMesh, **kwargs: Any) -> None:
     parallelize_module(model, tp_mesh, {"scatter_features": parts})
 
 
-def apply_ac_with_tower(model: Any, *args: Any, **kwargs: Any) -> None:
-    apply_ac(model, *args, **kwargs)
-    apply_ac(model.vision, *args, **kwargs)
-
-
-def apply_fsdp_with_tower(
-    model: Any,
-    dp_mesh: DeviceMesh,
-    *,
-    param_dtype: Any,
-    reduce_dtype: Any,
-    cpu_offload: bool,
-    reshard_after_forward_policy: str,
-    **kwargs: Any,
-) -> None:
+def apply_fsdp_to_tower(tower: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    training = job_config.training
     config: dict[str, Any] = {
-        "mesh": dp_mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": reshard_after_forward_policy != "never",
+        "mesh": parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        ),
+        "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": job_config.parallelism.fsdp_reshard_after_forward != "never",
     }
-    for block in model.vision.layers.values():
+    for block in tower.layers.values():
         fully_shard(block, **config)
-    fully_shard(model.vision, **config)
-    apply_fsdp(
-        model,
-        dp_mesh,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        cpu_offload=cpu_offload,
-        reshard_after_forward_policy=reshard_after_forward_policy,
-        **kwargs,
-    )
+    fully_shard(tower, **config)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchtitan.models.utils import trunc_normal_
 
 from torchtitan_npu.layers.packed_attention import FrameAttention
-from torchtitan_npu.layers.rotary.tables import RotaryTables
-from torchtitan_npu.layers.rotary.vision import apply_rotary_vision
+from torchtitan_npu.layers.rotary import HALF_OF_TABLES, RotaryTables, apply_rotary_vision, register_rotation
 from torchtitan_npu.models.qwen3_vl.args import VisionArgs
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, frame_runs, interpolation
 
@@ -31,6 +30,9 @@ class VisionAttention(nn.Module):
         xq, xk, xv = (w(x).view(patches, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         xq, xk = apply_rotary_vision(xq, xk, tables)
         return self.wo(self.inner_attention(xq, xk, xv, runs).flatten(1))
+
+
+register_rotation(VisionAttention, apply_rotary_vision, HALF_OF_TABLES, tensors=2)
 
 
 class VisionFeedForward(nn.Module):

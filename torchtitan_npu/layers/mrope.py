@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.rotary.tables import RotaryTables
+from torchtitan_npu.layers.rotary import RotaryTables
 
 
 def arrange(rows: Tensor, section: Sequence[int], interleaved: bool) -> Tensor:

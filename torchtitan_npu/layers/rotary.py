@@ -1,4 +1,7 @@
-"""Cosines and sines that layers rotate queries and keys by, and how to make them from a model's angles.
+"""Rotary position embedding: cosines and sines that layers rotate queries and keys by, and which modules rotate.
+
+A model registers its attention by :func:`register_rotation`. ``npu_rope`` converts the registered classes, and passes
+:class:`RotaryTables` to them.
 
 The tables are float32 and reach every layer as an argument. FSDP's mixed precision casts each floating-point tensor
 among a block's arguments to the parameters' dtype, and angles lose too much precision in bfloat16. It looks for tensors
@@ -12,11 +15,12 @@ need a key for this. ``torch.compile`` reads the fields as graph inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class RotaryTables:
@@ -90,3 +94,63 @@ HALF_OF_TABLES = Pairing("half", None, from_concatenated)
 
 FROM_COMPLEX = (INTERLEAVE, HALF_OF_COMPLEX)
 """The pairings that share one buffer. A model with both gets the tables of both, in this order."""
+
+
+def apply_rotary_vision(xq: Tensor, xk: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """Rotate ``xq`` and ``xk`` (patches, heads, head_dim) in float32; elements half a head apart form a pair.
+
+    ``tables`` are those of image patches, (2, 1, patches, 1, head_dim).
+    """
+    cos, sin = tables.cos_sin("half").squeeze(1)  # (patches, 1, head_dim)
+
+    def rotated(x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        a, b = wide.chunk(2, dim=-1)
+        return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+    return rotated(xq), rotated(xk)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A call of a rotation function in the methods of a class."""
+
+    function: Callable[..., Any]
+    pairing: Pairing
+    tensors: int
+    """The number of tensors that the function rotates: its first arguments."""
+    methods: tuple[str, ...]
+    runs_in: Callable[[Any], bool]
+    """Return whether a module of the class rotates in its forward pass."""
+
+
+ROTATIONS: dict[type[nn.Module], tuple[Rotation, ...]] = {}
+"""By class of modules, what ``npu_rope`` replaces in it."""
+PASSES_ANGLES: set[type[nn.Module]] = set()
+"""The classes whose methods only pass positions and angles on, or rotate by them."""
+
+
+def register_rotation(
+    cls: type[nn.Module],
+    function: Callable[..., Any],
+    pairing: Pairing,
+    tensors: int,
+    *,
+    methods: tuple[str, ...] = ("forward",),
+    runs_in: Callable[[Any], bool] = lambda module: True,
+    passed_by: Iterable[type[nn.Module]] = (),
+) -> None:
+    """Declare that ``cls`` rotates by ``function``, so that ``npu_rope`` can convert it.
+
+    Args:
+        cls: the class of an attention module. Subclasses that inherit ``methods`` are converted too.
+        function: its arguments are the tensors to rotate, the angles, and optionally the tokens' positions
+        pairing: the elements of a head that rotate together, and the angles
+        tensors: the number of tensors to rotate
+        methods: the methods of ``cls`` that call ``function`` by a global name, directly or through functions
+        runs_in: false for modules that skip their rotation, which are not converted
+        passed_by: ``cls`` and the classes of the modules around it, up to the model, if all that they do with positions
+            and angles is to pass them on or to rotate by them. Then the model makes the tables once for all layers.
+    """
+    ROTATIONS[cls] = (*ROTATIONS.get(cls, ()), Rotation(function, pairing, tensors, methods, runs_in))
+    PASSES_ANGLES.update(passed_by)

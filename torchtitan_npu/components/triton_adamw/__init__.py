@@ -1,1 +1,0 @@
-"""AdamW with one Triton kernel for all parameters, and gradient clipping in it."""

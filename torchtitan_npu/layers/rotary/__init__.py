@@ -1,1 +1,0 @@
-"""Rotary position embedding: what models are built from and converters look for. Neither imports the other."""
