@@ -22,7 +22,7 @@ from torchtitan_npu.distributed.activation_checkpoint import corrected_checkpoin
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.indexer_kl_loss import spans
+from torchtitan_npu.ops.indexer_kl_loss import function as spans
 from torchtitan_npu.planner import BelowSubclasses, Calls
 
 INDEXER, ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"

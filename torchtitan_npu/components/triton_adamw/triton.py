@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.ops.core.triton_launch import blocks_in
+from torchtitan_npu.gpu_kernels.launch import blocks_in
 from torchtitan_npu.torch_internals.tensors import increment_all
 
 CHUNK = 8192
