@@ -9,9 +9,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from tests._helpers.error_budget import assert_within, rounding_budget
 from torchtitan_npu.components.nonfinite.checked_steps import create_states
-from torchtitan_npu.components.triton_adamw import triton as kernels
 from torchtitan_npu.components.triton_adamw.optimizer import TritonAdamW, clip_in_step
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.gpu_kernels import adamw as kernels
 from torchtitan_npu.titan_internals.hooks import clip_grad_norm_with
 
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -81,7 +81,7 @@ def _options(group: dict[str, Any]) -> dict[str, float]:
 
 def _kernel() -> Any:
     """Import Triton only where the kernel runs."""
-    return importlib.import_module("torchtitan_npu.components.triton_adamw.triton")
+    return importlib.import_module("torchtitan_npu.gpu_kernels.adamw")
 
 
 def clip_in_step(optimizers: Iterable[TritonAdamW], max_norm: float, norm: Tensor) -> None:
