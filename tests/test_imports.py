@@ -65,3 +65,8 @@ def test_operators_layers_and_emulator_do_not_import_torchtitan() -> None:
     assert len(paths) > 50
     wrong = [f"{path}: {name}" for path in paths for name in imports(path) if name.split(".")[0] == "torchtitan"]
     assert not wrong, "\n".join(wrong)
+
+
+def test_gpu_kernels_are_loaded_by_name() -> None:
+    others = [path for path, own in modules().items() if own != "gpu_kernels"]
+    assert [path for path in others for name in imports(path) if room(name) == "gpu_kernels"] == []

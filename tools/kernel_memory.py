@@ -21,21 +21,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from torchtitan_npu.ops.grouped_matmul import triton as grouped_matmul
-from torchtitan_npu.ops.indexer_kl_loss import gluon as indexer_kl_loss_gluon
-from torchtitan_npu.ops.indexer_kl_loss import triton as lightning_indexer_kl_loss
-from torchtitan_npu.ops.lightning_indexer import gluon as lightning_indexer_gluon
-from torchtitan_npu.ops.lightning_indexer import gluon_grad as lightning_indexer_gluon_grad
-from torchtitan_npu.ops.lightning_indexer import triton as lightning_indexer
-from torchtitan_npu.ops.moe_gating import triton as moe_gating
-from torchtitan_npu.ops.moe_permute import triton as moe_permute
-from torchtitan_npu.ops.rms_norm import triton as rms_norm
-from torchtitan_npu.ops.rotary_mul import triton as rotary
-from torchtitan_npu.ops.sparse_flash_attention import gluon as sparse_flash_attention_gluon
-from torchtitan_npu.ops.sparse_flash_attention import gluon_grad as sparse_flash_attention_gluon_grad
-from torchtitan_npu.ops.sparse_flash_attention import triton as sparse_flash_attention
-from torchtitan_npu.ops.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
-from torchtitan_npu.ops.swiglu import triton as swiglu
+from torchtitan_npu.gpu_kernels import grouped_matmul as grouped_matmul
+from torchtitan_npu.gpu_kernels import moe_gating as moe_gating
+from torchtitan_npu.gpu_kernels import moe_permute as moe_permute
+from torchtitan_npu.gpu_kernels import rms_norm as rms_norm
+from torchtitan_npu.gpu_kernels import rotary_mul as rotary
+from torchtitan_npu.gpu_kernels import swiglu as swiglu
+from torchtitan_npu.gpu_kernels.indexer_kl_loss import gluon as indexer_kl_loss_gluon
+from torchtitan_npu.gpu_kernels.indexer_kl_loss import triton as lightning_indexer_kl_loss
+from torchtitan_npu.gpu_kernels.lightning_indexer import gluon as lightning_indexer_gluon
+from torchtitan_npu.gpu_kernels.lightning_indexer import gluon_grad as lightning_indexer_gluon_grad
+from torchtitan_npu.gpu_kernels.lightning_indexer import triton as lightning_indexer
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import gluon as sparse_flash_attention_gluon
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import gluon_grad as sparse_flash_attention_gluon_grad
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton as sparse_flash_attention
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton_grad as sparse_flash_attention_grad
 
 HEADS, LATENT, ROPE, TOP_K = 128, 512, 64, 2048
 INDEX_HEADS, INDEX_SIZE = 64, 128
@@ -71,7 +71,7 @@ class Compiler:
     def compile(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as report:
             compiled = launch(function, *args, grid=grid, warmup=True, **options)
-        # torchtitan_npu.ops.lightning_indexer.triton_top_k -> lightning_indexer_top_k
+        # torchtitan_npu.gpu_kernels.lightning_indexer.triton_top_k -> lightning_indexer_top_k
         module = ".".join(function.fn.__module__.split(".")[-2:]).replace(".triton", "")
         name = f"{module}.{function.fn.__name__}"
         if ".gluon" in module and "QUERIES" in options:

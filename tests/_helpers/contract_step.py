@@ -19,6 +19,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from tests._helpers.layouts import DEGREES
 from tests._helpers.recorded_calls import check_sampled
+from torchtitan_npu.cli.doctor.call_description import describe
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.config.job_config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS, exact_converters
@@ -30,7 +31,6 @@ from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.layers.documents import Documents, Ends
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.core.call_description import describe
 from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
 from tests._helpers.sparse_oracle import Attention, Documents, dense_mask, leaf
-from torchtitan_npu.ops.sparse_flash_attention.triton_grad import contribution_dtype
+from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_grad import contribution_dtype
 
 OF_KEY = {"query": False, "key": True, "value": True, "query_rope": False, "key_rope": True}
 

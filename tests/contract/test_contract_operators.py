@@ -29,7 +29,7 @@ from tests._helpers.contract_operators import (
 from tests._helpers.op_cases import Case
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS, Op
-from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.ops.core.arguments import Call, by_name
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.torch_internals import dtensor_rules
 from torchtitan_npu.torch_internals.dispatch import has_kernel
@@ -234,7 +234,7 @@ def layouts(case: Case, mesh: DeviceMesh) -> list[dict[str, Placement]]:
         return not isinstance(placement, Shard) or all(x.shape[placement.dim] >= mesh.size() for x in tensors[name])
 
     try:
-        offered = [dict(inputs) for _, inputs in OPS[case.op].sharding(**specs)]
+        offered = [dict(inputs) for _, inputs in OPS[case.op].sharding(Call(**specs))]
     except UsageError:
         offered = []  # the rule rejects such a call
     alone = [

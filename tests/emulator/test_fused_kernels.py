@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
+from torchtitan_npu.cli.doctor.call_description import TensorDescription
+from torchtitan_npu.cli.doctor.operator_samples import SAMPLES
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED
 from torchtitan_npu.compile import backend
 from torchtitan_npu.compile.backend import bypass_codegen
@@ -19,7 +21,6 @@ from torchtitan_npu.emulator.kernels.fused import FUSED
 from torchtitan_npu.emulator.kernels.registry import CHECKS
 from torchtitan_npu.ops import OPS, Op, define
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.moe_permute.function import unpermute
 from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.torch_internals.inductor import lower_as_view
@@ -36,7 +37,7 @@ EXPLICIT = {"npu_lightning_indexer": {"return_value": True, "sparse_count": 2048
 
 def sample(op: Op, dtype: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
-    arguments = {**op.sample(**DESCRIBED.get(op.name, {})), **EXPLICIT.get(op.name, {})}
+    arguments = {**SAMPLES[op.name](**DESCRIBED.get(op.name, {})), **EXPLICIT.get(op.name, {})}
     cast = lambda t: t.to(dtype) if t.dtype == torch.bfloat16 else t  # noqa: E731
     arguments = tree_map_only(Tensor, cast, arguments)
     return {name: dtype if value is torch.bfloat16 else value for name, value in arguments.items()}
@@ -45,7 +46,7 @@ def sample(op: Op, dtype: torch.dtype) -> dict[str, Any]:
 CALLS = [
     pytest.param(op, dtype, id=f"{op.name}-{str(dtype).removeprefix('torch.')}")
     for op in OPS.values()
-    if op.sample is not None
+    if op.name in SAMPLES
     for dtype in DTYPES
     if not op.limit_errors(**op.complete(**sample(op, dtype)))
 ]
@@ -122,9 +123,7 @@ TAKEN_BY_CANN = {
 }
 """Calls that this package rejects, and CANN not, or not for that reason."""
 REFUSED = [
-    case
-    for case in all_cases()
-    if case.rejected_by == "us" and OPS[case.op].sample is not None and str(case) not in TAKEN_BY_CANN
+    case for case in all_cases() if case.rejected_by == "us" and case.op in SAMPLES and str(case) not in TAKEN_BY_CANN
 ]
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests._helpers.deepseek_v32_models import model_args
 from tests._helpers.error_budget import assert_within, rounding_budget
 from tests._helpers.op_cases.sparse_attention import CASES
 from tests._helpers.peak_allocation import NewMemory
 from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, documents
+from torchtitan_npu.cli.doctor.operator_samples import SAMPLES
 from torchtitan_npu.converters.dsa import NpuDenseAttention
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.dense_indexer_kl_loss.function import dense_loss
+from torchtitan_npu.ops.dense_indexer_kl_loss.op import dense_loss
 from torchtitan_npu.ops.sparse_flash_attention import selected_keys
 
 npu = torch.ops.npu
@@ -172,24 +172,6 @@ def test_a_sequence_beyond_8192_tokens() -> None:
         assert_within(f"gradient of {name}", found[0, rows], *gradients[name])
 
 
-def test_opcheck_and_fake() -> None:
-    call = example(torch.float32)
-    index = {name: call[name] for name in LEARNS}
-    torch.library.opcheck(npu.npu_dense_lightning_indexer_softmax_lse.default, tuple(index.values()), {})
-    highest, total = npu.npu_dense_lightning_indexer_softmax_lse(**index)
-    call |= {"softmax_max_index": highest, "softmax_sum_index": total}
-    call["key_rope"] = call["key_rope"].expand(-1, -1, HEADS, -1).contiguous()
-    op = npu.npu_dense_lightning_indexer_grad_kl_loss
-    args = tuple(call.pop(argument.name) for argument in op.default._schema.arguments if not argument.kwarg_only)
-    torch.library.opcheck(op.default, args, call)
-    real = op(*args, **call)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(v) if isinstance(v, Tensor) else v for v in (*args, *call.values())]
-        fake = op(*fakes[: len(args)], **dict(zip(call, fakes[len(args) :], strict=True)))
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if c.rejected_by and c.op in (STATISTICS, LOSS)], ids=str)
 def test_rejects(case: Any) -> None:
     args, kwargs = case.arguments("cpu")
@@ -208,4 +190,4 @@ def test_limits_bind_only_the_npu() -> None:
         f"{LOSS}: the head size of query_index is 3; the NPU kernel supports 128",
     ]
     for name in (STATISTICS, LOSS):
-        assert OPS[name].limit_errors(**OPS[name].complete(**OPS[name].sample())) == []  # type: ignore[misc]
+        assert OPS[name].limit_errors(**OPS[name].complete(**SAMPLES[name]())) == []  # type: ignore[misc]

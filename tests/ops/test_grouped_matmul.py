@@ -9,10 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
@@ -261,30 +259,6 @@ def test_gradients_stop_where_torch_npu_has_none() -> None:
     assert x.grad is None
 
 
-def test_opcheck() -> None:
-    x, weight, dy, counts = problem([2, 0, 3], 3, 4, torch.float32)
-    keywords: dict[str, Any] = {"group_list": torch.tensor(counts), "group_list_type": 1, "split_item": 3}
-    torch.library.opcheck(npu_grouped_matmul.default, ([x], [weight]), keywords | {"group_type": 0})
-    torch.library.opcheck(npu_grouped_matmul.default, ([x.t()], [dy]), keywords | {"group_type": 2})
-    arguments = torch.zeros(3, 3, 4), x, dy, torch.tensor(counts).cumsum(0)
-    # the output aliases the input, which PyTorch's tracer allows only for its own operators
-    checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(npu_grouped_matmul_add_.default, arguments, test_utils=checks)
-
-
-@settings(max_examples=20, deadline=None)
-@given(problems, st.sampled_from([0, 2]))
-def test_shapes_and_strides_are_what_the_fake_kernel_says(case: Problem, group_type: int) -> None:
-    x, weight, dy, counts = case
-    tensors = (x, weight) if group_type == 0 else (x.t(), dy)
-    keywords = {"group_type": group_type, "split_item": 3, "group_list_type": 1}
-    (real,) = npu_grouped_matmul([tensors[0]], [tensors[1]], group_list=torch.tensor(counts), **keywords)
-    with FakeTensorMode() as mode:
-        a, b, groups = (mode.from_tensor(tensor) for tensor in (*tensors, torch.tensor(counts)))
-        (fake,) = npu_grouped_matmul([a], [b], group_list=groups, **keywords)
-    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
-
-
 def call(**changes: Any) -> dict[str, Any]:
     """Return a valid call of ``npu_grouped_matmul`` with ``changes``."""
     arguments: dict[str, Any] = {"x": [torch.ones(6, 3)], "weight": [torch.ones(2, 3, 4)], "group_type": 0}
@@ -393,111 +367,6 @@ def test_limits_bind_only_the_npu() -> None:
         "npu_grouped_matmul_add_: the number of groups is 1025; the NPU kernel supports 1 to 1024",
         "npu_grouped_matmul_add_: the last dimension of x is 65536; the NPU kernel supports 0 to 65535",
     ]
-
-
-def distributed(placements: dict[str, Placement], with_bias: bool) -> tuple[Tensor, Placement, int]:
-    """Return the full product, its placement, and the number of collectives, from one rank."""
-    mesh = init_device_mesh("cpu", (2,))
-    x, weight, _, counts = problem([2, 0, 3], 4, 6, torch.float32)
-
-    def shard(name: str, tensor: Tensor) -> Tensor:
-        return distribute_tensor(tensor, mesh, [placements.get(name, Replicate())])
-
-    bias = [shard("bias", torch.arange(18.0).view(3, 6))] if with_bias else None
-    groups = shard("group_list", torch.tensor(counts))
-    dx, dweight = shard("x", x), shard("weight", weight)
-    with CommDebugMode() as comm:
-        (y,) = npu_grouped_matmul(
-            [dx], [dweight], bias=bias, group_list=groups, group_list_type=1, group_type=0, split_item=3
-        )
-    return y.full_tensor(), y.placements[0], comm.get_total_counts()
-
-
-@pytest.mark.parametrize(
-    ("placements", "with_bias", "placement", "collectives"),
-    [
-        ({}, True, Replicate(), 0),
-        ({"weight": Shard(2)}, False, Shard(1), 0),
-        ({"weight": Shard(2)}, True, Shard(1), 0),  # sharding a replicated bias needs no collective
-        ({"weight": Shard(2), "bias": Shard(1)}, True, Shard(1), 0),
-        ({"x": Shard(1), "weight": Shard(1)}, False, Partial(), 0),
-        ({"x": Shard(1), "weight": Shard(1)}, True, Replicate(), 2),  # partial sums exclude a bias
-        ({"weight": Shard(2), "group_list": Shard(0)}, False, Shard(1), 1),  # a keyword is gathered
-    ],
-    ids=str,
-)
-def test_sharded_equals_unsharded(
-    placements: dict[str, Placement], with_bias: bool, placement: Placement, collectives: int
-) -> None:
-    x, weight, _, counts = problem([2, 0, 3], 4, 6, torch.float32)
-    oracle, budget = by_rows(x, weight, counts, torch.arange(18.0).view(3, 6) if with_bias else None)
-    for y, y_placement, count in run_on_ranks(2, distributed, placements, with_bias):
-        assert_within("y", y, oracle, budget)
-        assert (y_placement, count) == (placement, collectives)
-
-
-def without_groups_on_a_rank(placements: dict[str, Placement], with_bias: bool) -> tuple[list[Tensor], list[Placement]]:
-    mesh = init_device_mesh("cpu", (2,))
-
-    def shard(name: str, tensors: list[Tensor]) -> list[Tensor]:
-        return [distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]) for tensor in tensors]
-
-    x, weight, bias = pairs()
-    outputs = npu_grouped_matmul(
-        shard("x", x), shard("weight", weight), bias=shard("bias", bias) if with_bias else None, group_type=-1
-    )
-    return [y.full_tensor() for y in outputs], [y.placements[0] for y in outputs]
-
-
-def pairs() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [((2, 3, 4), (4, 6), (6,)), ((2, 5, 8), (8, 2), (2,))]
-    x, weight, bias = ([torch.randn(shape, generator=generator) for shape in of] for of in zip(*shapes, strict=True))
-    return x, weight, bias
-
-
-@pytest.mark.parametrize(
-    ("placements", "with_bias", "placement"),
-    [
-        ({"x": Shard(0)}, True, Shard(0)),
-        ({"x": Shard(1)}, False, Shard(1)),  # uneven: 3 and 5 rows on two ranks
-        ({"weight": Shard(1)}, True, Shard(2)),
-        ({"x": Shard(2)}, False, Partial()),
-        ({"weight": Shard(0)}, False, Partial()),
-        ({"x": Shard(2), "weight": Shard(0)}, True, Replicate()),
-    ],
-    ids=str,
-)
-def test_sharded_without_groups_equals_unsharded(
-    placements: dict[str, Placement], with_bias: bool, placement: Placement
-) -> None:
-    x, weight, bias = pairs()
-    for outputs, placed in run_on_ranks(2, without_groups_on_a_rank, placements, with_bias):
-        for y, x_i, w, b in zip(outputs, x, weight, bias, strict=True):
-            rows = x_i.flatten(0, 1)
-            oracle, budget = by_rows(rows, w[None], [len(rows)], b[None] if with_bias else None)
-            assert_within("y", y.flatten(0, 1), oracle, budget)
-        assert placed == [placement] * 2
-
-
-def accumulated_on_a_rank(placements: dict[str, Placement]) -> tuple[Tensor, bool]:
-    mesh = init_device_mesh("cpu", (2,))
-    x, _, dy, counts = problem([2, 0, 3], 4, 6, torch.float32)
-    tensors = {"input": torch.ones(3, 4, 6), "x": x, "weight": dy, "group_list": torch.tensor(counts)}
-    shards = [distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]) for name, tensor in tensors.items()]
-    result = npu_grouped_matmul_add_(*shards, group_list_type=1)
-    return shards[0].full_tensor(), result is shards[0]
-
-
-@pytest.mark.parametrize(
-    "placements", [{}, {"input": Shard(2)}, {"input": Shard(2), "weight": Shard(1)}, {"x": Shard(0)}], ids=str
-)
-def test_sharded_accumulation_equals_unsharded(placements: dict[str, Placement]) -> None:
-    x, _, dy, counts = problem([2, 0, 3], 4, 6, torch.float32)
-    oracle, budget = by_summed_dimension(x, dy, counts)
-    for total, in_place in run_on_ranks(2, accumulated_on_a_rank, placements):
-        assert in_place
-        assert_within("sum", total, oracle + 1, budget + rounding_budget(oracle + 1, torch.float32))
 
 
 def summed_dimension_on_a_rank() -> str:

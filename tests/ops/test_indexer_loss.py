@@ -9,18 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.multirank import run_on_ranks
 from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.indexer_kl_loss import spans
-from torchtitan_npu.ops.indexer_kl_loss.function import with_indexer_loss
-from torchtitan_npu.ops.indexer_kl_loss.spans import loss_in_spans
+from torchtitan_npu.ops.indexer_kl_loss import function as spans
+from torchtitan_npu.ops.indexer_kl_loss.function import loss_in_chunks, with_indexer_loss
 from torchtitan_npu.ops.sparse_flash_attention import selected_keys
 from torchtitan_npu.planner import Calls
 
@@ -120,10 +115,10 @@ def test_spans_of_queries_equal_one_call(
     exact = float64(call)
     *expected, expected_loss = npu_loss(**exact)
     dim = 0 if layout == "TND" else 1
-    parts = list(spans.spans_of(**call))
+    parts = list(spans.chunks_of(**call))
     assert len(parts) == -(-call["query"].shape[dim] // most)
     with Calls() as calls:
-        *grads, loss = loss_in_spans(**call)
+        *grads, loss = loss_in_chunks(**call)
     assert calls.count("npu") == {"npu_sparse_lightning_indexer_grad_kl_loss": len(parts)}
     # a few hundred roundings in the dtype of the computation, and one of each output
     u = torch.finfo(docs.compute).eps
@@ -142,15 +137,18 @@ def test_spans_of_queries_equal_one_call(
 
 def test_a_call_of_the_documented_limit_is_one_span() -> None:
     query = torch.empty(1, 8192, 1, 1, device="meta")
-    assert [s.queries for s in spans.spans_of(query, query, "BSND")] == [slice(0, 8192)]
+    assert [s.queries for s in spans.chunks_of(query, query, "BSND")] == [slice(0, 8192)]
     longer = torch.empty(1, 8193, 1, 1, device="meta")
-    assert [s.queries for s in spans.spans_of(longer, longer, "BSND")] == [slice(0, 8192), slice(8192, 8193)]
+    assert [s.queries for s in spans.chunks_of(longer, longer, "BSND")] == [slice(0, 8192), slice(8192, 8193)]
     limits = {limit.what: limit for limit in OPS["npu_sparse_lightning_indexer_grad_kl_loss"].limits}
     limit = limits["the number of queries"]
-    assert limit.value(query) in limit.allowed and limit.value(longer) not in limit.allowed
+    assert (
+        limit.measure(query=query, actual_seq_qlen=None) in limit.allowed
+        and limit.measure(query=longer, actual_seq_qlen=None) not in limit.allowed
+    )
     packed = {"query": longer[0]}
-    assert limit.value(**packed, actual_seq_qlen=[8193]) not in limit.allowed
-    assert limit.value(**packed, actual_seq_qlen=[1, 8193]) in limit.allowed
+    assert limit.measure(**packed, actual_seq_qlen=[8193]) not in limit.allowed
+    assert limit.measure(**packed, actual_seq_qlen=[1, 8193]) in limit.allowed
     batch = limits["the batch size"]
     assert batch.value(**packed, actual_seq_qlen=list(range(256))) in batch.allowed
     assert batch.value(**packed, actual_seq_qlen=list(range(257))) not in batch.allowed
@@ -205,7 +203,7 @@ def learn(call: dict[str, Any], weight: float = 1.0) -> tuple[Tensor, list[Tenso
     for tensor in tensors.values():
         tensor.grad = None
     output = torch.zeros_like(call["query"].detach()).requires_grad_()
-    with_loss = with_indexer_loss(output, account, loss_in_spans, **{"layout": "BSND", **call})
+    with_loss = with_indexer_loss(output, account, loss_in_chunks, **{"layout": "BSND", **call})
     assert torch.equal(with_loss, output) and account.losses == []  # the forward computes nothing
     (3 * with_loss).sum().backward()
     assert output.grad is not None and (output.grad == 3).all()
@@ -317,19 +315,6 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)  # some hundred roundings in float64
 
 
-def test_opcheck_and_fake() -> None:
-    call = plain(example(torch.float32))
-    positional = [argument.name for argument in npu_loss.default._schema.arguments if not argument.kwarg_only]
-    args = tuple(call.pop(name) for name in positional)
-    torch.library.opcheck(npu_loss.default, args, call)
-    real = npu_loss(*args, **call)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(v) if isinstance(v, Tensor) else v for v in (*args, *call.values())]
-        fake = npu_loss(*fakes[: len(args)], **dict(zip(call, fakes[len(args) :], strict=True)))
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
-
-
 def test_the_operator_has_no_autograd() -> None:
     call = example()
     loss = npu_loss(**call)[3]
@@ -383,30 +368,3 @@ def test_limits_bind_only_the_npu() -> None:
         f"{name}: the head size of query_index is 3; the NPU kernel supports 128",
         f"{name}: top-k is 3; the NPU kernel supports 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192",
     ]
-
-
-def distributed(placement: Placement) -> tuple[Any, ...]:
-    """Return the full loss and gradients, and their placements, from one rank."""
-    mesh = init_device_mesh("cpu", (2,))
-    call = example()
-    for name, value in call.items():
-        if isinstance(value, Tensor):
-            call[name] = distribute_tensor(value.detach(), mesh, [placement])
-    for name in LEARNS:
-        call[name].requires_grad_()
-    loss, grads = learn(call, 1 / 3)
-    assert isinstance(loss, DTensor)
-    whole = [tensor.full_tensor().detach() for tensor in (loss, *grads)]
-    return whole, [tensor.placements[0] for tensor in (loss, *grads)]
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(1)], ids=str)
-def test_sharded_equals_unsharded(placement: Placement) -> None:
-    call = example()
-    loss, grads = learn(call, 1 / 3)
-    expected = loss, *grads
-    for whole, placed in run_on_ranks(2, distributed, placement):
-        for one, other in zip(whole, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
-        if placement == Shard(0):
-            assert placed == [Partial(), *[Shard(0)] * 3]

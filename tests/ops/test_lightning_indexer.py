@@ -10,13 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from tests._helpers.error_budget import assert_within, rounding_budget
-from tests._helpers.multirank import run_on_ranks
 from tests._helpers.op_cases.sparse_attention import CASES
 from tests._helpers.sparse_oracle import Documents, Scores, documents, leaf
 from torchtitan_npu.errors import UsageError
@@ -193,39 +188,6 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)  # some hundred roundings in float64
 
 
-def test_opcheck() -> None:
-    inputs = example(torch.float32, queries=3)
-    query, key, weights = (tensor.detach() for tensor in inputs)
-    for options in ({"sparse_count": 4}, {"sparse_count": 4, "sparse_mode": 0, "return_value": True}):
-        torch.library.opcheck(npu_lightning_indexer.default, (query, key, weights), options)
-        # opcheck's fourth test adds integer and floating outputs, which fails; test_compiles_fullgraph replaces it
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(npu_lightning_indexer.default, inputs, options, test_utils=tests)
-    indices, values = npu_lightning_indexer(query, key, weights, sparse_count=4, return_value=True)
-    torch.library.opcheck(npu_lightning_indexer_grad.default, (query, key, torch.ones_like(values), indices, weights))
-
-
-@settings(max_examples=15, deadline=None)
-@given(documents())
-def test_shapes_and_strides_are_what_the_fake_kernel_says(docs: Documents) -> None:
-    query, key, weights = (
-        docs.lay_out(part) for part in (docs.random(False, 3, 2), docs.random(True, 1, 2), docs.random(False, 3))
-    )
-    options = call(docs, 4)
-
-    def run(query: Tensor, key: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        indices, values = npu_lightning_indexer(query, key, weights, **options)
-        lengths = [options.get(f"actual_seq_lengths_{of}") for of in ("query", "key")]
-        return indices, values, *npu_lightning_indexer_grad(query, key, values, indices, weights, *lengths, docs.layout)
-
-    real = run(query, key, weights, **options)
-    with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(v) if isinstance(v, Tensor) else v for name, v in options.items()}
-        fake = run(*map(mode.from_tensor, (query, key, weights)), **fakes)
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
-
-
 def test_gradients_stop_where_torch_npu_has_none() -> None:
     query, key, weights = example(torch.float32)
     indices, values = npu_lightning_indexer(query, key, weights, sparse_count=2)
@@ -304,67 +266,3 @@ def test_limits_bind_only_the_npu() -> None:
     arguments = {"query": fine, "key": fine[:, :, :1].contiguous(), "weights": fine[..., 0].contiguous()}
     for count in (1, 2048, 8192):
         assert OPS["npu_lightning_indexer"].limit_errors(**arguments, sparse_count=count) == []
-
-
-def distributed(placements: dict[str, Placement], options: dict[str, Any], lengths: bool) -> tuple[Any, ...]:
-    """Return full indices, scores and gradients, their placements, and the forward's collectives, from one rank."""
-    mesh = init_device_mesh("cpu", (2,))
-    names = ("query", "key", "weights")
-    query, key, weights = (
-        distribute_tensor(tensor.detach(), mesh, [placements.get(name, Replicate())]).requires_grad_()
-        for name, tensor in zip(names, example(), strict=True)
-    )
-    given = {"actual_seq_lengths_query": torch.tensor([3, 4]), "actual_seq_lengths_key": torch.tensor([5, 6])}
-    for name, value in given.items() if lengths else ():
-        options |= {name: distribute_tensor(value.int(), mesh, [placements.get(name, Replicate())])}
-    with CommDebugMode() as comm:
-        indices, values = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True, **options)
-    values.nan_to_num(neginf=0).sum().backward()
-    grads = [tensor.grad for tensor in (query, key, weights)]
-    whole = [tensor.full_tensor().detach() for tensor in (indices, values, *grads)]
-    return whole, [tensor.placements[0] for tensor in (indices, *grads)], comm.get_total_counts()
-
-
-BATCH = {name: Shard(0) for name in ("query", "key", "weights", "actual_seq_lengths_query", "actual_seq_lengths_key")}
-
-
-@pytest.mark.parametrize(
-    ("placements", "options", "lengths", "expected"),
-    [
-        (BATCH, {}, False, [Shard(0)] * 4),
-        (BATCH, {}, True, [Shard(0)] * 4),
-        # replicated lengths are sharded with the batch
-        ({name: Shard(0) for name in ("query", "key", "weights")}, {}, True, [Shard(0)] * 4),
-        (
-            {"query": Shard(1), "weights": Shard(1)},
-            {"sparse_mode": 0},
-            False,
-            [Shard(1), Shard(1), Partial(), Shard(1)],
-        ),
-        (
-            {"query": Shard(1), "weights": Shard(1)},
-            {},
-            False,
-            None,
-        ),  # the causal boundary depends on the position of a row
-        ({"query": Shard(2), "weights": Shard(2)}, {}, False, None),  # a score is a sum over heads
-        ({}, {}, True, [Replicate()] * 4),
-    ],
-    ids=str,
-)
-def test_sharded_equals_unsharded(
-    placements: dict[str, Placement], options: dict[str, Any], lengths: bool, expected: list[Placement] | None
-) -> None:
-    query, key, weights = example()
-    given = {"actual_seq_lengths_query": torch.tensor([3, 4]), "actual_seq_lengths_key": torch.tensor([5, 6])}
-    call = options | ({name: value.int() for name, value in given.items()} if lengths else {})
-    indices, values = npu_lightning_indexer(query, key, weights, sparse_count=5, return_value=True, **call)
-    grads = torch.autograd.grad(values.nan_to_num(neginf=0).sum(), (query, key, weights))
-    for whole, placed, collectives in run_on_ranks(2, distributed, placements, options, lengths):
-        assert torch.equal(whole[0], indices) and torch.equal(whole[1], values.detach())
-        for one, other in zip(whole[2:], grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
-        if expected is not None:
-            assert placed == expected and collectives == 0
-        else:
-            assert collectives > 0

@@ -10,15 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 
@@ -241,25 +237,6 @@ def test_gradients_in_float64() -> None:
     assert torch.autograd.gradcheck(weights, (x,))
 
 
-def test_opcheck() -> None:
-    x = torch.randn(3, 8, requires_grad=True)
-    torch.library.opcheck(gating.default, (x, 2), {"norm_type": SIGMOID, "out_flag": True})
-    torch.library.opcheck(gating.default, (x.detach(), 2), {"bias": torch.randn(8), "group_count": 2, "renorm": 1})
-    norm, grad, indices = torch.rand(3, 8), torch.randn(3, 2), torch.tensor([[0, 1], [7, 3], [2, 5]]).int()
-    torch.library.opcheck(gating_backward.default, (norm, grad, indices), {"norm_type": SIGMOID})
-
-
-def test_shapes_and_strides_are_what_the_fake_kernel_says() -> None:
-    x, norm = torch.randn(8, 3).bfloat16().t(), torch.rand(8, 3).t()
-    grad, indices = torch.randn(3, 2).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
-    real = [*gating(x, 2), gating_backward(norm, grad, indices, norm_type=SIGMOID)]
-    with FakeTensorMode() as mode:
-        x, norm, grad, indices = (mode.from_tensor(t) for t in (x, norm, grad, indices))
-        fake = [*gating(x, 2), gating_backward(norm, grad, indices, norm_type=SIGMOID)]
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
-
-
 def test_what_torch_npu_cannot_differentiate_is_an_error() -> None:
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8)
     with pytest.raises(RuntimeError, match="bias must not require a gradient"):
@@ -273,18 +250,6 @@ def test_what_torch_npu_cannot_differentiate_is_an_error() -> None:
     y, chosen, norm = gating(x, 2, norm_type=SIGMOID)
     assert y.requires_grad and not chosen.requires_grad and not norm.requires_grad
     assert not norm.any()  # no out_flag
-
-
-def test_compiles_fullgraph() -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-
-    def weights(x: Tensor) -> Tensor:
-        return gating(x * 2, 2, norm_type=SIGMOID, out_flag=True)[0].sin()
-
-    plain, traced = weights(x), torch.compile(weights, fullgraph=True, backend="aot_eager", dynamic=True)(x)
-    assert torch.equal(plain, traced)
-    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (plain, traced)]
-    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize(
@@ -358,27 +323,3 @@ def test_limits_bind_only_the_npu() -> None:
         "npu_moe_gating_top_k: the number of experts, each group rounded up to 32 is 4032; "
         "the NPU kernel supports 2 to 2048",
     ]
-
-
-def distributed(placement: Placement, x: Tensor, bias: Tensor, ids: Tensor, table: Tensor) -> tuple[Any, ...]:
-    mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(x, mesh, [placement]).requires_grad_()
-    bias, ids, table = (distribute_tensor(t, mesh, [Replicate()]) for t in (bias, ids, table))
-    outputs = gating(x, 2, bias=bias, norm_type=SIGMOID, out_flag=True)
-    (outputs[0] * outputs[0]).sum().backward()
-    by_table = gating(x.detach(), 2, input_ids=ids, tid2eid=table)
-    results = [*outputs, x.grad, *by_table]
-    return [t.full_tensor().detach() for t in results], [t.placements[0] for t in results]
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_sharded_equals_unsharded(placement: Placement) -> None:
-    torch.manual_seed(0)
-    x, bias, ids, table = torch.randn(4, 8), torch.randn(8), torch.tensor([2, 0, 1, 1]), torch.randint(0, 8, (3, 2))
-    whole = x.clone().requires_grad_()
-    outputs = gating(whole, 2, bias=bias, norm_type=SIGMOID, out_flag=True)
-    (outputs[0] * outputs[0]).sum().backward()
-    expected = [*outputs, whole.grad, *gating(x, 2, input_ids=ids, tid2eid=table)]
-    for full, placements in run_on_ranks(2, distributed, placement, x, bias, ids, table):
-        assert all(torch.equal(a, b) for a, b in zip(full, expected, strict=True))
-        assert placements == [Shard(0) if placement == Shard(0) else Replicate()] * len(expected)

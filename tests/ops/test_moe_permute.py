@@ -11,13 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.moe_permute import function
@@ -190,33 +186,11 @@ def test_gradients_in_float64(num_out_tokens: int | None) -> None:
     assert torch.autograd.gradcheck(lambda p, w: torch.ops.npu._npu_moe_token_unpermute(p, places, w), inputs[1:])
 
 
-@pytest.mark.parametrize("name", call())
-def test_opcheck(name: str) -> None:
-    for num_out_tokens in (None, 5):
-        arguments = call(num_out_tokens=num_out_tokens)[name]
-        needs_grad = OPS[name].autograd is not None
-        arguments = [
-            x.detach().requires_grad_(needs_grad and x.is_floating_point()) if isinstance(x, Tensor) else x
-            for x in arguments
-        ]
-        torch.library.opcheck(getattr(torch.ops.npu, name).default, tuple(arguments))
-
-
 def test_opcheck_without_probs() -> None:
     permuted, places, _ = call()["npu_moe_token_unpermute"]
     torch.library.opcheck(unpermute.default, (permuted.requires_grad_(), places))
     arguments = (torch.ones(8, 6), places, 8, torch.float32)
     torch.library.opcheck(torch.ops.npu.npu_moe_token_unpermute_grad_v2.default, arguments)
-
-
-@pytest.mark.parametrize("name", call())
-def test_shapes_and_strides_are_what_the_fake_kernel_says(name: str) -> None:
-    arguments = [any_strides(x, "transposed") if isinstance(x, Tensor) and x.dim() == 2 else x for x in call()[name]]
-    real = getattr(torch.ops.npu, name)(*arguments)
-    with FakeTensorMode() as mode:
-        fake = getattr(torch.ops.npu, name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
-    for r, f in zip(*([x] if isinstance(x, Tensor) else x for x in (real, fake)), strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
 
 
 class Calls(TorchDispatchMode):
@@ -247,23 +221,6 @@ def test_autograd_calls_the_operators_that_torch_npu_calls() -> None:
     assert tokens.grad is not None and probs.grad is not None and not places.requires_grad
     with torch.inference_mode():
         assert torch.equal(unpermute(permuted, places, probs), unpermute(permuted.detach(), places, probs.detach()))
-
-
-def test_compiles_fullgraph() -> None:
-    tokens, indices, _ = call()["npu_moe_token_permute"]
-    tokens, probs = tokens.requires_grad_(), torch.rand(4, 2, requires_grad=True)
-
-    def moe(tokens: Tensor, indices: Tensor, probs: Tensor) -> Tensor:
-        permuted, places = permute(tokens, indices)
-        return unpermute(permuted.sin(), places, probs)
-
-    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
-    for count in (4, 3):
-        inputs = tokens[:count], indices[:count], probs[:count]
-        plain, traced = moe(*inputs), compiled(*inputs)
-        assert torch.equal(plain, traced)
-        for a, b in zip(*(torch.autograd.grad(y.sum(), (tokens, probs)) for y in (plain, traced)), strict=True):
-            assert torch.equal(a, b)
 
 
 BAD = {
@@ -329,41 +286,6 @@ def test_limits_bind_only_the_npu() -> None:
     assert OPS["npu_moe_token_unpermute"].limit_errors(permuted_tokens=tokens.float(), probs=torch.ones(1, 513)) == [
         "npu_moe_token_unpermute: the top-k of probs is 513; the NPU kernel supports 0 to 512"
     ]
-
-
-def distributed(placement: Placement, num_out_tokens: int | None) -> tuple[Any, ...]:
-    """Return the full outputs and gradients of permute and unpermute, and their placements, from one rank."""
-    mesh = init_device_mesh("cpu", (2,))
-    tokens, indices, _ = call()["npu_moe_token_permute"]
-    probs = call()["npu_moe_token_unpermute"][2]
-    tokens = distribute_tensor(tokens, mesh, [placement]).requires_grad_()
-    indices, probs = (distribute_tensor(x, mesh, [Replicate()]) for x in (indices, probs))
-    permuted, places = permute(tokens, indices, num_out_tokens)
-    out = unpermute(permuted.sin(), places, probs.requires_grad_())
-    (out * out).sum().backward()
-    plain = unpermute(permute(tokens, indices[:, 0].contiguous())[0], permute(tokens, indices[:, 0].contiguous())[1])
-    full = [x.full_tensor().detach() for x in (permuted, places, out, tokens.grad, probs.grad, plain)]
-    return full, [x.placements[0] for x in (permuted, places, out, tokens.grad, probs.grad, plain)]
-
-
-@pytest.mark.parametrize("placement", [Shard(1), Shard(0), Replicate()], ids=str)
-@pytest.mark.parametrize("num_out_tokens", [None, 5])
-def test_sharded_equals_unsharded(placement: Placement, num_out_tokens: int | None) -> None:
-    tokens, indices, _ = call()["npu_moe_token_permute"]
-    probs = call()["npu_moe_token_unpermute"][2].requires_grad_()
-    permuted, places = permute(tokens.requires_grad_(), indices, num_out_tokens)
-    out = unpermute(permuted.sin(), places, probs)
-    (out * out).sum().backward()
-    expected = [x.detach() for x in (permuted, places, out, tokens.grad, probs.grad, tokens)]
-    # each rank sums its part of the hidden dimension, so the order of the terms differs
-    budget = torch.full_like(
-        probs, 2 * (6 + 2) * unit_roundoff(torch.float32) * 6 * float(2 * out.detach().abs().max())
-    )
-    for full, placements in run_on_ranks(2, distributed, placement, num_out_tokens):
-        assert_within("d probs", full.pop(4), expected[4].double(), budget.double())
-        assert all(torch.equal(actual, whole) for actual, whole in zip(full, expected[:4] + expected[5:], strict=True))
-        if placement == Shard(1):  # the hidden dimension stays sharded
-            assert placements == [Shard(1), Replicate(), Shard(1), Shard(1), Partial(), Shard(1)]
 
 
 def test_gradients_of_the_function() -> None:

@@ -9,20 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.multirank import run_on_ranks
 from tests._helpers.rotation import cos_sin, neighbours_apart, rotated, unrotated
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.mrope.function import mrope
+from torchtitan_npu.ops.mrope import mrope
 
 npu_mrope = torch.ops.npu.npu_mrope
 
@@ -108,18 +103,6 @@ def test_agrees_with_the_oracle(case: tuple[tuple[Any, ...], dict[str, Any]]) ->
         assert (y.shape, y.dtype) == (x.shape, x.dtype) and torch.equal(y, same)
         assert_within(name, y, *oracle(x.detach(), head_size))
         assert_within(f"gradient of {name}", dx, *oracle(y.detach().flip(0), head_size, back=True))
-
-
-@settings(max_examples=25, deadline=None)
-@given(cases())
-def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    (*tensors, head_size), modes = case
-    with FakeTensorMode() as mode:
-        fake = npu_mrope(*(mode.from_tensor(tensor) for tensor in tensors), head_size, **modes)
-    for r, f in zip(npu_mrope(*tensors, head_size, **modes), fake, strict=True):
-        assert (r.shape, r.dtype) == (f.shape, f.dtype)
-        for size, real_stride, fake_stride in zip(r.shape, r.stride(), f.stride(), strict=True):
-            assert size == 1 or not r.numel() or real_stride == fake_stride
 
 
 HEAD = 32
@@ -280,14 +263,6 @@ def test_compiles_fullgraph() -> None:
     assert torch.equal(*(torch.autograd.grad(output, query)[0] for output in outputs))
 
 
-def test_opcheck() -> None:
-    positions, query, key, cache = example()
-    modes = {"mrope_section": SECTION, "rotary_mode": "interleave", "cache_mode": "interleave"}
-    torch.library.opcheck(npu_mrope.default, (positions, query, key, cache, HEAD), modes)
-    strided = query.t().contiguous().t()
-    torch.library.opcheck(npu_mrope.default, (positions[0].int(), strided, key, cache[:, :16].contiguous(), HEAD))
-
-
 @pytest.mark.parametrize("position", [-1, 40])
 def test_a_position_outside_the_cache_is_an_error(position: int) -> None:
     positions, query, key, cache = example(axes=None)
@@ -362,49 +337,3 @@ def test_limits() -> None:
         "npu_mrope: mrope_section is [8, 8, 8]; the NPU kernel supports "
         "[0, 0, 0], [16, 24, 24], [24, 20, 20], [8, 12, 12], [16, 16, 16, 16]",
     ]
-
-
-Result = tuple[Tensor, Tensor, Tensor, tuple[Placement, ...], int]
-
-
-def distributed(cases: list[tuple[int, int]]) -> list[Result]:
-    """Return, from one rank, the rotated query and key, the query's gradient and placement, and the collectives.
-
-    One result for each sharded dimension of query and key and each number of query heads.
-    """
-    mesh = init_device_mesh("cpu", (2,))
-    results = []
-    for dim, heads in cases:
-        positions, query, key, cache = example()
-        query, key = query.repeat(1, 2)[:, : heads * HEAD], key.repeat(1, 2)
-        place, whole = [Shard(dim)], [Replicate()]
-        query = distribute_tensor(query, mesh, place).requires_grad_()
-        arguments = (
-            distribute_tensor(positions, mesh, [Shard(1)] if dim == 0 else whole),
-            query,
-            distribute_tensor(key, mesh, place),
-            distribute_tensor(cache, mesh, whole),
-        )
-        with CommDebugMode() as comm:
-            rotated_query, rotated_key = mrope(*arguments, HEAD, mrope_section=SECTION)
-            rotated_query.backward(rotated_query.detach())
-        full = [t.full_tensor() for t in (rotated_query.detach(), rotated_key.detach(), query.grad)]
-        results.append((*full, rotated_query.placements, comm.get_total_counts()))
-    return results
-
-
-def test_sharded_equals_unsharded() -> None:
-    """Tokens and heads may be sharded. Heads that do not divide among the ranks are gathered."""
-    cases = [(0, 4), (0, 3), (1, 4), (1, 3)]
-    for results in run_on_ranks(2, distributed, cases):
-        for (dim, heads), (query, key, grad, placements, collectives) in zip(cases, results, strict=True):
-            positions, whole_query, whole_key, cache = example()
-            whole_query, whole_key = whole_query.repeat(1, 2)[:, : heads * HEAD], whole_key.repeat(1, 2)
-            whole_query.requires_grad_()
-            expected = mrope(positions, whole_query, whole_key, cache, HEAD, mrope_section=SECTION)
-            assert torch.equal(query, expected[0]) and torch.equal(key, expected[1])
-            assert torch.equal(grad, torch.autograd.grad(expected[0], whole_query, expected[0].detach())[0])
-            if (dim, heads) == (1, 3):
-                assert placements == (Replicate(),) and collectives > 0
-            else:
-                assert placements == (Shard(dim),) and collectives == 0

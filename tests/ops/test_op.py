@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS, Op, define
+from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd
 from torchtitan_npu.torch_internals.dtensor_rules import has_rule
 
@@ -108,9 +109,9 @@ def test_importing_needs_no_torchtitan_and_changes_only_registries() -> None:
 # An operator with a keyword-only tensor that has a gradient, a layout string and an optional tensor.
 
 
-def toy_checks(layout: str, **_: Any) -> Iterator[str]:
-    if layout not in ("rows", "columns"):
-        yield f"layout must be rows or columns, not {layout!r}"
+def toy_checks(call: Call) -> Iterator[str]:
+    if call.layout not in ("rows", "columns"):
+        yield f"layout must be rows or columns, not {call.layout!r}"
 
 
 def toy_kernel(x: Tensor, scale: Tensor | None, layout: str, power: int) -> tuple[Tensor, Tensor]:
@@ -119,17 +120,18 @@ def toy_kernel(x: Tensor, scale: Tensor | None, layout: str, power: int) -> tupl
     return y.clone(), y.sum(1 if layout == "rows" else 0)
 
 
-def toy_fake(x: Tensor, layout: str, **_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[0 if layout == "rows" else 1])
+def toy_fake(call: Call) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(call.x), call.x.new_empty(call.x.shape[0 if call.layout == "rows" else 1])
 
 
-def toy_sharding(layout: str, **_: Any) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
-    yield [Shard(0 if layout == "rows" else 1), Shard(0)], {"x": Shard(0 if layout == "rows" else 1)}
+def toy_sharding(call: Call) -> Iterator[tuple[list[Placement], dict[str, Placement]]]:
+    dim = Shard(0 if call.layout == "rows" else 1)
+    yield [dim, Shard(0)], {"x": dim}
 
 
-def toy_save(ctx: Any, output: tuple[Tensor, Tensor], x: Tensor, scale: Tensor | None, power: int, **_: Any) -> None:
-    ctx.save_for_backward(x, scale)
-    ctx.power = power
+def toy_save(ctx: Any, output: tuple[Tensor, Tensor], call: Call) -> None:
+    ctx.save_for_backward(call.x, call.scale)
+    ctx.power = call.power
     ctx.mark_non_differentiable(output[1])
 
 

@@ -10,14 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.multirank import run_on_ranks
 from tests._helpers.rotation import cos_sin, neighbours_apart, partners, rotated, unrotated
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
@@ -91,20 +86,6 @@ def test_agrees_with_the_oracle(case: tuple[Tensor, Tensor, Tensor, str, Tensor]
         # autograd casts it to the dtype of r1
         assert r.grad is not None and r.grad.dtype == r.dtype
         assert torch.equal(r.grad, result.to(r.dtype))
-
-
-@settings(max_examples=25, deadline=None)
-@given(cases())
-def test_shapes_and_strides_are_what_the_fake_kernel_says(case: tuple[Tensor, Tensor, Tensor, str, Tensor]) -> None:
-    x, r1, r2, mode, grad = case
-    real = [npu.npu_rotary_mul(x, r1, r2, mode), *npu.npu_rotary_mul_backward(grad, x, r1, r2, mode)]
-    with FakeTensorMode() as fake_mode:
-        x, r1, r2, grad = (fake_mode.from_tensor(tensor) for tensor in (x, r1, r2, grad))
-        fake = [npu.npu_rotary_mul(x, r1, r2, mode), *npu.npu_rotary_mul_backward(grad, x, r1, r2, mode)]
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype) == (f.shape, f.dtype)
-        for size, real_stride, fake_stride in zip(r.shape, r.stride(), f.stride(), strict=True):
-            assert size == 1 or not r.numel() or real_stride == fake_stride
 
 
 def example(mode: str = "half", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,14 +163,6 @@ def test_a_matrix_replaces_the_mode(mode: str) -> None:
     assert_within("y", y, x * cos.double() + (x.double() @ matrix) * sin, size * 2 * 20 * unit_roundoff(torch.float64))
 
 
-def test_opcheck() -> None:
-    x, cos, sin = example()
-    torch.library.opcheck(npu.npu_rotary_mul.default, (x.requires_grad_(), cos.requires_grad_(), sin, "interleave"))
-    x, cos, sin = example()
-    torch.library.opcheck(npu.npu_rotary_mul.default, (x.transpose(0, 1), cos.transpose(0, 1), sin.transpose(0, 1)))
-    torch.library.opcheck(npu.npu_rotary_mul_backward.default, (x, x, cos, sin))
-
-
 ONES = torch.ones
 BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "npu_rotary_mul": [
@@ -251,51 +224,3 @@ def test_limits() -> None:
     assert "the larger of B and N (their product in mode interleave) is 1000" in message
     (message,) = limit_errors((64, 4096, 32, 128), (1, 4096, 1, 128), grad=True)
     assert message == "npu_rotary_mul: B * N with gradients for r1 and r2 is 2048; the NPU kernel supports 0 to 1024"
-
-
-Result = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Placement, ...], int]
-
-
-def integers(per_row: bool) -> tuple[Tensor, ...]:
-    """Return ``(x, r1, r2)`` of small integers, whose sums are exact in any order."""
-    shapes = (2, 5, 3, 8), *[(2 if per_row else 1, 5, 1, 8)] * 2
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randint(-9, 9, shape, generator=generator).float() for shape in shapes)
-
-
-def distributed(cases: list[tuple[int, bool]]) -> list[Result]:
-    """Return full y, dx, dr1 and dr2, the placement of dr1, and the number of collectives, from one rank.
-
-    A case is a sharded dimension of the input, with angles per batch row or common to all rows.
-    """
-    mesh = init_device_mesh("cpu", (2,))
-    results = []
-    for dim, per_row in cases:
-        x, *angles = integers(per_row)
-        follow = Shard(dim) if dim < 3 and angles[0].shape[dim] > 1 else Replicate()
-        dx = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
-        r1, r2 = (distribute_tensor(tensor, mesh, [follow]).requires_grad_() for tensor in angles)
-        grad = distribute_tensor(x.flip(0), mesh, [Shard(dim) if dim < 3 else Replicate()])
-        with CommDebugMode() as comm:
-            y = npu.npu_rotary_mul(dx, r1, r2)
-            y.backward(grad)
-        placements = r1.grad.placements
-        full = [tensor.full_tensor() for tensor in (y.detach(), dx.grad, r1.grad, r2.grad)]
-        results.append((*full, placements, comm.get_total_counts()))
-    return results
-
-
-def test_sharded_equals_unsharded() -> None:
-    cases = [(0, True), (0, False), (1, True), (2, True), (2, False), (3, True)]
-    expected = []
-    for _, per_row in cases:
-        tensors = [tensor.requires_grad_() for tensor in integers(per_row)]
-        y = npu.npu_rotary_mul(*tensors)
-        expected.append((y.detach(), *torch.autograd.grad(y, tensors, tensors[0].detach().flip(0))))
-    for results in run_on_ranks(2, distributed, cases):
-        for (dim, per_row), result, whole in zip(cases, results, expected, strict=True):
-            for ours, theirs in zip(result[:4], whole, strict=True):
-                assert torch.equal(ours, theirs)
-            if dim < 3:  # channels are gathered
-                summed = dim == 2 or (dim == 0 and not per_row)
-                assert result[4][0].is_partial() == summed and result[5] == 0

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
-from tests._helpers.multirank import run_on_ranks
 from tests._helpers.op_cases.sparse_attention import CASES
 from tests._helpers.sparse_attention_check import assert_agrees, attention
 from tests._helpers.sparse_oracle import Documents, documents
@@ -156,47 +151,6 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)  # some hundred roundings in float64
 
 
-def test_opcheck() -> None:
-    inputs, indices = example(torch.float32), selection()
-    args = (inputs["query"], inputs["key"], inputs["value"], indices, 0.3)
-    kwargs = {name: inputs[name] for name in ("query_rope", "key_rope")} | {"attention_mode": 2}
-    torch.library.opcheck(npu_sparse_flash_attention.default, args, kwargs | {"return_softmax_lse": True})
-    detached = {name: tensor.detach() for name, tensor in inputs.items()}
-    args = (detached["query"], detached["key"], detached["value"], indices)
-    torch.library.opcheck(npu_sparse_flash_attention.default, (*args, 0.3), {"attention_mode": 2})
-    out, maximum, total = attention(torch.ops.npu, detached, indices)
-    ropes = (detached["query_rope"], detached["key_rope"])
-    torch.library.opcheck(npu_sparse_flash_attention_grad.default, (*args, out, out, maximum, total, 0.3, 1, *ropes))
-
-
-@settings(max_examples=15, deadline=None)
-@given(documents(), st.booleans())
-def test_shapes_and_strides_are_what_the_fake_kernel_says(docs: Documents, statistics: bool) -> None:
-    query, key = docs.lay_out(docs.random(False, 2, 3)), docs.lay_out(docs.random(True, 1, 3))
-    indices = docs.lay_out(docs.select(4, 1, docs.visible()), -1)
-    lengths = docs.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
-
-    def run(query: Tensor, key: Tensor, indices: Tensor, **lengths: Tensor) -> list[Tensor]:
-        options = {"layout_query": docs.layout, "layout_kv": docs.layout, "return_softmax_lse": statistics}
-        out, *stats = attention(torch.ops.npu, {"query": query, "key": key}, indices, **options, **lengths)
-        if not statistics:
-            return [out, *stats]
-        values = (None, None, *lengths.values()) if lengths else (None, None, None, None)
-        grads = npu_sparse_flash_attention_grad(
-            query, key, None, indices, out, out, *stats, 0.3, 1, *values, docs.layout
-        )
-        return [out, *stats, *grads]
-
-    real = run(query, key, indices, **lengths)
-    with FakeTensorMode() as mode:
-        fake = run(
-            *map(mode.from_tensor, (query, key, indices)),
-            **{name: mode.from_tensor(value) for name, value in lengths.items()},
-        )
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
-
-
 def test_gradients_stop_where_torch_npu_has_none() -> None:
     inputs, indices = example(torch.float32), selection()
     out, maximum, total = attention(torch.ops.npu, inputs, indices)
@@ -206,21 +160,6 @@ def test_gradients_stop_where_torch_npu_has_none() -> None:
         UsageError, match=r"npu_sparse_flash_attention_grad: softmax_max must be .*return_softmax_lse=True"
     ):
         out.sum().backward()
-
-
-def test_compiles_fullgraph() -> None:
-    inputs, indices = example(torch.float32), selection()
-
-    def out(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor) -> Tensor:
-        tensors = {"query": query, "key": key, "value": key, "query_rope": query_rope, "key_rope": key_rope}
-        return attention(torch.ops.npu, tensors, indices)[0].sin()
-
-    compiled = torch.compile(out, fullgraph=True, backend="aot_eager", dynamic=True)
-    tensors = [inputs[name] for name in NAMES if name != "value"]
-    plain, traced = out(*tensors), compiled(*tensors)
-    assert torch.equal(plain, traced)
-    for a, b in zip(*(torch.autograd.grad(y.sum(), tensors) for y in (plain, traced)), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.rejected_by and "sparse_flash" in c.op], ids=str)
@@ -278,89 +217,3 @@ def test_limits_bind_only_the_npu() -> None:
         f"npu_sparse_flash_attention: {name}'s memory is not contiguous; the NPU kernel supports contiguous"
         for name in ("key", "value", "query_rope", "key_rope")
     ]
-
-
-def distributed(placements: dict[str, Placement], options: dict[str, Any], packed: bool) -> tuple[Any, ...]:
-    """Return full outputs and gradients, their placements, and the forward's collectives, from one rank."""
-    mesh = init_device_mesh("cpu", (2,))
-
-    def place(name: str, tensor: Tensor) -> DTensor:
-        return distribute_tensor(tensor.detach(), mesh, [placements.get(name, Replicate())])
-
-    inputs, indices, lengths = problem(packed)
-    inputs = {name: place(name, tensor).requires_grad_() for name, tensor in inputs.items()}
-    lengths = {name: place(name, tensor) for name, tensor in lengths.items()}
-    indices = place("sparse_indices", indices)
-    with CommDebugMode() as comm:
-        outputs = attention(torch.ops.npu, inputs, indices, **options, **lengths)
-    outputs[0].square().sum().backward()
-    grads = [tensor.grad for tensor in inputs.values()]
-    whole = [tensor.full_tensor().detach() for tensor in (*outputs, *grads)]
-    return whole, [tensor.placements[0] for tensor in (outputs[0], outputs[1], *grads)], comm.get_total_counts()
-
-
-def problem(packed: bool) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-    inputs, indices = example(), selection()
-    if not packed:
-        return inputs, indices, {}
-    ends = {
-        "actual_seq_lengths_query": torch.tensor([4, 8], dtype=torch.int32),
-        "actual_seq_lengths_kv": torch.tensor([6, 12], dtype=torch.int32),
-    }
-    return (
-        {name: tensor.detach().flatten(0, 1).requires_grad_() for name, tensor in inputs.items()},
-        indices.flatten(0, 1),
-        ends,
-    )
-
-
-BATCH = {name: Shard(0) for name in (*NAMES, "sparse_indices")}
-TND = {"layout_query": "TND", "layout_kv": "TND"}
-ADDED = [Partial(), Partial()]  # key and value: the sum over the heads or rows of all ranks
-
-
-@pytest.mark.parametrize(
-    ("placements", "options", "packed", "expected"),
-    [
-        (BATCH, {}, False, [Shard(0)] * 7),
-        # a replicated rope, a keyword argument, is sharded like the query
-        ({name: p for name, p in BATCH.items() if name != "query_rope"}, {}, False, [Shard(0)] * 7),
-        (
-            {"query": Shard(2), "query_rope": Shard(2)},
-            {},
-            False,
-            [Shard(2), Shard(3), Shard(2), *ADDED, Shard(2), Partial()],
-        ),
-        (
-            {"query": Shard(1), "query_rope": Shard(1)},
-            TND,
-            True,
-            [Shard(1), Shard(2), Shard(1), *ADDED, Shard(1), Partial()],
-        ),
-        (
-            {"query": Shard(1), "query_rope": Shard(1), "sparse_indices": Shard(1)},
-            {"sparse_mode": 0},
-            False,
-            [Shard(1), Shard(2), Shard(1), *ADDED, Shard(1), Partial()],
-        ),
-        # the causal boundary depends on the position of a row
-        ({"query": Shard(1), "query_rope": Shard(1), "sparse_indices": Shard(1)}, {}, False, None),
-        ({}, {}, False, [Replicate()] * 7),
-    ],
-    ids=["batch", "rope whole", "heads", "heads, packed", "rows", "causal rows", "whole"],
-)
-def test_sharded_equals_unsharded(
-    placements: dict[str, Placement], options: dict[str, Any], packed: bool, expected: list[Placement] | None
-) -> None:
-    inputs, indices, lengths = problem(packed)
-    outputs = attention(torch.ops.npu, inputs, indices, **options, **lengths)
-    grads = torch.autograd.grad(outputs[0].square().sum(), list(inputs.values()))
-    for whole, placed, collectives in run_on_ranks(2, distributed, placements, options, packed):
-        for one, other in zip(whole, (*outputs, *grads), strict=True):
-            torch.testing.assert_close(one, other.detach(), rtol=1e-13, atol=1e-13)
-        if expected is not None:
-            order = ["out", "statistics", *NAMES]
-            assert dict(zip(order, placed, strict=True)) == dict(zip(order, expected, strict=True))
-            assert collectives == 0
-        else:
-            assert collectives > 0

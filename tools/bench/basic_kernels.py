@@ -385,7 +385,7 @@ def product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> T
 
 
 def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
-    from torchtitan_npu.ops.grouped_matmul import triton as kernels
+    from torchtitan_npu.gpu_kernels import grouped_matmul as kernels
     from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul as differentiable
 
     sizes = [513, 0, 1023, 7, 128, 0]

@@ -57,9 +57,9 @@ from harness import (
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchtitan_npu.gpu_kernels.lightning_indexer import gluon
+from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import rows_of
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.lightning_indexer import gluon
-from torchtitan_npu.ops.sparse_flash_attention.triton_rows import rows_of
 
 HEADS, SIZE, TOP_K = 64, 128, 2048
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)

@@ -55,11 +55,11 @@ from harness import (
 )
 from torch import Tensor
 
-from torchtitan_npu.ops.sparse_flash_attention import op
-from torchtitan_npu.ops.sparse_flash_attention import triton as kernels
-from torchtitan_npu.ops.sparse_flash_attention import triton_grad as of_gradient
-from torchtitan_npu.ops.sparse_flash_attention import triton_query_blocks as query_blocks
-from torchtitan_npu.ops.sparse_flash_attention.gluon_tiles import BLOCK_HEADS
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton as kernels
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton_grad as of_gradient
+from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton_query_blocks as query_blocks
+from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import BLOCK_HEADS
+from torchtitan_npu.ops.core import gpu
 
 HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
 SCALE = (SIZE + ROPE) ** -0.5
@@ -277,7 +277,7 @@ def main() -> None:
         parser.error("--only needs --peers DIR")
     need_gpu()
     if args.triton:
-        op.is_hopper = lambda tensor: False
+        gpu.is_hopper = lambda tensor: False
     torch.manual_seed(0)
     machine = measure_machine()
     parts = (check(args.heads), *(times(length, args.heads, machine) for length in args.lengths))

@@ -18,7 +18,7 @@ from torchtitan_npu.converters.base import Converter, register, with_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.moe_gating.reference import SIGMOID, SUM_OF_TWO_BEST
+from torchtitan_npu.ops.moe_gating import SIGMOID, SUM_OF_TWO_BEST
 from torchtitan_npu.titan_internals.hooks import forces_load_balance
 
 EPSILON = 1e-20

@@ -3,7 +3,7 @@
 In training, the cosines and sines of the axes are arranged once per forward, and ``npu_rotary_mul`` rotates by them in
 each layer. Without gradients (validation, evaluation), ``npu_mrope`` looks them up, arranges them and rotates queries
 and keys in one call per layer. torch_npu has no gradient for it. With ``npu.mrope_in_training`` it also runs in
-training, inside an autograd function (:mod:`torchtitan_npu.ops.mrope.function`).
+training, inside an autograd function (:mod:`torchtitan_npu.ops.mrope`).
 
 "interleave" has two meanings. ``rotary_mode`` names the two elements of a head that rotate together: here "half".
 ``cache_mode`` is the order of the axes among the angles, :attr:`MRoPERotation.interleaved`.
@@ -23,7 +23,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
 from torchtitan_npu.layers.rotary import RotaryTables, from_concatenated
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.mrope.function import mrope
+from torchtitan_npu.ops.mrope import mrope
 
 
 def cache_mode(module: MRoPERotation | MRoPETables) -> str:
@@ -123,7 +123,7 @@ class MRoPEConverter(Converter):
 
     def _check(self, fqn: str, module: MRoPERotation) -> None:
         """Raise the error of the first call of ``npu_mrope``, which may come long after the start."""
-        if problem := next(OPS["npu_mrope"].checks(**self._arguments(module)), None):
+        if problem := next(OPS["npu_mrope"].argument_errors(**self._arguments(module)), None):
             raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
 
     def _arguments(self, module: MRoPERotation) -> dict[str, object]:

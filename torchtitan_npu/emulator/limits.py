@@ -61,7 +61,7 @@ def limited_value(op: Op, what: str, arguments: dict[str, Any]) -> tuple[bool, A
     """Return whether the quantity ``what`` can be told from the arguments, and its value."""
     for limit in op.limits:
         if limit.what == what:
-            return True, _plain(limit.value(**arguments))
+            return True, _plain(limit.measure(**arguments))
     name, _, attribute = what.partition(".")
     if attribute == "dtype" and name in arguments:
         return True, _plain(arguments[name].dtype)

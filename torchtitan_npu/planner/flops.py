@@ -1,7 +1,7 @@
 """Floating-point operations of a call: torch's formulas, and formulas for the operators that torch has none for.
 
 Counted as torch counts: matrix products only, a multiplication and an addition each, without regard to masks. This
-package's operators have their formulas in ``ops/<family>/op.py``.
+package's operators have their formulas in ``ops/``.
 """
 
 from __future__ import annotations

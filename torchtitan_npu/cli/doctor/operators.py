@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_npu.cli.doctor.call_description import apply, parse
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
+from torchtitan_npu.cli.doctor.operator_samples import HIDDEN, SAMPLES, UNORDERED_INTEGERS, UNUSED_OUTPUTS
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import args_and_kwargs
-from torchtitan_npu.ops.core.call_description import apply, parse
-from torchtitan_npu.ops.core.samples import HIDDEN
 from torchtitan_npu.platform import Backend
 from torchtitan_npu.pytree import tree_leaves, tree_map
 from torchtitan_npu.torch_internals.dispatch import has_kernel, op_schema, parse_schema
@@ -35,7 +35,7 @@ the output, and one of an intermediate result, such as attention weights. Sums a
 errors of a sum grow with the square root of its length."""
 WRONG = 16
 """A multiple of the expected error that rounding cannot explain."""
-NOT_CALLED = tuple(name for name, op in OPS.items() if op.sample is None)
+NOT_CALLED = tuple(name for name in OPS if name not in SAMPLES)
 """Operators that one process cannot call, because they have a collective, or that only some chips have."""
 OPERATOR_FAILS = 'see docs/how-to/doctor.md, "When an operator fails"'
 
@@ -69,7 +69,7 @@ def check_operators(backend: Backend) -> Iterator[Finding]:
     """Check each operator."""
     torch.manual_seed(0)
     for op in OPS.values():
-        if op.sample is not None:
+        if op.name in SAMPLES:
             yield _registration(op, backend) or _numbers([_result(sample, backend) for sample in samples(op)])
     for name in NOT_CALLED:
         yield _registration(OPS[name], backend) or green(
@@ -85,10 +85,9 @@ def recorded_calls() -> dict[str, list[dict[str, Any]]]:
 
 def samples(op: Op) -> Iterator[Sample]:
     """Yield a small call like each recorded one, or a call in bfloat16 if no recorded step calls the operator."""
-    assert op.sample is not None
     for described in [call["arguments"] for call in recorded_calls().get(op.name, [])] or [{}]:
         parsed = parse(described)
-        yield Sample(op.name, op.complete(**apply(parsed, op.sample(**parsed))), described)
+        yield Sample(op.name, op.complete(**apply(parsed, SAMPLES[op.name](**parsed))), described)
 
 
 def _registration(op: Op, backend: Backend) -> Finding | None:
@@ -115,11 +114,11 @@ def _result(sample: Sample, backend: Backend) -> Result:
     except RuntimeError as error:
         return Result(sample, math.inf, expected, first_line(error))
     reference = op.reference(**tree_map(to_float64, sample.arguments))
-    if op.unused_outputs:
+    if unused := UNUSED_OUTPUTS.get(op.name):
         found, reference = (
-            [x for number, x in enumerate(outputs) if number not in op.unused_outputs] for outputs in (found, reference)
+            [x for number, x in enumerate(outputs) if number not in unused] for outputs in (found, reference)
         )
-    return Result(sample, largest_error(found, reference, op.unordered_integers), expected)
+    return Result(sample, largest_error(found, reference, op.name in UNORDERED_INTEGERS), expected)
 
 
 def _numbers(results: list[Result]) -> Finding:

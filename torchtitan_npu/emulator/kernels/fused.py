@@ -79,7 +79,7 @@ def by_name(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 def problems(op: Op, arguments: dict[str, Any]) -> Iterator[str]:
     """Yield why CANN refuses a call. Limits are computed only for arguments that pass the checks."""
-    yield from op.checks(**arguments)
+    yield from op.argument_errors(**arguments)
     yield from op.limit_errors(**arguments)
     yield from version_limit_errors(op, arguments)
 

@@ -12,7 +12,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import SEEDS
-from torchtitan_npu.ops.mrope.op import section_problem
+from torchtitan_npu.ops.mrope import section_problem
 
 
 @dataclass

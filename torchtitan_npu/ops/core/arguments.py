@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
+
+
+class Call(SimpleNamespace):
+    """The arguments of one call as attributes, with the names of the operator's schema."""
+
+    def pick(self, *names: str) -> dict[str, Any]:
+        """Return some of the arguments by name."""
+        return {name: getattr(self, name) for name in names}
 
 
 def by_name(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

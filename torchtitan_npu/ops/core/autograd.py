@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.ops.core.arguments import Call, by_name
 from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, op_schema
-
-Call = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]
-"""A call of an operator: ``args``, ``kwargs``, and its arguments by name."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Autograd:
     """Gradients of an operator whose tensor arguments are single tensors, not lists."""
 
     save: Callable[..., None]
-    """``save(ctx, output, **arguments)``: save what the backward needs and mark the outputs without a gradient."""
+    """``save(ctx, output, call)``: save what the backward needs and mark the outputs without a gradient."""
     backward: Callable[..., Mapping[str, Tensor | None]]
     """``backward(npu, ctx, *output_grads)``: return the gradients by argument name. ``npu`` is the namespace in which
     to call operators. The gradient of an unused output is ``None``."""
@@ -53,7 +50,7 @@ def not_implemented(name: str) -> Autograd:
     def backward(npu: Any, ctx: Any, *output_grads: Tensor | None) -> Mapping[str, Tensor | None]:
         raise RuntimeError(f"derivative for npu::{name} is not implemented")
 
-    return Autograd(save=lambda ctx, output, **arguments: None, backward=backward)
+    return Autograd(save=lambda ctx, output, call: None, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -82,30 +79,30 @@ def autograd_kernel(op: OpOverload, autograd: Autograd) -> Callable[..., Any]:
         with below_autograd():
             return op(*args, **kwargs)
 
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, *tensors: Tensor) -> Any:
         # ``tensors`` are those of ``call``; they are passed again so that autograd tracks them
-        args, kwargs, arguments = call
         output = run(args, kwargs)
-        ctx.names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        ctx.names = [name for name, value in vars(call).items() if isinstance(value, Tensor)]
         ctx.set_materialize_grads(False)
-        autograd.save(ctx, output, **arguments)
+        autograd.save(ctx, output, call)
         return output
 
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = any(grad is not None for grad in output_grads)
         grads = autograd.backward(npu, ctx, *output_grads) if used else {}
-        return None, *(grads.get(name) for name in ctx.names)
+        return None, None, None, *(grads.get(name) for name in ctx.names)
 
     # the name of the class is what ``tensor.grad_fn`` shows
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(op_schema(op).name.partition("::")[2], (torch.autograd.Function,), methods)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(
+            isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())
+        ):
             arguments = by_name(op, args, kwargs)
             tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if any(tensor.requires_grad for tensor in tensors):
-                return function.apply((args, kwargs, arguments), *tensors)
+            return function.apply(args, kwargs, Call(**arguments), *tensors)
         return run(args, kwargs)
 
     return kernel

@@ -1,18 +1,19 @@
 """The definition of an operator, and its registration where torch_npu is not loaded.
 
-An operator is one :class:`Op`: torch_npu's schema, verbatim, and a few plain functions. Each function receives the
-operator's arguments **by name**, with defaults from the schema. It names those it uses and takes the rest as ``**_``.
+An operator is one :class:`Op`: torch_npu's schema, verbatim, and a few plain functions. A kernel receives the
+arguments by name, with defaults from the schema. Checks, rules and limits receive one :class:`Call`, which has them as
+attributes: ``call.input``, ``call.dim``.
 
-Adding an operator touches five files (docs/how-to/add-an-operator.md):
+Adding an operator touches four files (docs/how-to/add-an-operator.md):
 
-1. ``ops/<family>/reference.py``: the kernel in plain PyTorch, with the formula in its docstring.
-2. ``ops/<family>/op.py``: ``declare(Op(...))``.
-3. ``tests/_helpers/op_cases/<family>.py``: valid and invalid calls, for the contract tests.
-4. ``tests/ops/test_op.py``: the schema, a line of its table.
-5. ``tests/ops/test_<family>.py``: the tests of its numbers.
+1. ``ops/<family>.py``: the kernel in plain PyTorch, with the formula in its docstring, and ``declare(Op(...))``.
+2. ``tests/_helpers/op_cases/<family>.py``: valid and invalid calls, for the contract tests.
+3. ``tests/ops/test_op.py``: the schema, a line of its table.
+4. ``tests/ops/test_<family>.py``: the tests of its numbers.
 
-A new family also needs its ``__init__.py``, and its name in ``ops/__init__.py``.
-A kernel for GPUs (``triton.py``), autograd, limits and FLOPs are optional fields of the same :class:`Op`.
+A new family is a name in ``ops/__init__.py``, too. Large families are folders: ``op.py``, ``reference.py`` and, with
+gradients that torch_npu does not have, ``function.py``. Autograd, limits and FLOPs are optional fields. Kernels for
+GPUs are in ``gpu_kernels/``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ from typing import Any
 import torch
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.core.arguments import by_name
+from torchtitan_npu.ops.core import gpu
+from torchtitan_npu.ops.core.arguments import Call, by_name
 from torchtitan_npu.ops.core.autograd import Autograd, Through, autograd_kernel, through_kernel
 from torchtitan_npu.ops.core.sharding import Localize, Sharding, register_sharding_rule
-from torchtitan_npu.torch_internals.dispatch import OpOverload, below_autograd, has_kernel, without_autocast
+from torchtitan_npu.torch_internals.dispatch import (
+    OpOverload,
+    below_autograd,
+    has_kernel,
+    parse_schema,
+    without_autocast,
+)
 from torchtitan_npu.torch_internals.dtensor_rules import has_rule
 
 
@@ -41,9 +49,13 @@ class Limit:
     what: str
     """The limited quantity, as the message names it: ``"input.dtype"``."""
     value: Callable[..., Any]
-    """Return the limited quantity, given the operator's arguments by name."""
+    """Return the limited quantity of a :class:`Call`. An argument that is not known is ``None``."""
     allowed: Container[Any]
     """The values that the NPU kernel supports. The message lists them."""
+
+    def measure(self, **arguments: Any) -> Any:
+        """Return the limited quantity of a call with these arguments."""
+        return self.value(Call(**arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +65,11 @@ class Op:
     schema: str
     """The schema as torch_npu prints it, ``npu::`` included."""
     reference: Callable[..., Any]
-    """The kernel in plain PyTorch, for CPUs."""
-    cuda: Callable[..., Any] | None = None
-    """The kernel for NVIDIA GPUs. ``None``: the reference runs there too."""
+    """The kernel in plain PyTorch, for CPUs. It receives the arguments by name, as every kernel does."""
     fake: Callable[..., Any]
-    """Return outputs with the shapes, dtypes and strides of torch_npu's meta kernel."""
-    checks: Callable[..., Iterator[str]]
-    """Yield an error for each argument that torch_npu rejects at any size. Runs before every kernel."""
+    """Return outputs with the shapes, dtypes and strides of torch_npu's meta kernel, given a :class:`Call`."""
+    checks: Callable[[Call], Iterator[str]]
+    """Yield an error for each argument that torch_npu rejects at any size. Runs once per call, before the kernel."""
     sharding: Sharding
     """Yield the strategies by which DTensor may shard the operator over one mesh dimension."""
     localize: Localize | None = None
@@ -67,15 +77,6 @@ class Op:
     autograd: Autograd | Through | None = None
     """The gradients. ``None`` if torch_npu has no gradient; then no gradient flows here either."""
     limits: tuple[Limit, ...] = ()
-    sample: Callable[..., dict[str, Any]] | None = None
-    """Return the arguments, by name, of a small call within the limits, on the CPU. It receives the options of a
-    recorded call by name, and a :class:`~torchtitan_npu.ops.core.call_description.TensorDescription` for each tensor.
-    Without them, tensors are bfloat16. ``None`` for an operator that a single process cannot call, or that only
-    some chips have."""
-    unordered_integers: bool = False
-    """Integers in the outputs, such as selected keys, may come in any order."""
-    unused_outputs: tuple[int, ...] = ()
-    """Outputs that no job uses. An NPU leaves them undefined in some calls."""
     flops: Callable[..., int] | None = None
     """Return the floating-point operations of a call. ``None`` for an operator without matrix products."""
 
@@ -89,17 +90,30 @@ class Op:
         packet, _, overload = self.name.partition(".")
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
+    def cuda(self, **arguments: Any) -> Any:
+        """Run the kernel for NVIDIA GPUs: the first in ``gpu_kernels/registry.py`` that suits, or the reference."""
+        return gpu.run(self.name, self.reference, **arguments)
+
     def check(self, **arguments: Any) -> None:
         """Raise a :class:`UsageError` that names the argument, if torch_npu would reject these ``arguments``."""
-        for problem in self.checks(**arguments):
+        self._check(Call(**arguments))
+
+    def _check(self, call: Call) -> None:
+        for problem in self.checks(call):
             raise UsageError(f"{self.name}: {problem}")
 
+    def argument_errors(self, **arguments: Any) -> Iterator[str]:
+        """Yield an error for each of these arguments that torch_npu rejects at any size."""
+        return self.checks(Call(**self.complete(**arguments)))
+
     def limit_errors(self, **arguments: Any) -> list[str]:
-        """Return a message for each limit of the NPU kernel that these ``arguments`` exceed."""
+        """Return a message for each limit of the NPU kernel that these ``arguments``, all or some, exceed."""
+        names = [argument.name for argument in parse_schema(self.schema).arguments]
+        arguments = dict.fromkeys(names) | arguments
         return [
             f"{self.name}: {limit.what} is {_text(value)}; the NPU kernel supports {_text(limit.allowed)}"
             for limit in self.limits
-            if (value := limit.value(**arguments)) not in limit.allowed
+            if (value := limit.measure(**arguments)) not in limit.allowed
         ]
 
     def complete(self, **arguments: Any) -> dict[str, Any]:
@@ -135,7 +149,8 @@ def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
         _define(library, namespace, op)
     for op in ops:
         if not has_kernel(op.overload(namespace), "Meta"):
-            torch.library.register_fake(f"{namespace}::{op.name}", _checked(op, namespace, op.fake), lib=library)
+            kernel = _checked(op, namespace, op.fake)
+            torch.library.register_fake(f"{namespace}::{op.name}", kernel, lib=library)
         if not has_rule(op.overload(namespace)):
             register_sharding_rule(op.overload(namespace), op.sharding, op.localize)
     return [op.name for op in missing]
@@ -150,25 +165,25 @@ def _is_defined(namespace: str, op: Op) -> bool:
 def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
     library.define(op.schema.removeprefix("npu::"), tags=torch.Tag.pt2_compliant_tag)
     overload = op.overload(namespace)
-    library.impl(op.name, _checked(op, namespace, op.reference), "CPU")
-    library.impl(op.name, _checked(op, namespace, op.cuda or op.reference), "CUDA")
+    library.impl(op.name, _checked(op, namespace, lambda call: op.reference(**vars(call))), "CPU")
+    library.impl(op.name, _checked(op, namespace, lambda call: op.cuda(**vars(call))), "CUDA")
     if isinstance(op.autograd, Through):
         library.impl(op.name, through_kernel(overload, op.autograd, op.check), "Autograd")
     elif op.autograd is not None:
         library.impl(op.name, autograd_kernel(overload, op.autograd), "Autograd")
 
 
-def _checked(op: Op, namespace: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(op: Op, namespace: str, kernel: Callable[[Call], Any]) -> Callable[..., Any]:
     """Return ``kernel`` as PyTorch calls it, with the checks of ``op`` before it."""
     overload = op.overload(namespace)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        arguments = by_name(overload, args, kwargs)
-        op.check(**arguments)
+        call = Call(**by_name(overload, args, kwargs))
+        op._check(call)
         # Without these, autograd would differentiate the kernel of an operator that torch_npu has no gradient for,
         # and autocast would change the dtypes of the products inside a kernel.
         with below_autograd(), without_autocast():
-            return kernel(**arguments)
+            return kernel(call)
 
     return run
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from torchtitan_npu.ops.core.arguments import args_and_kwargs, by_name
+from torchtitan_npu.ops.core.arguments import Call, args_and_kwargs, by_name
 from torchtitan_npu.pytree import tree_map
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
 from torchtitan_npu.torch_internals.dtensor_rules import (
@@ -33,14 +33,14 @@ Strategy: TypeAlias = tuple[Sequence[Placement | None], Mapping[str, Placement]]
 each sharded tensor argument, by name. All tensors of a list share a placement. Other arguments are replicated."""
 
 Sharding: TypeAlias = Callable[..., Iterable[Strategy]]
-"""Yield the strategies of an operator, given its arguments by name; a tensor is an object with ``shape`` and ``ndim``.
+"""Yield the strategies of an operator, given its :class:`Call`; a tensor is an object with ``shape`` and ``ndim``.
 
 Replicating every argument is always allowed and need not be yielded. Exception: an operator that returns a list of
 several tensors, or ``None`` in place of a tensor. Then the first strategy shows how many outputs there are."""
 
 Localize: TypeAlias = Callable[..., Mapping[str, Any]]
-"""``localize(full, **arguments)``: return the arguments that differ on a rank, such as a number of heads. ``arguments``
-hold the rank's local tensors, ``full`` the unsharded ones as objects with ``shape`` and ``ndim``."""
+"""``localize(full, local)``: return the arguments that differ on a rank, such as a number of heads. ``local`` is the
+:class:`Call` with the rank's local tensors, ``full`` has the unsharded ones as objects with ``shape`` and ``ndim``."""
 
 
 def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localize | None = None) -> None:
@@ -51,7 +51,7 @@ def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localiz
     in_place = alias is not None and alias.is_write
 
     def strategies(arguments: dict[str, Any]) -> list[Strategy]:
-        given = list(sharding(**arguments))
+        given = list(sharding(Call(**arguments)))
         outputs = given[0][0] if given else [_holds_tensors(output.type) for output in schema.returns]
         replicated = [Replicate() if output else None for output in outputs]
         return [(replicated, {}), *given]
@@ -92,7 +92,7 @@ def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localiz
         chosen_inputs = [placements_by_name(mesh_dim) for mesh_dim in range(chosen.mesh.ndim)]
         arguments = {name: tree_map(partial(local, name), value) for name, value in by_name(op, args, kwargs).items()}
         if localize is not None:
-            arguments |= localize(full, **arguments)
+            arguments |= localize(Call(**full), Call(**arguments))
         local_args, local_kwargs = args_and_kwargs(op, arguments)
         results = op(*local_args, **local_kwargs)
         return args[0] if in_place else wrap_outputs(results, chosen.output_spec)

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from torchtitan_npu.ops.core.call_description import TensorDescription
+from torchtitan_npu.ops.core.arguments import Call
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.dense_indexer_kl_loss import reference
-from torchtitan_npu.ops.dense_indexer_kl_loss.inputs import DenseLossInputs
 from torchtitan_npu.ops.dense_indexer_kl_loss.reference import statistics_shape
 from torchtitan_npu.ops.indexer_kl_loss.op import check_same_tokens, flops_for_keys
-from torchtitan_npu.ops.lightning_indexer.op import WEIGHTS
-from torchtitan_npu.ops.lightning_indexer.op import sample_inputs as indexer_sample
 from torchtitan_npu.ops.sparse_flash_attention.checks import (
     BATCH_SIZES,
     HALVES,
@@ -38,35 +36,18 @@ from torchtitan_npu.ops.sparse_flash_attention.checks import (
     longest,
     memory_format,
     rope_size,
-    statistics_dtype,
-)
-from torchtitan_npu.ops.sparse_flash_attention.op import (
-    SAMPLE_DOCUMENTS,
-    SAMPLE_KEYS,
-    SAMPLE_QUERIES,
-    sample_ends,
-    sample_randn,
 )
 
 Lengths = Sequence[int] | None
 
 
-def statistics_checks(
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    actual_seq_qlen: Lengths,
-    actual_seq_klen: Lengths,
-    layout: str,
-    sparse_mode: int,
-    **_: Any,
-) -> Iterator[str]:
-    yield from check_layouts(layout=layout)
-    yield from check_tokens(layout, "query_index", query_index, "key_index", key_index)
-    yield from _check_index(query_index, key_index, weights)
-    lengths = {"actual_seq_qlen": actual_seq_qlen, "actual_seq_klen": actual_seq_klen}
-    yield from check_length_lists(layout, query_index, key_index, **lengths)
-    yield from check_sparse_mode(sparse_mode, (3,))
+def statistics_checks(call: Call) -> Iterator[str]:
+    yield from check_layouts(layout=call.layout)
+    yield from check_tokens(call.layout, "query_index", call.query_index, "key_index", call.key_index)
+    yield from _check_index(call.query_index, call.key_index, call.weights)
+    lengths = call.pick("actual_seq_qlen", "actual_seq_klen")
+    yield from check_length_lists(call.layout, call.query_index, call.key_index, **lengths)
+    yield from check_sparse_mode(call.sparse_mode, (3,))
 
 
 def _check_index(query_index: Tensor, key_index: Tensor, weights: Tensor) -> Iterator[str]:
@@ -75,22 +56,15 @@ def _check_index(query_index: Tensor, key_index: Tensor, weights: Tensor) -> Ite
     yield from check_weights(weights, "query_index", query_index)
 
 
-def statistics_fake(query_index: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    shape, dtype = statistics_shape(query_index), statistics_dtype(query_index)
-    return query_index.new_empty(shape, dtype=dtype), query_index.new_empty(shape, dtype=dtype)
+def statistics_fake(call: Call) -> tuple[Tensor, Tensor]:
+    shape, dtype = statistics_shape(call.query_index), compute_dtype(call.query_index)
+    return call.query_index.new_empty(shape, dtype=dtype), call.query_index.new_empty(shape, dtype=dtype)
 
 
-def statistics_sharding(layout: str, **_: Any) -> Iterator[Strategy]:
+def statistics_sharding(call: Call) -> Iterator[Strategy]:
     """Shard the batch. A score sums over all heads, and the rows' keys depend on their place."""
-    if layout == "BSND":
+    if call.layout == "BSND":
         yield [Shard(0), Shard(0)], {name: Shard(0) for name in ("query_index", "key_index", "weights")}
-
-
-def statistics_sample(weights: TensorDescription = WEIGHTS, layout: str = "BSND", **_: Any) -> dict[str, Any]:
-    inputs = indexer_sample(weights, layout)
-    index = {"query_index": inputs["query"], "key_index": inputs["key"], "weights": inputs["weights"]}
-    ends = sample_ends(layout, "actual_seq_qlen", "actual_seq_klen")
-    return {**index, **{name: tensor.tolist() for name, tensor in ends.items()}, "layout": layout}
 
 
 def statistics_flops(query_index: Tensor, key_index: Tensor, layout: str, **_: Any) -> int:
@@ -103,25 +77,25 @@ def _tokens(tensor: Tensor, layout: str) -> int:
 
 
 INDEX_LIMITS = (
-    Limit("weights.dtype", lambda weights, **_: weights.dtype, (*HALVES, torch.float32)),
-    Limit("the number of heads of query_index", lambda query_index, **_: query_index.shape[-2], (8, 16, 32, 64)),
-    Limit("the head size of query_index", lambda query_index, **_: query_index.shape[-1], (128,)),
+    Limit("weights.dtype", lambda call: call.weights.dtype, (*HALVES, torch.float32)),
+    Limit("the number of heads of query_index", lambda call: call.query_index.shape[-2], (8, 16, 32, 64)),
+    Limit("the head size of query_index", lambda call: call.query_index.shape[-1], (128,)),
     Limit(
         "the batch size",
-        lambda query_index, actual_seq_qlen=None, **_: batch_size(query_index, actual_seq_qlen),
+        lambda call: batch_size(call.query_index, call.actual_seq_qlen),
         BATCH_SIZES,
     ),
     Limit(
         "the number of queries",
-        lambda query_index, actual_seq_qlen=None, **_: longest(query_index, actual_seq_qlen),
+        lambda call: longest(call.query_index, call.actual_seq_qlen),
         SEQUENCE_LENGTHS,
     ),
     Limit(
         "the number of keys",
-        lambda key_index, actual_seq_klen=None, **_: longest(key_index, actual_seq_klen),
+        lambda call: longest(call.key_index, call.actual_seq_klen),
         SEQUENCE_LENGTHS,
     ),
-    Limit("sparse_mode", lambda sparse_mode=3, **_: sparse_mode, (3,)),
+    Limit("sparse_mode", lambda call: 3 if call.sparse_mode is None else call.sparse_mode, (3,)),
 )
 
 STATISTICS = declare(
@@ -133,8 +107,7 @@ STATISTICS = declare(
         fake=statistics_fake,
         checks=statistics_checks,
         sharding=statistics_sharding,
-        limits=(Limit("query_index.dtype", lambda query_index, **_: query_index.dtype, HALVES), *INDEX_LIMITS),
-        sample=statistics_sample,
+        limits=(Limit("query_index.dtype", lambda call: call.query_index.dtype, HALVES), *INDEX_LIMITS),
         flops=statistics_flops,
     )
 )
@@ -143,8 +116,7 @@ STATISTICS = declare(
 # npu_dense_lightning_indexer_grad_kl_loss
 
 
-def checks(**arguments: Any) -> Iterator[str]:
-    x = DenseLossInputs(**arguments)
+def checks(x: Call) -> Iterator[str]:
     yield from check_layouts(layout=x.layout)
     yield from check_tokens(x.layout, "query", x.query, "key", x.key)
     yield from check_tokens(x.layout, "query_index", x.query_index, "key_index", x.key_index)
@@ -152,52 +124,30 @@ def checks(**arguments: Any) -> Iterator[str]:
     if x.key.shape[-2] != x.query.shape[-2]:
         yield f"key must have the {x.query.shape[-2]} heads of query, not {x.key.shape[-2]}"
     yield from _check_index(x.query_index, x.key_index, x.weights)
-    yield from check_statistics(x.query, x.key, softmax_max=x.softmax_max, softmax_sum=x.softmax_sum)
-    shape, dtype = statistics_shape(x.query_index), statistics_dtype(x.query_index)
-    for name in ("softmax_max_index", "softmax_sum_index"):
-        value = getattr(x, name)
+    yield from check_statistics(x.query, x.key, **x.pick("softmax_max", "softmax_sum"))
+    shape, dtype = statistics_shape(x.query_index), compute_dtype(x.query_index)
+    for name, value in x.pick("softmax_max_index", "softmax_sum_index").items():
         if (list(value.shape), value.dtype) != (shape, dtype):
             yield (
                 f"{name} must be {dtype} of shape {tuple(shape)}, as npu_dense_lightning_indexer_softmax_lse returns "
                 f"it, not {value.dtype} of shape {tuple(value.shape)}"
             )
     yield from check_ropes(x.query, x.key, x.query_rope, x.key_rope)
-    lengths = {"actual_seq_qlen": x.actual_seq_qlen, "actual_seq_klen": x.actual_seq_klen}
-    yield from check_length_lists(x.layout, x.query, x.key, **lengths)
+    yield from check_length_lists(x.layout, x.query, x.key, **x.pick("actual_seq_qlen", "actual_seq_klen"))
     yield from check_sparse_mode(x.sparse_mode, (3,))
 
 
-def fake(
-    query: Tensor, query_index: Tensor, key_index: Tensor, weights: Tensor, **_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_query, d_key, d_weights = (tensor.new_empty(tensor.shape) for tensor in (query_index, key_index, weights))
-    return d_query, d_key, d_weights, query.new_empty([1], dtype=statistics_dtype(query))
+def fake(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_query, d_key, d_weights = (
+        tensor.new_empty(tensor.shape) for tensor in (call.query_index, call.key_index, call.weights)
+    )
+    return d_query, d_key, d_weights, call.query.new_empty([1], dtype=compute_dtype(call.query))
 
 
-def sharding(layout: str, **arguments: Any) -> Iterator[Strategy]:
+def sharding(call: Call) -> Iterator[Strategy]:
     """Shard the batch. Both distributions of the loss are sums over all heads."""
-    if layout == "BSND":
-        yield [Shard(0), Shard(0), Shard(0), Partial()], {name: Shard(0) for name in arguments}
-
-
-def sample(weights: TensorDescription = WEIGHTS, layout: str = "BSND", **_: Any) -> dict[str, Any]:
-    """Return the loss of the last queries of each document."""
-    heads, size, rope = 32, 128, 64
-    index = statistics_sample(weights, layout)
-    query, query_rope = (sample_randn(layout, SAMPLE_QUERIES, heads, last) for last in (size, rope))
-    key, key_rope = (sample_randn(layout, SAMPLE_KEYS, heads, last) for last in (size, rope))
-    scale, documents = (size + rope) ** -0.5, SAMPLE_DOCUMENTS[layout]
-    queries, keys = SAMPLE_QUERIES // documents, SAMPLE_KEYS // documents
-    visible = torch.block_diag(*[torch.ones(queries, keys).tril(keys - queries)] * documents).bool()
-    q, k = (torch.cat(pair, -1).float() for pair in ((query, query_rope), (key, key_rope)))
-    scores = torch.einsum("...qhd,...khd->...hqk", q, k).mul(scale).masked_fill(~visible, -torch.inf)
-    softmax_max = scores.amax(-1, keepdim=True)
-    softmax_max_index, softmax_sum_index = STATISTICS.reference(**STATISTICS.complete(**index))
-    return {
-        **{"query": query, "key": key, **index, "query_rope": query_rope, "key_rope": key_rope},
-        **{"softmax_max": softmax_max, "softmax_sum": (scores - softmax_max).exp().sum(-1, keepdim=True)},
-        **{"softmax_max_index": softmax_max_index, "softmax_sum_index": softmax_sum_index, "scale_value": scale},
-    }
+    if call.layout == "BSND":
+        yield [Shard(0), Shard(0), Shard(0), Partial()], {name: Shard(0) for name in vars(call)}
 
 
 def flops(query: Tensor, key: Tensor, query_rope: Tensor | None, query_index: Tensor, layout: str, **_: Any) -> int:
@@ -218,18 +168,37 @@ declare(
         checks=checks,
         sharding=sharding,
         limits=(
-            Limit("query.dtype", lambda query, **_: query.dtype, HALVES),
-            Limit("the number of heads of query", lambda query, **_: query.shape[-2], (32, 64, 128)),
-            Limit("the head size of query", lambda query, **_: query.shape[-1], (128,)),
-            Limit("the head size of query_rope", lambda query_rope, **_: rope_size(query_rope), (64,)),
+            Limit("query.dtype", lambda call: call.query.dtype, HALVES),
+            Limit("the number of heads of query", lambda call: call.query.shape[-2], (32, 64, 128)),
+            Limit("the head size of query", lambda call: call.query.shape[-1], (128,)),
+            Limit("the head size of query_rope", lambda call: rope_size(call.query_rope), (64,)),
             *INDEX_LIMITS,
-            Limit("query's memory", lambda query, **_: memory_format(query), ("contiguous",)),
-            Limit("key's memory", lambda key, **_: memory_format(key), ("contiguous",)),
-            Limit("query_index's memory", lambda query_index, **_: memory_format(query_index), ("contiguous",)),
-            Limit("key_index's memory", lambda key_index, **_: memory_format(key_index), ("contiguous",)),
-            Limit("weights' memory", lambda weights, **_: memory_format(weights), ("contiguous",)),
+            Limit("query's memory", lambda call: memory_format(call.query), ("contiguous",)),
+            Limit("key's memory", lambda call: memory_format(call.key), ("contiguous",)),
+            Limit("query_index's memory", lambda call: memory_format(call.query_index), ("contiguous",)),
+            Limit("key_index's memory", lambda call: memory_format(call.key_index), ("contiguous",)),
+            Limit("weights' memory", lambda call: memory_format(call.weights), ("contiguous",)),
         ),
-        sample=sample,
         flops=flops,
     )
 )
+
+
+# training
+
+
+def dense_loss(key: Tensor, key_rope: Tensor, **arguments: Any) -> Sequence[Tensor]:
+    """Return the gradients of ``query_index``, ``key_index`` and ``weights``, and the loss (1,).
+
+    The arguments are those of ``npu_dense_lightning_indexer_grad_kl_loss`` but the indexer's statistics, which this
+    function computes, and ``key_rope`` (B, S2, 1, R), which all heads share.
+    """
+    names = ("query_index", "key_index", "weights", "actual_seq_qlen", "actual_seq_klen", "layout")
+    highest, total = torch.ops.npu.npu_dense_lightning_indexer_softmax_lse(**{name: arguments[name] for name in names})
+    return torch.ops.npu.npu_dense_lightning_indexer_grad_kl_loss(
+        key=key,
+        key_rope=key_rope.expand(*key.shape[:-1], -1).contiguous(),
+        softmax_max_index=highest,
+        softmax_sum_index=total,
+        **arguments,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
-from torchtitan_npu.ops.core.call_description import TensorDescription
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is, longest_document
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.samples import BATCH, HEAD_SIZE, HEADS, TOKENS, randn
 from torchtitan_npu.ops.core.sharding import Strategy
-from torchtitan_npu.ops.core.triton_kernel import kernel
 from torchtitan_npu.ops.fusion_attention import reference
 
 LAYOUTS = {"BSND": 4, "BNSD": 4, "TND": 3, "BSH": 3, "SBH": 3}
@@ -33,46 +32,33 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def checks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    atten_mask: Tensor | None,
-    keep_prob: float,
-    actual_seq_qlen: list[int] | None,
-    actual_seq_kvlen: list[int] | None,
-    sparse_mode: int,
-    softmax_layout: str,
-    **rest: Any,
-) -> Iterator[str]:
+def checks(call: Call) -> Iterator[str]:
     for name in NOT_IMPLEMENTED:
-        if rest.get(name) is not None:
+        # the gradient has no dropout_mask
+        if getattr(call, name, None) is not None:
             yield f"{name} must be None: only torch_npu implements it"
-    if keep_prob != 1.0:
-        yield f"keep_prob must be 1, since only torch_npu implements dropout, not {keep_prob}"
-    if input_layout not in LAYOUTS:
-        yield f"input_layout must be one of {', '.join(LAYOUTS)}, not {input_layout!r}"
+    if call.keep_prob != 1.0:
+        yield f"keep_prob must be 1, since only torch_npu implements dropout, not {call.keep_prob}"
+    if call.input_layout not in LAYOUTS:
+        yield f"input_layout must be one of {', '.join(LAYOUTS)}, not {call.input_layout!r}"
         return
-    if softmax_layout not in ("", "TND") or (softmax_layout == "TND" and input_layout != "TND"):
-        yield f"softmax_layout must be '' or, if input_layout is TND, 'TND', not {softmax_layout!r}"
-    yield from check_dtype("query", query, *FLOATS)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            yield f"{name} must have the dtype of query, {query.dtype}, not {tensor.dtype}"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != LAYOUTS[input_layout]:
-            yield f"{name} must have {LAYOUTS[input_layout]} dimensions ({input_layout}), not {tensor.dim()}"
+    if call.softmax_layout not in ("", "TND") or (call.softmax_layout == "TND" and call.input_layout != "TND"):
+        yield f"softmax_layout must be '' or, if input_layout is TND, 'TND', not {call.softmax_layout!r}"
+    yield from check_dtype("query", call.query, *FLOATS)
+    for name, tensor in (("key", call.key), ("value", call.value)):
+        if tensor.dtype != call.query.dtype:
+            yield f"{name} must have the dtype of query, {call.query.dtype}, not {tensor.dtype}"
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if tensor.dim() != LAYOUTS[call.input_layout]:
+            yield f"{name} must have {LAYOUTS[call.input_layout]} dimensions ({call.input_layout}), not {tensor.dim()}"
             return
-    yield from _check_shapes(query, key, value, head_num, input_layout)
-    yield from _check_lengths(query, key, input_layout, actual_seq_qlen, actual_seq_kvlen)
-    yield from _check_mask(
-        query, key, head_num, input_layout, atten_mask, sparse_mode, actual_seq_qlen, actual_seq_kvlen
-    )
+    yield from _check_shapes(call)
+    yield from _check_lengths(call)
+    yield from _check_mask(call)
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str) -> Iterator[str]:
+def _check_shapes(call: Call) -> Iterator[str]:
+    query, key, value, head_num, layout = call.query, call.key, call.value, call.head_num, call.input_layout
     if key.shape[:-1] != value.shape[:-1]:
         yield f"value must have the shape of key {_shape(key)} except for the last dimension, not {_shape(value)}"
     if "B" in layout and query.shape[layout.index("B")] != key.shape[layout.index("B")]:
@@ -102,9 +88,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, head_num: int, layo
         yield f"value must hold as many heads as key in the last dimension, {key.shape[2] // size}, not {_shape(value)}"
 
 
-def _check_lengths(
-    query: Tensor, key: Tensor, layout: str, query_ends: list[int] | None, key_ends: list[int] | None
-) -> Iterator[str]:
+def _check_lengths(call: Call) -> Iterator[str]:
+    layout, query_ends, key_ends = call.input_layout, call.actual_seq_qlen, call.actual_seq_kvlen
     if layout != "TND":
         for name, ends in (("actual_seq_qlen", query_ends), ("actual_seq_kvlen", key_ends)):
             if ends is not None:
@@ -116,21 +101,13 @@ def _check_lengths(
             f"not {query_ends} and {key_ends}"
         )
         return
-    for name, ends, rows in (("actual_seq_qlen", query_ends, query), ("actual_seq_kvlen", key_ends, key)):
+    for name, ends, rows in (("actual_seq_qlen", query_ends, call.query), ("actual_seq_kvlen", key_ends, call.key)):
         if sorted(ends) != list(ends) or ends[0] < 0 or ends[-1] != rows.shape[0]:
             yield f"{name} must be the documents' ends: never decreasing, the last {rows.shape[0]}, not {list(ends)}"
 
 
-def _check_mask(
-    query: Tensor,
-    key: Tensor,
-    head_num: int,
-    layout: str,
-    mask: Tensor | None,
-    sparse_mode: int,
-    query_ends: list[int] | None,
-    key_ends: list[int] | None,
-) -> Iterator[str]:
+def _check_mask(call: Call) -> Iterator[str]:
+    mask, layout, sparse_mode = call.atten_mask, call.input_layout, call.sparse_mode
     if sparse_mode not in (0, 1, 2, 3):
         yield f"sparse_mode must be 0 or 1 (mask), 2 (causal) or 3 (causal, ends aligned), not {sparse_mode}"
         return
@@ -143,56 +120,57 @@ def _check_mask(
     if sparse_mode in (2, 3):
         shapes: tuple[tuple[int, ...], ...] = ((COMPRESSED, COMPRESSED),)
     elif layout == "TND":
-        shapes = (tuple(longest_document(ends) if ends else 0 for ends in (query_ends, key_ends)),)
+        shapes = (
+            tuple(longest_document(ends) if ends else 0 for ends in (call.actual_seq_qlen, call.actual_seq_kvlen)),
+        )
     else:
-        batch, scores = query.shape[layout.index("B")], (query.shape[layout.index("S")], key.shape[layout.index("S")])
-        shapes = (scores, (1, 1, *scores), (batch, 1, *scores), (batch, head_num, *scores))
+        batch, sequence = call.query.shape[layout.index("B")], layout.index("S")
+        scores = call.query.shape[sequence], call.key.shape[sequence]
+        shapes = (scores, (1, 1, *scores), (batch, 1, *scores), (batch, call.head_num, *scores))
     if _shape(mask) not in shapes:
         wanted = " or ".join(map(str, dict.fromkeys(shapes)))
         yield f"atten_mask must have shape {wanted} if sparse_mode is {sparse_mode}, not {_shape(mask)}"
 
 
-def fake(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    output, statistic = reference.output_shapes(query, key, value, head_num, input_layout)
-    dtype = reference.compute_dtype(query)
-    softmax_max, softmax_sum = (query.new_empty(statistic, dtype=dtype) for _ in range(2))
-    return query.new_empty(output), softmax_max, softmax_sum, query.new_empty(0), 0, 0, 0
+def fake(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    output, statistic = reference.output_shapes(call.query, call.key, call.value, call.head_num, call.input_layout)
+    dtype = compute_dtype(call.query)
+    softmax_max, softmax_sum = (call.query.new_empty(statistic, dtype=dtype) for _ in range(2))
+    return call.query.new_empty(output), softmax_max, softmax_sum, call.query.new_empty(0), 0, 0, 0
 
 
-def _shardings(input_layout: str, atten_mask: Any, **rest: Any) -> Iterator[tuple[Shard, Shard, Placement]]:
+def _shardings(call: Call) -> Iterator[tuple[Shard, Shard, Placement]]:
     """Yield the placements of the tensors in the layout, of the statistics (B, N, S, 8) and of the mask.
 
     The batch and the heads may be sharded. As in torch_npu, neither is with documents or any other argument that
     differs between batch rows or heads.
     """
-    if any(rest.get(name) is not None for name in (*NOT_IMPLEMENTED, "actual_seq_qlen", "actual_seq_kvlen")):
+    if any(getattr(call, name, None) is not None for name in (*NOT_IMPLEMENTED, "actual_seq_qlen", "actual_seq_kvlen")):
         return
     for dim, name in enumerate("BN"):
-        if name in input_layout:
-            per_shard = atten_mask is not None and atten_mask.ndim == 4 and atten_mask.shape[dim] != 1
-            yield Shard(input_layout.index(name)), Shard(dim), Shard(dim) if per_shard else Replicate()
+        if name in call.input_layout:
+            per_shard = call.atten_mask is not None and call.atten_mask.ndim == 4 and call.atten_mask.shape[dim] != 1
+            yield Shard(call.input_layout.index(name)), Shard(dim), Shard(dim) if per_shard else Replicate()
 
 
-def sharding(**arguments: Any) -> Iterator[Strategy]:
-    for rows, statistics, mask in _shardings(**arguments):
+def sharding(call: Call) -> Iterator[Strategy]:
+    for rows, statistics, mask in _shardings(call):
         yield (
             [rows, statistics, statistics, Replicate(), None, None, None],
             {"query": rows, "key": rows, "value": rows, "atten_mask": mask},
         )
 
 
-def localize(full: Mapping[str, Any], query: Tensor, key: Tensor, input_layout: str, **_: Any) -> dict[str, Any]:
+def localize(full: Call, call: Call) -> dict[str, Any]:
     """Return the number of heads on this rank."""
-    if "N" not in input_layout:
+    if "N" not in call.input_layout:
         return {}
-    dim = input_layout.index("N")
-    if query.shape[dim] * full["key"].shape[dim] != key.shape[dim] * full["query"].shape[dim]:
+    dim = call.input_layout.index("N")
+    if call.query.shape[dim] * full.key.shape[dim] != call.key.shape[dim] * full.query.shape[dim]:
         raise UsageError(
-            f"npu_fusion_attention: the {full['key'].shape[dim]} heads of key must divide evenly among the ranks"
+            f"npu_fusion_attention: the {full.key.shape[dim]} heads of key must divide evenly among the ranks"
         )
-    return {"head_num": query.shape[dim]}
+    return {"head_num": call.query.shape[dim]}
 
 
 PASSED_TO_GRAD = (
@@ -202,12 +180,12 @@ PASSED_TO_GRAD = (
 )
 
 
-def save(ctx: Any, output: tuple[Any, ...], **arguments: Any) -> None:
+def save(ctx: Any, output: tuple[Any, ...], call: Call) -> None:
     names = ("attention_in", "softmax_max", "softmax_sum", "softmax_in", "seed", "offset", "numels")
     save_by_name(
         ctx,
-        scale_value=arguments["scale"],
-        **{name: arguments[name] for name in PASSED_TO_GRAD},
+        scale_value=call.scale,
+        **call.pick(*PASSED_TO_GRAD),
         **dict(zip(names, output, strict=True)),
     )
 
@@ -218,22 +196,6 @@ def backward(npu: Any, ctx: Any, dy: Tensor | None, *_: Any) -> dict[str, Tensor
     return dict(zip(("query", "key", "value"), grads, strict=False))
 
 
-def sample(
-    query: TensorDescription = BATCH,
-    input_layout: str = "BSND",
-    atten_mask: TensorDescription | None = None,
-    sparse_mode: int = 0,
-    **_: Any,
-) -> dict[str, Any]:
-    tokens = (TOKENS,) if input_layout == "TND" else (2, TOKENS)
-    tensors = {name: randn(*tokens, HEADS, HEAD_SIZE, dtype=query.dtype) for name in ("query", "key", "value")}
-    if atten_mask is not None:
-        tensors["atten_mask"] = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu_(1)
-    ends = [TOKENS // 4, TOKENS] if input_layout == "TND" else None
-    options = {"head_num": HEADS, "input_layout": input_layout, "scale": HEAD_SIZE**-0.5, "sparse_mode": sparse_mode}
-    return {**tensors, **options, "actual_seq_qlen": ends, "actual_seq_kvlen": ends}
-
-
 def flops(query: Tensor, key: Tensor, value: Tensor, input_layout: str, **_: Any) -> int:
     """Return the FLOPs of the scores and of their product with the values, without regard to the mask."""
     keys = key.shape[input_layout.index("T" if "T" in input_layout else "S")]
@@ -241,31 +203,29 @@ def flops(query: Tensor, key: Tensor, value: Tensor, input_layout: str, **_: Any
 
 
 LIMITS = (
-    Limit("query.dtype", lambda query, **_: query.dtype, NPU_FLOATS),
-    Limit("head_num", lambda head_num, **_: head_num, range(1, 257)),
+    Limit("query.dtype", lambda call: call.query.dtype, NPU_FLOATS),
+    Limit("head_num", lambda call: call.head_num, range(1, 257)),
     Limit(
         "the head size",
-        lambda query, head_num, input_layout, **_: query.shape[-1] // (1 if "N" in input_layout else head_num),
+        lambda call: call.query.shape[-1] // (1 if "N" in call.input_layout else call.head_num),
         range(1, 769),
     ),
     Limit(
         "the number of queries",
-        lambda query, input_layout, **_: query.shape[input_layout.index("T" if input_layout == "TND" else "S")],
+        lambda call: call.query.shape[call.input_layout.index("T" if call.input_layout == "TND" else "S")],
         range(1, (1 << 20) + 1),
     ),
     Limit(
         "the number of keys",
-        lambda key, input_layout, **_: key.shape[input_layout.index("T" if input_layout == "TND" else "S")],
+        lambda call: call.key.shape[call.input_layout.index("T" if call.input_layout == "TND" else "S")],
         range(1, (1 << 20) + 1),
     ),
     Limit(
         "the batch size",
-        lambda query, input_layout, **_: 1 if input_layout == "TND" else query.shape[input_layout.index("B")],
+        lambda call: 1 if call.input_layout == "TND" else call.query.shape[call.input_layout.index("B")],
         range(1, 2 * (1 << 20) + 1),
     ),
-    Limit(
-        "the number of documents", lambda actual_seq_qlen, **_: len(actual_seq_qlen or [0]), range(1, MAX_DOCUMENTS + 1)
-    ),
+    Limit("the number of documents", lambda call: len(call.actual_seq_qlen or [0]), range(1, MAX_DOCUMENTS + 1)),
 )
 
 FORWARD = declare(
@@ -277,29 +237,27 @@ FORWARD = declare(
         'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, '
         "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
         reference=reference.npu_fusion_attention,
-        cuda=kernel(reference.npu_fusion_attention, "flash"),
         fake=fake,
         checks=checks,
         sharding=sharding,
         localize=localize,
         autograd=Autograd(save, backward),
         limits=LIMITS,
-        sample=sample,
         flops=flops,
     )
 )
 
 
-def grad_checks(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **rest: Any
-) -> Iterator[str]:
-    yield from checks(query, key, value, head_num, input_layout, **rest)
-    output, statistic = (tuple(s) for s in reference.output_shapes(query, key, value, head_num, input_layout))
+def grad_checks(call: Call) -> Iterator[str]:
+    yield from checks(call)
+    output, statistic = (
+        tuple(s) for s in reference.output_shapes(call.query, call.key, call.value, call.head_num, call.input_layout)
+    )
     expected = {
-        "dy": (dy, output, query.dtype),
-        "attention_in": (rest["attention_in"], output, query.dtype),
-        "softmax_max": (rest["softmax_max"], statistic, reference.compute_dtype(query)),
-        "softmax_sum": (rest["softmax_sum"], statistic, reference.compute_dtype(query)),
+        "dy": (call.dy, output, call.query.dtype),
+        "attention_in": (call.attention_in, output, call.query.dtype),
+        "softmax_max": (call.softmax_max, statistic, compute_dtype(call.query)),
+        "softmax_sum": (call.softmax_sum, statistic, compute_dtype(call.query)),
     }
     for name, (tensor, shape, dtype) in expected.items():
         if tensor is None:
@@ -308,25 +266,17 @@ def grad_checks(
             yield from check_is(name, tensor, dtype, shape)
 
 
-def grad_fake(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
-    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    return dq, dk, dv, None, query.new_empty(0, dtype=torch.float32)
+def grad_fake(call: Call) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
+    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (call.query, call.key, call.value))
+    return dq, dk, dv, None, call.query.new_empty(0, dtype=torch.float32)
 
 
-def grad_sharding(**arguments: Any) -> Iterator[Strategy]:
+def grad_sharding(call: Call) -> Iterator[Strategy]:
     yield [Replicate(), Replicate(), Replicate(), None, Replicate()], {}  # pse has no gradient
-    for rows, statistics, mask in _shardings(**arguments):
+    for rows, statistics, mask in _shardings(call):
         inputs: dict[str, Placement] = dict.fromkeys(("query", "key", "value", "dy", "attention_in"), rows)
         inputs |= {"softmax_max": statistics, "softmax_sum": statistics, "atten_mask": mask}
         yield [rows, rows, rows, None, Replicate()], inputs
-
-
-def grad_sample(**described: Any) -> dict[str, Any]:
-    forward = sample(**described)
-    out, softmax_max, softmax_sum, softmax_in, *_ = FORWARD.reference(**FORWARD.complete(**forward))
-    statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_in": softmax_in, "attention_in": out}
-    scale = forward.pop("scale")
-    return {**forward, "dy": randn(*out.shape, dtype=out.dtype), **statistics, "scale_value": scale}
 
 
 declare(
@@ -339,13 +289,11 @@ declare(
         "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
         'bool sync=False, str softmax_layout="", Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
         reference=reference.npu_fusion_attention_grad,
-        cuda=kernel(reference.npu_fusion_attention_grad, "flash"),
         fake=grad_fake,
         checks=grad_checks,
         sharding=grad_sharding,
         localize=localize,
         limits=LIMITS,
-        sample=grad_sample,
         flops=lambda **arguments: 5 * flops(**arguments) // 2,
     )
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 
 SCORES_AT_A_TIME = 1 << 24
 """The number of scores (heads × queries × keys) in memory at once."""
@@ -122,11 +123,6 @@ def output_shapes(query: Tensor, key: Tensor, value: Tensor, head_num: int, layo
 
 def _key_heads(query: Tensor, key: Tensor, head_num: int, layout: str) -> int:
     return key.shape[layout.index("N")] if "N" in layout else head_num * key.shape[2] // query.shape[2]
-
-
-def compute_dtype(query: Tensor) -> torch.dtype:
-    """Return float32, or float64 for float64 input, which an NPU does not take."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _check_compressed_mask(atten_mask: Tensor | None, sparse_mode: int, **_: Any) -> None:

@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.indexer_kl_loss.inputs import IndexerLossInputs
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.lightning_indexer.reference import indexer_elements, indexer_gradients
 from torchtitan_npu.ops.sparse_flash_attention.reference import attention_weights, padded_keys, selections, with_rope
 from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
-    compute_dtype,
     documents,
     heads_of,
     with_zero_row,
     without_zero_row,
 )
+
+
+@dataclass(frozen=True)
+class IndexerLossInputs:
+    """The operator's arguments in the order of its schema.
+
+    Shapes are those of the layout BSND. In TND, (T1, ...) replaces (B, S1, ...), (T2, ...) replaces (B, S2, ...), and
+    the statistics are (1, T1, N1).
+    """
+
+    query: Tensor
+    """Queries of sparse attention, (B, S1, N1, D)."""
+    key: Tensor
+    """Keys of sparse attention, (B, S2, 1, D)."""
+    query_index: Tensor
+    """Queries of the indexer, (B, S1, N, E)."""
+    key_index: Tensor
+    """Keys of the indexer, (B, S2, 1, E)."""
+    weights: Tensor
+    """Head weights of the indexer, (B, S1, N)."""
+    sparse_indices: Tensor
+    """Keys that the indexer selected, then -1: (B, S1, 1, K) int32."""
+    softmax_max: Tensor
+    """Maximum of the softmax's argument, as sparse attention returns it, (B, 1, S1, N1)."""
+    softmax_sum: Tensor
+    """Sum of the softmax's exponentials, as sparse attention returns it, (B, 1, S1, N1)."""
+    scale_value: float
+    """Factor of the attention scores."""
+    query_rope: Tensor | None
+    """Rotary part of the queries, (B, S1, N1, R)."""
+    key_rope: Tensor | None
+    """Rotary part of the keys, (B, S2, 1, R)."""
+    actual_seq_qlen: Sequence[int] | None
+    """Ends of the documents among the queries, for TND."""
+    actual_seq_klen: Sequence[int] | None
+    """Ends of the documents among the keys, for TND."""
+    layout: str
+    """BSND or TND."""
+    sparse_mode: int
+    """3: causal, with the last query aligned to the last key."""
+    pre_tokens: int
+    next_tokens: int
+    sinks: Tensor | None
 
 
 def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,7 +74,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
         dI_{t,:} = \mathrm{softmax}(I_{t,:}) - p_{t,:}
 
     over the selected keys s. P is the softmax of sparse attention, computed from its statistics, and is a constant. The
-    arguments are those of :class:`~torchtitan_npu.ops.indexer_kl_loss.inputs.IndexerLossInputs`. Returns the gradients
+    arguments are those of :class:`~IndexerLossInputs`. Returns the gradients
     of ``query_index``, ``key_index`` and ``weights`` in their shapes and dtypes, and the loss (1,) in float32. A row
     without keys contributes nothing.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
     SelectedKeys,
-    compute_dtype,
     documents,
     heads_of,
     with_zero_row,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.ops.core.checks import FLOATS, longest_document
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 
 LAYOUTS = {"BSND": 4, "TND": 3}
 """The layouts, and the number of dimensions of each. ``PA_BSND``, paged keys, is for inference."""
@@ -36,11 +37,6 @@ class AnyOf(tuple):  # type: ignore[type-arg]
 
     def __contains__(self, value: object) -> bool:
         return any(value in part if isinstance(part, range) else value == part for part in self)
-
-
-def statistics_dtype(query: Tensor) -> torch.dtype:
-    """Return float32, as torch_npu does, or float64 for float64 input, which an NPU does not take."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def statistics_shape(query: Tensor, key: Tensor) -> list[int]:
@@ -142,7 +138,7 @@ def check_indices(sparse_indices: Tensor, query: Tensor, key: Tensor) -> Iterato
 
 
 def check_statistics(query: Tensor, key: Tensor, **statistics: Tensor) -> Iterator[str]:
-    shape, dtype = statistics_shape(query, key), statistics_dtype(query)
+    shape, dtype = statistics_shape(query, key), compute_dtype(query)
     for name, value in statistics.items():
         if (list(value.shape), value.dtype) != (shape, dtype):
             yield (

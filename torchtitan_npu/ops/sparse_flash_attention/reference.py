@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_dtype, statistics_shape
+from torchtitan_npu.ops.core.dtypes import compute_dtype
+from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
     Document,
     Rows,
@@ -47,7 +48,7 @@ def npu_sparse_flash_attention(
     key_heads = key.shape[-2]
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     softmax_max, softmax_sum = (
-        torch.full(statistics_shape(query, key), empty, dtype=statistics_dtype(query), device=query.device)
+        torch.full(statistics_shape(query, key), empty, dtype=compute_dtype(query), device=query.device)
         for empty in (-torch.inf, 0.0)
     )
     # in the order of the rows: (B, S1, N2, N1/N2) or (T1, N2, N1/N2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.sparse_flash_attention.checks import check_length_values
 
 CHUNK_ELEMENTS = 2**25
@@ -137,7 +138,3 @@ def without_zero_row(padded: Tensor) -> Tensor:
 def heads_of(tensor: Tensor, key_heads: int) -> Tensor:
     """Group the heads of (rows, N1, ...) by key head: (rows, N2, N1/N2, ...), in the dtype to compute in."""
     return tensor.to(compute_dtype(tensor)).unflatten(1, (key_heads, -1))
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

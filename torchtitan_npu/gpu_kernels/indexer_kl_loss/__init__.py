@@ -1,0 +1,1 @@
+"""Gluon and Triton kernels of the loss of the lightning indexer."""
