@@ -473,12 +473,11 @@ def _train(arguments: list[str], folder: Path, case: Case) -> None:
     ranks = ("RANK", "LOCAL_RANK", "MASTER_PORT"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ |= dict.fromkeys(ranks[0], "0") | dict.fromkeys(ranks[1], "1") | {"MASTER_ADDR": "127.0.0.1"}
     sys.argv = ["train", *arguments]
-    import torchtitan.train
-
     import torchtitan_npu.train as entry
+    import torchtitan_npu.trainer as trainer_module
 
-    # TorchTitan sleeps two seconds after the last step
-    torchtitan.train.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    # the Trainer sleeps two seconds after the last step
+    trainer_module.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     if case.is_only_checked:
         entry.train = lambda config: None
     try:

@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torchtitan.train as titan_train
 import xxhash
 from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.metrics import MetricsProcessor
 
 from tools.fault_injection.plan import Plan
+from torchtitan_npu import trainer as trainer_module
 from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.dist_utils import local
@@ -160,7 +160,8 @@ def install(plan: Plan, rank: int) -> None:
     phases = Phases(plan, rank, actions[plan.action])
     sys.addaudithook(phases.audit)
     sys.addaudithook(disk.audit)
-    titan_train.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})  # 2 s at the end of a job
+    # 2 s at the end of a job
+    trainer_module.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})  # type: ignore[assignment]
     curve = open(Path(plan.folder, f"curve{rank}"), "a", buffering=1)  # noqa: SIM115
     logged: dict[str, str] = {}
 

@@ -1,13 +1,16 @@
-"""Balance the experts by the tokens of each, every token counted once.
+"""Workaround: TorchTitan's balancing of experts counts some tokens twice, and others not at all.
 
-TorchTitan's optimizer compares the token counts of each MoE layer's experts before its step, and corrects the experts'
-biases (components/optimizer.py, ``build_optimizers_with_moe_load_balancing``). Two of its assumptions do not hold here:
+TorchTitan 0.2.2's optimizer compares the token counts of each MoE layer's experts before its step, and corrects the
+experts' biases (components/optimizer.py, ``build_optimizers_with_moe_load_balancing``). Two of its assumptions do not
+hold here:
 
 - It halves the counts of checkpointed blocks, because TorchTitan's layers count again in the recomputation. The layers
   of ``npu_permute`` count once if the optimizer is built here. An optimizer built elsewhere, for a train spec that is
   not adapted, gets TorchTitan's double counts from them.
 - It assumes that all tensor-parallel ranks count the same tokens. In the layout of
   :mod:`torchtitan_npu.distributed.moe_tensor_parallel` each rank counts its own, and the counts have to be summed.
+
+Delete when TorchTitan counts each token once, in the forward pass, and sums the counts over all ranks.
 """
 
 from __future__ import annotations

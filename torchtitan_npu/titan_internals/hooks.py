@@ -5,9 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torchtitan.components import metrics
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 build_metric_logger = metrics._build_metric_logger
 """Build the loggers for TensorBoard and wandb that a job asks for."""
+
+qwen3_saved_operators = qwen3._op_sac_save_list
+"""The operators whose results Qwen3's plan saves in selective activation checkpointing."""
 
 
 def forces_load_balance(router: TokenChoiceTopKRouter) -> bool:

@@ -1,6 +1,7 @@
-"""TorchTitan's CheckpointManager with atomic saves, checked loads and one writer per folder.
+"""Workaround: TorchTitan's checkpoints are neither published at once nor checked.
 
-Faults of TorchTitan 0.2.2 (components/checkpoint.py) that it works around:
+Here is its CheckpointManager with atomic saves, checked loads and one writer per folder. Faults of TorchTitan 0.2.2
+(components/checkpoint.py):
 
 - Saving into an existing ``step-N`` overwrites its files one by one; a kill leaves a mixture that loads.
 - ``keep_latest_k`` deletes by step, counts half-written folders and every name that contains ``step-N``.

@@ -17,7 +17,9 @@ from torch.distributed.tensor.parallel import (
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import NoParallel, ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list, parallelize_qwen3
+from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
+
+from torchtitan_npu.titan_internals.hooks import qwen3_saved_operators
 
 
 def parallelize_qwen3_vl(model: Any, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -30,7 +32,7 @@ def parallelize_qwen3_vl(model: Any, parallel_dims: ParallelDims, job_config: Jo
             model.vision,
             checkpointing,
             model_compile_enabled=job_config.compile.enable and "model" in job_config.compile.components,
-            op_sac_save_list=_op_sac_save_list,
+            op_sac_save_list=qwen3_saved_operators,
             base_folder=job_config.job.dump_folder,
         )
     if parallel_dims.fsdp_enabled:
