@@ -102,6 +102,34 @@ def test_shapes_and_strides_are_what_the_fake_kernel_says(name: str, strided: bo
     assert [(x.shape, x.dtype, x.stride()) for x in fake] == [(x.shape, x.dtype, x.stride()) for x in real]
 
 
+@pytest.mark.parametrize("name", list(filter(is_differentiable, operator_samples.SAMPLES)))
+def test_gradients_are_derivatives(name: str) -> None:
+    """Along a random direction, against central differences."""
+    values = arguments(name)
+    leaves = [x for x in values.values() if isinstance(x, Tensor) and x.is_floating_point()]
+    directions = [torch.randn_like(x) for x in leaves]
+    weights: list[Tensor] = []
+
+    def total() -> Tensor:
+        outputs = [x for x in call(name, values) if x.is_floating_point() and x.requires_grad]
+        if name == "npu_fusion_attention":  # as in torch_npu, the statistics require a gradient and have none
+            outputs = outputs[:1]
+        weights.extend(torch.randn_like(x) for x in outputs[len(weights) :])
+        return torch.stack([(x * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
+
+    for leaf in leaves:
+        leaf.requires_grad_()
+    grads = torch.autograd.grad(total(), leaves, allow_unused=True)
+    slope = sum((grad * v).sum() for grad, v in zip(grads, directions, strict=True) if grad is not None)
+    ends = []
+    for step in (1e-6, -2e-6):
+        with torch.no_grad():
+            for leaf, v in zip(leaves, directions, strict=True):
+                leaf += step * v
+        ends.append(total().detach())
+    torch.testing.assert_close(slope, (ends[0] - ends[1]) / 2e-6, rtol=1e-5, atol=1e-6)
+
+
 Strategy = tuple[list[Placement | None], dict[str, Placement]]
 
 

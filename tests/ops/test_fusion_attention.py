@@ -234,23 +234,6 @@ def test_agrees_with_torch(sparse_mode: int) -> None:
         torch.testing.assert_close(mine, other, rtol=A_THOUSAND_ROUNDINGS, atol=A_THOUSAND_ROUNDINGS)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        make_call("BSND", 4, 3, 1, 1, 2, 3, 2, torch.float64, mask="BNSS"),
-        make_call("BNSD", 3, 5, 1, 1, 2, 3, 3, torch.float64, sparse_mode=3),
-        make_call("BNSD", 5, 3, 1, 1, 1, 2, 2, torch.float64, sparse_mode=3),  # the first two rows have no keys
-        make_call("TND", [2, 0, 3], [2, 1, 3], 3, 1, 2, 3, 2, torch.float64, sparse_mode=2),
-        make_call("TND", [2, 3], [2, 3], 2, 1, 2, 2, 2, torch.float64, softmax_layout="TND"),
-        make_call("SBH", 3, 3, 2, 2, 1, 2, 2, torch.float64, sparse_mode=2),
-    ],
-    ids=lambda call: f"{call.layout}-{call.keywords['sparse_mode']}",
-)
-def test_gradients_in_float64(call: Call) -> None:
-    leaves = [tensor.detach().requires_grad_() for tensor in call.tensors()]
-    assert torch.autograd.gradcheck(lambda *tensors: call.run(*tensors)[0], leaves)
-
-
 def test_gradients_where_torch_npu_has_them() -> None:
     """As in torch_npu, every tensor output requires a gradient; that of a statistic is zero."""
     call = make_call()

@@ -227,16 +227,6 @@ def test_a_table_selects_the_experts() -> None:
     assert torch.equal(y, picked / (picked.sum(1, keepdim=True) + 1e-20))
 
 
-def test_gradients_in_float64() -> None:
-    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(8, dtype=torch.float64)
-
-    def weights(x: Tensor) -> Tensor:
-        return gating(x, 3, bias=bias, norm_type=SIGMOID, out_flag=True, routed_scaling_factor=2.5, eps=0.1)[0]
-
-    assert torch.autograd.gradcheck(weights, (x,))
-
-
 def test_what_torch_npu_cannot_differentiate_is_an_error() -> None:
     x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8)
     with pytest.raises(RuntimeError, match="bias must not require a gradient"):

@@ -127,11 +127,6 @@ def test_agrees_with_torch(dtype: torch.dtype) -> None:
     assert (dx.dtype, dgamma.dtype) == (their_dx.dtype, their_dgamma.dtype)
 
 
-def test_gradients_in_float64() -> None:
-    x, gamma, _ = example(torch.float64, (3, 2, 5))
-    assert torch.autograd.gradcheck(lambda x, gamma: npu_rms_norm(x, gamma, 1e-5)[0], (x, gamma))
-
-
 def test_default_epsilon_is_the_schema_s() -> None:
     x, gamma = torch.full((1, 4), 1e-4), torch.ones(4)
     assert torch.equal(npu_rms_norm(x, gamma)[0], npu_rms_norm(x, gamma, 1e-6)[0])

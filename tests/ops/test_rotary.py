@@ -143,12 +143,6 @@ def test_agrees_with_hugging_face() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_in_float64(mode: str) -> None:
-    tensors = [tensor[:, :2].requires_grad_() for tensor in example(mode, torch.float64)]
-    assert torch.autograd.gradcheck(lambda x, r1, r2: npu.npu_rotary_mul(x, r1, r2, mode), tensors)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_matrix_replaces_the_mode(mode: str) -> None:
     x, cos, sin = example(mode)
     other, sign = partners(8, mode)

@@ -93,21 +93,6 @@ def test_packed_documents_are_the_rows_of_a_batch() -> None:
         assert torch.equal(one, other)
 
 
-def test_gradients_in_float64() -> None:
-    sizes = {"batch": 1, "queries": 2, "keys": 3}
-    inputs, indices = example(**sizes, heads=2), selection(**sizes, top_k=2)
-
-    def out(*tensors: Tensor) -> Tensor:
-        return attention(torch.ops.npu, dict(zip(NAMES, tensors, strict=True)), indices)[0]
-
-    assert torch.autograd.gradcheck(out, tuple(inputs.values()))
-    shared = {name: tensor for name, tensor in inputs.items() if name != "value"}
-    assert torch.autograd.gradcheck(
-        lambda *tensors: attention(torch.ops.npu, dict(zip(shared, tensors, strict=True)), indices)[0],
-        tuple(shared.values()),
-    )
-
-
 def test_one_tensor_as_key_and_value_has_one_gradient() -> None:
     inputs, indices = example(), selection()
     shared = {name: tensor for name, tensor in inputs.items() if name != "value"}

@@ -162,11 +162,7 @@ def _step(query: Tensor) -> int:
 
 LIMITS = (
     Limit("query.dtype", lambda call: call.query.dtype, NPU_FLOATS),
-    Limit(
-        "the remainder of head_size by 32 (by 16 in float32)",
-        lambda call: call.head_size % _step(call.query),
-        (0,),
-    ),
+    Limit("the remainder of head_size by 32 (by 16 in float32)", lambda call: call.head_size % _step(call.query), (0,)),
     Limit(
         "the remainder of rotary_dim by 32 (by 16 in float32)",
         lambda call: call.cos_sin_cache.shape[1] % _step(call.query),

@@ -121,11 +121,7 @@ def backward(npu: Any, ctx: Any, grad: Tensor) -> dict[str, Tensor]:
     return {"input": dx, "r1": dr1, "r2": dr2}
 
 
-LAYOUTS = {
-    "BNSD": ("11SD", "B1SD", "BNSD"),
-    "BSND": ("1S1D", "BS1D", "BSND"),
-    "SBND": ("S11D", "SB1D", "SBND"),
-}
+LAYOUTS = {"BNSD": ("11SD", "B1SD", "BNSD"), "BSND": ("1S1D", "BS1D", "BSND"), "SBND": ("S11D", "SB1D", "SBND")}
 """The shapes of r1 and r2 that an NPU takes with each layout of the input. Mode interleave takes only the first."""
 
 

@@ -80,21 +80,9 @@ INDEX_LIMITS = (
     Limit("weights.dtype", lambda call: call.weights.dtype, (*HALVES, torch.float32)),
     Limit("the number of heads of query_index", lambda call: call.query_index.shape[-2], (8, 16, 32, 64)),
     Limit("the head size of query_index", lambda call: call.query_index.shape[-1], (128,)),
-    Limit(
-        "the batch size",
-        lambda call: batch_size(call.query_index, call.actual_seq_qlen),
-        BATCH_SIZES,
-    ),
-    Limit(
-        "the number of queries",
-        lambda call: longest(call.query_index, call.actual_seq_qlen),
-        SEQUENCE_LENGTHS,
-    ),
-    Limit(
-        "the number of keys",
-        lambda call: longest(call.key_index, call.actual_seq_klen),
-        SEQUENCE_LENGTHS,
-    ),
+    Limit("the batch size", lambda call: batch_size(call.query_index, call.actual_seq_qlen), BATCH_SIZES),
+    Limit("the number of queries", lambda call: longest(call.query_index, call.actual_seq_qlen), SEQUENCE_LENGTHS),
+    Limit("the number of keys", lambda call: longest(call.key_index, call.actual_seq_klen), SEQUENCE_LENGTHS),
     Limit("sparse_mode", lambda call: 3 if call.sparse_mode is None else call.sparse_mode, (3,)),
 )
 

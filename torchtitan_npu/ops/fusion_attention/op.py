@@ -182,12 +182,7 @@ PASSED_TO_GRAD = (
 
 def save(ctx: Any, output: tuple[Any, ...], call: Call) -> None:
     names = ("attention_in", "softmax_max", "softmax_sum", "softmax_in", "seed", "offset", "numels")
-    save_by_name(
-        ctx,
-        scale_value=call.scale,
-        **call.pick(*PASSED_TO_GRAD),
-        **dict(zip(names, output, strict=True)),
-    )
+    save_by_name(ctx, scale_value=call.scale, **call.pick(*PASSED_TO_GRAD), **dict(zip(names, output, strict=True)))
 
 
 def backward(npu: Any, ctx: Any, dy: Tensor | None, *_: Any) -> dict[str, Tensor]:

@@ -125,21 +125,13 @@ declare(
             Limit("the number of heads of query_index", lambda call: call.query_index.shape[-2], (8, 16, 32, 64)),
             Limit("the head size of query_index", lambda call: call.query_index.shape[-1], (128,)),
             Limit("top-k", lambda call: call.sparse_indices.shape[-1], TOP_K_OF_GRADIENTS),
-            Limit(
-                "the batch size",
-                lambda call: batch_size(call.query, call.actual_seq_qlen),
-                BATCH_SIZES,
-            ),
+            Limit("the batch size", lambda call: batch_size(call.query, call.actual_seq_qlen), BATCH_SIZES),
             Limit(
                 "the number of queries",
                 lambda call: longest(call.query, call.actual_seq_qlen),
                 range(1, MAX_QUERIES + 1),
             ),
-            Limit(
-                "the number of keys",
-                lambda call: longest(call.key, call.actual_seq_klen),
-                SEQUENCE_LENGTHS,
-            ),
+            Limit("the number of keys", lambda call: longest(call.key, call.actual_seq_klen), SEQUENCE_LENGTHS),
             Limit("sparse_mode", lambda call: 3 if call.sparse_mode is None else call.sparse_mode, (3,)),
         ),
         flops=flops,

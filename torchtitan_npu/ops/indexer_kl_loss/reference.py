@@ -11,14 +11,9 @@ from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.dtypes import compute_dtype
-from torchtitan_npu.ops.lightning_indexer.reference import indexer_elements, indexer_gradients
+from torchtitan_npu.ops.lightning_indexer import indexer_elements, indexer_gradients
 from torchtitan_npu.ops.sparse_flash_attention.reference import attention_weights, padded_keys, selections, with_rope
-from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
-    documents,
-    heads_of,
-    with_zero_row,
-    without_zero_row,
-)
+from torchtitan_npu.ops.sparse_flash_attention.selected_keys import documents, heads_of, with_zero_row, without_zero_row
 
 
 @dataclass(frozen=True)

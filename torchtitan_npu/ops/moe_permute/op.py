@@ -289,11 +289,7 @@ declare(
             ),
             LIMIT_OF_TOP_K,
             # required before CANN 9.1
-            Limit(
-                "whether permuted_tokens is given",
-                lambda call: call.permuted_tokens is not None,
-                (True, False),
-            ),
+            Limit("whether permuted_tokens is given", lambda call: call.permuted_tokens is not None, (True, False)),
         ),
     )
 )

@@ -265,20 +265,14 @@ declare(
                 lambda call: 1 if call.sparse_block_size is None else call.sparse_block_size,
                 (1, 8, 16, 32, 64),
             ),
-            Limit(
-                "the batch size",
-                lambda call: batch_size(call.query, call.actual_seq_qlen),
-                range(1, 257),
-            ),
+            Limit("the batch size", lambda call: batch_size(call.query, call.actual_seq_qlen), range(1, 257)),
             Limit(
                 "the number of queries",
                 lambda call: sequence_length(call.query, call.actual_seq_qlen),
                 range(1, 131073),
             ),
             Limit(
-                "the number of keys",
-                lambda call: sequence_length(call.key, call.actual_seq_kvlen),
-                range(1, 131073),
+                "the number of keys", lambda call: sequence_length(call.key, call.actual_seq_kvlen), range(1, 131073)
             ),
         ),
         flops=grad_flops,
