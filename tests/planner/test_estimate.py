@@ -63,7 +63,7 @@ FAST = ("pipeline", "latent keys", "EP over the ranks of TP")
     "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in JOBS]
 )
 def test_estimated_traffic_ranks_layouts(name: str) -> None:
-    """By group it is near that of a dry run: TP's is less, without the rows of embedding and output."""
+    """By group it is near that of a dry run, without parameters that TP replicates and rows of embedding and output."""
     config = job(*JOBS[name])
     config.parallelism.fsdp_reshard_after_forward = "always" if name == "pipeline" else "default"
     found: Counter[str] = Counter()
@@ -72,11 +72,10 @@ def test_estimated_traffic_ranks_layouts(name: str) -> None:
     args = model_args(config)
     estimator = Estimator(sizes(build_on_meta(config)), [], 1, 0, args)
     estimated = estimator.sent(config, modules_per_rank(config, args.n_layers)[0], 0)
-    print({group: (found[group], estimated[group]) for group in found})
     for group in estimated:
         (dimensions,) = [names for names in found if group in names.split("/")]
         shared = sum(estimated[other] for other in dimensions.split("/"))
-        least = 0.45 if group == "tp" else 0.98  # one layer between embedding and output
+        least = 0.45 if group == "tp" else 0.94  # these small models have one layer or two
         assert least * found[dimensions] <= shared <= 1.02 * found[dimensions], group
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,27 +112,21 @@ class StepRecorder(BelowSubclasses):
         super().__init__()
         self.memory, self.traffic, self.flops = memory, traffic, 0
         self._loss_parallel = loss_parallel
-        self._shape_inference: OpOverload | None = None
+        self.shape_inference: OpOverload | None = None
         """The operator whose next call on plain tensors only infers a shape."""
-
-    @contextmanager
-    def recording(self, model_parts: list[nn.Module]) -> Iterator[None]:
-        with self.memory.modules.tracking(model_parts), self:
-            yield
-        assert self._shape_inference is None, f"{self._shape_inference} inferred no shape: nothing was recorded after"
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._loss_parallel and op.overloadpacket in LOSS_PARALLEL_OPERATORS and DTensor in types:
-            self._shape_inference = op
+            self.shape_inference = op
         return super().__torch_dispatch__(op, types, args, kwargs)
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as its real kernel does; its fake kernel returns a new tensor
         output = op(*args, **kwargs)
-        if self._shape_inference is not None:
-            if op is self._shape_inference:
-                self._shape_inference = None
+        if self.shape_inference is not None:
+            if op is self.shape_inference:
+                self.shape_inference = None
             return output
         self.memory.record(op, args, kwargs, output)
         self.traffic.record(op, args, kwargs, output)
@@ -168,7 +162,8 @@ def dry_run_rank(
 def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: int, rank: int) -> DryRun:
     memory, traffic = Memory(trainer.device), Traffic.from_dims(trainer.parallel_dims)
     _add_between_steps(memory, trainer)
-    recorder = StepRecorder(memory, traffic, trainer.uses_loss_parallel)
+    loss_parallel = trainer.parallel_dims.tp_enabled and not trainer.job_config.parallelism.disable_loss_parallel
+    recorder = StepRecorder(memory, traffic, loss_parallel)
     after_batches: list[tuple[int, Counter[Any], Counter[Any]]] = []
 
     def end_batch() -> None:
@@ -182,11 +177,13 @@ def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: in
     stepped: set[nn.Parameter] = set()
     if trainer.job_config.optimizer.early_step_in_backward:
         handles += [parameter.register_post_accumulate_grad_hook(stepped.add) for _, parameter in parameters]
-    with recorder.recording(trainer.model_parts):
+    with memory.modules.tracking(trainer.model_parts), recorder:
         memory.enter("zero_grad")
         memory.restart_peak()
         first = len(memory.events)
         trainer.train_step(batches)
+    inferring = recorder.shape_inference
+    assert inferring is None, f"{inferring} inferred no shape: nothing was recorded after it"
     for handle in handles:
         handle.remove()
     _add_between_steps(memory, trainer)

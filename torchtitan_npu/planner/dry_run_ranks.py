@@ -1,4 +1,4 @@
-"""Dry runs of a job: of the ranks that represent all others, whole or truncated, with the error of a real start."""
+"""Dry runs of a job: of the ranks that represent the job, of all layers or a few, with the error of a real start."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LONGEST_PERIOD = 8
 
 
 def selected_ranks(option: str, config: JobConfig, world_size: int) -> dict[int, str]:
-    """Return the ranks that ``--rank`` selects, with their names: those that represent all others, or one by number.
+    """Return the ranks that ``--rank`` selects, with their names: the representative ones, or one by number.
 
     Representative are the first, the middle and the last pipeline rank. Each other pipeline rank is added unless
     another one has at least as many expert parameters, dense parameters and microbatches in flight. Among the ranks of
@@ -262,7 +262,7 @@ def _extrapolate(
     def all_more(second: Mapping[Any, int], third: Mapping[Any, int]) -> dict[Any, int]:
         return {key: more(second.get(key, 0), value) for key, value in third.items()}
 
-    # With more layers the peak may move to another layer. So each layer's own peak is extrapolated, from the layer at
+    # With more layers the peak may move to another layer. So the peak of each layer is extrapolated, from the layer at
     # the same distance from the first or from the last. Its neighbours must be the same too: FSDP gathers one of them
     # and reduces the other at the same time.
     pairs = list(zip(short_layers[:-1], long_layers, strict=False))

@@ -159,17 +159,18 @@ class Estimator:
             gradient = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
             policy, pipelined = config.parallelism.fsdp_reshard_after_forward, ranks["pp"] > 1
             for name in modules:
-                # By default a pipeline keeps all modules gathered, others keep the last ones.
-                kept = policy == "never" or (policy == "default" and (pipelined or name in ("norm", "output")))
-                per_parameter = element * (1 if kept else gathers_per_batch(config, stage)) + gradient
+                # By default a pipeline keeps all modules gathered, and a model without one the last ones.
+                stays = policy == "never" or (policy == "default" and (pipelined or name in ("norm", "output")))
+                per_parameter = element * (1 if stays else gathers_per_batch(config, stage)) + gradient
                 size = unsharded(self.parameters[name], config)
                 for group, count in (("fsdp", size.dense), ("efsdp" if ep > 1 else "fsdp", size.experts)):
                     sent[group] += per_parameter * count * (ranks[group] - 1) / ranks[group]
         # Attention and a feed-forward layer gather and reduce-scatter their rows once each, and do the reverse in the
-        # backward pass. A MoE layer that routes its own tokens does so for its shared experts only.
+        # backward pass. A MoE layer that routes its local tokens does so for its shared experts only.
         layers = sum(name.startswith("layers.") for name in modules)
         moe_layers = sum(self.parameters[name].experts > 0 for name in modules)
-        moe, blocks = getattr(args, "moe_args", None), 2 * layers
+        moe: Any = getattr(args, "moe_args", None)
+        blocks = 2 * layers
         if moe and ep > 1 and ranks["etp"] == 1 and npu_options(config).moe_sequence_parallel:
             blocks -= moe_layers * (moe.num_shared_experts == 0)
         # The backward pass may repeat the gathers of a part of the layers, and their other collectives.

@@ -109,7 +109,7 @@ class AssumedLoad(BelowSubclasses):
 
     A MoE layer counts the tokens of each expert on the device. The host reads sums of these counts to split tensors and
     all-to-alls. Fake tensors have no values to read. In this mode the counts (``torch.histc``) get the values of
-    ``load``, and single-element constants keep theirs. A tensor computed only from tensors with known values gets a
+    ``load``, and single-element constants have a value. A tensor computed only from tensors with known values gets a
     value too. All ranks have the same load. Reading any other tensor is still an error.
     """
 

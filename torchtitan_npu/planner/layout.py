@@ -113,7 +113,7 @@ def uses_fsdp(config: JobConfig) -> bool:
 
 @dataclass(frozen=True)
 class Size:
-    """Parameter counts of a module: those of experts, and the others (dense)."""
+    """Parameter counts of a module: those of experts, and the remaining (dense)."""
 
     dense: int
     experts: int

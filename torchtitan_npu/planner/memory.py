@@ -107,7 +107,7 @@ def innermost(names: set[str]) -> str | None:
 class ActiveModules:
     """The modules of a model that are running now, in the forward and in the backward pass, by name.
 
-    The model itself has the name ``""``. torch's own ``ModuleTracker`` registers a gradient hook on every input. Torch
+    The model itself has the name ``""``. torch's ``ModuleTracker`` registers a gradient hook on every input. Torch
     refuses that on a leaf, such as a pipeline stage's input, when a schedule computes gradients of inputs and weights
     separately.
     """
@@ -347,5 +347,5 @@ class Memory:
         if self.phase != "forward":
             return self.phase
         # The loss follows the output layer, and its gradient is first in the backward pass. Between other modules run
-        # the model's own code, FSDP and the pipeline.
+        # the model's code, FSDP and the pipeline.
         return "the loss" if self._at_loss and name is None else "between modules"

@@ -90,8 +90,8 @@ def print_work(console: Console, runs: dict[str, DryRun], rates: Rates) -> None:
     table.add_row("total", "s, assumed rates", *(f"{sum(times[one.rank].values()):.4g}" for one in runs.values()))
     console.print(table)
     rate = f"{rates.tflops:g} TFLOP/s and {rates.bandwidth:g} GB/s"
-    own = "".join(f", {group} {value:g} GB/s" for group, value in rates.groups.items())
-    console.print(f"times at assumed rates of {rate}{own} per device, nothing overlapped; bytes sent by this rank")
+    by_group = "".join(f", {group} {value:g} GB/s" for group, value in rates.groups.items())
+    console.print(f"times at assumed rates of {rate}{by_group} per device, nothing overlapped; bytes sent by this rank")
 
 
 def as_json(name: str, one: DryRun, rates: Rates, device_memory: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def print_weights_and_gradients(
 def print_layouts(
     console: Console, found: list[Layout], device_memory: int, rates: Rates, most_estimates: int = 12
 ) -> None:
-    """Print the layouts with a dry run, and the best of the others."""
+    """Print the layouts with a dry run, and the best of the remaining ones."""
     table = Table("layout", "peak (GiB)", "", f"of {device_memory / GIB:.4g} GiB", "µs per token, assumed rates")
     tried = [one for one in found if one.dry_runs or one.error]
     estimated = [one for one in found if not (one.dry_runs or one.error) and one.fits(device_memory)]

@@ -132,10 +132,6 @@ class DryRunTrainer(Trainer):
         # Fake tensors treat cpu:0 and cpu as two devices.
         self._device = torch.device("cpu") if device.type == "cpu" else device
 
-    @property
-    def uses_loss_parallel(self) -> bool:
-        return self.parallel_dims.tp_enabled and not self.job_config.parallelism.disable_loss_parallel
-
     def _then_fake(self, parallelize: Any) -> Any:
         """Wrap ``parallelize``, or a pipelining function, so that after it every new tensor is fake."""
 
@@ -144,7 +140,7 @@ class DryRunTrainer(Trainer):
             parts = result[1] if isinstance(result, tuple) else [result]
             for part in parts:
                 part.init_weights = functools.partial(_tie_weights, part)
-            # A device's backward pass has its own thread, whose DTensor cache would keep meshes of other dry runs.
+            # A device runs the backward pass in a thread whose DTensor cache would keep meshes of other dry runs.
             self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._contexts.enter_context(fake_device())
             self._contexts.enter_context(AssumedLoad(self._load))
