@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import Any
 
@@ -12,12 +11,11 @@ from tests._helpers.layouts import add_flavor
 from torchtitan_npu import platform
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
-from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.planner.dry_run import dry_run_rank
 from torchtitan_npu.planner.estimate import Estimator
-from torchtitan_npu.planner.layout import DEGREES, mesh_sizes, model_args, modules_per_rank, sizes, world_size_of
+from torchtitan_npu.planner.layout import DEGREES, model_args, modules_per_rank, sizes, world_size_of
 from torchtitan_npu.planner.work import Traffic
 from torchtitan_npu.preflight.job_context import build_on_meta
 from torchtitan_npu.torch_internals.collectives import process_group
@@ -101,38 +99,14 @@ def test_replicas_of_a_pipeline_are_estimated_as_shards() -> None:
     assert estimator.unsharded_gradient > 0 and all(one.sent["fsdp", "all_gather"] > 0 for one in estimator.base)
 
 
-GROUPS = {
-    "cpu": [
-        ({"dp_shard": 4, "ep": 4}, {"ep/fsdp"}),
-        ({"dp_shard": 2, "tp": 2, "ep": 4}, {"ep", "fsdp", "tp"}),
-        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_replicate", "ep", "fsdp"}),
-        ({"tp": 4}, {"tp"}),
-    ],
-    "npu": [
-        ({"dp_shard": 4, "ep": 4}, {"ep", "fsdp"}),
-        ({"pp": 2, "dp_shard": 2, "ep": 2}, {"pp", "ep", "fsdp"}),
-        ({"tp": 4}, {"tp"}),
-    ],
-}
-"""By backend: layouts, and the names of their groups of more than one rank."""
-
-
-@pytest.mark.parametrize("backend", ["cpu", "npu"])
-def test_mesh_dimensions_over_all_ranks_share_a_group(
-    backend: platform.Backend, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On NPUs, EP has its own group, and so has a dimension with its own size of HCCL's buffers."""
-    for layout, expected in GROUPS[backend]:
-        config = job("deepseek_v32", layout)
-        config.comm.hccl_buffers = ["tp=32"] if backend == "npu" else []
-        world = world_size_of(config)
-        degrees = {name: getattr(config.parallelism, key) for name, key in DEGREES.items()}
-        with caplog.at_level(logging.CRITICAL), fake_ranks(world), platform.job_for(backend):
-            dims = ParallelDims(**degrees, etp=1, world_size=world)
-            dims.hccl_buffers = hccl_buffers(config.comm)
-            dims.build_mesh()
-            names = Traffic.from_dims(dims).names
-            found = {name for group, name in names.items() if process_group(group).size() > 1}
-        assert found - {"loss"} == expected
-        used = {name for name, ranks in mesh_sizes(config).items() if ranks > 1} - {"loss"}
-        assert used == {name for names in expected for name in names.split("/")}
+@pytest.mark.parametrize(("backend", "expected"), [("cpu", {"ep/fsdp", "loss"}), ("npu", {"ep", "fsdp", "loss"})])
+def test_mesh_dimensions_over_all_ranks_share_a_group(backend: platform.Backend, expected: set[str]) -> None:
+    """On NPUs, EP has its own group."""
+    config = job("deepseek_v32", {"dp_shard": 4, "ep": 4})
+    degrees = {name: getattr(config.parallelism, key) for name, key in DEGREES.items()}
+    with fake_ranks(4), platform.job_for(backend):
+        dims = ParallelDims(**degrees, etp=1, world_size=4)
+        dims.build_mesh()
+        names = Traffic.from_dims(dims).names
+        found = {name for group, name in names.items() if process_group(group).size() > 1}
+    assert found | {"loss"} == expected  # the loss has the group of all ranks, or that of FSDP

@@ -23,10 +23,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu import platform
+from torchtitan_npu.emulator.workspaces import workspace
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.workspaces import workspace
 from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema

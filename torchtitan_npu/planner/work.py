@@ -27,7 +27,7 @@ Formula = Callable[[dict[str, Any], Any], int]
 
 
 def _formula(op: str) -> Formula:
-    """Return the formula of one of this package's operators, which is in ``ops/<family>/op.py``."""
+    """Return the formula of one of this package's operators, which is in ``ops/``."""
     formula = OPS[op].flops
     assert formula is not None
     return lambda arguments, output: formula(**arguments)
